@@ -1,0 +1,46 @@
+# Every target makes the environment it needs; running one twice is safe.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_STATE := $(CURDIR)/.demo/state
+
+.PHONY: demo test check unit faults bench soak clean
+
+demo: $(VENV)/.demo
+	$(BIN)/miner-guard demo $(DEMO_ARGS)
+
+test: check
+	$(BIN)/python -m pytest -m "not long" tests/unit tests/integration tests/faults $(PYTEST_ARGS)
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+faults: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m pytest -m long tests $(PYTEST_ARGS)
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m tests.benchmarks
+
+clean:
+	rm -rf $(VENV) .demo build dist *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@ $(VENV)/.demo

@@ -1,0 +1,27 @@
+"""The supervisor that a distributed-training miner runs under.
+
+Importing this package imports neither torch nor any third-party module: it happens in every rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "GateDecision": "uploads.decision",
+}
+
+__all__ = ["GateDecision", "__version__"]
+
+if TYPE_CHECKING:
+    from uploads.decision import GateDecision
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'miner_guard' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""Hooks an unmodified miner."""

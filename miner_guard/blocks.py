@@ -1,0 +1,110 @@
+"""Lines that a template can't say: the documents' blocks, and lines with parts that may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_RULE = "=" * 80
+
+
+def known(value: Any, spec: str = "") -> str:
+    """`value` as `format` spells it, or `unknown`."""
+    return "unknown" if value is None else format(value, spec)
+
+
+def gb(size_bytes: float | None) -> float | None:
+    """Bytes as GiB, which torch and the documents call GB."""
+    return None if size_bytes is None else size_bytes / 1024**3
+
+
+def inner_step(fields: Mapping[str, Any]) -> str:
+    """Source 004's step line."""
+    return (
+        f"Outer Step: {known(fields['outer_step'])} | Inner Step: {known(fields['inner_step'])}"
+        f" | LR: {known(fields['lr'], '.8f')} | Loss: {known(fields['loss'], '.2f')}"
+        f" | Step Time: {_with_unit(fields['step_time_s'], '.1f', 's')}"
+        f" | GPU Mem: {_with_unit(fields['gpu_mem_gb'], '.2f', 'GB')}"
+    )
+
+
+def _with_unit(value: float | None, spec: str, unit: str) -> str:
+    return "unknown" if value is None else format(value, spec) + unit
+
+
+def timing_breakdown(fields: Mapping[str, Any]) -> str:
+    """Source 001's block: seconds and share of each part of an evaluation step."""
+    total = fields["total_s"]
+    rows = [f"TIMING BREAKDOWN (Step {fields['step']:,}):", f"   {'Total:':<15} {total:.3f}s"]
+    for title, key in (
+        ("Inference", "inference_s"),
+        ("Val Loss", "val_loss_s"),
+        ("Example Loss", "example_loss_s"),
+        ("Overhead", "overhead_s"),
+    ):
+        seconds = fields[key]
+        share = 100 * seconds / total if total else 0.0
+        rows.append(f"   {title + ':':<15} {seconds:.3f}s ({share:.1f}%)")
+    return "\n".join(rows)
+
+
+def gpu_usage(fields: Mapping[str, Any]) -> str:
+    """Source 002's line and the verdict of its decision matrix."""
+    used, total, share = fields["used_gb"], fields["total_gb"], fields["share_pct"]
+    if used is None or total is None or share is None:
+        return f"GPU Memory Used: unknown - {fields['verdict']}"
+    return f"GPU Memory Used: {used:.1f} GB / {total:.1f} GB ({share:.1f}%) - {fields['verdict']}"
+
+
+def gpu_diagnostics(fields: Mapping[str, Any]) -> str:
+    """Source 004's block for rank 0, then a row for each rank.
+
+    `ranks` is a list of mappings, one per rank, with the keys that `miner_guard.rank.diagnose` writes;
+    a rank that did not answer has only `rank` and `error`.
+    """
+    ranks: list[Mapping[str, Any]] = fields["ranks"]
+    first = next((r for r in ranks if r.get("rank") == 0 and not r.get("error")), None)
+    rows = [_RULE, "GPU DIAGNOSTICS", _RULE]
+    if first is not None:
+        rows += _first_rank(first)
+    rows.append(_RULE)
+    rows += [_rank_row(r) for r in ranks]
+    return "\n".join(rows)
+
+
+def _first_rank(r: Mapping[str, Any]) -> list[str]:
+    cuda = r.get("cuda_available")
+    rows = [f"✓ CUDA available: {known(cuda)}" if cuda else f"✗ CUDA available: {known(cuda)}"]
+    if cuda:
+        rows += [
+            f"✓ GPU count: {known(r.get('gpu_count'))}",
+            f"✓ Current CUDA device: {known(r.get('cuda_device'))}",
+            f"✓ Device name: {known(r.get('device_name'))}",
+            f"✓ GPU total memory: {known(gb(r.get('total_bytes')), '.2f')} GB",
+            f"✓ GPU memory allocated: {known(gb(r.get('allocated_bytes')), '.2f')} GB",
+        ]
+    device = r.get("model_device")
+    rows.append(f"✓ Model device: {known(device)}")
+    if device and str(device).startswith("cuda"):
+        rows.append(f"✅ Model correctly on GPU: {device}")
+    rows += [
+        f"✓ Batch size (per GPU): {known(r.get('batch_size'))}",
+        f"✓ Effective batch size (total): {known(r.get('effective_batch_size'))}",
+        f"✓ World size (GPUs): {known(r.get('world_size'))}",
+        f"✓ Gradient accumulation steps: {known(r.get('accumulation_steps'))}",
+    ]
+    return rows
+
+
+def _rank_row(r: Mapping[str, Any]) -> str:
+    if r.get("error"):
+        return f"rank {r['rank']}: unknown: {r['error']}"
+    shard = gb(r.get("shard_bytes"))
+    total = gb(r.get("total_bytes"))
+    return (
+        f"rank {r['rank']}: device {known(r.get('model_device'))}, {known(r.get('device_name'))}, "
+        f"shard {known(r.get('shard_params'))} params {known(shard, '.2f')} GB on {known(r.get('shard_devices'))}, "
+        f"dtype {known(r.get('dtype'))}, "
+        f"memory {known(gb(r.get('allocated_bytes')), '.2f')} of {known(total, '.2f')} GB, "
+        f"torch {known(r.get('torch_version'))}"
+    )

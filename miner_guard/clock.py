@@ -1,0 +1,62 @@
+"""Time, as something that can be handed in: detectors and timers never call `time` themselves."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Two clocks. Deadlines and durations use `monotonic`; only time stamps use `wall`."""
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed point; never steps, the same for every process of this host."""
+        ...
+
+    def wall(self) -> float:
+        """Seconds since 1970-01-01 UTC, as this host believes; may step."""
+        ...
+
+
+class SystemClock:
+    """The host's clocks."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
+
+
+class FakeClock:
+    """A clock that stands still until it is moved; for tests and simulations."""
+
+    def __init__(self, monotonic: float = 1000.0, wall: float = 1_767_323_045.0) -> None:
+        self._monotonic = monotonic
+        self._wall = wall
+
+    def monotonic(self) -> float:
+        return self._monotonic
+
+    def wall(self) -> float:
+        return self._wall
+
+    def advance(self, seconds: float) -> None:
+        """Let both clocks pass `seconds`."""
+        self._monotonic += seconds
+        self._wall += seconds
+
+    def step_wall(self, seconds: float) -> None:
+        """Step the wall clock alone, as NTP or a person would."""
+        self._wall += seconds
+
+
+def iso_utc(wall: float) -> str:
+    """`2026-01-02T03:04:05.678901Z`."""
+    return datetime.fromtimestamp(wall, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def parse_iso_utc(text: str) -> float:
+    """The inverse of `iso_utc`. Raises ValueError."""
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()

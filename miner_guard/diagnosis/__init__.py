@@ -1,0 +1,1 @@
+"""Startup diagnosis: of one GPU, of the node, and across ranks."""

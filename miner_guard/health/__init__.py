@@ -1,0 +1,1 @@
+"""Samplers: NVML, host, chain; and the snapshot made of them."""

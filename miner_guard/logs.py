@@ -1,0 +1,196 @@
+"""structlog: every finding becomes one console line and one JSON line, secrets removed before either."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from miner_guard import events
+from miner_guard.clock import Clock, iso_utc
+from miner_guard.config import LogSettings
+from miner_guard.events import CATALOGUE, LEVELS, Finding
+from miner_guard.redact import Redactor
+from miner_guard.statedir import finite
+
+Record = MutableMapping[str, Any]
+"""A finished event: ts, level, event, msg, run_id, host, rank and its fields."""
+
+_CONSOLE_LEVEL = {
+    "debug": "DEBUG",
+    "info": "INFO",
+    "warning": "WARNING",
+    "error": "ERROR",
+    "critical": "CRITICAL ERROR",
+}
+
+
+class Sink(Protocol):
+    """Takes finished records. Must not raise, must not block for long, may be called from any thread."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+
+class Emitter:
+    """Where findings leave the pure part: adds time, run and host, redacts, hands on to the sinks."""
+
+    def __init__(self, clock: Clock, run_id: str, redactor: Redactor, sinks: list[Sink]) -> None:
+        self._clock = clock
+        self._redactor = redactor
+        self.sinks = sinks
+        self._log = structlog.wrap_logger(
+            None,
+            processors=[self._stamp, self._redact, self._deliver],
+            context_class=dict,
+            wrapper_class=structlog.BoundLoggerBase,
+        ).bind(run_id=run_id, host=socket.gethostname())
+
+    def emit(self, finding: Finding) -> None:
+        """Log one finding. An event that the catalogue lacks raises KeyError: that is a defect of ours."""
+        spec = CATALOGUE[finding.event]
+        fields = dict(finding.fields)
+        self._log._proxy_to_logger(
+            "msg", events.line(finding), _event=spec, _level=finding.severity, _rank=finding.rank, _fields=fields
+        )
+
+    def _stamp(self, _logger: Any, _method: str, bound: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        return {
+            "ts": iso_utc(self._clock.wall()),
+            "level": bound["_level"],
+            "event": bound["_event"].name,
+            "msg": bound["event"],
+            "run_id": bound["run_id"],
+            "host": bound["host"],
+            "rank": bound["_rank"],
+            **bound["_fields"],
+        }
+
+    def _redact(self, _logger: Any, _method: str, record: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        redacted: MutableMapping[str, Any] = self._redactor.value(dict(record))
+        return redacted
+
+    def _deliver(self, _logger: Any, _method: str, record: MutableMapping[str, Any]) -> Any:
+        for sink in self.sinks:
+            sink.write(record)
+        raise structlog.DropEvent
+
+
+def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
+    """`2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`; a block keeps its own lines below."""
+    spec = CATALOGUE.get(str(record["event"]))
+    who = "guard" if record.get("rank") is None else f"Rank {record['rank']}"
+    mark = f"{spec.emoji} " if emoji and spec is not None and spec.emoji else ""
+    level = _CONSOLE_LEVEL.get(str(record["level"]), str(record["level"]).upper())
+    stamp = str(record["ts"])
+    head, _, rest = str(record["msg"]).partition("\n")
+    if head.startswith("====") and rest:
+        # The documents' block opens with a rule; the emoji belongs to its title.
+        title, _, body = rest.partition("\n")
+        return f"{head}\n{mark}{title}\n{body}"
+    text = f"{stamp[:23]}Z | {level} | {who} | {mark}{head}"
+    return f"{text}\n{rest}" if rest else text
+
+
+class ConsoleSink:
+    """Prints records from a level on through `write`, one whole line at a time."""
+
+    def __init__(self, write: Callable[[str], None], settings: LogSettings) -> None:
+        self._write = write
+        self._emoji = settings.emoji
+        self._least = LEVELS[settings.level]
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if LEVELS.get(str(record["level"]), 0) >= self._least:
+            self._write(console_line(record, emoji=self._emoji) + "\n")
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """The record as one line of JSON; non-finite numbers are null."""
+    return json.dumps(finite(record), ensure_ascii=False, default=str, separators=(", ", ": "))
+
+
+class JsonlSink:
+    """guard.jsonl, rotated by size; a line is in exactly one file, whole.
+
+    Where the disk refuses, lines are counted as lost and writing is tried again with each line: the
+    miner's life does not depend on it. `on_trouble(reason, lost)` is told when it stops (lost 0) and
+    when it works again (reason None).
+    """
+
+    def __init__(
+        self, path: Path, settings: LogSettings, on_trouble: Callable[[str | None, int], None] = lambda _r, _n: None
+    ) -> None:
+        self._path = path
+        self._settings = settings
+        self._on_trouble = on_trouble
+        self._mutex = threading.Lock()
+        self._fd: int | None = None
+        self._size = 0
+        self._lost = 0
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        data = (json_line(record) + "\n").encode("utf-8", "replace")
+        trouble: tuple[str | None, int] | None = None
+        with self._mutex:
+            try:
+                self._append(data)
+                if self._lost:
+                    trouble, self._lost = (None, self._lost), 0
+            except OSError as error:
+                if self._lost == 0:
+                    trouble = (error.strerror or str(error), 0)
+                self._lost += 1
+        if trouble is not None:
+            self._on_trouble(*trouble)
+
+    def _append(self, data: bytes) -> None:
+        if self._fd is None:
+            self._open()
+        elif self._size + len(data) > self._settings.max_bytes:
+            self._rotate()
+        assert self._fd is not None
+        written = os.write(self._fd, data)
+        if written != len(data):
+            # Half a line on a full disk: take it back, so that every line of the file parses.
+            os.ftruncate(self._fd, self._size)
+            raise OSError(28, "No space left on device")
+        self._size += written
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._size = os.fstat(self._fd).st_size
+        if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
+            # A guard that was killed in mid-line: end that line, so that ours starts on its own.
+            self._size += os.write(self._fd, b"\n")
+
+    def _rotate(self) -> None:
+        assert self._fd is not None
+        os.close(self._fd)
+        self._fd = None
+        for number in range(self._settings.keep, 0, -1):
+            older = rotated(self._path, number)
+            newer = rotated(self._path, number - 1) if number > 1 else self._path
+            if newer.exists():
+                os.replace(newer, older)
+        if self._settings.keep == 0:
+            self._path.unlink(missing_ok=True)
+        self._open()
+
+    def close(self) -> None:
+        """Close the file; a later write opens it again."""
+        with self._mutex:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+
+def rotated(path: Path, number: int) -> Path:
+    """`guard.jsonl.1` is the youngest of the rotated files."""
+    return path.with_name(f"{path.name}.{number}")

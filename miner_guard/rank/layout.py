@@ -1,0 +1,83 @@
+"""The flight record's binary layout: one file per rank, written by the rank, read by anybody.
+
+    header    1 page    what the rank is doing now, guarded by a sequence lock
+    ring      4096 step records
+    journal   64 slots of JSON: decisions, uploads, diagnosis, messages; kept until acknowledged
+
+All numbers little endian. Times are CLOCK_MONOTONIC in seconds, which all processes of a host share;
+`wall` is seconds since 1970. An unknown number is NaN, never 0; an unknown count is -1.
+"""
+
+from __future__ import annotations
+
+import struct
+
+MAGIC = b"MGFLIGHT"
+VERSION = 1
+
+HEADER_SIZE = 4096
+RING_SLOTS = 4096
+STEP_SIZE = 256
+JOURNAL_SLOTS = 64
+SLOT_SIZE = 4096
+
+RING_OFFSET = HEADER_SIZE
+JOURNAL_OFFSET = RING_OFFSET + RING_SLOTS * STEP_SIZE
+FILE_SIZE = JOURNAL_OFFSET + JOURNAL_SLOTS * SLOT_SIZE
+
+IDENTITY = struct.Struct("<8sIIiiiq16sd")
+"""magic, version, pid, rank, local_rank, world_size, process start (clock ticks since boot), run id, opened (wall)."""
+IDENTITY_OFFSET = 0
+
+ACK = struct.Struct("<Q")
+"""Number of journal entries the supervisor has stored; the one field that the supervisor writes."""
+ACK_OFFSET = 128
+
+NOW = struct.Struct("<QB7x24sddqqqddddQQQQ")
+"""sequence lock (odd: being written), state, phase, phase since, heartbeat, outer step, inner step, total steps,
+loss, lr, allocated bytes, allowance of the phase (s; NaN: the default), steps written, journal entries written,
+datagrams dropped, journal entries lost."""
+NOW_OFFSET = 192
+
+PHASES = (
+    "data", "forward", "backward", "optimizer", "inference", "val_loss", "example_loss",
+    "upload", "allreduce", "load_state", "pause", "monitor", "collective", "other",
+)  # fmt: skip
+"""Phases with a column of their own in a step record; any other name is summed under `other`."""
+
+STEP = struct.Struct("<QqqqddddddddqII" + f"{len(PHASES)}f" + "f")
+"""sequence number + 1, outer step, inner step, total steps, start (monotonic), end (monotonic), end (wall), loss, lr,
+grad norm, allocated bytes, reserved bytes, tokens, flags, check, seconds per phase (inclusive of what is nested in
+it), seconds of the phases nested in `monitor`."""
+
+FLAG_EVAL = 1
+FLAG_FIRST = 2
+FLAG_LOSS_ON_CPU = 4
+FLAG_SYNC = 8
+
+SLOT = struct.Struct("<QII")
+"""sequence number + 1, length of the JSON that follows, its crc32."""
+SLOT_PAYLOAD = SLOT_SIZE - SLOT.size
+
+STATES = ("starting", "running", "closed", "finished")
+"""`closed`: the hook was closed without a claim to have finished; `finished`: `close(finished=True)`."""
+
+
+def step_offset(number: int) -> int:
+    """Offset of step record `number` (counted from 0)."""
+    return RING_OFFSET + (number % RING_SLOTS) * STEP_SIZE
+
+
+def slot_offset(number: int) -> int:
+    """Offset of journal entry `number` (counted from 0)."""
+    return JOURNAL_OFFSET + (number % JOURNAL_SLOTS) * SLOT_SIZE
+
+
+def check_of(number: int, inner_step: int, end: float) -> int:
+    """Tail check of a step record: a torn one does not have it."""
+    return (number * 2654435761 ^ (inner_step & 0xFFFFFFFF) ^ int(end * 1000)) & 0xFFFFFFFF
+
+
+assert STEP.size <= STEP_SIZE
+assert IDENTITY.size <= ACK_OFFSET
+assert NOW_OFFSET + NOW.size <= HEADER_SIZE

@@ -1,0 +1,189 @@
+"""Where the settings come from: defaults, profile, guard.toml, environment, flags; later ones win.
+
+`load` checks everything before anything is used. An error names the file (or variable), the key, the
+value seen and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from miner_guard.config import Config
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "MINER_GUARD_"
+_NOT_SETTINGS = {"MINER_GUARD_STATE_DIR"}
+
+
+class BadConfig(Exception):
+    """The configuration can't be used. The message is for people; `run` exits with 78."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The effective configuration and, for each `section.key`, where its value came from."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+
+def sections() -> dict[str, type]:
+    """Section name to its dataclass, in the order of `Config`."""
+    hints = typing.get_type_hints(Config)
+    return {f.name: hints[f.name] for f in dataclasses.fields(Config)}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The document at `path`. Raises BadConfig where it can't be read or parsed."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadConfig(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{path}: not valid TOML: {error}") from error
+
+
+def load(
+    file: Path | None = None,
+    *,
+    profile: Mapping[str, Any] | None = None,
+    profile_origin: str = "profile",
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Merge all layers into checked settings.
+
+    `profile` is a document shaped like guard.toml. `flags` maps `section.key` to a value. With no
+    `file`, `./guard.toml` is read if it is there. Raises BadConfig.
+    """
+    merged: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+    origins: dict[str, str] = {}
+    if profile:
+        _add_document(merged, origins, profile, profile_origin)
+    path = file if file is not None else Path("guard.toml")
+    if file is not None or path.is_file():
+        _add_document(merged, origins, read_toml(path), str(path))
+    _add_environment(merged, origins, os.environ if env is None else env)
+    for dotted, value in (flags or {}).items():
+        section, key = dotted.split(".", 1)
+        merged[section][key] = _checked(section, key, value, f"flag for {dotted}", strict=False)
+        origins[dotted] = "flag"
+    return Settings(_build(merged), _with_defaults(origins))
+
+
+def _build(merged: Mapping[str, Mapping[str, Any]]) -> Config:
+    return Config(**{name: cls(**merged[name]) for name, cls in sections().items()})
+
+
+def _with_defaults(origins: Mapping[str, str]) -> dict[str, str]:
+    names = [f"{s}.{f.name}" for s, cls in sections().items() for f in dataclasses.fields(cls)]
+    return {name: origins.get(name, "default") for name in names}
+
+
+def _add_document(
+    merged: dict[str, dict[str, Any]], origins: dict[str, str], document: Mapping[str, Any], where: str
+) -> None:
+    for section, table in document.items():
+        if section not in merged:
+            raise BadConfig(f"{where}: unknown section [{section}]; allowed: {', '.join(merged)}")
+        if not isinstance(table, Mapping):
+            raise BadConfig(f"{where}: {section} is not a section; write it as [{section}] with keys below it")
+        for key, value in table.items():
+            merged[section][key] = _checked(section, key, value, where, strict=True)
+            origins[f"{section}.{key}"] = where
+
+
+def _add_environment(merged: dict[str, dict[str, Any]], origins: dict[str, str], env: Mapping[str, str]) -> None:
+    for name, text in env.items():
+        if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
+            continue
+        section, _, key = name[len(PREFIX) :].lower().partition("__")
+        if section not in merged or not key:
+            raise BadConfig(
+                f"environment: {name} names no setting; the form is {PREFIX}SECTION__KEY, sections: {', '.join(merged)}"
+            )
+        merged[section][key] = _checked(section, key, text, f"environment, {name}", strict=False)
+        origins[f"{section}.{key}"] = f"environment {name}"
+
+
+def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) -> Any:
+    hints = typing.get_type_hints(sections()[section], include_extras=True)
+    if key not in hints:
+        raise BadConfig(f"{where}: unknown key {section}.{key}; allowed in [{section}]: {', '.join(hints)}")
+    hint = hints[key]
+    if isinstance(value, str) and not strict:
+        value = _from_text(hint, value)
+    if isinstance(value, list):
+        value = tuple(value)
+    if strict and isinstance(value, int) and not isinstance(value, bool) and not _takes_int(hint):
+        value = float(value)
+    try:
+        return TypeAdapter(hint).validate_python(value, strict=strict)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise BadConfig(
+            f"{where}: {section}.{key} = {value!r} is not allowed: {problem}; allowed: {describe(hint)}"
+        ) from error
+
+
+def _from_text(hint: Any, text: str) -> Any:
+    """A value as the environment or a flag spells it: empty means none, commas separate a list."""
+    outer = typing.get_origin(_bare(hint))
+    if text == "" and type(None) in _alternatives(hint):
+        return None
+    if outer is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if outer is dict:
+        return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+    return text
+
+
+def _bare(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(_bare(a) for a in typing.get_args(hint))
+    return (_bare(hint),)
+
+
+def _takes_int(hint: Any) -> bool:
+    return any(a is int for a in _alternatives(hint))
+
+
+def describe(hint: Any) -> str:
+    """What a setting takes, for people: `a number > 0`, `one of enforce, shadow`."""
+    names = {str: "text", bool: "true or false", type(None): "nothing", int: "a whole number", float: "a number"}
+    if typing.get_origin(hint) is typing.Annotated:
+        kind, *extra = typing.get_args(hint)
+        limits = [
+            f"{sign} {value:g}"
+            for r in extra
+            for sign, value in ((">", r.gt), (">=", r.ge), ("<=", r.le))
+            if value is not None
+        ]
+        return " ".join([describe(kind), " and ".join(limits)])
+    outer = typing.get_origin(hint)
+    if outer is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if outer in (typing.Union, types.UnionType):
+        return " or ".join(describe(a) for a in typing.get_args(hint))
+    if outer is tuple:
+        return "a list of " + describe(typing.get_args(hint)[0])
+    if outer is dict:
+        return "a table of numbers by name"
+    return names.get(hint, str(hint))

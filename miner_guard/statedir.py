@@ -1,0 +1,131 @@
+"""The state directory: the names of the guard's own files, and how they are written.
+
+Standard library only. A file of one of these names with torn or foreign content is set aside, never
+trusted; files of other names are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MARKER = "_MINER_GUARD_RUN"
+"""Environment variable that marks every process of a run; its value is the run's id."""
+
+STATE_DIR = "_MINER_GUARD_STATE_DIR"
+"""Tells the ranks where the state directory is."""
+
+RANK_SETTINGS = "_MINER_GUARD_RANK_SETTINGS"
+"""The ranks' share of the settings, as JSON."""
+
+
+@dataclass(frozen=True)
+class StateDir:
+    """Paths below one state directory. Making an instance touches nothing."""
+
+    root: Path
+
+    @property
+    def log(self) -> Path:
+        return self.root / "guard.jsonl"
+
+    @property
+    def flight(self) -> Path:
+        return self.root / "flight"
+
+    def flight_of(self, rank: int) -> Path:
+        return self.flight / f"rank-{rank:04d}.bin"
+
+    @property
+    def socket(self) -> Path:
+        return self.root / "guard.sock"
+
+    @property
+    def control(self) -> Path:
+        return self.root / "control.sock"
+
+    @property
+    def gate_inputs(self) -> Path:
+        return self.root / "gate-inputs.json"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def costs(self) -> Path:
+        return self.root / "status" / "monitoring_costs.json"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.sqlite3"
+
+    @property
+    def incidents(self) -> Path:
+        return self.root / "incidents"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock"
+
+    @property
+    def host_memory(self) -> Path:
+        """What this host had at the last run: GPU count, learned timeouts."""
+        return self.root / "host.json"
+
+
+def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
+    """The state directory by flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME`, home; in that order."""
+    if explicit := flag or env.get("MINER_GUARD_STATE_DIR"):
+        return StateDir(Path(explicit).expanduser().absolute())
+    base = env.get("XDG_STATE_HOME")
+    root = Path(base) if base else Path.home() / ".local" / "state"
+    return StateDir((root / "miner-guard" / name).absolute())
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text` so that a reader sees the old or the new whole. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, document: Any) -> None:
+    """`write_atomic` of a JSON document; non-finite numbers become null."""
+    write_atomic(path, json.dumps(finite(document), indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any | None:
+    """The document, or None where the file is absent, unreadable or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file of ours out of the way; returns its new path. Raises OSError."""
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{time.monotonic_ns() % 10**6:06d}")
+    os.replace(path, aside)
+    return aside
+
+
+def finite(value: Any) -> Any:
+    """`value` with NaN and infinities as null, recursively: JSON has no words for them."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [finite(v) for v in value]
+    return value

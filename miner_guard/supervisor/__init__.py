@@ -1,0 +1,1 @@
+"""Runs beside the miner: child process, relay, watchdog, restarts, scheduler. Imports no torch."""

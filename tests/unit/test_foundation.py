@@ -1,0 +1,138 @@
+"""The catalogue, the settings and the flight record agree with the design's contracts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from miner_guard import events, settings
+from miner_guard.clock import FakeClock
+from miner_guard.config import LogSettings
+from miner_guard.logs import ConsoleSink, Emitter, JsonlSink
+from miner_guard.rank.flight import FLAG_LOSS_GIVEN, BadFlight, FlightReader, FlightWriter
+from miner_guard.rank.layout import JOURNAL_SLOTS, PHASES
+from miner_guard.redact import Redactor
+
+NAN = math.nan
+
+
+def test_slow_step_line_is_word_for_word() -> None:
+    finding = events.found(
+        "slow_step", step_time_s=245.7, expected="10-30s", inner_step=84, limit_s=60, rule="absolute"
+    )
+    assert events.line(finding) == "SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"
+
+
+def test_step_line_is_word_for_word_and_unknown_is_said() -> None:
+    values = {"outer_step": 56, "inner_step": 84, "lr": 2.1e-5, "loss": 3.4, "step_time_s": 15.2, "gpu_mem_gb": 18.45}
+    assert events.line(events.found("inner_step", **values)) == (
+        "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: 15.2s | GPU Mem: 18.45GB"
+    )
+    assert "GPU Mem: unknown" in events.line(events.found("inner_step", **{**values, "gpu_mem_gb": None}))
+
+
+def test_a_finding_without_its_fields_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks its fields: reason"):
+        events.found("upload_failed")
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"gate": {"min_inner_stepp": 1}}, "unknown key gate.min_inner_stepp"),
+        ({"gate": {"min_inner_step": "50"}}, "a whole number >= 0"),
+        ({"gate": {"mode": "off"}}, "one of enforce, shadow"),
+        ({"gates": {}}, "unknown section [gates]"),
+        ({"miner": {"stop_timeout_s": 0}}, "a number > 0"),
+    ],
+)
+def test_bad_settings_name_the_key_and_what_is_allowed(tmp_path: Path, document: dict[str, object], words: str) -> None:
+    with pytest.raises(settings.BadConfig) as error:
+        settings.load(profile=document, env={})
+    assert words in str(error.value)
+
+
+def test_later_layers_win_and_say_where_a_value_came_from(tmp_path: Path) -> None:
+    file = tmp_path / "guard.toml"
+    file.write_text("[gate]\nmin_inner_step = 20\nrepo_age_limit_s = 2100\n")
+    loaded = settings.load(
+        file,
+        profile={"gate": {"min_inner_step": 10, "repo_age_target_s": 1700.0}},
+        env={"MINER_GUARD_GATE__REPO_AGE_LIMIT_S": "2200"},
+        flags={"restart.max_restarts": 1},
+    )
+    gate = loaded.config.gate
+    assert (gate.min_inner_step, gate.repo_age_target_s, gate.repo_age_limit_s) == (20, 1700.0, 2200.0)
+    assert loaded.config.restart.max_restarts == 1
+    assert loaded.origins["gate.min_inner_step"] == str(file)
+    assert loaded.origins["gate.mode"] == "default"
+
+
+def test_flight_record_survives_its_writer_and_refuses_foreign_files(tmp_path: Path) -> None:
+    path = tmp_path / "flight" / "rank-0000.bin"
+    writer = FlightWriter(path, rank=0, local_rank=0, world_size=2, run_id="r1")
+    for number in range(5000):
+        writer.step(
+            1, number, number, number, number + 0.5, 1e9, 2.0, NAN, NAN, NAN, NAN, -1, FLAG_LOSS_GIVEN,
+            [0.0] * len(PHASES), 0.0,
+        )  # fmt: skip
+    writer.now(
+        state=1, phase=b"data", phase_since=1.0, heartbeat=2.0, outer_step=1, inner_step=4999, total_steps=5000,
+        loss=2.0, lr=NAN, allocated_bytes=NAN, allowance_s=NAN,
+    )  # fmt: skip
+    reader = FlightReader(path)
+    steps = list(reader.steps())
+    assert [s.number for s in steps] == list(range(5000 - 4096, 5000))
+    assert steps[-1].seconds == 0.5
+    assert steps[-1].lr is None
+    path.write_bytes(b"not a flight record" * 100)
+    with pytest.raises(BadFlight):
+        FlightReader(path)
+
+
+def test_journal_keeps_what_is_not_stored_and_counts_what_it_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0000.bin"
+    writer = FlightWriter(path, rank=0, local_rank=0, world_size=1, run_id="r1")
+    assert all(writer.journal({"n": n}) for n in range(JOURNAL_SLOTS))
+    assert not writer.journal({"n": "one too many"})
+    writer.now(
+        state=1, phase=b"", phase_since=0, heartbeat=0, outer_step=-1, inner_step=-1, total_steps=0, loss=NAN, lr=NAN,
+        allocated_bytes=NAN, allowance_s=NAN,
+    )  # fmt: skip
+    reader = FlightReader(path, acknowledge=True)
+    assert [e["n"] for _, e in reader.entries()] == list(range(JOURNAL_SLOTS))
+    reader.acknowledge(10)
+    assert writer.journal({"n": "room again"})
+    now = reader.now()
+    assert now is not None
+    assert now.lost == 1
+
+
+def test_secrets_are_gone_from_console_and_json(tmp_path: Path) -> None:
+    lines: list[str] = []
+    secret = "s3cr3t-value-of-the-environment"
+    logs = LogSettings()
+    jsonl = JsonlSink(tmp_path / "guard.jsonl", logs)
+    redactor = Redactor.from_environment({"R2_WRITE_SECRET": secret})
+    emitter = Emitter(FakeClock(), "r1", redactor, [ConsoleSink(lines.append, logs), jsonl])
+    emitter.emit(events.found("rank_message", text=f"key={secret} Bearer abcdefgh12345678 hf_{'a' * 30} {'0f' * 64}"))
+    stored = (tmp_path / "guard.jsonl").read_text()
+    json.loads(stored)
+    for planted in (secret, "abcdefgh12345678", "hf_aaaa", "0f0f0f"):
+        assert planted not in stored
+        assert planted not in lines[0]
+
+
+def test_rotation_loses_no_line_and_every_line_parses(tmp_path: Path) -> None:
+    logs = LogSettings(max_bytes=1000, keep=50)
+    sink = JsonlSink(tmp_path / "guard.jsonl", logs)
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
+    for number in range(100):
+        emitter.emit(events.found("rank_message", text=str(number)))
+    seen = {
+        json.loads(line)["text"] for file in tmp_path.glob("guard.jsonl*") for line in file.read_text().splitlines()
+    }
+    assert seen == {str(n) for n in range(100)}

@@ -1,0 +1,1 @@
+"""The gate, the repos it watches, the publisher and the ledger."""

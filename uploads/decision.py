@@ -1,0 +1,53 @@
+"""The gate's answer. Standard library only: it is made and read inside the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from validators.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class GateDecision:
+    """May this upload go out? True in a condition where it may."""
+
+    allowed: bool
+    kind: str
+    outer_step: int
+    inner_step: int
+    reason: str
+    """For people; the words after `UPLOAD BLOCKED: ` or `UPLOAD ALLOWED: `."""
+
+    verdicts: tuple[Verdict, ...] = ()
+    due: bool = False
+    """The repo is past its target age."""
+
+    stale: bool = False
+    """The repo is past its limit."""
+
+    shadow: bool = False
+    """Shadow mode: it would have been blocked, and is allowed."""
+
+    retry_after_steps: int | None = None
+    retry_after_s: float | None = None
+    decided_at: float = 0.0
+    """Wall time."""
+
+    decision_id: str = ""
+    """Same on every rank; key of the ledger."""
+
+    def __bool__(self) -> bool:
+        return self.allowed
+
+    def as_dict(self) -> dict[str, Any]:
+        document = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        document["verdicts"] = [v.as_dict() for v in self.verdicts]
+        return document
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> GateDecision:
+        fields = {name: document[name] for name in cls.__dataclass_fields__ if name in document}
+        fields["verdicts"] = tuple(Verdict(**v) for v in document.get("verdicts", ()))
+        return cls(**fields)

@@ -1,0 +1,89 @@
+"""What the rules look at: the candidate, the published state, the network. Plain data, no I/O.
+
+Unknown is None; the reason stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What the miner wants to upload."""
+
+    kind: str
+    """`gradient`, or `archive`: the upload after an AllReduce, which starts at inner step 0 and is needed."""
+
+    outer_step: int
+    inner_step: int
+    loss: float | None = None
+    recent_losses: tuple[float, ...] = ()
+    base_outer_step: int | None = None
+    """The outer step of the global state that the local one was loaded from."""
+
+    files: Mapping[str, Any] | None = None
+    """What the file check of gradients.pt found (`validators.gradients`), None where it was not looked at."""
+
+    config: Mapping[str, Any] | None = None
+    """The candidate's config.json."""
+
+    metadata: Mapping[str, Any] | None = None
+    """The candidate's metadata.json."""
+
+    revision: str | None = None
+    """`{run}.{outer_step}.{inner_step}`."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the repo holds now, as of `seen_at`."""
+
+    age_s: float | None = None
+    """Age of the newest gradients.pt by the server's own clock."""
+
+    reason: str | None = "not looked at yet"
+    """Why `age_s` is None. None where the repo was read; an empty repo has `empty=True`."""
+
+    empty: bool = False
+    seen_at: float | None = None
+    """Wall time of this host when it was read."""
+
+    outer_step: int | None = None
+    inner_step: int | None = None
+    revision: str | None = None
+    size_bytes: int | None = None
+    checksum: str | None = None
+    metadata: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the chain and the master's repo say."""
+
+    block: int | None = None
+    outer_step: int | None = None
+    blocks_since_allreduce: int | None = None
+    commitment: str | None = None
+    registered: bool | None = None
+    uid: int | None = None
+    reason: str | None = "not looked at"
+    seen_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything a rule may look at, and the time it is judged at (wall)."""
+
+    candidate: Candidate
+    published: Published = field(default_factory=Published)
+    network: Network = field(default_factory=Network)
+    now: float = 0.0
+    credentials: str | None = None
+    """The commitment that the credentials in use would give; compared, never stored or shown."""
+
+    bucket: str | None = None
+    """Name of the bucket in use."""

@@ -1,0 +1,42 @@
+"""What a rule answers. Standard library only: rules also run inside rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OUTCOMES = ("pass", "unknown", "warn", "block")
+"""From harmless to hard; a decision is the worst of its verdicts."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One rule's answer about one candidate."""
+
+    rule: str
+    outcome: str
+    """One of OUTCOMES."""
+
+    seen: Any
+    """The number or text the rule looked at; None where it could not be read."""
+
+    limit: Any
+    """What it was compared with."""
+
+    sentence: str
+    """For people: what was seen, against which limit, what to do."""
+
+    retry_after_steps: int | None = None
+    """Inner steps until asking again can help."""
+
+    retry_after_s: float | None = None
+    """Seconds until asking again can help."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def worst(verdicts: Iterable[Verdict]) -> str:
+    """The hardest outcome; `pass` where there are none."""
+    return max((v.outcome for v in verdicts), key=OUTCOMES.index, default="pass")
