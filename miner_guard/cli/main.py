@@ -1,0 +1,90 @@
+"""`miner-guard`: finds the command's module, imports that one only, and keeps the exit codes.
+
+A command is one file: a function `command` with typer's annotations, its docstring the help, and if
+needed `CONTEXT`, click's context settings. It is added by one row of `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from miner_guard import __version__
+from miner_guard.cli import exits
+
+COMMANDS = {
+    "run": "miner_guard.cli.run",
+    "doctor": "miner_guard.cli.doctor",
+    "status": "miner_guard.cli.status",
+    "top": "miner_guard.cli.top",
+    "logs": "miner_guard.cli.logs",
+    "gate": "miner_guard.cli.gate",
+    "audit": "miner_guard.cli.audit",
+    "explain": "miner_guard.cli.explain",
+    "plan": "miner_guard.cli.plan",
+    "costs": "miner_guard.cli.costs",
+    "report": "miner_guard.cli.report",
+    "bundle": "miner_guard.cli.bundle",
+    "ctl": "miner_guard.cli.ctl",
+    "config": "miner_guard.cli.config",
+    "init": "miner_guard.cli.init",
+    "demo": "miner_guard.cli.demo",
+}
+"""Command name to module, in the order of `--help`."""
+
+_CLICK_USAGE = 2
+
+
+def build(arguments: Sequence[str]) -> typer.Typer:
+    """The application with the command that `arguments` names, or with all of them for the help."""
+    app = typer.Typer(
+        name="miner-guard", no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+        pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+    )  # fmt: skip
+    app.callback()(_options)
+    wanted = next((a for a in arguments if not a.startswith("-")), "")
+    for name in [wanted] if wanted in COMMANDS else COMMANDS:
+        if importlib.util.find_spec(COMMANDS[name]) is not None:
+            module = importlib.import_module(COMMANDS[name])
+            app.command(name, context_settings=getattr(module, "CONTEXT", None))(module.command)
+    return app
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"miner-guard {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Runs a distributed-training miner, sees its silent failures, gates its uploads."""
+
+
+def main() -> None:
+    """Entry point. Exits with the codes of `miner_guard.cli.exits`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns its exit code."""
+    try:
+        build(arguments)(args=list(arguments), prog_name="miner-guard")
+    except exits.Refused as refusal:
+        typer.echo(f"miner-guard: {refusal}", err=True)
+        return refusal.code
+    except SystemExit as end:
+        if end.code == _CLICK_USAGE:
+            return exits.USAGE
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BrokenPipeError:
+        # `miner-guard logs | head`: nobody reads on, which is no error of ours.
+        sys.stdout = None
+        return exits.OK
+    return exits.OK

@@ -1,0 +1,69 @@
+"""The options that every command takes (`-c`, `--name`, `--state-dir`), and what they lead to.
+
+A command declares them as `config: Config = None, name: Name = DEFAULT_NAME, state_dir: State = None` and
+calls `open_place(config, name, state_dir)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from miner_guard import settings, statedir
+from miner_guard.cli.exits import CONFIG, Refused
+
+DEFAULT_NAME = "miner"
+
+Config = Annotated[
+    Optional[Path], typer.Option("--config", "-c", help="Settings file; ./guard.toml where it is there.")
+]
+Name = Annotated[str, typer.Option("--name", help="Name of the miner; chooses the state directory.")]
+State = Annotated[Optional[str], typer.Option("--state-dir", help="State directory; overrides --name.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a command works with: checked settings and the state directory, which nobody has touched yet."""
+
+    name: str
+    settings: settings.Settings
+    state: statedir.StateDir
+    config_file: Path | None
+    profile: str | None
+
+
+def open_place(config: Path | None, name: str, state_dir: str | None, flags: Mapping[str, Any] | None = None) -> Place:
+    """Load the settings and choose the state directory. Raises Refused (78) where the settings are bad."""
+    try:
+        # Twice: the first pass only says which profile lies below the rest.
+        first = settings.load(config, flags=flags).config.miner
+        profile = first.profile or _profile_of_attach(first.attach)
+        document = _profile_document(profile)
+        loaded = settings.load(config, profile=document, profile_origin=f"profile {profile}", flags=flags)
+    except settings.BadConfig as error:
+        raise Refused(str(error), CONFIG) from error
+    if os.sep in name or name in ("", ".", ".."):
+        raise Refused(f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG)
+    return Place(name, loaded, statedir.choose(name, state_dir, os.environ), config, profile)
+
+
+def _profile_of_attach(attach: str | None) -> str | None:
+    return None if attach in (None, "auto", "log") else attach
+
+
+def _profile_document(profile: str | None) -> Mapping[str, Any] | None:
+    if profile is None:
+        return None
+    try:
+        profiles = importlib.import_module("validators.profiles")
+        document: Mapping[str, Any] = profiles.guard_settings(profile)
+    except (OSError, ValueError, ImportError) as error:
+        raise settings.BadConfig(f"profile {profile}: {error}") from error
+    return document
