@@ -1,1 +1,45 @@
-"""The repos that are watched and published to: local folder, S3/R2, Hugging Face."""
+"""The repos a miner publishes to, and how the supervisor looks at them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from miner_guard import probe
+from miner_guard.config import RepoSettings
+from uploads.repos.base import Repo, RepoError
+from validators.facts import Published
+
+
+def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Repo:
+    """The repo that the settings name; makes no connection. Raises RepoError for settings or keys that are missing.
+
+    For children: it imports the client library, and the repo's methods may block. `env` is where keys are looked for
+    (the process's own environment by default).
+    """
+    if settings.kind == "local":
+        if not settings.path:
+            raise RepoError("repo.path is not set; it names the folder that is published")
+        from pathlib import Path
+
+        from uploads.repos.local import LocalRepo
+
+        return LocalRepo(Path(settings.path))
+    raise RepoError(f"repo.kind = {settings.kind!r} names no repo; set it to local, s3 or hf")
+
+
+def look_at(settings: RepoSettings) -> Published:
+    """What is published now, looked at in a child that has `settings.timeout_s`. Never raises, never hangs."""
+    if settings.kind == "none":
+        return Published(reason="no repo is configured; set [repo] kind")
+    answer = probe.ask("uploads.repos.look", {"repo": dataclasses.asdict(settings)}, settings.timeout_s)
+    if answer.reason is not None or answer.value is None:
+        return Published(reason=answer.reason or "the look gave no answer", seen_at=time.time())
+    return published_from_dict(answer.value)
+
+
+def published_from_dict(value: Mapping[str, Any]) -> Published:
+    """`Published` out of its own fields; unknown ones are left out."""
+    return Published(**{f.name: value[f.name] for f in dataclasses.fields(Published) if f.name in value})

@@ -1,0 +1,87 @@
+"""A folder as a repo, looked at as the supervisor looks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from miner_guard.config import RepoSettings
+from uploads.repos import look_at
+from uploads.repos.base import METADATA, RepoError, Ticket, epoch_key
+from uploads.repos.local import LocalRepo, file_sha256
+
+
+def publish(repo: LocalRepo, folder: Path, outer: int, inner: int) -> list[Ticket]:
+    files = {
+        epoch_key(outer, "gradients.pt"): f"gradients of {inner}",
+        epoch_key(outer, "config.json"): json.dumps({"block_list": [inner]}),
+        METADATA: json.dumps({"run": 5, "outer_step": outer, "inner_step": inner, "peer_id": "p"}),
+    }
+    tickets = []
+    for number, (key, text) in enumerate(files.items()):
+        path = folder / f"{inner}-{number}"
+        path.write_text(text)
+        tickets.append(repo.stage(key, path, file_sha256(path), lambda _n: None, {}))
+    return tickets
+
+
+def test_staged_is_unseen_and_committed_is_whole(tmp_path: Path) -> None:
+    repo = LocalRepo(tmp_path / "repo")
+    assert look_at(RepoSettings(kind="local", path=str(tmp_path / "repo"))).empty
+    repo.commit(publish(repo, tmp_path, 3, 50), "5.3.50")
+    tickets = publish(repo, tmp_path, 3, 60)
+    assert repo.state().inner_step == 50
+    repo.commit(tickets, "5.3.60")
+    repo.commit(tickets, "5.3.60")
+    seen = look_at(RepoSettings(kind="local", path=str(tmp_path / "repo")))
+    assert (seen.revision, seen.config, seen.reason) == ("5.3.60", {"block_list": [60]}, None)
+    assert seen.age_s is not None
+    assert seen.age_s < 60
+    assert all(repo.confirm(t).checksum == t.sha256 for t in tickets)
+
+
+def test_age_is_the_age_of_the_gradients(tmp_path: Path) -> None:
+    repo = LocalRepo(tmp_path, wall=lambda: 10_000.0)
+    repo.commit(publish(repo, tmp_path, 1, 50), "5.1.50")
+    os.utime(tmp_path / "epoch-1" / "gradients.pt", (7_000, 7_000))
+    assert repo.state().age_s == 3000.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "metadata.json is not JSON"), ("[]", "metadata.json is not a JSON object")]
+)
+def test_a_torn_pointer_is_unknown_not_a_crash(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / METADATA).write_text(text)
+    seen = look_at(RepoSettings(kind="local", path=str(tmp_path)))
+    assert seen.age_s is None
+    assert words in str(seen.reason)
+
+
+def test_what_changed_after_the_commit_is_said(tmp_path: Path) -> None:
+    repo = LocalRepo(tmp_path / "repo")
+    tickets = publish(repo, tmp_path, 1, 50)
+    repo.commit(tickets, "5.1.50")
+    (tmp_path / "repo" / "epoch-1" / "gradients.pt").write_text("other")
+    with pytest.raises(RepoError, match=r"epoch-1/gradients\.pt reads back as 5 bytes"):
+        repo.confirm(tickets[0])
+
+
+def test_leftovers_of_a_dead_publisher_are_swept(tmp_path: Path) -> None:
+    repo = LocalRepo(tmp_path / "repo")
+    dead, alive = publish(repo, tmp_path, 1, 50), publish(repo, tmp_path, 1, 60)
+    assert repo.sweep(alive) == len(dead)
+    repo.commit(alive, "5.1.60")
+    assert repo.state().inner_step == 60
+
+
+def test_a_key_never_leaves_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(RepoError, match="outside the repo"):
+        LocalRepo(tmp_path / "repo").put("../elsewhere", b"x")
+
+
+def test_a_repo_that_was_never_made_says_so(tmp_path: Path) -> None:
+    assert "repo.path is not set" in str(look_at(RepoSettings(kind="local")).reason)
+    assert "no repo is configured" in str(look_at(RepoSettings()).reason)

@@ -1,0 +1,150 @@
+"""A folder as a repo: for the demo, for tests, and for miners whose folder something else syncs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from uploads.repos.base import DOCUMENT_LIMIT, Entry, Missing, Notes, Progress, RepoError, Ticket, published_state
+from validators.facts import Published
+
+_INCOMING = ".incoming"
+_CHUNK = 1024 * 1024
+
+
+class LocalRepo:
+    """Objects are files below `root`; the file system's clock is the server's clock."""
+
+    def __init__(self, root: Path, wall: Callable[[], float] = time.time) -> None:
+        self._root = root
+        self._wall = wall
+
+    @property
+    def label(self) -> str:
+        return f"folder:{self._root}"
+
+    def state(self) -> Published:
+        return published_state(self, self._wall())
+
+    def list(self, prefix: str = "") -> Sequence[Entry]:
+        keys = (str(p.relative_to(self._root)) for p in self._root.rglob("*") if p.is_file())
+        return [self.head(k) for k in sorted(keys) if k.startswith(prefix) and not k.startswith(_INCOMING)]
+
+    def head(self, key: str) -> Entry:
+        path = self._path(key)
+        try:
+            found = path.stat()
+            checksum = file_sha256(path)
+        except FileNotFoundError as error:
+            raise Missing(f"{path} does not exist") from error
+        except OSError as error:
+            raise RepoError(f"{path} cannot be read: {error.strerror}; check the folder's owner and mode") from error
+        return Entry(key, found.st_size, found.st_mtime, max(0.0, self._wall() - found.st_mtime), checksum)
+
+    def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
+        path = self._path(key)
+        try:
+            size = path.stat().st_size
+            if size > limit:
+                raise RepoError(f"{key} has {size} bytes, more than the {limit} that are read")
+            return path.read_bytes()
+        except FileNotFoundError as error:
+            raise Missing(f"{path} does not exist") from error
+        except OSError as error:
+            raise RepoError(f"{path} cannot be read: {error.strerror}; check the folder's owner and mode") from error
+
+    def put(self, key: str, data: bytes) -> None:
+        draft = self._draft()
+        try:
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(data)
+            self._show(draft, key)
+        except OSError as error:
+            raise _refused(self._path(key), error) from error
+
+    def delete(self, key: str) -> None:
+        try:
+            self._path(key).unlink(missing_ok=True)
+        except OSError as error:
+            raise _refused(self._path(key), error) from error
+
+    def stage(self, key: str, path: Path, sha256: str, progress: Progress, notes: Notes) -> Ticket:
+        draft = self._draft()
+        try:
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "rb") as source, open(draft, "wb") as target:
+                while chunk := source.read(_CHUNK):
+                    target.write(chunk)
+                    progress(len(chunk))
+                target.flush()
+                os.fsync(target.fileno())
+            return Ticket(key, draft.stat().st_size, sha256, {"draft": draft.name})
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise _refused(draft, error) from error
+
+    def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
+        for ticket in tickets:
+            draft = self._root / _INCOMING / ticket.data["draft"]
+            try:
+                self._show(draft, ticket.key)
+            except FileNotFoundError as error:
+                # Already moved by the publisher that died, or lost; `confirm` tells which.
+                if not self._path(ticket.key).exists():
+                    raise RepoError(f"staged {draft} is gone; publish again") from error
+            except OSError as error:
+                raise _refused(self._path(ticket.key), error) from error
+
+    def abort(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            (self._root / _INCOMING / ticket.data["draft"]).unlink(missing_ok=True)
+
+    def sweep(self, keep: Sequence[Ticket]) -> int:
+        wanted = {t.data["draft"] for t in keep}
+        folder = self._root / _INCOMING
+        stale = [p for p in folder.iterdir() if p.name not in wanted] if folder.is_dir() else []
+        for path in stale:
+            path.unlink(missing_ok=True)
+        return len(stale)
+
+    def confirm(self, ticket: Ticket) -> Entry:
+        entry = self.head(ticket.key)
+        if (entry.size_bytes, entry.checksum) != (ticket.size_bytes, ticket.sha256):
+            raise RepoError(
+                f"{ticket.key} reads back as {entry.size_bytes} bytes with sha256 {str(entry.checksum)[:12]}, "
+                f"staged were {ticket.size_bytes} bytes with {ticket.sha256[:12]}; publish again"
+            )
+        return entry
+
+    def _draft(self) -> Path:
+        return self._root / _INCOMING / uuid.uuid4().hex
+
+    def _show(self, draft: Path, key: str) -> None:
+        target = self._path(key)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # The age of a revision counts from when it is seen, not from when its bytes were copied.
+        os.utime(draft)
+        os.replace(draft, target)
+
+    def _path(self, key: str) -> Path:
+        path = (self._root / key).resolve()
+        if not path.is_relative_to(self._root.resolve()):
+            raise RepoError(f"key {key!r} points outside the repo")
+        return path
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file, in hexadecimal. Raises OSError."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _refused(path: Path, error: OSError) -> RepoError:
+    return RepoError(f"{path} cannot be written: {error.strerror}; check space, owner and mode")
