@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from validators.verdict import Verdict
@@ -37,6 +37,9 @@ class GateDecision:
 
     decision_id: str = ""
     """Same on every rank; key of the ledger."""
+
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """What a replay needs: candidate, settings, digest of the inputs, monotonic time."""
 
     def __bool__(self) -> bool:
         return self.allowed

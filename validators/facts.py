@@ -49,7 +49,7 @@ class Published:
 
     empty: bool = False
     seen_at: float | None = None
-    """Wall time of this host when it was read."""
+    """Monotonic time when it was read: a wall clock that steps must not make it younger."""
 
     outer_step: int | None = None
     inner_step: int | None = None
@@ -68,22 +68,29 @@ class Network:
     outer_step: int | None = None
     blocks_since_allreduce: int | None = None
     commitment: str | None = None
+    """`validators.commitment.fingerprint` of what the hotkey has committed on chain."""
+
     registered: bool | None = None
     uid: int | None = None
     reason: str | None = "not looked at"
+    """Why nothing is known. None where the chain was read."""
+
     seen_at: float | None = None
+    """Monotonic time when it was read."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything a rule may look at, and the time it is judged at (wall)."""
+    """Everything a rule may look at, and the time it is judged at."""
 
     candidate: Candidate
     published: Published = field(default_factory=Published)
     network: Network = field(default_factory=Network)
     now: float = 0.0
+    """Monotonic seconds, the clock of `seen_at`."""
+
     credentials: str | None = None
-    """The commitment that the credentials in use would give; compared, never stored or shown."""
+    """`validators.commitment.fingerprint` of the commitment that the credentials in use would give."""
 
     bucket: str | None = None
     """Name of the bucket in use."""

@@ -1,0 +1,140 @@
+"""The gate: may this upload go out?
+
+Pure and standard library only: it runs inside rank 0. The same candidate, inputs, settings and times give
+the same decision, so that one can be replayed from the ledger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from miner_guard.config import GateSettings
+from uploads.decision import GateDecision
+from uploads.inputs import GateInputs, canonical
+from validators import base_age, loss, min_inner_step, repo_age
+from validators.facts import Candidate, Facts
+from validators.limits import Limits
+from validators.verdict import OUTCOMES, Verdict, worst
+
+Judge = Callable[[Facts, Limits], Verdict]
+
+_LONGEST = 240
+"""Characters of a sentence: a decision with all its verdicts must fit into one entry of the journal (4080 bytes)."""
+
+
+def decide(
+    candidate: Candidate, inputs: GateInputs, settings: GateSettings, *, now: float, wall: float
+) -> GateDecision:
+    """Judge a candidate at `now` (monotonic) and `wall`. Never raises: an error inside the rules blocks and says so."""
+    record: Mapping[str, Any] = {}
+    try:
+        candidate = reduced(candidate)
+        record = recorded(candidate, inputs, settings, now)
+        facts, limits = _facts(candidate, inputs, settings, now)
+        verdicts = tuple(_judged(name, judge, facts, limits) for name, judge in _rules(facts, limits))
+    except Exception as error:  # noqa: BLE001 -- an error in the gate must block on every rank alike, not raise in rank 0
+        facts = Facts(candidate, now=now)
+        limits = Limits()
+        verdicts = (_failed("gate", error),)
+    return _concluded(facts, limits, verdicts, settings, record, wall)
+
+
+def reduced(candidate: Candidate) -> Candidate:
+    """The candidate with only what the rules read, so that the record of a decision stays small and replays alike."""
+    return replace(candidate, recent_losses=tuple(candidate.recent_losses[-loss.POINTS :]))
+
+
+def recorded(candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float) -> dict[str, Any]:
+    """What a replay needs beside the inputs, which the ledger keeps by their digest."""
+    stated = {name: value for name, value in asdict(candidate).items() if value is not None and value != ()}
+    for name in ("loss", "recent_losses"):
+        if name in stated:
+            stated[name] = _spelled(stated[name])
+    return {"candidate": stated, "settings": asdict(settings), "inputs": inputs.digest, "now": now}
+
+
+def _spelled(value: Any) -> Any:
+    """JSON has no NaN; a replay must see it nevertheless."""
+    if isinstance(value, (list, tuple)):
+        return [_spelled(v) for v in value]
+    return value if math.isfinite(value) else str(float(value))
+
+
+def _facts(candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float) -> tuple[Facts, Limits]:
+    known = inputs.aged(now, settings.inputs_max_age_s)
+    facts = Facts(candidate, known.published, known.network, now, known.credentials, known.bucket)
+    return facts, Limits.of(settings, known.limits)
+
+
+def _rules(facts: Facts, limits: Limits) -> Iterator[tuple[str, Judge]]:
+    """The rules in force: those always asked, and those whose subject was handed in."""
+    yield min_inner_step.RULE, min_inner_step.judge
+    yield repo_age.RULE, repo_age.judge
+    yield base_age.RULE, base_age.judge
+    if facts.candidate.loss is not None or facts.candidate.recent_losses:
+        yield loss.RULE, loss.judge
+
+
+def _judged(name: str, judge: Judge, facts: Facts, limits: Limits) -> Verdict:
+    try:
+        verdict = judge(facts, limits)
+    except Exception as error:  # noqa: BLE001 -- a defect in one rule must not let an upload pass unjudged
+        verdict = _failed(name, error)
+    if facts.candidate.kind == "archive" and verdict.outcome == "block":
+        # The upload after an AllReduce starts at inner step 0 and is needed by the miner's own reload.
+        verdict = replace(verdict, outcome="warn")
+    return replace(verdict, sentence=verdict.sentence[:_LONGEST])
+
+
+def _failed(name: str, error: Exception) -> Verdict:
+    words = f"the rule {name} failed: {type(error).__name__}: {error}"
+    return Verdict(name, "block", None, None, f"{words[:180]}; nothing goes out unjudged")
+
+
+def _concluded(
+    facts: Facts, limits: Limits, verdicts: Sequence[Verdict], settings: GateSettings, record: Mapping[str, Any],
+    wall: float,
+) -> GateDecision:  # fmt: skip
+    candidate, published = facts.candidate, facts.published
+    blocked = worst(verdicts) == "block"
+    shadow = blocked and settings.mode == "shadow"
+    blocks = [v for v in verdicts if v.outcome == "block"]
+    age = repo_age.age_now(published, facts.now)
+    return GateDecision(
+        allowed=not blocked or shadow,
+        kind=candidate.kind,
+        outer_step=candidate.outer_step,
+        inner_step=candidate.inner_step,
+        reason=_reason(verdicts, blocks, shadow),
+        verdicts=tuple(verdicts),
+        due=published.empty or (age is not None and age > limits.repo_age_target_s),
+        stale=age is not None and age > limits.repo_age_limit_s,
+        shadow=shadow,
+        retry_after_steps=max((v.retry_after_steps for v in blocks if v.retry_after_steps is not None), default=None),
+        retry_after_s=max((v.retry_after_s for v in blocks if v.retry_after_s is not None), default=None),
+        decided_at=wall,
+        decision_id=hashlib.sha256(canonical([record, wall]).encode()).hexdigest()[:16],
+        record=record,
+    )
+
+
+def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool) -> str:
+    if blocks:
+        words = "; ".join(v.sentence for v in blocks)
+        return f"shadow mode, would be blocked: {words}" if shadow else words
+    telling = sorted(verdicts, key=lambda v: OUTCOMES.index(v.outcome), reverse=True)
+    said = [f"warning: {v.sentence}" if v.outcome == "warn" else v.sentence for v in telling]
+    return "; ".join(said)
+
+
+def replay(record: Mapping[str, Any], inputs: GateInputs, wall: float) -> GateDecision:
+    """The decision again, from its record and the inputs it names. Raises KeyError or TypeError for a foreign record."""
+    stated = {**record["candidate"]}
+    stated["recent_losses"] = tuple(float(v) for v in stated.get("recent_losses", ()))
+    if stated.get("loss") is not None:
+        stated["loss"] = float(stated["loss"])
+    return decide(Candidate(**stated), inputs, GateSettings(**record["settings"]), now=record["now"], wall=wall)

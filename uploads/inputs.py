@@ -1,0 +1,153 @@
+"""gate-inputs.json: what the gate inside rank 0 needs to know of the outside world.
+
+Standard library only. The supervisor replaces the file atomically; the gate reads it. Whatever is wrong
+with the file makes its content unknown, with the reason; it never makes the gate fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from miner_guard.statedir import finite, write_atomic
+from validators.facts import Network, Published
+
+_Known = TypeVar("_Known", Published, Network)
+
+
+@dataclass(frozen=True)
+class GateInputs:
+    """The file's content; unknown where there is none."""
+
+    published: Published = field(default_factory=Published)
+    network: Network = field(default_factory=Network)
+    bucket: str | None = None
+    credentials: str | None = None
+    """Fingerprint of the commitment that the credentials in use would give."""
+
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """The profile's numbers for the rules."""
+
+    written: float | None = None
+    """Wall time, for people."""
+
+    written_monotonic: float | None = None
+    reason: str | None = None
+    """Why the file is not known; None where it was read whole."""
+
+    def aged(self, now: float, max_age_s: float) -> GateInputs:
+        """Repo and network unknown where it was written more than `max_age_s` before `now` (monotonic)."""
+        if self.reason is not None or self.written_monotonic is None:
+            return self
+        age = now - self.written_monotonic
+        if 0 <= age <= max_age_s:
+            return self
+        if age < 0:
+            reason = "gate-inputs.json is of an earlier boot of this host"
+        else:
+            reason = f"gate-inputs.json is {age:.0f}s old (limit {max_age_s:.0f}s): is the guard running?"
+        return replace(self, published=Published(reason=reason), network=Network(reason=reason), reason=reason)
+
+    @property
+    def digest(self) -> str:
+        """Names this content in the ledger: 16 hex digits."""
+        return hashlib.sha256(canonical(as_document(self)).encode()).hexdigest()[:16]
+
+
+def canonical(document: Any) -> str:
+    """One spelling for one content: sorted keys, no spaces."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def as_document(inputs: GateInputs) -> dict[str, Any]:
+    """The file's JSON document; non-finite numbers are null."""
+    document: dict[str, Any] = finite(asdict(inputs))
+    return document
+
+
+def write(path: Path, inputs: GateInputs) -> None:
+    """Replace the file. Raises OSError."""
+    write_atomic(path, canonical(as_document(inputs)) + "\n")
+
+
+def read(path: Path) -> GateInputs:
+    """The file's content; whatever is wrong with it is the `reason`. Never raises."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return unknown("gate-inputs.json is not there: no guard has written it")
+    except (OSError, UnicodeDecodeError) as error:
+        return unknown(f"gate-inputs.json cannot be read: {error}")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return unknown("gate-inputs.json is torn or not JSON")
+    return from_document(document)
+
+
+def unknown(reason: str) -> GateInputs:
+    """Inputs of which nothing is known."""
+    return GateInputs(published=Published(reason=reason), network=Network(reason=reason), reason=reason)
+
+
+def from_document(document: Any) -> GateInputs:
+    """Inputs from a JSON document; a value of a wrong type makes all of it unknown. Never raises."""
+    try:
+        if not isinstance(document, Mapping):
+            raise TypeError("not an object")
+        limits = document.get("limits") or {}
+        if not isinstance(limits, Mapping):
+            raise TypeError("limits is not an object")
+        return GateInputs(
+            published=_facts(Published, document.get("published")),
+            network=_facts(Network, document.get("network")),
+            bucket=_typed(document.get("bucket"), (str,), "bucket"),
+            credentials=_typed(document.get("credentials"), (str,), "credentials"),
+            limits=dict(limits),
+            written=_typed(document.get("written"), (int, float), "written"),
+            written_monotonic=_typed(document.get("written_monotonic"), (int, float), "written_monotonic"),
+            reason=_typed(document.get("reason"), (str,), "reason"),
+        )
+    except TypeError as error:
+        return unknown(f"gate-inputs.json is not of this version: {error}")
+
+
+def _facts(kind: type[_Known], table: Any) -> _Known:
+    if table is None:
+        return kind()
+    if not isinstance(table, Mapping):
+        raise TypeError(f"{kind.__name__} is not an object")
+    allowed = _ALLOWED[kind.__name__]
+    values: dict[str, Any] = {k: _typed(v, allowed[k], k) for k, v in table.items() if k in allowed}
+    if values.get("empty") is None:
+        values.pop("empty", None)
+    return kind(**values)
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(c for part in typing.get_args(hint) for c in _classes(part))
+    kind = typing.get_origin(hint) or hint
+    return (int, float) if kind is float else (kind,)
+
+
+def _typed(value: Any, allowed: tuple[type, ...], name: str) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        raise TypeError(f"{name} is {type(value).__name__}")
+    return value
+
+
+def _fields_of(kind: Any) -> dict[str, tuple[type, ...]]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: _classes(hints[f.name]) for f in fields(kind)}
+
+
+_ALLOWED: Mapping[str, dict[str, tuple[type, ...]]] = {kind.__name__: _fields_of(kind) for kind in (Published, Network)}

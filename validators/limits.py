@@ -1,0 +1,99 @@
+"""The numbers that the rules compare with: the gate's own settings and the profile's limits.
+
+Standard library only: rules also run inside rank 0. A limit that is None is not in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+
+class OwnLimits(Protocol):
+    """What the rules need of `miner_guard.config.GateSettings`."""
+
+    @property
+    def min_inner_step(self) -> int: ...
+    @property
+    def min_upload_interval_s(self) -> float: ...
+    @property
+    def repo_age_target_s(self) -> float: ...
+    @property
+    def repo_age_limit_s(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of all rules. The first four are the miner's own caution, the others what validators enforce."""
+
+    min_inner_step: int = 50
+    min_upload_interval_s: float = 0.0
+    repo_age_target_s: float = 1800.0
+    repo_age_limit_s: float = 2000.0
+
+    validator_min_inner_step: int | None = None
+    """The least inner step that validators accept."""
+
+    validator_repo_age_s: float | None = None
+    """Published files older than this score zero."""
+
+    block_list_max_age: int | None = None
+    """Blocks between the newest of `block_list` and the current block."""
+
+    blocks_per_allreduce: int | None = None
+    """Blocks between two AllReduces; in the first half of it the epoch before is scored."""
+
+    block_s: float = 12.0
+    """Seconds per block."""
+
+    window_blocks: int | None = None
+    """Blocks per window, where a subnet counts in windows."""
+
+    window_put_s: tuple[float, float] | None = None
+    """Seconds after a window's start between which an upload must appear."""
+
+    window_inner_steps: int | None = None
+    """Inner steps per window."""
+
+    revision_pattern: str | None = None
+    """Regular expression of a revision, with the groups `outer` and `inner` where it has them."""
+
+    bucket_pattern: str | None = None
+    """Regular expression of the bucket's name; a group `uid` must be the miner's."""
+
+    gradients_key: str | None = None
+    """Where the gradients file lies, with `{outer_step}` in it."""
+
+    config_key: str | None = None
+    """Where the config file lies."""
+
+    metadata_key: str | None = None
+    """Where the metadata file lies."""
+
+    metadata_fields: tuple[str, ...] = ()
+    """Fields that metadata.json must have."""
+
+    commitment_chars: int | None = None
+    """Exact length of the commitment on chain."""
+
+    gradients_metadata_key: str | None = None
+    """A key that gradients.pt must have beside the tensors."""
+
+    gradients_index_suffix: str = "idxs"
+    gradients_value_suffix: str = "vals"
+    """`<param>idxs` and `<param>vals` hold the indices and values of a parameter's compressed gradient."""
+
+    gradients_min_bytes: int | None = None
+    gradients_max_bytes: int | None = None
+    """Sizes outside are not plausible."""
+
+    @classmethod
+    def of(cls, settings: OwnLimits, numbers: Mapping[str, Any]) -> Limits:
+        """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for a name that no rule has."""
+        known = {f.name for f in fields(cls)}
+        if foreign := sorted(set(numbers) - known):
+            raise TypeError(f"limits that no rule has: {', '.join(foreign)}")
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in numbers.items()}
+        own = ("min_inner_step", "min_upload_interval_s", "repo_age_target_s", "repo_age_limit_s")
+        return cls(**{**values, **{name: getattr(settings, name) for name in own}})

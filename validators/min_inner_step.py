@@ -1,0 +1,38 @@
+"""Minimum inner step: a pseudo-gradient of too few inner steps is rejected."""
+
+from __future__ import annotations
+
+from validators.facts import Facts
+from validators.limits import Limits
+from validators.verdict import Verdict
+
+RULE = "min_inner_step"
+
+
+def judge(facts: Facts, limits: Limits) -> Verdict:
+    """Block below `min_inner_step` (source 004: 50). The words are a contract."""
+    seen, least = facts.candidate.inner_step, limits.min_inner_step
+    if seen < least:
+        return Verdict(
+            RULE, "block", seen, least,
+            f"inner_step ({seen}) < minimum ({least}). Validators will reject this! Waiting for more training steps...",
+            retry_after_steps=least - seen,
+        )  # fmt: skip
+    return Verdict(RULE, "pass", seen, least, f"inner_step {seen} >= minimum {least}")
+
+
+def judge_published(facts: Facts, limits: Limits) -> Verdict:
+    """What validators say of the inner step in the published metadata (subnet 38: 0 is rejected)."""
+    seen, least = facts.published.inner_step, limits.validator_min_inner_step
+    if seen is None:
+        return Verdict(RULE, "unknown", None, least, "the published inner step is not known: metadata.json lacks it")
+    if least is not None and seen < least:
+        return Verdict(
+            RULE, "block", seen, least,
+            f"published inner_step {seen} < {least}: validators reject it; publish again after more inner steps",
+        )  # fmt: skip
+    if seen < limits.min_inner_step:
+        return Verdict(
+            RULE, "warn", seen, limits.min_inner_step, f"published inner_step {seen} < minimum {limits.min_inner_step}"
+        )
+    return Verdict(RULE, "pass", seen, least, f"published inner_step {seen}")
