@@ -43,6 +43,9 @@ def timing_breakdown(fields: Mapping[str, Any]) -> str:
         ("Overhead", "overhead_s"),
     ):
         seconds = fields[key]
+        if seconds is None:
+            rows.append(f"   {title + ':':<15} unknown")
+            continue
         share = 100 * seconds / total if total else 0.0
         rows.append(f"   {title + ':':<15} {seconds:.3f}s ({share:.1f}%)")
     return "\n".join(rows)

@@ -122,6 +122,9 @@ class StepSettings:
     min_excess_ratio: Positive = 0.5
     """The least excess over the median that is called slow."""
 
+    min_excess_s: NotNegative = 1.0
+    """The same in seconds: a busy host delays short steps by fractions of a second, and nobody need look."""
+
     regression_ratio: Share = 0.75
     """Best historical median / median of the last 32 below this: a lasting slowdown."""
 
@@ -142,6 +145,9 @@ class StepSettings:
 
     val_loss_max_pct: Percent = 50.0
     """Red flag: validation share above this (source 001)."""
+
+    red_flag_min_s: NotNegative = 1.0
+    """Shares of an evaluation step shorter than this raise no red flag: its parts are within one fast log."""
 
     straggler_window: AtLeastOne = 20
     """Steps over which ranks are compared."""

@@ -1,0 +1,85 @@
+"""What the training's settings imply for a running miner: throughput and when the next upload and outer step come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from miner_guard.config import GateSettings, MinerSettings
+
+_FROM_ENTRY = (
+    "batch_size", "effective_batch_size", "world_size", "accumulation_steps", "params", "upload_steps",
+    "inner_steps_per_outer", "tokens_per_step",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """Settings of the training as the configuration or, better, the hook knows them; None where nobody does."""
+
+    batch_size: int | None = None
+    effective_batch_size: int | None = None
+    world_size: int | None = None
+    accumulation_steps: int | None = None
+    params: int | None = None
+    upload_steps: int | None = None
+    inner_steps_per_outer: int | None = None
+    tokens_per_step: int | None = None
+    min_inner_step: int = 0
+
+    @staticmethod
+    def from_settings(miner: MinerSettings, gate: GateSettings) -> TrainingFacts:
+        """What guard.toml says."""
+        return TrainingFacts(
+            batch_size=miner.batch_size,
+            effective_batch_size=miner.effective_batch_size,
+            upload_steps=miner.upload_steps,
+            inner_steps_per_outer=miner.inner_steps_per_outer,
+            min_inner_step=gate.min_inner_step,
+        )
+
+    def with_entry(self, entry: Mapping[str, Any]) -> TrainingFacts:
+        """The same with what the hook's `training` entry says."""
+        known = {name: entry[name] for name in _FROM_ENTRY if _is_count(entry.get(name))}
+        return replace(self, **known)
+
+    def samples_per_s(self, step_time_s: float | None) -> float | None:
+        """Samples of all ranks per second."""
+        if self.effective_batch_size is None or not step_time_s:
+            return None
+        return self.effective_batch_size / step_time_s
+
+    def tokens_per_s(self, tokens: int | None, step_time_s: float | None) -> float | None:
+        """Tokens per second, from the step's own count, else from the settings."""
+        count = tokens if tokens is not None else self.tokens_per_step
+        return count / step_time_s if count is not None and step_time_s else None
+
+    def eta_upload_s(self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0) -> float | None:
+        """Seconds to the next inner step at which the miner uploads and the gate lets it.
+
+        Uploads come at multiples of `upload_steps` from the gate's minimum on. Where the cadence is not
+        known, only the way to the minimum is. `since_s` is the time since the last step ended.
+        """
+        if inner_step is None or not step_time_s:
+            return None
+        if self.upload_steps is None:
+            target = self.min_inner_step if inner_step < self.min_inner_step else None
+        else:
+            target = next_multiple(max(inner_step + 1, self.min_inner_step), self.upload_steps)
+        return None if target is None else max(0.0, (target - inner_step) * step_time_s - since_s)
+
+    def eta_outer_s(self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0) -> float | None:
+        """Seconds to the next outer step."""
+        if inner_step is None or not step_time_s or self.inner_steps_per_outer is None:
+            return None
+        return max(0.0, (self.inner_steps_per_outer - inner_step) * step_time_s - since_s)
+
+
+def next_multiple(least: int, of: int) -> int:
+    """The smallest positive multiple of `of` that is not below `least`."""
+    return max(-(-least // of), 1) * of
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

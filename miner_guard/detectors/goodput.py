@@ -1,0 +1,102 @@
+"""Goodput: where the wall time of a run went, by category (after ml-goodput-measurement's categories).
+
+Each second belongs to exactly one category. Inside a step the phases say which; between the launch and
+the first step it is `init` (`restart` from the second launch on); a time without steps that a hang was
+found in is `hang`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CATEGORIES = (
+    "training", "data", "upload", "allreduce", "load_state", "pause", "monitoring", "hang", "restart", "init",
+)  # fmt: skip
+
+_PHASES = ("data", "upload", "allreduce", "load_state", "pause")
+_EVALUATION = ("inference", "val_loss", "example_loss")
+
+
+class Goodput:
+    """Streaming account of one rank's wall time, in seconds. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self._accounted: float | None = None
+        self._launches = 0
+        self._stepped = False
+        self._hung = False
+
+    def launched(self, now: float) -> None:
+        """The miner was started; what lies between the last step and now was lost to the restart."""
+        if self._accounted is None:
+            self._accounted = now
+        else:
+            self._spend("restart", now)
+        self._launches += 1
+        self._stepped = self._hung = False
+
+    def step(self, start: float, end: float, phases: Mapping[str, float], nested_in_monitor_s: float) -> None:
+        """One finished step."""
+        if self._accounted is None:
+            self._accounted = start
+        if not self._stepped:
+            self._spend("init" if self._launches <= 1 else "restart", start)
+            self._stepped = True
+        if self._hung:
+            # What was called a hang ended by itself.
+            self._spend("hang", start)
+            self._hung = False
+        length = end - self._accounted
+        if length <= 0:
+            return
+        for name, seconds in split(length, phases, nested_in_monitor_s).items():
+            self.seconds[name] += seconds
+        self._accounted = end
+
+    def hang_found(self) -> None:
+        """The time since the last step is a hang's."""
+        self._hung = True
+
+    def exited(self, now: float) -> None:
+        """The miner ended; time since its last step led nowhere."""
+        if self._accounted is not None:
+            self._spend("hang" if self._hung else "restart", now)
+
+    def shares(self, now: float, phase: str = "") -> dict[str, float]:
+        """Share of wall time by category up to `now`; `phase` is what the rank is in. Empty before the launch."""
+        if self._accounted is None:
+            return {}
+        totals = dict(self.seconds)
+        totals[self._category(phase)] += max(0.0, now - self._accounted)
+        whole = sum(totals.values())
+        return {name: seconds / whole for name, seconds in totals.items()} if whole > 0 else {}
+
+    def _category(self, phase: str) -> str:
+        if self._hung:
+            return "hang"
+        if not self._stepped:
+            return "init" if self._launches <= 1 else "restart"
+        if phase in _PHASES:
+            return phase
+        return "monitoring" if phase == "monitor" or phase in _EVALUATION else "training"
+
+    def _spend(self, category: str, until: float) -> None:
+        assert self._accounted is not None
+        if until > self._accounted:
+            self.seconds[category] += until - self._accounted
+            self._accounted = until
+
+
+def split(length: float, phases: Mapping[str, float], nested_in_monitor_s: float) -> dict[str, float]:
+    """Seconds of a step by category; what no phase claims is training. Phases that overlap are scaled to fit."""
+    parts = {name: phases[name] for name in _PHASES if phases.get(name, 0.0) > 0}
+    evaluation = sum(phases.get(name, 0.0) for name in _EVALUATION)
+    monitoring = phases.get("monitor", 0.0) + max(0.0, evaluation - nested_in_monitor_s)
+    if monitoring > 0:
+        parts["monitoring"] = monitoring
+    claimed = sum(parts.values())
+    if claimed > length:
+        parts = {name: seconds * length / claimed for name, seconds in parts.items()}
+    parts["training"] = max(0.0, length - claimed)
+    return parts

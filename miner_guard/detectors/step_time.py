@@ -1,0 +1,155 @@
+"""Inner-step timing: which steps are slow, absolutely and against the recent past, and how good a run is.
+
+Absolute rule and grades: source 004's tables. Relative rule: median and MAD of the last 128 steps of
+the same kind, beyond median + max(5 · 1.4826 · MAD, 0.5 · median) (simulated: no false alarm at 3 %
+noise, 1.2 % of steps at 15 %, every 1.6-fold step found; median + 3 · MAD without the floor fires on
+10 % of healthy steps). A rolling median adopts a lasting slowdown, so the best historical median is
+compared with the median of the last 32 as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from miner_guard.config import StepSettings
+from miner_guard.detectors.window import SortedWindow
+
+TRAINING = "training"
+"""Kind of a step with nothing special in it."""
+
+SPECIAL_PHASES = ("inference", "val_loss", "upload", "allreduce", "load_state", "pause")
+"""Phases that make a step another kind: it is compared with its like, not with plain training steps."""
+
+_RECENT = 32
+_MIN_SPECIAL = 8
+_MAX_KINDS = 64
+
+
+def kind_of(phases: Mapping[str, float]) -> str:
+    """What sort of step it was: `training`, or the special phases in it, joined by `+`."""
+    return "+".join(name for name in SPECIAL_PHASES if phases.get(name, 0.0) > 0) or TRAINING
+
+
+def scheduled_seconds(phases: Mapping[str, float]) -> float:
+    """Seconds of a step that were work of its own (evaluation, upload, AllReduce), not training."""
+    return sum(phases.get(name, 0.0) for name in SPECIAL_PHASES)
+
+
+@dataclass(frozen=True)
+class SlowStep:
+    """A step beyond a limit."""
+
+    seconds: float
+    limit_s: float
+    rule: str
+    """`absolute` or `relative`."""
+
+    median_s: float | None
+    """Of the recent steps of the same kind; None where there were none."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A lasting slowdown: the best median of the past against that of the last 32 steps."""
+
+    median_s: float
+    best_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Share of the best speed that is left."""
+        return self.best_s / self.median_s
+
+
+def grade(seconds: float, settings: StepSettings) -> str:
+    """Source 004's table: good 10-20 s, acceptable 20-40 s, bad beyond 60 s; what lies between is `poor`."""
+    if seconds <= settings.good_s:
+        return "good"
+    if seconds <= settings.acceptable_s:
+        return "acceptable"
+    return "bad" if seconds > settings.slow_s else "poor"
+
+
+class StepTimes:
+    """Streaming judge of step durations of one rank. Memory: one window per kind of step, at most 64 kinds."""
+
+    def __init__(self, settings: StepSettings) -> None:
+        self._settings = settings
+        self._windows: dict[str, SortedWindow] = {}
+        self._streak: dict[str, int] = {}
+        self._seen = 0
+
+    def observe(self, seconds: float, kind: str = TRAINING, scheduled_s: float = 0.0) -> SlowStep | None:
+        """Judge one finished step. The first `warmup` steps of a launch are only judged absolutely.
+
+        `scheduled_s` is the part of `seconds` that was not training: an upload of ten minutes inside a
+        step does not make it slow by the absolute rule.
+        """
+        self._seen += 1
+        window = self._windows.get(kind)
+        if window is None:
+            if len(self._windows) >= _MAX_KINDS:
+                return self._absolute(seconds, scheduled_s, kind)
+            window = self._windows[kind] = SortedWindow(self._settings.window)
+        relative = self._relative(seconds, kind, window)
+        if self._seen > self._settings.warmup:
+            self._admit(seconds, kind, window, outlier=relative is not None)
+        return self._absolute(seconds, scheduled_s, kind) or relative
+
+    def training_window(self) -> SortedWindow | None:
+        """Durations of the recent training steps; None where none were seen yet."""
+        window = self._windows.get(TRAINING)
+        return window if window is not None and len(window) else None
+
+    def _relative(self, seconds: float, kind: str, window: SortedWindow) -> SlowStep | None:
+        if len(window) < (max(self._settings.warmup, 2) if kind == TRAINING else _MIN_SPECIAL):
+            return None
+        limit = window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio)
+        limit = max(limit, window.median + self._settings.min_excess_s)
+        return SlowStep(seconds, limit, "relative", window.median, kind) if seconds > limit else None
+
+    def _absolute(self, seconds: float, scheduled_s: float, kind: str) -> SlowStep | None:
+        if seconds - scheduled_s <= self._settings.slow_s:
+            return None
+        window = self._windows.get(kind)
+        return SlowStep(seconds, self._settings.slow_s, "absolute", window.median if window else None, kind)
+
+    def _admit(self, seconds: float, kind: str, window: SortedWindow, *, outlier: bool) -> None:
+        streak = self._streak.get(kind, 0) + 1 if outlier else 0
+        self._streak[kind] = streak
+        # Outliers stay out of the window until they have become the rule.
+        if not outlier or streak >= self._settings.window // 2:
+            window.add(seconds)
+
+
+class RegressionWatch:
+    """Says once when the median of the last 32 training steps has lastingly fallen behind the best one."""
+
+    def __init__(self, ratio: float, min_excess_s: float = 0.0) -> None:
+        self._ratio = ratio
+        self._min_excess_s = min_excess_s
+        self._recent = SortedWindow(_RECENT)
+        self._since = 0
+        self._best: float | None = None
+        self._said = False
+
+    def observe(self, seconds: float) -> Regression | None:
+        """Take one training step; a finding at most once until the speed is back."""
+        self._recent.add(seconds)
+        self._since += 1
+        if self._since % 8 or len(self._recent) < _RECENT:
+            return None
+        median = self._recent.median
+        if self._best is None or median < self._best:
+            self._best = median
+        behind = self._best < self._ratio * median and median - self._best > self._min_excess_s
+        if not behind:
+            self._said = False
+            return None
+        if self._said:
+            return None
+        self._said = True
+        return Regression(median, self._best)

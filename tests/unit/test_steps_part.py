@@ -1,0 +1,214 @@
+"""The steps part says what the flight record shows, in the documents' words, and no more often than asked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard import events
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings, StepSettings
+from miner_guard.detectors.step_time import StepTimes, grade
+from miner_guard.events import Finding
+from miner_guard.rank.flight import Now, Step
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context, Exit, Launch
+from miner_guard.supervisor.parts.steps import StepsPart
+
+
+def make_step(number: int, start: float, seconds: float, **extra: Any) -> Step:
+    """A step record; `phases` and whatever else the test is about in `extra`."""
+    values: dict[str, Any] = {
+        "outer_step": 5, "inner_step": number, "total_steps": number, "wall": 1e9, "loss": 3.0, "loss_given": True,
+        "lr": 2.1e-5, "grad_norm": None, "allocated_bytes": 18.45 * 1024**3, "reserved_bytes": None, "tokens": None,
+        "flags": 0, "phases": {}, "nested_in_monitor_s": 0.0,
+    }  # fmt: skip
+    return Step(number=number, start=start, end=start + seconds, **{**values, **extra})
+
+
+class _Jobs:
+    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+        raise AssertionError("not used")
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        raise AssertionError("not used")
+
+
+class _Control:
+    def restart(self, cause: str) -> None:
+        raise AssertionError("not used")
+
+    def stop(self, cause: str, exit_code: int) -> None:
+        raise AssertionError("not used")
+
+    def checkpoint(self) -> None:
+        raise AssertionError("not used")
+
+
+def make_context(tmp_path: Path, clock: FakeClock, config: Config) -> Context:
+    return Context(config, StateDir(tmp_path), clock, "r1", lambda _f: None, _Jobs(), _Control(), dict)
+
+
+def drive(part: StepsPart, clock: FakeClock, durations: Iterable[float], **extra: Any) -> list[Finding]:
+    """Feed steps one after the other on the part's clock."""
+    seen: list[Finding] = []
+    first = part.snapshot()["total_steps"] or 0
+    for number, seconds in enumerate(durations, first + 1):
+        step = make_step(number, clock.monotonic(), seconds, **extra)
+        clock.advance(seconds)
+        seen += part.on_steps(0, [step])
+    return seen
+
+
+def lines(found: Iterable[Finding], event: str) -> list[str]:
+    return [events.line(f) for f in found if f.event == event]
+
+
+def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsPart(make_context(tmp_path, clock, Config()))
+    seen = drive(part, clock, [15.2, 245.7])
+    assert lines(seen, "inner_step")[0] == (
+        "Outer Step: 5 | Inner Step: 1 | LR: 0.00002100 | Loss: 3.00 | Step Time: 15.2s | GPU Mem: 18.45GB"
+    )
+    assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"]
+
+
+def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsPart(make_context(tmp_path, clock, Config()))
+    noise = random.Random(1)
+    assert not lines(drive(part, clock, [2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step")
+    slow = [f for f in drive(part, clock, [6.0]) if f.event == "slow_step"]
+    assert slow[0].fields["rule"] == "relative"
+    assert slow[0].fields["median_s"] == pytest.approx(2.0, rel=0.05)
+
+
+def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsPart(make_context(tmp_path, clock, Config()))
+    drive(part, clock, [15.0] * 30)
+    assert not lines(drive(part, clock, [615.0], phases={"upload": 600.0}), "slow_step")
+    assert lines(drive(part, clock, [700.0], phases={"upload": 600.0}), "slow_step")
+
+
+def test_step_lines_are_limited_and_the_number_left_out_is_said(tmp_path: Path) -> None:
+    clock = FakeClock()
+    config = replace(Config(), logs=LogSettings(step_lines_per_s=5))
+    part = StepsPart(make_context(tmp_path, clock, config))
+    seen = drive(part, clock, [0.01] * 300)
+    seen += part.on_tick(clock.monotonic(), {})
+    printed = len(lines(seen, "inner_step"))
+    assert 15 <= printed <= 20
+    assert lines(seen, "step_lines_left_out") == [
+        f"{300 - printed} step lines left out (limit 5/s); the flight record has them"
+    ]
+
+
+def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsPart(make_context(tmp_path, clock, Config()))
+    fast = {"monitor": 0.123, "example_loss": 0.045}
+    seen = drive(part, clock, [15.0] * 199, phases=fast, nested_in_monitor_s=0.045)
+    assert lines(seen, "fast_log")[0] == "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
+    assert len(lines(seen, "fast_log")) == 19
+    full = {"monitor": 8.234, "inference": 6.123, "val_loss": 1.456, "example_loss": 0.345}
+    seen = drive(part, clock, [23.0], phases=full, nested_in_monitor_s=7.924)
+    assert lines(seen, "timing_breakdown") == [
+        "TIMING BREAKDOWN (Step 200):\n"
+        "   Total:          8.234s\n"
+        "   Inference:      6.123s (74.4%)\n"
+        "   Val Loss:       1.456s (17.7%)\n"
+        "   Example Loss:   0.345s (4.2%)\n"
+        "   Overhead:       0.310s (3.8%)"
+    ]
+    assert not lines(seen, "timing_red_flag")
+    assert not lines(seen, "fast_log")
+
+
+@pytest.mark.parametrize(
+    ("phases", "nested", "which"),
+    [
+        ({"monitor": 1.5}, 0.0, "fast log"),
+        ({"monitor": 10.0, "inference": 7.0}, 7.0, "overhead"),
+        ({"monitor": 10.0, "inference": 9.5}, 9.5, "inference"),
+        ({"monitor": 10.0, "inference": 3.0, "val_loss": 6.0}, 9.0, "validation"),
+    ],
+)
+def test_each_red_flag_says_which(tmp_path: Path, phases: Mapping[str, float], nested: float, which: str) -> None:
+    clock = FakeClock()
+    part = StepsPart(make_context(tmp_path, clock, Config()))
+    drive(part, clock, [15.0] * 199)
+    seen = drive(part, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
+    assert [f.fields["which"] for f in seen if f.event == "timing_red_flag"] == [which]
+
+
+def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -> None:
+    clock = FakeClock()
+    config = replace(Config(), miner=MinerSettings(upload_steps=3), gate=GateSettings(min_inner_step=50))
+    part = StepsPart(make_context(tmp_path, clock, config))
+    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
+    clock.advance(100)
+    list(part.on_entry(0, {"kind": "training", "effective_batch_size": 512, "inner_steps_per_outer": 500}))
+    drive(part, clock, [15.0] * 40, phases={"data": 3.0})
+    shot = part.snapshot()
+    assert (shot["p50_s"], shot["p95_s"], shot["max_s"], shot["grade"]) == (15.0, 15.0, 15.0, "good")
+    assert shot["eta_upload_s"] == (51 - 40) * 15
+    assert shot["eta_outer_s"] == 460 * 15
+    assert shot["samples_per_s"] == pytest.approx(512 / 15)
+    assert sum(shot["goodput"].values()) == pytest.approx(1)
+    assert shot["goodput"]["data"] == pytest.approx(120 / 700)
+    assert shot["goodput"]["init"] == pytest.approx(100 / 700)
+
+
+def test_time_lost_to_a_hang_and_to_a_restart_is_told_apart(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsPart(make_context(tmp_path, clock, Config()))
+    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
+    drive(part, clock, [10.0] * 20)
+    clock.advance(300)
+    part.on_finding(events.found("hang_detected", detail="", culprits=[0], idle_s=300, limit_s=300))
+    list(part.on_exit(Exit(137, 9, True, False, 500)))
+    clock.advance(50)
+    list(part.on_launch(Launch((), 2, 1, clock.monotonic())))
+    clock.advance(50)
+    shares = part.snapshot()["goodput"]
+    assert shares["hang"] == pytest.approx(0.5)
+    assert shares["restart"] == pytest.approx(100 / 600)
+
+
+def test_unknown_stays_unknown(tmp_path: Path) -> None:
+    shot = StepsPart(make_context(tmp_path, FakeClock(), Config())).snapshot()
+    assert shot["loss"] is None
+    assert shot["p50_s"] is None
+    assert shot["goodput"] == {}
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.05])
+def test_ordinary_noise_is_silent_and_each_slow_step_is_found(noise: float) -> None:
+    source = random.Random(7)
+    judge = StepTimes(StepSettings())
+    false = sum(judge.observe(15 * source.gauss(1, noise)) is not None for _ in range(10_000))
+    assert false == 0
+    found = 0
+    for _ in range(100):
+        for _ in range(20):
+            judge.observe(15 * source.gauss(1, noise))
+        found += judge.observe(15 * 1.8) is not None
+    assert found == 100
+
+
+def test_grades_are_source_004s() -> None:
+    settings = StepSettings()
+    assert [grade(s, settings) for s in (15.2, 30.0, 50.0, 245.7)] == ["good", "acceptable", "poor", "bad"]
+
+
+def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
+    part = StepsPart(make_context(tmp_path, FakeClock(), Config()))
+    now: dict[int, Now] = {}
+    assert not list(part.on_tick(0.0, now))
