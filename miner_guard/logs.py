@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -16,19 +15,13 @@ from miner_guard import events
 from miner_guard.clock import Clock, iso_utc
 from miner_guard.config import LogSettings
 from miner_guard.events import CATALOGUE, LEVELS, Finding
+from miner_guard.lines import console_line, json_line, rotated
 from miner_guard.redact import Redactor
-from miner_guard.statedir import finite
+
+__all__ = ["ConsoleSink", "Emitter", "JsonlSink", "Record", "Sink", "console_line", "json_line", "rotated"]
 
 Record = MutableMapping[str, Any]
 """A finished event: ts, level, event, msg, run_id, host, rank and its fields."""
-
-_CONSOLE_LEVEL = {
-    "debug": "DEBUG",
-    "info": "INFO",
-    "warning": "WARNING",
-    "error": "ERROR",
-    "critical": "CRITICAL ERROR",
-}
 
 
 class Sink(Protocol):
@@ -81,22 +74,6 @@ class Emitter:
         raise structlog.DropEvent
 
 
-def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
-    """`2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`; a block keeps its own lines below."""
-    spec = CATALOGUE.get(str(record["event"]))
-    who = "guard" if record.get("rank") is None else f"Rank {record['rank']}"
-    mark = f"{spec.emoji} " if emoji and spec is not None and spec.emoji else ""
-    level = _CONSOLE_LEVEL.get(str(record["level"]), str(record["level"]).upper())
-    stamp = str(record["ts"])
-    head, _, rest = str(record["msg"]).partition("\n")
-    if head.startswith("====") and rest:
-        # The documents' block opens with a rule; the emoji belongs to its title.
-        title, _, body = rest.partition("\n")
-        return f"{head}\n{mark}{title}\n{body}"
-    text = f"{stamp[:23]}Z | {level} | {who} | {mark}{head}"
-    return f"{text}\n{rest}" if rest else text
-
-
 class ConsoleSink:
     """Prints records from a level on through `write`, one whole line at a time."""
 
@@ -108,11 +85,6 @@ class ConsoleSink:
     def write(self, record: Mapping[str, Any]) -> None:
         if LEVELS.get(str(record["level"]), 0) >= self._least:
             self._write(console_line(record, emoji=self._emoji) + "\n")
-
-
-def json_line(record: Mapping[str, Any]) -> str:
-    """The record as one line of JSON; non-finite numbers are null."""
-    return json.dumps(finite(record), ensure_ascii=False, default=str, separators=(", ", ": "))
 
 
 class JsonlSink:
@@ -189,8 +161,3 @@ class JsonlSink:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
-
-
-def rotated(path: Path, number: int) -> Path:
-    """`guard.jsonl.1` is the youngest of the rotated files."""
-    return path.with_name(f"{path.name}.{number}")

@@ -11,12 +11,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from miner_guard import settings, statedir
+from miner_guard import statedir
 from miner_guard.cli.exits import CONFIG, Refused
+
+if TYPE_CHECKING:
+    from miner_guard.settings import Settings
 
 DEFAULT_NAME = "miner"
 
@@ -33,7 +36,7 @@ class Place:
     """What a command works with: checked settings and the state directory, which nobody has touched yet."""
 
     name: str
-    settings: settings.Settings
+    settings: Settings
     state: statedir.StateDir
     config_file: Path | None
     profile: str | None
@@ -41,6 +44,9 @@ class Place:
 
 def open_place(config: Path | None, name: str, state_dir: str | None, flags: Mapping[str, Any] | None = None) -> Place:
     """Load the settings and choose the state directory. Raises Refused (78) where the settings are bad."""
+    # Here, not above: it is most of the start-up time of commands that read no settings, such as `logs`.
+    from miner_guard import settings
+
     try:
         # Twice: the first pass only says which profile lies below the rest.
         first = settings.load(config, flags=flags).config.miner
@@ -49,9 +55,14 @@ def open_place(config: Path | None, name: str, state_dir: str | None, flags: Map
         loaded = settings.load(config, profile=document, profile_origin=f"profile {profile}", flags=flags)
     except settings.BadConfig as error:
         raise Refused(str(error), CONFIG) from error
+    return Place(name, loaded, choose_state(name, state_dir), config, profile)
+
+
+def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
+    """The state directory alone, for commands that need no settings. Raises Refused (78) for an impossible name."""
     if os.sep in name or name in ("", ".", ".."):
         raise Refused(f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG)
-    return Place(name, loaded, statedir.choose(name, state_dir, os.environ), config, profile)
+    return statedir.choose(name, state_dir, os.environ)
 
 
 def _profile_of_attach(attach: str | None) -> str | None:
@@ -65,5 +76,7 @@ def _profile_document(profile: str | None) -> Mapping[str, Any] | None:
         profiles = importlib.import_module("validators.profiles")
         document: Mapping[str, Any] = profiles.guard_settings(profile)
     except (OSError, ValueError, ImportError) as error:
+        from miner_guard import settings
+
         raise settings.BadConfig(f"profile {profile}: {error}") from error
     return document

@@ -1,0 +1,96 @@
+"""`miner-guard logs`: query guard.jsonl and its rotated files."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from miner_guard import logquery
+from miner_guard.cli.exits import FAILED, USAGE, Refused
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
+from miner_guard.events import CATALOGUE, LEVELS
+from miner_guard.logquery import Follower, Hit, Query, Seen
+
+_TAIL_OF_FOLLOW = 10
+_BATCH = 1024
+
+
+def command(
+    event: Annotated[Optional[list[str]], typer.Option("--event", "-e", help="Only this event; repeatable.")] = None,
+    level: Annotated[str, typer.Option("--level", "-l", help="This level and above.")] = "debug",
+    since: Annotated[str, typer.Option("--since", help="90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC).")] = "",
+    rank: Annotated[Optional[list[int]], typer.Option("--rank", "-r", help="Only this rank; repeatable.")] = None,
+    lines: Annotated[
+        Optional[int], typer.Option("--lines", "-n", min=0, help="Only the last N; with --follow 10.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="The events as a JSON array; with --follow, one a line.")
+    ] = False,
+    emoji: Annotated[bool, typer.Option("--emoji/--no-emoji", help="The emoji before the words.")] = True,
+    config: Config = None,
+    name: Name = DEFAULT_NAME,
+    state_dir: State = None,
+) -> None:
+    """Query guard.jsonl and its rotated files. Exit 1: nothing matched."""
+    log = choose_state(name, state_dir).log
+    query, seen = _query(event or [], level, since, rank or []), Seen()
+    if not log.parent.is_dir():
+        raise Refused(f"there is no state directory {log.parent}; give --name or --state-dir as `run` had it", FAILED)
+    if follow:
+        _follow(log, query, lines, as_json=json, emoji=emoji)
+        return
+    hits = logquery.search(log, query, seen) if lines is None else iter(logquery.last(log, query, lines, seen))
+    if json:
+        _write(_array(hits))
+    else:
+        _write(f"{hit.console(emoji=emoji)}\n".encode() for hit in hits)
+    if seen.unreadable:
+        typer.echo(f"miner-guard: {seen.unreadable} lines are no events and were passed over", err=True)
+    if seen.hits == 0:
+        raise typer.Exit(FAILED)
+
+
+def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query:
+    if unknown := [name for name in events if name not in CATALOGUE]:
+        raise Refused(f"unknown event {unknown[0]}; the events are {', '.join(sorted(CATALOGUE))}", USAGE)
+    if level not in LEVELS:
+        raise Refused(f"unknown level {level}; allowed: {', '.join(LEVELS)}", USAGE)
+    try:
+        earliest = logquery.since_text(since, time.time()) if since else ""
+    except ValueError as error:
+        raise Refused(f"--since: {error}", USAGE) from error
+    return Query(frozenset(events), level, earliest, frozenset(ranks))
+
+
+def _array(hits: Iterable[Hit]) -> Iterator[bytes]:
+    """One JSON document with one event a line: `jq '.[]'` reads it, and so does a person."""
+    before = b"[\n"
+    for hit in hits:
+        yield before + hit.raw
+        before = b",\n"
+    yield b"[]\n" if before == b"[\n" else b"\n]\n"
+
+
+def _write(pieces: Iterable[bytes]) -> None:
+    out, pieces = sys.stdout.buffer, iter(pieces)
+    while batch := list(islice(pieces, _BATCH)):
+        out.write(b"".join(batch))
+    out.flush()
+
+
+def _follow(log: Path, query: Query, lines: int | None, *, as_json: bool, emoji: bool) -> None:
+    # The follower first: what is written between the two is shown twice at worst here, never lost.
+    follower = Follower(log, query)
+    count = _TAIL_OF_FOLLOW if lines is None and not query.since else lines
+    earlier = logquery.search(log, query) if count is None else iter(logquery.last(log, query, count))
+    with contextlib.suppress(KeyboardInterrupt):
+        for hit in chain(earlier, follower.hits()):
+            _write([hit.raw + b"\n" if as_json else f"{hit.console(emoji=emoji)}\n".encode()])

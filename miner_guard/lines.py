@@ -1,0 +1,45 @@
+"""A record as a line: for the console, and as JSON. Standard library only, so that reading logs starts quickly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miner_guard.events import CATALOGUE
+from miner_guard.statedir import finite
+
+_CONSOLE_LEVEL = {
+    "debug": "DEBUG",
+    "info": "INFO",
+    "warning": "WARNING",
+    "error": "ERROR",
+    "critical": "CRITICAL ERROR",
+}
+
+
+def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
+    """`2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`; a block keeps its own lines below."""
+    spec = CATALOGUE.get(str(record["event"]))
+    who = "guard" if record.get("rank") is None else f"Rank {record['rank']}"
+    mark = f"{spec.emoji} " if emoji and spec is not None and spec.emoji else ""
+    level = _CONSOLE_LEVEL.get(str(record["level"]), str(record["level"]).upper())
+    stamp = str(record["ts"])
+    head, _, rest = str(record["msg"]).partition("\n")
+    if head.startswith("====") and rest:
+        # The documents' block opens with a rule; the emoji belongs to its title.
+        title, _, body = rest.partition("\n")
+        return f"{head}\n{mark}{title}\n{body}"
+    text = f"{stamp[:23]}Z | {level} | {who} | {mark}{head}"
+    return f"{text}\n{rest}" if rest else text
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """The record as one line of JSON; non-finite numbers are null."""
+    return json.dumps(finite(record), ensure_ascii=False, default=str, separators=(", ", ": "))
+
+
+def rotated(path: Path, number: int) -> Path:
+    """`guard.jsonl.1` is the youngest of the rotated files."""
+    return path.with_name(f"{path.name}.{number}")

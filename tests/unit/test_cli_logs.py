@@ -1,0 +1,74 @@
+"""`miner-guard logs`: filters, exit codes and output as documented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miner_guard import events
+from miner_guard.cli.main import run
+from miner_guard.clock import FakeClock
+from miner_guard.config import LogSettings
+from miner_guard.logs import Emitter, JsonlSink
+from miner_guard.redact import Redactor
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """A state directory whose log holds 30 messages and one failed upload."""
+    sink = JsonlSink(tmp_path / "guard.jsonl", LogSettings(max_bytes=1000))
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
+    for number in range(30):
+        emitter.emit(events.found("rank_message", rank=number % 2, text=f"message {number}"))
+    emitter.emit(events.found("upload_failed", reason="403 Forbidden"))
+    return tmp_path
+
+
+def test_one_event_is_found_and_printed_as_on_the_console(
+    state: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert run(["logs", "--state-dir", str(state), "--event", "upload_failed"]) == 0
+    assert capfdbinary.readouterr().out.decode() == (
+        "2026-01-02T03:04:05.000Z | ERROR | guard | ❌ UPLOAD FAILED: 403 Forbidden\n"
+    )
+
+
+def test_json_is_one_document(state: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert run(["logs", "--state-dir", str(state), "--rank", "1", "--json"]) == 0
+    assert [e["text"] for e in json.loads(capfdbinary.readouterr().out)] == [f"message {n}" for n in range(1, 30, 2)]
+
+
+def test_nothing_matched_is_exit_1_and_an_empty_document(
+    state: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert run(["logs", "--state-dir", str(state), "--event", "gpu_drop", "--json"]) == 1
+    assert json.loads(capfdbinary.readouterr().out) == []
+
+
+def test_the_last_lines_only(state: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert run(["logs", "--state-dir", str(state), "-n", "2", "--no-emoji"]) == 0
+    assert [line.rsplit("| ", 1)[1] for line in capfdbinary.readouterr().out.decode().splitlines()] == [
+        "message 29", "UPLOAD FAILED: 403 Forbidden",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--event", "slowstep"], "unknown event slowstep"),
+        (["--level", "loud"], "allowed: debug, info, warning, error, critical"),
+        (["--since", "yesterday"], "'yesterday' is not a time"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused(
+    state: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert run(["logs", "--state-dir", str(state), *arguments]) == 64
+    assert words in capsys.readouterr().err
+
+
+def test_a_state_directory_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["logs", "--state-dir", str(tmp_path / "none")]) == 1
+    assert "there is no state directory" in capsys.readouterr().err

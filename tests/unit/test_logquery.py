@@ -1,0 +1,129 @@
+"""Queries over guard.jsonl find exactly what was asked, over rotated files, and never trip over a bad line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miner_guard import events, logquery
+from miner_guard.clock import FakeClock
+from miner_guard.config import LogSettings
+from miner_guard.logquery import Follower, Query, Seen
+from miner_guard.logs import Emitter, JsonlSink
+from miner_guard.redact import Redactor
+
+
+def _emitter(log: Path, clock: FakeClock, max_bytes: int = 2000) -> Emitter:
+    return Emitter(clock, "r1", Redactor(), [JsonlSink(log, LogSettings(max_bytes=max_bytes, keep=50))])
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """120 events over several rotated files: a slow step each minute, a message each from ranks 0 and 1."""
+    path, clock = tmp_path / "guard.jsonl", FakeClock()
+    emitter = _emitter(path, clock)
+    for minute in range(40):
+        clock.advance(60)
+        for rank in (0, 1):
+            emitter.emit(events.found("rank_message", rank=rank, text=f'say "slow_step" {minute}\n\\'))
+        emitter.emit(
+            events.found(
+                "slow_step",
+                rank=1,
+                step_time_s=70.0 + minute,
+                expected="1s",
+                inner_step=minute,
+                limit_s=60,
+                rule="absolute",
+            )
+        )
+    return path
+
+
+def test_a_query_by_event_reads_all_rotated_files_in_order(log: Path) -> None:
+    assert len(logquery.files_of(log)) > 3
+    hits = list(logquery.search(log, Query(events=frozenset({"slow_step"}))))
+    assert [hit.record()["inner_step"] for hit in hits] == list(range(40))
+    assert {hit.event for hit in hits} == {"slow_step"}
+
+
+def test_words_inside_a_message_are_not_an_event(log: Path) -> None:
+    inner = {"event": "gpu_drop"}
+    _emitter(log, FakeClock()).emit(events.found("health_snapshot", summary='"event": "gpu_drop"', snapshot=inner))
+    assert not list(logquery.search(log, Query(events=frozenset({"gpu_drop"}))))
+
+
+def test_level_rank_and_since_are_each_applied(log: Path) -> None:
+    assert len(list(logquery.search(log, Query(least_level="warning")))) == 40
+    assert len(list(logquery.search(log, Query(ranks=frozenset({0}))))) == 40
+    assert len(list(logquery.search(log, Query(ranks=frozenset({1}), least_level="warning")))) == 40
+    assert len(list(logquery.search(log, Query()))) == 120
+    now = FakeClock().wall() + 40 * 60
+    late = list(logquery.search(log, Query(since=logquery.since_text("10m", now), events=frozenset({"slow_step"}))))
+    assert [hit.record()["inner_step"] for hit in late] == list(range(29, 40))
+
+
+def test_rank_1_is_not_rank_10(tmp_path: Path) -> None:
+    log = tmp_path / "guard.jsonl"
+    _emitter(log, FakeClock()).emit(events.found("rank_message", rank=10, text="ten"))
+    assert not list(logquery.search(log, Query(ranks=frozenset({1}))))
+
+
+def test_the_message_comes_back_as_it_was_said(log: Path) -> None:
+    first = next(logquery.search(log, Query()))
+    assert first.msg == 'say "slow_step" 0\n\\'
+    assert "Rank 0" in first.console(emoji=True)
+
+
+def test_lines_that_are_no_events_are_counted_and_passed_over(tmp_path: Path) -> None:
+    log = tmp_path / "guard.jsonl"
+    _emitter(log, FakeClock()).emit(events.found("rank_message", text="whole"))
+    log.write_bytes(b'\x00\xff torn\n"a string"\n[1]\n{"ts": 1}\n\n' + log.read_bytes() + b'{"ts": "2026')
+    seen = Seen()
+    assert [hit.msg for hit in logquery.search(log, Query(), seen)] == ["whole"]
+    assert (seen.hits, seen.unreadable) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90s", "2026-01-02T03:02:35.000000Z"),
+        ("1h", "2026-01-02T02:04:05.000000Z"),
+        ("1.5d", "2025-12-31T15:04:05.000000Z"),
+        ("2026-01-02", "2026-01-02"),
+        ("2026-01-02T03:04Z", "2026-01-02T03:04"),
+    ],
+)
+def test_since_takes_durations_and_times(text: str, expected: str) -> None:
+    assert logquery.since_text(text, FakeClock().wall()) == expected
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "1y", "-1h", "2026-1-2"])
+def test_since_refuses_what_it_does_not_know(text: str) -> None:
+    with pytest.raises(ValueError, match="allowed are 90s"):
+        logquery.since_text(text, 0.0)
+
+
+def test_following_loses_and_repeats_nothing_across_rotations(tmp_path: Path) -> None:
+    log, clock = tmp_path / "guard.jsonl", FakeClock()
+    emitter = _emitter(log, clock, max_bytes=600)
+    emitter.emit(events.found("rank_message", text="before"))
+    follower = Follower(log, Query())
+    seen: list[str] = []
+    for number in range(200):
+        emitter.emit(events.found("rank_message", text=str(number)))
+        if number % 7 == 0:
+            seen += [hit.msg for hit in follower.poll()]
+    seen += [hit.msg for hit in follower.poll()]
+    follower.close()
+    assert seen == [str(number) for number in range(200)]
+
+
+def test_following_waits_for_a_log_that_is_not_there_yet(tmp_path: Path) -> None:
+    log = tmp_path / "guard.jsonl"
+    follower = Follower(log, Query())
+    assert follower.poll() == []
+    _emitter(log, FakeClock()).emit(events.found("rank_message", text="first"))
+    assert [hit.msg for hit in follower.poll()] == ["first"]
+    follower.close()
