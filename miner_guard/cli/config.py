@@ -1,0 +1,74 @@
+"""`miner-guard config`: each setting in force, and where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import os
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
+from miner_guard.redact import MASK, Redactor
+
+_SECRET = {"alerts.urls", "alerts.heartbeat_url", "http.token"}
+"""Settings that hold secrets whatever they look like."""
+
+_COLUMN = 44
+
+
+def command(
+    changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults.")] = False,
+    config: Config = None,
+    name: Name = DEFAULT_NAME,
+    state_dir: State = None,
+    json: Json = False,
+) -> None:
+    """Show the settings in force and where each came from; secrets are masked."""
+    place = open_place(config, name, state_dir)
+    rows = [row for row in _rows(place) if not changed or row[2] != "default"]
+    if json:
+        typer.echo(json_module.dumps(_document(place, rows), indent=1, ensure_ascii=False))
+        return
+    typer.echo(f"# state directory: {place.state.root}")
+    typer.echo(f"# profile: {place.profile or 'none'}")
+    section = ""
+    for dotted, value, origin in rows:
+        head, key = dotted.split(".", 1)
+        if head != section:
+            section = head
+            typer.echo(f"\n[{section}]")
+        setting = f"{key} = {_toml(value)}" if value is not None else f"# {key} is not set"
+        typer.echo(f"{setting:<{_COLUMN}}  # {origin}")
+
+
+def _rows(place: Place) -> Iterator[tuple[str, Any, str]]:
+    """`section.key`, masked value, origin; in the order of the settings."""
+    redactor = Redactor.from_environment(os.environ)
+    for section, table in dataclasses.asdict(place.settings.config).items():
+        for key, value in table.items():
+            dotted = f"{section}.{key}"
+            yield dotted, _masked(dotted, value, redactor), place.settings.origins[dotted]
+
+
+def _masked(dotted: str, value: Any, redactor: Redactor) -> Any:
+    if dotted in _SECRET and value:
+        return [MASK for _ in value] if isinstance(value, tuple) else MASK
+    return redactor.value(list(value) if isinstance(value, tuple) else value)
+
+
+def _document(place: Place, rows: list[tuple[str, Any, str]]) -> Mapping[str, Any]:
+    settings: dict[str, dict[str, Any]] = {}
+    for dotted, value, origin in rows:
+        section, key = dotted.split(".", 1)
+        settings.setdefault(section, {})[key] = {"value": value, "origin": origin}
+    return {"state_dir": str(place.state.root), "profile": place.profile, "settings": settings}
+
+
+def _toml(value: Any) -> str:
+    """A value as guard.toml spells it; JSON's spelling is TOML's for all but tables."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json_module.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"
+    return json_module.dumps(value, ensure_ascii=False)

@@ -1,0 +1,112 @@
+"""`miner-guard init`: guard.toml and ecosystem.config.js for a given command."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from miner_guard.cli.exits import FAILED, USAGE, Refused
+from miner_guard.cli.options import DEFAULT_NAME, Name, choose_state
+from miner_guard.statedir import write_atomic
+
+CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+_NUMBERS = {
+    "--neuron.local_batch_size_train": "batch_size",
+    "--neuron.local_batch_size_train_effective": "effective_batch_size",
+    "--neuron.upload_steps": "upload_steps",
+}
+"""Arguments of subnet 38's miner that say what `[miner]` wants to know."""
+
+
+def command(
+    cmd: Annotated[list[str], typer.Argument(metavar="-- CMD…", help="The command that starts the miner.")],
+    name: Name = DEFAULT_NAME,
+    directory: Annotated[Path, typer.Option("--dir", help="Where to write.")] = Path(),
+) -> None:
+    """Write guard.toml and ecosystem.config.js for a miner's command; overwrites nothing."""
+    if not cmd:
+        raise Refused("no command; write it after --, as in `miner-guard init -- torchrun … neurons/miner.py`", USAGE)
+    choose_state(name, None)
+    texts = {
+        directory / "guard.toml": guard_toml(cmd),
+        directory / "ecosystem.config.js": ecosystem(cmd, name),
+    }
+    if taken := [str(path) for path in texts if path.exists() or path.is_symlink()]:
+        raise Refused(f"{' and '.join(taken)} already there, nothing written; move it away or use --dir", FAILED)
+    try:
+        for path, text in texts.items():
+            write_atomic(path, text)
+    except OSError as error:
+        raise Refused(f"{directory} cannot be written: {error.strerror}", FAILED) from error
+    for path in texts:
+        typer.echo(f"wrote {path}")
+    typer.echo("next: fill in [repo], then `miner-guard doctor`, then `pm2 start ecosystem.config.js`")
+
+
+def guard_toml(cmd: Sequence[str]) -> str:
+    """The settings file: what the command line says is set, what a person has to say is commented."""
+    miner, chain, gpu = _miner(cmd), _chain(cmd), _gpu(cmd)
+    return _fill("guard.toml", {"MINER": "\n".join(miner), "CHAIN": "\n".join(chain), "GPU": gpu})
+
+
+def ecosystem(cmd: Sequence[str], name: str) -> str:
+    """The pm2 file."""
+    guard = Path(sys.executable).with_name("miner-guard")
+    values = {"MINER": list(cmd), "PYTHON": sys.executable, "GUARD": str(guard)}
+    return _fill("ecosystem.config.js", {**{k: json.dumps(v) for k, v in values.items()}, "NAME": name})
+
+
+def _fill(template: str, values: dict[str, str]) -> str:
+    text = resources.files("miner_guard.cli").joinpath("templates", template).read_text(encoding="utf-8")
+    return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
+
+
+def _miner(cmd: Sequence[str]) -> list[str]:
+    rows = []
+    if any(Path(word).parts[-2:] == ("neurons", "miner.py") for word in cmd):
+        rows += ['profile = "sn38"', 'attach = "sn38"']
+    else:
+        rows += [
+            '# profile = "sn38"',
+            "# A miner that does not call the hook: hook it unmodified.",
+            '# attach = "auto"',
+        ]
+    for argument, key in _NUMBERS.items():
+        value = _value(cmd, [argument])
+        rows.append(f"{key} = {value}" if value.isdigit() else f"# {key} = 1")
+    rows += ["# The miner ends by itself, and exit code 0 means finished:", "# finite = true"]
+    return rows
+
+
+def _chain(cmd: Sequence[str]) -> list[str]:
+    network = _value(cmd, ["--subtensor.chain_endpoint", "--subtensor.network"])
+    netuid = _value(cmd, ["--netuid"])
+    return [
+        f"network = {json.dumps(network)}" if network else '# network = "finney"',
+        f"netuid = {netuid}" if netuid.isdigit() else "# netuid = 38",
+        '# hotkey = "5…"',
+    ]
+
+
+def _gpu(cmd: Sequence[str]) -> str:
+    ranks = _value(cmd, ["--nproc_per_node", "--nproc-per-node"])
+    return f"# expect = {ranks if ranks.isdigit() else 4}"
+
+
+def _value(cmd: Sequence[str], names: Iterable[str]) -> str:
+    """The value of the first of these arguments that is given, as `--name=value` or `--name value`; else empty."""
+    for name in names:
+        for place, word in enumerate(cmd):
+            if word == name and place + 1 < len(cmd):
+                return cmd[place + 1]
+            if word.startswith(f"{name}="):
+                return word.partition("=")[2]
+    return ""

@@ -1,0 +1,41 @@
+// pm2 start ecosystem.config.js      runs the miner under the guard. Written by `miner-guard init`.
+// To change the miner, edit the line MINER. Everything else here is needed as it is:
+//   treekill false, so that the guard alone is signalled and stops its ranks in order, checkpoints written;
+//   kill_timeout above the guard's own stop_timeout_s (45 s), which is above torchrun's (30 s);
+//   no restart for what a restart can't mend: 63 finished, 64 usage, 69 preflight, 75 crash loop, 78 configuration.
+// Never put 0 there: pm2 records a death by signal as exit code 0. Backing off is the guard's work, not pm2's.
+// filter_env keeps secrets out of pm2's dump, so the miner can't have them from the shell: use its .env file.
+const os = require("os");
+const path = require("path");
+
+const MINER = @MINER@;
+
+const log = path.join(process.env.PM2_HOME || path.join(os.homedir(), ".pm2"), "logs", "@NAME@.log");
+
+module.exports = {
+  apps: [
+    {
+      name: "@NAME@",
+      cwd: __dirname,
+      script: @PYTHON@,
+      interpreter: "none",
+      args: ["-u", @GUARD@, "run", "--name", "@NAME@", "--finished-code", "63", "--", ...MINER],
+      exec_mode: "fork",
+      instances: 1,
+      treekill: false,
+      kill_timeout: 60000,
+      autorestart: true,
+      stop_exit_codes: [63, 64, 69, 75, 78],
+      min_uptime: "30s",
+      max_restarts: 10,
+      merge_logs: true,
+      out_file: log,
+      error_file: log,
+      filter_env: ["SECRET", "TOKEN", "_KEY"],
+      watch: false,
+      vizion: false,
+      automation: false,
+      pmx: false,
+    },
+  ],
+};

@@ -1,0 +1,41 @@
+"""What a test needs of the machine: locally a missing thing skips with its reason, under CI=true it fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+CORPUS = REPO.parent / "shared" / "corpus"
+
+
+def _missing(reason: str) -> None:
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{reason}, and CI must have it")
+    pytest.skip(reason)
+
+
+def tool(name: str) -> str:
+    """Path of a program."""
+    found = shutil.which(name)
+    if found is None:
+        _missing(f"the program {name} is not installed")
+    return str(found)
+
+
+def module(name: str) -> None:
+    """An importable module."""
+    if importlib.util.find_spec(name) is None:
+        _missing(f"the Python module {name} is not installed")
+
+
+def corpus(name: str) -> Path:
+    """A file of the corpus beside the repository; never a failure, since a clone does not have it."""
+    path = CORPUS / name
+    if not path.exists():
+        pytest.skip(f"{path} is not on this machine")
+    return path

@@ -1,0 +1,88 @@
+"""`config` tells values and origins without secrets; `init` writes files that work, and overwrites nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard import settings
+from miner_guard.cli.init import guard_toml
+from miner_guard.cli.main import run
+from tests import needs
+
+SN38 = [
+    "torchrun", "--nproc_per_node=4", "neurons/miner.py", "--netuid", "38", "--subtensor.network", "finney",
+    "--neuron.local_batch_size_train=2", "--neuron.local_batch_size_train_effective=512",
+]  # fmt: skip
+
+
+def test_config_names_the_origin_of_each_value_and_masks_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "guard.toml"
+    file.write_text('[gate]\nmin_inner_step = 20\n[alerts]\nurls = ["tgram://12345:abcdef/1"]\n')
+    monkeypatch.setenv("MINER_GUARD_HTTP__TOKEN", "a-token-nobody-may-see")
+    monkeypatch.setenv("MINER_GUARD_STATE_DIR", str(tmp_path / "state"))
+    assert run(["config", "-c", str(file), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    values = document["settings"]
+    assert values["gate"]["min_inner_step"] == {"value": 20, "origin": str(file)}
+    assert values["gate"]["mode"] == {"value": "enforce", "origin": "default"}
+    assert values["http"]["token"]["origin"] == "environment MINER_GUARD_HTTP__TOKEN"
+    assert document["state_dir"] == str(tmp_path / "state")
+    assert run(["config", "-c", str(file), "--changed"]) == 0
+    text = capsys.readouterr().out
+    assert "min_inner_step = 20" in text
+    assert "mode" not in text
+    for secret in ("a-token-nobody-may-see", "abcdef"):
+        assert secret not in text + json.dumps(document)
+
+
+def test_config_refuses_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "guard.toml"
+    file.write_text("[gate]\nmin_inner_step = -1\n")
+    assert run(["config", "-c", str(file)]) == 78
+    assert "gate.min_inner_step = -1 is not allowed" in capsys.readouterr().err
+
+
+def test_init_reads_the_command_and_writes_settings_that_load(tmp_path: Path) -> None:
+    assert run(["init", "--dir", str(tmp_path), "--name", "m1", "--", *SN38]) == 0
+    loaded = settings.load(tmp_path / "guard.toml", env={}).config
+    assert (loaded.miner.profile, loaded.miner.batch_size, loaded.miner.effective_batch_size) == ("sn38", 2, 512)
+    assert (loaded.chain.network, loaded.chain.netuid) == ("finney", 38)
+
+
+def test_every_setting_that_init_suggests_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "guard.toml"
+    file.write_text(re.sub(r"(?m)^# (\w+ = )", r"\1", guard_toml(["python", "train.py"])))
+    assert settings.load(file, env={}).config.repo.kind == "s3"
+
+
+def test_init_overwrites_nothing_and_then_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ecosystem.config.js").write_text("mine")
+    assert run(["init", "--dir", str(tmp_path), "--", "python", "train.py"]) == 1
+    assert "already there, nothing written" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["ecosystem.config.js"]
+    assert (tmp_path / "ecosystem.config.js").read_text() == "mine"
+
+
+def _app(file: Path) -> dict[str, Any]:
+    script = f"console.log(JSON.stringify(require({json.dumps(str(file))}).apps[0]))"
+    answer = subprocess.run([needs.tool("node"), "-e", script], capture_output=True, text=True, check=True, timeout=30)
+    app: dict[str, Any] = json.loads(answer.stdout)
+    return app
+
+
+def test_the_written_pm2_file_has_the_settings_of_ours_and_the_command_word_for_word(tmp_path: Path) -> None:
+    awkward = [*SN38, "--wallet.name", 'a "b" $c']
+    assert run(["init", "--dir", str(tmp_path), "--name", "miner", "--", *awkward]) == 0
+    written, ours = _app(tmp_path / "ecosystem.config.js"), _app(needs.REPO / "ecosystem.config.js")
+    assert written["args"][-len(awkward) :] == awkward
+    assert 0 not in written["stop_exit_codes"]
+    varying = {"args", "cwd", "script"}
+    assert {k: v for k, v in written.items() if k not in varying} == {k: v for k, v in ours.items() if k not in varying}
