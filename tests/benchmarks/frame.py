@@ -1,0 +1,52 @@
+"""What a benchmark returns, and how it is printed. Figures are ratios measured in one run where they can be."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of a benchmark's table."""
+
+    what: str
+    value: float | None
+    """None where it could not be measured here; `note` says why."""
+
+    unit: str
+    target: str = ""
+    """The target as a person writes it (`<= 200 µs`), empty where there is none."""
+
+    note: str = ""
+
+
+def per_call(function: Callable[[], object], calls: int, repeats: int = 5) -> float:
+    """Seconds of one call: the median of `repeats` rounds of `calls`, garbage collection off meanwhile."""
+    rounds = []
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            rounds.append((time.perf_counter() - start) / calls)
+    finally:
+        if enabled:
+            gc.enable()
+    return statistics.median(rounds)
+
+
+def table(title: str, rows: list[Row]) -> str:
+    """The rows as a Markdown table, ready for the README."""
+    lines = [f"### {title}", "", "| what | measured | target | |", "|---|---|---|---|"]
+    for row in rows:
+        measured = NOT_MEASURED if row.value is None else f"{row.value:.3g} {row.unit}"
+        lines.append(f"| {row.what} | {measured} | {row.target} | {row.note} |")
+    return "\n".join(lines) + "\n"
