@@ -1,0 +1,259 @@
+"""What the ranks' reports say together. Pure; standard library only, since a rank without a supervisor uses it too.
+
+A report is a mapping as `miner_guard.rank.diagnose` makes it; a silent rank's has `rank` and `error`.
+Findings follow source 004: its block, its red flags, then what one rank alone can't see.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from miner_guard.diagnosis.expectation import Expectation, expected
+from miner_guard.events import Finding, found
+
+Report = Mapping[str, Any]
+
+LOW_MEMORY_BYTES = 1024**3
+"""Source 004: less allocated than 1 GB, and the model may be on the CPU."""
+
+SHARD_RATIO = 1.5
+"""Largest local shard / median; FSDP's rounding to rows stays well below for a model of any size."""
+
+SHARD_FLOOR_BYTES = 64 * 1024**2
+"""Smaller differences are rounding: FSDP2 shards by whole rows."""
+
+OTHERS_BYTES = 3 * 1024**3
+"""Memory on a GPU beyond what its ranks reserved. A context with NCCL's buffers takes 0.5 to 2 GiB per rank."""
+
+
+def findings(
+    reports: Sequence[Report], expect: int | None, low_memory_bytes: float = LOW_MEMORY_BYTES
+) -> list[Finding]:
+    """Everything to say about a gathered diagnosis, the block first. `expect` is None where nobody says."""
+    answered = [r for r in reports if not r.get("error")]
+    wanted = expectation_of(answered, expect)
+    said = [found("gpu_diagnostics", ranks=[dict(r) for r in reports], expected=wanted.count, by=wanted.origin)]
+    if wanted.wanted:
+        said += _red_flags(answered, low_memory_bytes)
+    said += (f for check in _CHECKS for f in check(reports if check is _silent else answered))
+    return said
+
+
+def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectation:
+    """Without a word from outside: GPUs that torch sees, or a loaded driver that torch can't use."""
+    present = max((int(r.get("gpu_count") or 0) for r in answered), default=0)
+    if not present and any(r.get("driver_version") for r in answered):
+        present = 1
+    return expected(expect, None, None, present)
+
+
+def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[Finding]:
+    if blind := [r for r in answered if r.get("cuda_available") is False]:
+        yield found("cuda_unavailable", ranks=_ranks(blind))
+    if astray := [r for r in answered if _on_cpu(r)]:
+        yield found("model_on_cpu", ranks=_ranks(astray))
+    for r in answered:
+        allocated = r.get("allocated_bytes")
+        # A small model that is seen to be on its GPU is no red flag, whatever it takes.
+        on_gpu = str(r.get("model_device", "")).startswith("cuda")
+        if allocated is not None and allocated < low_memory_bytes and not on_gpu and not r.get("offload"):
+            yield found("low_gpu_memory", rank=r["rank"], gpu_mem_gb=allocated / 1024**3)
+
+
+def _on_cpu(r: Report) -> bool:
+    """The model is on the CPU and no offload policy put it there. Offload computes on the GPU: its mesh is cuda."""
+    legitimate = r.get("offload") and r.get("mesh_device") != "cpu"
+    return str(r.get("model_device")) == "cpu" and not legitimate
+
+
+def _silent(reports: Sequence[Report]) -> Iterator[Finding]:
+    for r in reports:
+        if r.get("error"):
+            yield _say(
+                "silent_rank", "error", f"rank {r['rank']}: {r['error']}", "every rank answers",
+                "look at that rank's output and stack; diagnosis went on without it", rank=r["rank"],
+            )  # fmt: skip
+
+
+def _mixed_devices(answered: Sequence[Report]) -> Iterator[Finding]:
+    kinds = {r["rank"]: str(r["model_device"]).partition(":")[0] for r in answered if r.get("model_device")}
+    if len(set(kinds.values()) - {"meta"}) > 1:
+        seen = "; ".join(
+            f"{kind}: {_list(k for k, v in kinds.items() if v == kind)}" for kind in sorted(set(kinds.values()))
+        )
+        yield _say(
+            "mixed_devices", "critical", f"the model is on different kinds of device: ranks on {seen}",
+            "one kind on all ranks", "the ranks on the CPU hold all others up: check CUDA there",
+        )  # fmt: skip
+
+
+def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
+    for r in answered:
+        shards = r.get("shards") or {}
+        if r.get("meta_params"):
+            yield _say(
+                "meta_parameters", "critical",
+                f"rank {r['rank']}: {r['meta_params']:,} parameters are on the meta device",
+                0, "they hold no values: call to_empty() and load the weights before training", rank=r["rank"],
+            )  # fmt: skip
+        on_cpu = shards.get("cpu", (0, 0))
+        on_gpu = [d for d in shards if d.startswith("cuda")]
+        gpu_mesh = r.get("mesh_device") == "cuda"
+        if on_cpu[0] and (on_gpu or gpu_mesh) and not r.get("offload"):
+            yield _say(
+                "shard_on_cpu", "critical",
+                f"rank {r['rank']}: {on_cpu[0]:,} parameters ({on_cpu[1] / 1024**3:.2f} GB) are on the CPU"
+                + (f", the rest on {', '.join(on_gpu)}" if on_gpu else " under a cuda mesh"),
+                "all on the GPU, or a CPUOffloadPolicy",
+                "move the module before fully_shard, or set the policy on purpose", rank=r["rank"],
+            )  # fmt: skip
+        if len(on_gpu) > 1:
+            yield _say(
+                "shard_on_two_gpus", "warning", f"rank {r['rank']} has parameters on {', '.join(on_gpu)}",
+                "one GPU per rank", "call torch.cuda.set_device(LOCAL_RANK) before the model is made", rank=r["rank"],
+            )  # fmt: skip
+
+
+def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
+    def gpu(r: Report) -> Hashable | None:
+        if r.get("uuid"):
+            return r.get("host"), r["uuid"]
+        device = str(r.get("model_device"))
+        return (r.get("host"), device) if device.startswith("cuda:") and not r.get("visible_devices") else None
+
+    for key, ranks in _grouped(answered, gpu).items():
+        if len(ranks) > 1:
+            yield _say(
+                "shared_gpu", "critical", f"ranks {_list(ranks)} are on one GPU ({key[1]})", "one rank per GPU",
+                "call torch.cuda.set_device(LOCAL_RANK) before init_process_group",
+            )  # fmt: skip
+
+
+def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
+    for host, ranks in _grouped(answered, lambda r: r.get("host")).items():
+        here = [r for r in answered if r.get("host") == host]
+        counts = {r.get("gpu_count") for r in here}
+        # Ranks that see one GPU each through CUDA_VISIBLE_DEVICES say nothing about the node.
+        if len({r.get("visible_devices") for r in here}) > 1 or len(counts) != 1:
+            continue
+        count = counts.pop()
+        if count and count < len(ranks):
+            yield _say(
+                "fewer_gpus_than_ranks", "critical", f"{count} GPUs for {len(ranks)} ranks on {host}", len(ranks),
+                "lower --nproc_per_node, or see why GPUs are missing",
+            )  # fmt: skip
+        elif count and count > len(ranks) and any(str(r.get("model_device")).startswith("cuda") for r in here):
+            yield _say(
+                "more_gpus_than_ranks", "warning",
+                f"{count} GPUs for {len(ranks)} ranks on {host}: {count - len(ranks)} idle", len(ranks),
+                "raise --nproc_per_node",
+            )  # fmt: skip
+
+
+def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
+    for key, what, level in (
+        ("device_name", "GPU models", "warning"),
+        ("driver_version", "drivers", "warning"),
+        ("torch_version", "torch versions", "warning"),
+        ("cuda_version", "CUDA builds of torch", "warning"),
+        ("dtype", "parameter dtypes", "warning"),
+        ("world_size", "world sizes", "critical"),
+        ("batch_size", "batch sizes", "warning"),
+        ("effective_batch_size", "effective batch sizes", "warning"),
+        ("accumulation_steps", "gradient accumulation steps", "warning"),
+    ):
+        groups = _grouped(answered, lambda r, key=key: r.get(key))  # type: ignore[misc]
+        if len(groups) > 1:
+            seen = "; ".join(f"{value}: ranks {_list(ranks)}" for value, ranks in groups.items())
+            yield _say(
+                f"different_{key}", level, f"{what} differ: {seen}", "the same on all ranks", f"make the {what} equal"
+            )
+
+
+def _shard_sizes(answered: Sequence[Report]) -> Iterator[Finding]:
+    sizes = {r["rank"]: r["shard_bytes"] for r in answered if r.get("shard_bytes") is not None}
+    if len(sizes) < 2:
+        return
+    middle = median(sizes.values())
+    for rank, size in sizes.items():
+        apart = abs(size - middle) > SHARD_FLOOR_BYTES
+        if apart and (size > SHARD_RATIO * middle or size * SHARD_RATIO < middle):
+            yield _say(
+                "shard_sizes", "warning",
+                f"rank {rank} holds {size / 1024**3:.2f} GB, the ranks' median is {middle / 1024**3:.2f} GB",
+                f"within a factor {SHARD_RATIO}", "is the model sharded on this rank as on the others?", rank=rank,
+            )  # fmt: skip
+
+
+def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
+    reserved: Counter[tuple[Any, Any]] = Counter()
+    used: dict[tuple[Any, Any], int] = {}
+    for r in answered:
+        if r.get("uuid") and r.get("device_used_bytes") is not None:
+            key = (r.get("host"), r["uuid"])
+            reserved[key] += int(r.get("reserved_bytes") or 0)
+            used[key] = max(used.get(key, 0), int(r["device_used_bytes"]))
+    for key, total in used.items():
+        if (others := total - reserved[key]) > OTHERS_BYTES:
+            yield _say(
+                "memory_of_others", "warning", f"{others / 1024**3:.1f} GB of {key[1]} belong to none of its ranks",
+                f"{OTHERS_BYTES / 1024**3:.0f} GB", "an orphan of an earlier run, or another tenant? see nvidia-smi",
+            )  # fmt: skip
+
+
+def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
+    for r in answered:
+        device = str(r.get("model_device"))
+        index = device.partition(":")[2]
+        # With one visible GPU per rank every rank is right to use cuda:0.
+        if device.startswith("cuda:") and (r.get("gpu_count") or 0) > 1 and int(index) != r.get("local_rank"):
+            yield _say(
+                "local_rank", "warning",
+                f"rank {r['rank']} has LOCAL_RANK {r.get('local_rank')} and its model on {device}",
+                f"cuda:{r.get('local_rank')}", "call torch.cuda.set_device(LOCAL_RANK) first of all", rank=r["rank"],
+            )  # fmt: skip
+
+
+def _unread(answered: Sequence[Report]) -> Iterator[Finding]:
+    for r in answered:
+        for what, reason in (r.get("unread") or {}).items():
+            yield _say(
+                f"unread_{what}", "warning", f"rank {r['rank']}: {what} could not be read: {reason}", None,
+                "the values under it are unknown", rank=r["rank"],
+            )  # fmt: skip
+
+
+_CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Finding]], ...] = (
+    _silent, _mixed_devices, _stray_shards, _shared_gpus, _gpu_counts, _differences, _shard_sizes,
+    _memory_of_others, _local_ranks, _unread,
+)  # fmt: skip
+
+
+def _say(check: str, level: str, seen: str, limit: Any, next_step: str, *, rank: int | None = None) -> Finding:
+    return found("rank_finding", rank=rank, level=level, check=check, seen=seen, limit=limit, next_step=next_step)
+
+
+def _grouped(reports: Sequence[Report], key: Callable[[Report], Any]) -> dict[Any, list[int]]:
+    groups: defaultdict[Any, list[int]] = defaultdict(list)
+    for r in reports:
+        if (value := key(r)) is not None:
+            groups[value].append(r["rank"])
+    return dict(groups)
+
+
+def _ranks(reports: Sequence[Report]) -> list[int]:
+    return [r["rank"] for r in reports]
+
+
+def _list(ranks: Any) -> str:
+    """`0-3, 7`: a thousand ranks fit on a line."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

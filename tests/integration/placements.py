@@ -1,0 +1,122 @@
+"""A rank that calls `diagnose` on purpose in a given state; run by torchrun from test_across_ranks.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from miner_guard import events
+from miner_guard.rank import diagnose, placement
+
+
+class Host:
+    """The hook as `diagnose` sees it, with a list for a journal."""
+
+    def __init__(self, supervised: bool) -> None:
+        self.rank, self.local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.supervised = supervised
+        self.journaled: list[dict[str, Any]] = []
+        self.said: list[events.Finding] = []
+
+    def journal(self, document: Any) -> bool:
+        self.journaled.append(json.loads(json.dumps(document)))
+        return self.supervised
+
+    def emit(self, finding: events.Finding) -> None:
+        self.said.append(finding)
+
+
+class OnFakeDevices(torch.nn.Module):
+    """Parameters that say they are on the devices named; no GPU is touched."""
+
+    def __init__(self, *devices: str) -> None:
+        super().__init__()
+        self.devices = devices
+
+    def parameters(self, recurse: bool = True) -> Any:
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        for device in self.devices:
+            yield FakeTensor(mode, torch.empty(1024, 256, device="meta"), torch.device(device))
+
+
+def build(case: str, rank: int) -> torch.nn.Module:
+    if case in ("plain", "silent", "offload", "meta"):
+        with torch.device("meta" if case == "meta" and rank == 1 else "cpu"):
+            model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        if case == "meta":
+            return model
+        policy = CPUOffloadPolicy(pin_memory=False) if case == "offload" else None
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return fully_shard(model, mesh=mesh, **({"offload_policy": policy} if policy else {}))
+    if case == "shard_on_cpu":
+        return OnFakeDevices(f"cuda:{rank}", f"cuda:{rank}", *(["cpu"] if rank == 1 else []))
+    if case == "one_rank_on_cpu":
+        return OnFakeDevices("cpu" if rank == 1 else f"cuda:{rank}")
+    return OnFakeDevices(f"cuda:{rank}")
+
+
+def facts_of(case: str, rank: int) -> Any:
+    """What a machine with GPUs would answer; two ranks share a UUID in `same_uuid`."""
+    if case in ("plain", "silent", "meta"):
+        return placement.cuda_facts
+    uuid = 0 if case == "same_uuid" else rank
+    return lambda _device: {
+        "cuda_available": True, "gpu_count": dist.get_world_size(), "cuda_context": True, "cuda_device": rank,
+        "device_name": "NVIDIA A100-SXM4-80GB", "uuid": f"GPU-{uuid}", "total_bytes": 80 << 30,
+        "allocated_bytes": 18 << 30, "reserved_bytes": 20 << 30, "device_used_bytes": 21 << 30,
+    }  # fmt: skip
+
+
+WRONG_OR_RIGHT = ("meta", "offload", "shard_on_cpu", "same_uuid", "one_rank_on_cpu")
+
+
+def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> dict[str, Any]:
+    host = Host(supervised)
+    model = build(case, host.rank)
+    real_facts = placement.cuda_facts
+    placement.cuda_facts = facts_of(case, host.rank)
+    real = placement.placement
+    if case == "offload":
+        # FSDP2 wants a real mesh to shard over; only what it says of itself is changed.
+        placement.placement = lambda m: {**real(m), "mesh_device": "cuda"}
+    started = time.monotonic()
+    reports = []
+    if not (case == "silent" and host.rank == 1):
+        reports = diagnose.diagnose(
+            host, model, deadline_s=deadline_s, batch_size=2, effective_batch_size=512, expect=expect
+        )
+    seconds = time.monotonic() - started
+    placement.placement, placement.cuda_facts = real, real_facts
+    said = [{"event": f.event, "line": events.line(f), "fields": dict(f.fields)} for f in host.said]
+    # The group still works: what diagnose did must not break the next collective, after a silent rank neither.
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return {"reports": reports, "seconds": seconds, "journal": host.journaled, "said": said, "sum": total.item()}
+
+
+def main(out: str) -> None:
+    dist.init_process_group("gloo")
+    answers = {case: one(case, 60.0, False, None) for case in WRONG_OR_RIGHT}
+    answers["plain"] = one("plain", 60.0, False, 0)
+    answers["gpu_expected"] = one("plain", 60.0, False, dist.get_world_size())
+    answers["supervised"] = one("plain", 60.0, True, None)
+    answers["silent"] = one("silent", 2.0, False, 0)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(answers))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,163 @@
+"""What the ranks' reports say together, and that they fit into the journal, with a thousand ranks too."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from miner_guard import events
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config, GpuSettings
+from miner_guard.diagnosis import across_ranks, expectation
+from miner_guard.rank import layout
+from miner_guard.rank.reports import pack, unpack
+from miner_guard.statedir import StateDir, write_json
+from miner_guard.supervisor.parts import Context
+from miner_guard.supervisor.parts.diagnosis import Diagnosis
+
+GIB = 1024**3
+
+
+def report(rank: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "rank": rank, "local_rank": rank, "world_size": 4, "host": "node", "torch_version": "2.5.1",
+        "cuda_version": "12.4",
+        "driver_version": "550.1", "cuda_available": True, "gpu_count": 4, "cuda_device": rank, "uuid": f"GPU-{rank}",
+        "device_name": "NVIDIA A100-SXM4-80GB", "model_device": f"cuda:{rank}", "mesh_device": "cuda", "offload": False,
+        "shards": {f"cuda:{rank}": [10**9, 2 * GIB]}, "shard_bytes": 2 * GIB, "shard_params": 10**9,
+        "dtype": "bfloat16",
+        "shard_devices": f"cuda:{rank}", "meta_params": 0, "total_bytes": 80 * GIB, "allocated_bytes": 18 * GIB,
+        "reserved_bytes": 20 * GIB, "device_used_bytes": 21 * GIB, "batch_size": 2, "effective_batch_size": 512,
+        "accumulation_steps": 256, "visible_devices": None, **changes,
+    }  # fmt: skip
+
+
+def ranks(change: dict[str, Any] | None = None, of: int = 2) -> list[dict[str, Any]]:
+    return [report(r, **(change or {} if r == of else {})) for r in range(4)]
+
+
+def said(reports: list[dict[str, Any]], expect: int | None = None) -> list[str]:
+    found = across_ranks.findings(reports, expect)
+    return [str(f.fields["check"]) if f.event == "rank_finding" else f.event for f in found]
+
+
+def test_four_healthy_ranks_give_the_block_and_nothing_else() -> None:
+    assert said(ranks(), 4) == ["gpu_diagnostics"]
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        ({"model_device": "cpu", "shards": {"cpu": [1, 4]}, "mesh_device": "cpu"}, "mixed_devices"),
+        ({"model_device": "cpu", "shards": {"cpu": [1, 4]}}, "shard_on_cpu"),
+        ({"meta_params": 5}, "meta_parameters"),
+        ({"uuid": "GPU-1"}, "shared_gpu"),
+        ({"device_name": "NVIDIA A100-PCIE-40GB"}, "different_device_name"),
+        ({"driver_version": "535.1"}, "different_driver_version"),
+        ({"torch_version": "2.4.0"}, "different_torch_version"),
+        ({"dtype": "float32"}, "different_dtype"),
+        ({"batch_size": 4}, "different_batch_size"),
+        ({"world_size": 8}, "different_world_size"),
+        ({"shard_bytes": 8 * GIB}, "shard_sizes"),
+        ({"shard_bytes": 0}, "shard_sizes"),
+        ({"device_used_bytes": 60 * GIB}, "memory_of_others"),
+        ({"local_rank": 3}, "local_rank"),
+        ({"unread": {"cuda": "RuntimeError: no"}}, "unread_cuda"),
+        ({"shards": {"cuda:2": [1, 1], "cuda:3": [1, 1]}}, "shard_on_two_gpus"),
+    ],
+)
+def test_each_oddity_is_named(change: dict[str, Any], finding: str) -> None:
+    assert finding in said(ranks(change), 4)
+
+
+def test_gpus_are_counted_against_ranks_on_each_host() -> None:
+    assert "fewer_gpus_than_ranks" in said([report(r, gpu_count=2) for r in range(4)])
+    assert "more_gpus_than_ranks" in said([report(r, gpu_count=8) for r in range(4)])
+    alone = [report(r, gpu_count=1, visible_devices=str(r), model_device="cuda:0", cuda_device=0) for r in range(4)]
+    assert said(alone) == ["gpu_diagnostics"]
+
+
+def test_offload_under_a_cuda_mesh_is_no_fallback_but_a_cpu_mesh_is() -> None:
+    change = {
+        "model_device": "cpu",
+        "shards": {"cpu": [1, 4]},
+        "shard_devices": "cpu",
+        "offload": True,
+        "shard_bytes": GIB,
+    }
+    legitimate = [report(r, **change) for r in range(4)]
+    assert said(legitimate, 4) == ["gpu_diagnostics"]
+    assert "model_on_cpu" in said([{**r, "mesh_device": "cpu"} for r in legitimate], 4)
+
+
+def test_a_driver_that_torch_cannot_use_is_an_accident_without_any_setting() -> None:
+    blind = [report(r, cuda_available=False, gpu_count=0, model_device="cpu", shards={}, uuid=None) for r in range(2)]
+    assert {"cuda_unavailable", "model_on_cpu"} <= set(said(blind))
+    assert said(blind, 0) == ["gpu_diagnostics"]
+    assert said([{**r, "driver_version": None} for r in blind]) == ["gpu_diagnostics"]
+
+
+@pytest.mark.parametrize(
+    ("known", "count", "origin"),
+    [
+        ((2, 8, 4, 1), 2, "[gpu] expect"),
+        ((None, 8, 4, 1), 8, "this host at the last run"),
+        ((None, 0, 4, 1), 4, "the profile"),
+        ((None, None, None, 1), 1, "what is there"),
+        ((0, 8, 4, 1), 0, "[gpu] expect"),
+        ((None, None, None, 0), None, "nobody"),
+    ],
+)
+def test_who_expects_gpus(known: tuple[int | None, ...], count: int | None, origin: str) -> None:
+    assert expectation.expected(*known) == expectation.Expectation(count, origin)
+
+
+def test_a_thousand_ranks_fit_into_the_journal_and_come_back_whole() -> None:
+    reports = [report(r, uuid=f"GPU-{r:032d}", host=f"node-{r // 8}") for r in range(1024)]
+    reports[700] = {"rank": 700, "error": "no answer within 30 s"}
+    parts = pack(reports)
+    assert len(parts) <= layout.JOURNAL_SLOTS
+    entries = [{"kind": "diagnosis", "t": 1234567.891, "report": p} for p in parts]
+    assert max(len(json.dumps(e, separators=(",", ":")).encode()) for e in entries) <= layout.SLOT_PAYLOAD
+    assert unpack(json.loads(json.dumps(parts))) == reports
+
+
+class Nothing:
+    """Jobs and control that a part under test does not use."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} is not to be used here")
+
+
+def part(tmp_path: Any, **gpu: Any) -> Diagnosis:
+    config = Config(gpu=GpuSettings(**gpu))
+    context = Context(
+        config=config, state=StateDir(tmp_path), clock=FakeClock(), run_id="r1", emit=lambda _f: None,
+        jobs=Nothing(), control=Nothing(), status=dict,
+    )  # fmt: skip
+    return Diagnosis(context)
+
+
+def test_the_part_speaks_once_all_entries_are_there(tmp_path: Any) -> None:
+    reports = [report(r, uuid=f"GPU-{r:032d}") for r in range(64)]
+    entries = [{"kind": "diagnosis", "report": p} for p in pack(reports)]
+    assert len(entries) > 1
+    diagnosis = part(tmp_path)
+    findings = [list(diagnosis.on_entry(0, e)) for e in entries]
+    assert not any(findings[:-1])
+    assert findings[-1][0].event == "gpu_diagnostics"
+    assert events.line(findings[-1][0]).count("\nrank ") == 64
+    assert diagnosis.snapshot()["ranks"] == reports
+
+
+def test_the_last_runs_gpus_make_a_cpu_run_an_accident(tmp_path: Any) -> None:
+    cpu = [
+        report(r, cuda_available=False, gpu_count=0, model_device="cpu", driver_version=None, uuid=None) for r in (0, 1)
+    ]
+    entry = {"kind": "diagnosis", "report": pack(cpu)[0]}
+    assert [f.event for f in part(tmp_path).on_entry(0, entry)][1:2] != ["cuda_unavailable"]
+    write_json(StateDir(tmp_path).host_memory, {"gpu_count": 4})
+    assert "cuda_unavailable" in [f.event for f in part(tmp_path).on_entry(0, entry)]
+    assert "cuda_unavailable" not in [f.event for f in part(tmp_path, expect=0).on_entry(0, entry)]
