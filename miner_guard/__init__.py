@@ -11,11 +11,14 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "GateDecision": "uploads.decision",
+    "Guard": "miner_guard.rank.hook",
+    "init": "miner_guard.rank.hook",
 }
 
-__all__ = ["GateDecision", "__version__"]
+__all__ = ["GateDecision", "Guard", "__version__", "init"]
 
 if TYPE_CHECKING:
+    from miner_guard.rank.hook import Guard, init
     from uploads.decision import GateDecision
 
 

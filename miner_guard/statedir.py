@@ -41,6 +41,10 @@ class StateDir:
     def flight_of(self, rank: int) -> Path:
         return self.flight / f"rank-{rank:04d}.bin"
 
+    def stacks_of(self, rank: int) -> Path:
+        """Where a rank writes its threads' stacks when it is asked to (`rank.hook.STACKS_SIGNAL`)."""
+        return self.flight / f"rank-{rank:04d}.stacks"
+
     @property
     def socket(self) -> Path:
         return self.root / "guard.sock"

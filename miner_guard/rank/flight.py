@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.rank import layout
+from miner_guard.rank.layout import FLAG_LOSS_GIVEN as FLAG_LOSS_GIVEN
 
 NAN = math.nan
 
@@ -95,9 +96,6 @@ class Step:
         return self.end - self.start
 
 
-FLAG_LOSS_GIVEN = 1 << 16
-
-
 def process_start(pid: int) -> int:
     """Start of a process in clock ticks since boot. Raises OSError where there is none."""
     with open(f"/proc/{pid}/stat", "rb") as file:
@@ -110,10 +108,14 @@ class FlightWriter:
     def __init__(self, path: Path, *, rank: int, local_rank: int, world_size: int, run_id: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with open(draft, "w+b") as file:
-            # Allocated, not sparse: a full disk must show here, not as SIGBUS in the middle of a step.
-            os.posix_fallocate(file.fileno(), 0, layout.FILE_SIZE)
-            self._map = mmap.mmap(file.fileno(), layout.FILE_SIZE)
+        try:
+            with open(draft, "w+b") as file:
+                # Allocated, not sparse: a full disk must show here, not as SIGBUS in the middle of a step.
+                os.posix_fallocate(file.fileno(), 0, layout.FILE_SIZE)
+                self._map = mmap.mmap(file.fileno(), layout.FILE_SIZE)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
         pid = os.getpid()
         layout.IDENTITY.pack_into(
             self._map, layout.IDENTITY_OFFSET, layout.MAGIC, layout.VERSION, pid, rank, local_rank, world_size,
@@ -141,6 +143,14 @@ class FlightWriter:
         )  # fmt: skip
         layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock)
 
+    def phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
+        """Replace what the header says of the phase. `name` has at most 24 bytes."""
+        self._lock += 2
+        layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock - 1)
+        layout.PHASE.pack_into(self._map, layout.PHASE_OFFSET, name, since, heartbeat)
+        layout.ALLOWANCE.pack_into(self._map, layout.ALLOWANCE_OFFSET, allowance_s)
+        layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock)
+
     def step(
         self, outer_step: int, inner_step: int, total_steps: int, start: float, end: float, wall: float,
         loss: float, lr: float, grad_norm: float, allocated: float, reserved: float, tokens: int, flags: int,
@@ -164,15 +174,33 @@ class FlightWriter:
         """Append an entry that must not be lost. False where 64 unstored ones wait already, or it is too large."""
         payload = json.dumps(document, separators=(",", ":"), default=str).encode()
         number = self.entries_written
-        full = number - self.acknowledged() >= layout.JOURNAL_SLOTS
-        if full or len(payload) > layout.SLOT_PAYLOAD:
+        if self.room() <= 0 or len(payload) > layout.SLOT_PAYLOAD:
             self.lost += 1
+            self._publish_counts()
             return False
         offset = layout.slot_offset(number)
         self._map[offset + layout.SLOT.size : offset + layout.SLOT.size + len(payload)] = payload
         layout.SLOT.pack_into(self._map, offset, number + 1, len(payload), zlib.crc32(payload))
         self.entries_written = number + 1
+        self._publish_counts()
         return True
+
+    def room(self) -> int:
+        """Journal entries that still fit before the supervisor stores some."""
+        return layout.JOURNAL_SLOTS - (self.entries_written - self.acknowledged())
+
+    def _publish_counts(self) -> None:
+        self._lock += 2
+        layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock - 1)
+        layout.COUNTS.pack_into(
+            self._map, layout.COUNTS_OFFSET, self.steps_written, self.entries_written, self.dropped, self.lost
+        )
+        layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock)
+
+    def checkpoint_requests(self) -> int:
+        """How many checkpoints the supervisor has asked for since the record was opened."""
+        count: int = layout.REQUESTS.unpack_from(self._map, layout.REQUESTS_OFFSET)[0]
+        return count
 
     def close(self) -> None:
         """Unmap. The file stays for whoever reads it."""
@@ -256,6 +284,11 @@ class FlightReader:
         """Entries acknowledged so far, by this or an earlier supervisor."""
         count: int = layout.ACK.unpack_from(self._map, layout.ACK_OFFSET)[0]
         return count
+
+    def request_checkpoint(self) -> None:
+        """Ask the rank for one checkpoint more; only the supervisor's reader may (`acknowledge=True`)."""
+        asked: int = layout.REQUESTS.unpack_from(self._map, layout.REQUESTS_OFFSET)[0]
+        layout.REQUESTS.pack_into(self._map, layout.REQUESTS_OFFSET, asked + 1)
 
     def close(self) -> None:
         """Unmap."""

@@ -30,14 +30,29 @@ IDENTITY = struct.Struct("<8sIIiiiq16sd")
 IDENTITY_OFFSET = 0
 
 ACK = struct.Struct("<Q")
-"""Number of journal entries the supervisor has stored; the one field that the supervisor writes."""
+"""Number of journal entries that the supervisor has stored; written by the supervisor."""
 ACK_OFFSET = 128
+
+REQUESTS = struct.Struct("<Q")
+"""How many checkpoints the supervisor has asked for; written by the supervisor."""
+REQUESTS_OFFSET = 136
 
 NOW = struct.Struct("<QB7x24sddqqqddddQQQQ")
 """sequence lock (odd: being written), state, phase, phase since, heartbeat, outer step, inner step, total steps,
 loss, lr, allocated bytes, allowance of the phase (s; NaN: the default), steps written, journal entries written,
 datagrams dropped, journal entries lost."""
 NOW_OFFSET = 192
+
+PHASE = struct.Struct("<24sdd")
+"""The part of NOW that changes with the phase: its name, since when, heartbeat."""
+PHASE_OFFSET = NOW_OFFSET + 16
+
+ALLOWANCE = struct.Struct("<d")
+ALLOWANCE_OFFSET = NOW_OFFSET + 104
+
+COUNTS = struct.Struct("<QQQQ")
+"""The part of NOW that counts: steps written, journal entries written, datagrams dropped, journal entries lost."""
+COUNTS_OFFSET = NOW_OFFSET + 112
 
 PHASES = (
     "data", "forward", "backward", "optimizer", "inference", "val_loss", "example_loss",
@@ -51,9 +66,15 @@ grad norm, allocated bytes, reserved bytes, tokens, flags, check, seconds per ph
 it), seconds of the phases nested in `monitor`."""
 
 FLAG_EVAL = 1
+"""Some of the step went to inference, val_loss, example_loss or monitor."""
 FLAG_FIRST = 2
+"""The first step of this process: compilation and warm caches are in it."""
 FLAG_LOSS_ON_CPU = 4
+"""The loss was a tensor on the CPU where CUDA is expected."""
 FLAG_SYNC = 8
+"""Some of the step went to upload, allreduce, load_state or pause."""
+FLAG_LOSS_GIVEN = 1 << 16
+"""A loss was given; NaN is then a loss that is NaN, and else an unknown one."""
 
 SLOT = struct.Struct("<QII")
 """sequence number + 1, length of the JSON that follows, its crc32."""
@@ -80,4 +101,6 @@ def check_of(number: int, inner_step: int, end: float) -> int:
 
 assert STEP.size <= STEP_SIZE
 assert IDENTITY.size <= ACK_OFFSET
-assert NOW_OFFSET + NOW.size <= HEADER_SIZE
+assert ACK_OFFSET + ACK.size <= REQUESTS_OFFSET
+assert REQUESTS_OFFSET + REQUESTS.size <= NOW_OFFSET
+assert COUNTS_OFFSET + COUNTS.size == NOW_OFFSET + NOW.size <= HEADER_SIZE

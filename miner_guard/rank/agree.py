@@ -1,0 +1,97 @@
+"""One answer for all ranks: rank 0 says it, and nobody has it before everybody has asked.
+
+On a gloo group of its own, so that it never waits behind the GPU or the miner's collectives.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import zlib
+from datetime import timedelta
+from typing import Any
+
+PAYLOAD_BYTES = 4096
+_WORDS = PAYLOAD_BYTES // 8
+_EARLY_S = 0.5
+"""gloo gives up a little before or after the timeout it was given."""
+
+_LENGTH, _OWN, _SUM, _HEAD = 0, 1, 2, 3
+
+
+class Disagreed(Exception):
+    """The ranks have no common answer: one did not ask, asked something else, or the group is broken."""
+
+
+class Alone:
+    """A world of one rank: its own answer is everybody's."""
+
+    def share(self, question: str, answer: bytes | None) -> bytes:
+        """The answer. Raises Disagreed where there is none."""
+        if answer is None:
+            raise Disagreed("rank 0 had no answer")
+        return answer
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class Group:
+    """All ranks of the default process group. Making it is collective."""
+
+    def __init__(self, dist: Any, timeout_s: float) -> None:
+        """Raises what torch.distributed raises."""
+        import torch
+
+        self._torch = torch
+        self._dist = dist
+        self._timeout_s = timeout_s
+        self._rank: int = dist.get_rank()
+        self._size: int = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.broken: str | None = None
+
+    def share(self, question: str, answer: bytes | None) -> bytes:
+        """Rank 0's `answer`, on every rank. Collective.
+
+        A sum rather than a broadcast: nobody leaves a sum before everybody is in it, while a broadcast
+        lets some ranks go with an answer that others never get. Raises Disagreed, on every rank that
+        asked, where a rank is later than the timeout; the group is broken from then on.
+        """
+        if self.broken is not None:
+            raise Disagreed(self.broken)
+        mark = zlib.crc32(question.encode())
+        words = self._torch.zeros(_HEAD + _WORDS, dtype=self._torch.int64)
+        words[_SUM] = mark
+        if self._rank == 0:
+            if answer is None or len(answer) > PAYLOAD_BYTES:
+                raise AssertionError("rank 0 always has an answer that fits")
+            words[_LENGTH], words[_OWN] = len(answer), mark
+            padded = bytearray(answer.ljust(PAYLOAD_BYTES, b"\0"))
+            words[_HEAD:] = self._torch.frombuffer(padded, dtype=self._torch.int64)
+        started = time.monotonic()
+        try:
+            self._dist.all_reduce(words, group=self._group)
+        except Exception as error:  # torch raises RuntimeError and, since 2.2, DistBackendError
+            waited = time.monotonic() - started
+            self.broken = (
+                f"not every rank asked within {self._timeout_s:g} s"
+                if waited >= self._timeout_s - _EARLY_S
+                else f"the group of the ranks broke after {waited:.1f} s, a rank is gone or gave up"
+            )
+            raise Disagreed(f"{self.broken} ({_reason(error)})") from error
+        head: list[int] = words[:_HEAD].tolist()
+        # The marks add up to a multiple of rank 0's only if all ranks asked the same.
+        if head[_SUM] != head[_OWN] * self._size:
+            raise Disagreed(f"the ranks ask different questions; this one: {question}")
+        used = words[_HEAD : _HEAD + -(-head[_LENGTH] // 8)].tolist()
+        return b"".join(word.to_bytes(8, "little", signed=True) for word in used)[: head[_LENGTH]]
+
+    def close(self) -> None:
+        """Let the group be; destroying it is collective and the program's own business."""
+
+
+def _reason(error: BaseException) -> str:
+    """gloo's own words, without the path of its source file."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", first).split(". ")[0][:120]

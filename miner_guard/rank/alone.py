@@ -1,0 +1,162 @@
+"""Logging without a supervisor: console lines and, with a state directory, JSON lines.
+
+A thread writes, so that a full pipe or a slow disk never holds up a step; what does not fit its queue
+is counted and said.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miner_guard import events
+from miner_guard.blocks import gb
+from miner_guard.clock import iso_utc
+from miner_guard.config import StepSettings
+from miner_guard.events import CATALOGUE, Finding
+from miner_guard.lines import console_line, json_line
+from miner_guard.redact import Redactor
+from miner_guard.statedir import StateDir
+
+_LONGEST_QUEUE = 1000
+_STEP_LINES_PER_S = 5.0
+_LAST_WORDS_S = 1.0
+"""How long the end of the process waits for the last lines."""
+
+
+class OwnLog:
+    """Where a rank's findings go while no supervisor takes them."""
+
+    def __init__(self, rank: int, run_id: str, state: StateDir | None) -> None:
+        self._rank = rank
+        self._run_id = run_id
+        self._state = state
+        self._host = socket.gethostname()
+        self._redactor = Redactor.from_environment(os.environ)
+        self._queue: deque[Finding] = deque()
+        self._wake = threading.Event()
+        self._idle = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.left_out = 0
+        """Findings that did not fit the queue."""
+
+        # Its own descriptor: bittensor and others strip handlers from loggers and replace sys.stdout.
+        self._console: int | None = _own_descriptor(1)
+
+    def say(self, finding: Finding) -> None:
+        """Log one finding soon. Never waits."""
+        if len(self._queue) >= _LONGEST_QUEUE:
+            self.left_out += 1
+            return
+        self._queue.append(finding)
+        self._idle.clear()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_on, name="miner-guard-log", daemon=True)
+            self._thread.start()
+            atexit.register(self.flush)
+        self._wake.set()
+
+    def flush(self, timeout_s: float = _LAST_WORDS_S) -> None:
+        """Wait until everything said so far is written, `timeout_s` at most."""
+        if self._thread is not None:
+            self._idle.wait(timeout_s)
+
+    def _write_on(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                self._write(self._queue.popleft())
+            if not self._queue:
+                self._idle.set()
+
+    def _write(self, finding: Finding) -> None:
+        record = self._redactor.value(self._record(finding))
+        if self._state is not None:
+            self._append(self._state, json_line(record) + "\n")
+        if self._console is not None:
+            try:
+                os.write(self._console, (console_line(record, emoji=True) + "\n").encode("utf-8", "replace"))
+            except OSError:
+                # Nobody reads the console any more, and there is nobody else to tell.
+                self._console = None
+
+    def _record(self, finding: Finding) -> Mapping[str, Any]:
+        spec = CATALOGUE[finding.event]
+        return {
+            "ts": iso_utc(time.time()),
+            "level": finding.level or spec.level,
+            "event": finding.event,
+            "msg": events.line(finding),
+            "run_id": self._run_id,
+            "host": self._host,
+            "rank": self._rank if finding.rank is None else finding.rank,
+            **finding.fields,
+        }
+
+    def _append(self, state: StateDir, line: str) -> None:
+        try:
+            state.root.mkdir(parents=True, exist_ok=True)
+            fd = os.open(state.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            self.left_out += 1
+            return
+        try:
+            os.write(fd, line.encode("utf-8", "replace"))
+        except OSError:
+            self.left_out += 1
+        finally:
+            os.close(fd)
+
+
+class StepLines:
+    """What rank 0 says of its steps by itself: the step line, the absolute slow rule, a loss that is no number."""
+
+    def __init__(self, settings: StepSettings) -> None:
+        self._settings = settings
+        self._said = -math.inf
+        self._left_out = 0
+
+    def of(
+        self, now: float, seconds: float, outer: int, inner: int, loss: float | None, lr: float, allocated: float
+    ) -> Iterator[Finding]:
+        """The findings of one step; step lines are limited to five a second."""
+        if now - self._said >= 1 / _STEP_LINES_PER_S:
+            self._said = now
+            yield events.found(
+                "inner_step", rank=0, outer_step=_count(outer), inner_step=_count(inner), lr=_known(lr),
+                loss=loss, step_time_s=seconds, gpu_mem_gb=gb(_known(allocated)),
+                left_out=self._left_out,
+            )  # fmt: skip
+            self._left_out = 0
+        else:
+            self._left_out += 1
+        if seconds > self._settings.slow_s:
+            yield events.found(
+                "slow_step", rank=0, step_time_s=seconds, expected=self._settings.expected, inner_step=_count(inner),
+                limit_s=self._settings.slow_s, rule="absolute",
+            )  # fmt: skip
+        if loss is not None and not math.isfinite(loss):
+            yield events.found("loss_nan", rank=0, step=_count(inner), loss=str(loss))
+
+
+def _count(value: int) -> int | None:
+    return None if value < 0 else value
+
+
+def _known(value: float) -> float | None:
+    return None if value != value else value
+
+
+def _own_descriptor(fd: int) -> int | None:
+    try:
+        return os.dup(fd)
+    except OSError:
+        return None

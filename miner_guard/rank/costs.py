@@ -1,0 +1,75 @@
+"""What monitoring costs in this rank, summed up before it is journaled."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+
+from miner_guard.rank.recorder import Recorder
+
+OWN = "guard.hook"
+"""The hook's own work, as an operation like everybody else's."""
+
+_FLUSH_EVERY_S = 10.0
+_ROOM_LEFT = 32
+"""Slots of the journal that are left for decisions and uploads."""
+
+_MOST_OPERATIONS = 64
+
+
+class Costs:
+    """Sums by operation. Entries have `operation`, `seconds`, `blocking`, `count`."""
+
+    def __init__(self, recorder: Recorder, monotonic: Callable[[], float]) -> None:
+        self._recorder = recorder
+        self._monotonic = monotonic
+        self._sums: dict[tuple[str, bool], tuple[float, int]] = {}
+        self._own_seconds = 0.0
+        self._own_count = 0
+        self._flushed = -math.inf
+
+    def add(self, operation: str, seconds: float, blocking: bool) -> None:
+        """Account for one run of an operation."""
+        key = (operation, blocking)
+        if key not in self._sums and len(self._sums) >= _MOST_OPERATIONS:
+            key = ("others", blocking)
+        total, count = self._sums.get(key, (0.0, 0))
+        self._sums[key] = (total + seconds, count + 1)
+        self._perhaps_flush()
+
+    def own(self, seconds: float) -> None:
+        """Account for a step's share of the hook itself."""
+        self._own_seconds += seconds
+        self._own_count += 1
+        if not self._own_count & 63:
+            self._perhaps_flush()
+
+    def _perhaps_flush(self) -> None:
+        if self._monotonic() - self._flushed >= _FLUSH_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Journal what has been summed up, as far as there is room."""
+        self._flushed = self._monotonic()
+        if self._own_count:
+            self._sums[(OWN, True)] = (self._own_seconds, self._own_count)
+        for key in list(self._sums):
+            if self._recorder.room() <= _ROOM_LEFT:
+                return
+            operation, blocking = key
+            seconds, count = self._sums.pop(key)
+            if operation == OWN:
+                self._own_seconds, self._own_count = 0.0, 0
+            self._recorder.journal(
+                {"kind": "cost", "operation": operation, "seconds": seconds, "blocking": blocking, "count": count}
+            )
+
+    @contextlib.contextmanager
+    def track(self, operation: str) -> Iterator[None]:
+        """Time what is inside as one run of an operation that training waits for."""
+        started = self._monotonic()
+        try:
+            yield
+        finally:
+            self.add(operation, self._monotonic() - started, True)

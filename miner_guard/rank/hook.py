@@ -1,0 +1,439 @@
+"""The hook: what a miner calls in each of its ranks.
+
+    guard = miner_guard.init()                          # each rank, once, after init_process_group
+    with guard.phase("forward"): ...
+    guard.step(outer_step=56, inner_step=84, loss=3.40, lr=2.1e-5)
+    decision = guard.may_upload(outer_step=56, inner_step=84)       # collective: the same answer on every rank
+    if decision:
+        with guard.upload(decision): ...
+    guard.close(finished=True)
+
+Nothing here raises, synchronises the GPU or uses the network. What does not work is said once as
+`guard_degraded`, and training goes on.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from miner_guard.events import Finding, found
+from miner_guard.rank import agree, alone, environment, gating, layout, numbers
+from miner_guard.rank.costs import Costs
+from miner_guard.rank.phases import Phase, Phases
+from miner_guard.rank.recorder import CLOSED, FINISHED, Recorder, describe
+from miner_guard.rank.uploading import Upload
+from uploads.decision import GateDecision
+from validators.facts import Candidate
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NAN = math.nan
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""A rank that gets this appends all its threads' stacks to `flight/rank-NNNN.stacks`.
+
+Only where that file is there and names the rank's pid in its first line: without the handler the signal kills.
+"""
+
+_RECENT_LOSSES = 64
+_EVALUATION = tuple(layout.PHASES.index(p) for p in ("inference", "val_loss", "example_loss", "monitor"))
+_SYNCHRONISING = tuple(layout.PHASES.index(p) for p in ("upload", "allreduce", "load_state", "pause"))
+
+
+def _harmless(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The method of `Guard`, with any exception turned into one `guard_degraded` and the fallback's value."""
+
+    def wrap(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def harmless(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
+                guard: Any = args[0]
+                guard._degraded(method.__name__, error)
+                return fallback()
+
+        return harmless
+
+    return wrap
+
+
+def _nothing() -> None:
+    return None
+
+
+def _no_reports() -> Sequence[Any]:
+    return ()
+
+
+class Guard:
+    """The hook of one rank. Made by `init`."""
+
+    def __init__(self, place: environment.Place, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.place = place
+        self._monotonic = monotonic
+        self._recorder = Recorder(place, monotonic)
+        self._phases = Phases(self._recorder, monotonic)
+        self._gate = gating.Gate(place, monotonic)
+        self._costs = Costs(self._recorder, monotonic)
+        self._lines = alone.StepLines(place.settings.steps)
+        self._agreement: gating.Agreement | None = None
+        self._losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
+        self._started = monotonic()
+        self._steps = 0
+        self._outer = self._inner = -1
+        self._checkpoints = 0
+        self._notices: tuple[int, bool, int] = (-1, False, 0)
+        self._closed = False
+        self._stacks: Any = None
+        expect = place.settings.gpu.expect
+        self._cuda_expected = isinstance(expect, int) and expect > 0
+        for remark in place.remarks:
+            self._recorder.trouble(remark, remark)
+
+    @property
+    def rank(self) -> int:
+        """This rank among all."""
+        return self.place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its node."""
+        return self.place.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.place.world_size
+
+    @property
+    def supervised(self) -> bool:
+        """A supervisor reads the journal."""
+        return self._recorder.supervised
+
+    @property
+    def troubles(self) -> int:
+        """What went wrong inside the hook so far, said or not."""
+        return self._recorder.troubles
+
+    # steps
+
+    def phase(self, name: str, *, allowance_s: float | None = None) -> Phase:
+        """A context manager for a part of the step: data, forward, backward, optimizer, … or any name.
+
+        `monitor` encloses a monitoring callback and whatever phases are in it. `allowance_s`: how long this
+        phase may last before it is a hang, where the settings do not know it.
+        """
+        try:
+            return self._phases.named(name, allowance_s)
+        except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
+            self._degraded("phase", error)
+            return self._phases.named("other")
+
+    @_harmless(_nothing)
+    def step(
+        self, *, outer_step: int | None = None, inner_step: int | None = None, loss: Any = None,
+        lr: float | None = None, grad_norm: Any = None, tokens: int | None = None, total_steps: int | None = None,
+    ) -> None:  # fmt: skip
+        """The end of an inner step. Numbers are floats or CPU tensors; one on the GPU is not read, and is said."""
+        if self._closed:
+            return
+        now = self._monotonic()
+        flags, loss_value = self._read_loss(loss)
+        lr_value = self._read("lr", lr)
+        norm_value = self._read("grad_norm", grad_norm)
+        outer, inner = numbers.whole(outer_step), numbers.whole(inner_step)
+        self._adopt_thread()
+        seconds, nested = self._phases.take(now)
+        for column in _EVALUATION:
+            if seconds[column]:
+                flags |= layout.FLAG_EVAL
+        for column in _SYNCHRONISING:
+            if seconds[column]:
+                flags |= layout.FLAG_SYNC
+        if self._steps == 0:
+            flags |= layout.FLAG_FIRST
+        self._steps += 1
+        self._outer, self._inner = outer, inner
+        total = self._steps if total_steps is None else total_steps
+        memory = numbers.cuda_memory()
+        open_phase = self._phases.current
+        packed, since, allowance = (b"", now, NAN) if open_phase is None else (
+            open_phase.phase.packed, open_phase.since, open_phase.phase.allowance_s
+        )  # fmt: skip
+        self._recorder.step(
+            outer, inner, total, self._started, now, loss_value, lr_value, norm_value, memory,
+            numbers.whole(tokens), flags, seconds, nested, packed, since, allowance,
+        )  # fmt: skip
+        if self._recorder.bell.alone and self.rank == 0:
+            given = loss_value if flags & layout.FLAG_LOSS_GIVEN else None
+            for finding in self._lines.of(now, now - self._started, outer, inner, given, lr_value, memory[0]):
+                self._recorder.own_log.say(finding)
+        if self._phases.failed is not None:
+            self._degraded("phase", self._phases.failed)
+            self._phases.failed = None
+        self._started = now
+        self._costs.own(self._monotonic() - now)
+
+    def _read_loss(self, loss: Any) -> tuple[int, float]:
+        if loss is None:
+            return 0, NAN
+        try:
+            value, device = numbers.number("loss", loss)
+        except Exception as error:  # noqa: BLE001 - any object may be handed in; said as guard_degraded
+            self._degraded("loss", error)
+            return 0, NAN
+        self._losses.append(value)
+        flags = layout.FLAG_LOSS_GIVEN
+        if device == "cpu" and (self._cuda_expected or numbers.cuda_in_use()):
+            flags |= layout.FLAG_LOSS_ON_CPU
+        return flags, value
+
+    def _read(self, name: str, value: Any) -> float:
+        if value is None:
+            return NAN
+        try:
+            return numbers.number(name, value)[0]
+        except Exception as error:  # noqa: BLE001 - any object may be handed in; said as guard_degraded
+            self._degraded(name, error)
+            return NAN
+
+    def _adopt_thread(self) -> None:
+        # The thread that steps is the one that trains, wherever the guard was made.
+        if not self._phases.stack:
+            self._phases.owner = threading.get_ident()
+
+    # the gate
+
+    def may_upload(
+        self, *, outer_step: int, inner_step: int, kind: str = "gradient", loss: Any = None,
+        base_outer_step: int | None = None, files: Any = None, config: Any = None, metadata: Any = None,
+        revision: str | None = None,
+    ) -> GateDecision:  # fmt: skip
+        """May this upload go out? Collective, the same answer on every rank; true in a condition where it may.
+
+        `kind="archive"`: the upload after an AllReduce, which is let through. Where a rank does not ask
+        within `[gate] broadcast_timeout_s`, the answer is a block, made here.
+        """
+        candidate = Candidate("gradient", -1, -1)
+        try:
+            losses = tuple(self._losses)
+            last = None if loss is None else self._read("loss", loss)
+            candidate = Candidate(
+                kind=kind, outer_step=numbers.whole(outer_step), inner_step=numbers.whole(inner_step),
+                loss=last if last is not None else (losses[-1] if losses else None), recent_losses=losses,
+                base_outer_step=base_outer_step, files=files, config=config, metadata=metadata, revision=revision,
+            )  # fmt: skip
+            with self._phases.named("collective"):
+                decision, wrong = self._gate.ask(self._agreed, candidate)
+            self._decided(decision, wrong)
+        except Exception as error:  # noqa: BLE001 - an upload that nobody judged must not go out, and training must go on
+            self._degraded("may_upload", error)
+            return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
+        return decision
+
+    def _decided(self, decision: GateDecision, wrong: str | None) -> None:
+        if wrong is not None:
+            self._recorder.trouble(
+                f"agreement {decision.outer_step}", f"may_upload is blocked on this rank alone: {wrong}"
+            )
+        if self.rank != 0:
+            return
+        entry = gating.entry_of(decision)
+        if not self._recorder.journal(entry):
+            self._recorder.journal({**entry, "verdicts": [], "record": {}})
+        if self._recorder.bell.alone:
+            self._recorder.own_log.say(_finding_of(decision))
+
+    def _agreed(self) -> gating.Agreement:
+        """How the ranks agree; made where all of them are sure to come by. Raises where there is no way."""
+        if self._agreement is None:
+            dist = environment.initialised_distributed()
+            if dist is not None and dist.get_world_size() > 1:
+                self._agreement = agree.Group(dist, self.place.settings.gate.broadcast_timeout_s)
+            elif self.world_size > 1:
+                raise agree.Disagreed(
+                    f"torch.distributed is not initialised, so the {self.world_size} ranks can't agree"
+                )
+            else:
+                self._agreement = agree.Alone()
+        return self._agreement
+
+    def upload(self, decision: GateDecision) -> Upload:
+        """A context manager around the upload itself: records and times it; the supervisor verifies it.
+
+        Set `tag`, `size_bytes` on what it yields, where they are known. What the body raises is recorded and goes on.
+        """
+        return Upload(self._recorder, self._phases.named("upload"), decision)
+
+    @_harmless(lambda: False)
+    def upload_due(self) -> bool:
+        """Whether what is published is past its target age. Collective, the same answer on every rank."""
+        return self._notice()[1]
+
+    @_harmless(lambda: False)
+    def checkpoint_requested(self) -> bool:
+        """Whether `miner-guard ctl checkpoint` was asked for since the last True. Collective, the same everywhere."""
+        asked = self._notice()[2]
+        if asked <= self._checkpoints:
+            return False
+        self._checkpoints = asked
+        return True
+
+    def _notice(self) -> tuple[int, bool, int]:
+        """(step, upload due, checkpoints asked for) as rank 0 sees it, shared once a step."""
+        if self._notices[0] != self._steps:
+            own = None
+            if self.rank == 0:
+                flight = self._recorder.flight
+                asked = 0 if flight is None else flight.checkpoint_requests()
+                own = b"%d %d" % (self._gate.due(), asked)
+            with self._phases.named("collective"):
+                due, requests = self._agreed().share(f"notice {self._steps}", own).split()
+            self._notices = (self._steps, due == b"1", int(requests))
+        return self._notices
+
+    # the rest
+
+    @_harmless(_no_reports)
+    def diagnose(
+        self, model: Any = None, *, batch_size: int | None = None, effective_batch_size: int | None = None,
+        accumulation_steps: int | None = None, model_name: str | None = None, upload_steps: int | None = None,
+        inner_steps_per_outer: int | None = None, tokens_per_step: int | None = None,
+    ) -> Sequence[Any]:  # fmt: skip
+        """What every rank has and where its share of the model is, on rank 0; elsewhere this rank's own. Collective."""
+        diagnose = importlib.import_module("miner_guard.rank.diagnose")
+        settings = {
+            "upload_steps": upload_steps, "inner_steps_per_outer": inner_steps_per_outer,
+            "tokens_per_step": tokens_per_step,
+        }  # fmt: skip
+        if self.rank == 0 and any(value is not None for value in settings.values()):
+            self.journal({"kind": "training", **{k: v for k, v in settings.items() if v is not None}})
+        expect = self.place.settings.gpu.expect
+        reports: Sequence[Any] = diagnose.diagnose(
+            self, model, deadline_s=self.place.settings.gpu.diagnose_timeout_s, batch_size=batch_size,
+            effective_batch_size=effective_batch_size, accumulation_steps=accumulation_steps, model_name=model_name,
+            expect=expect if isinstance(expect, int) else None,
+        )  # fmt: skip
+        return reports
+
+    @_harmless(_nothing)
+    def checkpoint_saved(
+        self, path: str | Path, *, step: int | None = None, seconds: float | None = None,
+        size_bytes: int | None = None, complete: bool = True,
+    ) -> None:  # fmt: skip
+        """Report a checkpoint that was written."""
+        self.journal({
+            "kind": "checkpoint", "path": str(path), "step": step, "seconds": seconds, "size_bytes": size_bytes,
+            "complete": complete,
+        })  # fmt: skip
+
+    @_harmless(_nothing)
+    def add_cost(self, operation: str, seconds: float, *, blocking: bool = True) -> None:
+        """Account for a monitoring operation. `blocking`: training waited for it."""
+        self._costs.add(str(operation), float(seconds), blocking)
+
+    def track(self, operation: str) -> Any:
+        """`with guard.track("eval"): …` times a monitoring operation that training waits for."""
+        return self._costs.track(operation)
+
+    def journal(self, document: Any, /) -> bool:
+        """Append an entry that must not be lost; False where there is no room or no flight record."""
+        return self._recorder.journal(document)
+
+    def emit(self, finding: Finding, /) -> None:
+        """Log a finding: through the supervisor where there is one, else here."""
+        self._recorder.emit(finding)
+
+    @_harmless(_nothing)
+    def close(self, finished: bool = False) -> None:
+        """The end. `finished=True` only after the configured end; with an exception in flight it is not a finish."""
+        if self._closed:
+            return
+        error = sys.exc_info()[1]
+        if finished and error is not None:
+            self._recorder.trouble("close", f"close(finished=True) with {describe(error)} in flight is not a finish")
+        self._costs.flush()
+        self._closed = True
+        self._phases.live = False
+        self._recorder.close(FINISHED if finished and error is None else CLOSED)
+
+    def _degraded(self, where: str, error: BaseException) -> None:
+        try:
+            self._recorder.trouble(where, f"guard.{where}: {describe(error)}; training goes on")
+        except Exception:  # noqa: BLE001 - there is no one left to tell but the counter, which status shows
+            self._recorder.troubles += 1
+
+    def _forked(self) -> None:
+        self._closed = True
+        self._phases.live = False
+        self._recorder.forsake()
+
+    def _begin(self) -> None:
+        """What needs the others, or may fail without harm."""
+        if self.world_size > 1:
+            self._agreed()
+        if self.place.state is not None:
+            self._stacks = _register_stacks(self.place.state.stacks_of(self.rank))
+        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
+
+
+def _forget(guard: weakref.ref[Guard]) -> None:
+    if (own := guard()) is not None:
+        own._forked()
+
+
+def _register_stacks(path: Path) -> Any:
+    if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
+        raise RuntimeError(f"{STACKS_SIGNAL.name} is in use by the program: no stacks at a hang, except by py-spy")
+    file = open(path, "wb", buffering=0)  # noqa: SIM115 - open as long as the process: the handler writes to it
+    file.write(b"pid %d\n" % os.getpid())
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    return file
+
+
+def _finding_of(decision: GateDecision) -> Finding:
+    return found(
+        "upload_allowed" if decision.allowed else "upload_blocked", rank=0, reason=decision.reason,
+        outer_step=decision.outer_step, inner_step=decision.inner_step, kind=decision.kind,
+        verdicts=[v.as_dict() for v in decision.verdicts], decision_id=decision.decision_id,
+    )  # fmt: skip
+
+
+_current: Guard | None = None
+
+
+def init(state_dir: str | Path | None = None) -> Guard:
+    """The guard of this rank: once, after init_process_group, on every rank (it makes a CPU group). Never raises.
+
+    `state_dir` is for a miner that runs without a supervisor; under `miner-guard run` it is known.
+    A second call returns the same guard.
+    """
+    global _current
+    if _current is not None and not _current._closed:
+        return _current
+    try:
+        guard = Guard(environment.find(state_dir=state_dir))
+    except Exception as error:  # noqa: BLE001 - training starts without a record rather than not at all; said below
+        guard = Guard(environment.Place(0, 0, 1, f"alone-{os.getpid()}", None, environment.RankSettings()))
+        guard._degraded("init", error)
+    try:
+        guard._begin()
+    except Exception as error:  # noqa: BLE001 - what failed is optional; said as guard_degraded
+        guard._degraded("init", error)
+    _current = guard
+    return guard

@@ -1,0 +1,156 @@
+"""Where a rank's record goes: the flight record, the bell and, while nobody listens, its own log."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from miner_guard.events import Finding, found
+from miner_guard.rank import layout
+from miner_guard.rank.alone import OwnLog
+from miner_guard.rank.bell import Bell
+from miner_guard.rank.environment import Place
+from miner_guard.rank.flight import FlightWriter
+
+NAN = math.nan
+STARTING, RUNNING, CLOSED, FINISHED = range(len(layout.STATES))
+
+_RING_EVERY_S = 0.05
+_MOST_TROUBLES = 20
+"""Different troubles that are said; the rest are counted."""
+
+
+class Recorder:
+    """Keeps and announces what happens in this rank. Safe from any thread of it; nothing here raises or waits."""
+
+    def __init__(self, place: Place, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.place = place
+        self.monotonic = monotonic
+        self.bell = Bell(place.state.socket if place.state is not None else None)
+        self.own_log = OwnLog(place.rank, place.run_id, place.state)
+        self.troubles = 0
+        """Everything that went wrong in the hook, said or not."""
+
+        self._said: set[str] = set()
+        # Reentrant: a signal handler of the miner's may close the guard in the middle of a step.
+        self._lock = threading.RLock()
+        self._rung = -math.inf
+        self._state = STARTING
+        self._header: tuple[int, int, int, float, float, float] = (-1, -1, 0, NAN, NAN, NAN)
+        self.flight: FlightWriter | None = None
+        self._open()
+
+    def _open(self) -> None:
+        place = self.place
+        if place.state is None:
+            return
+        try:
+            self.flight = FlightWriter(
+                place.state.flight_of(place.rank), rank=place.rank, local_rank=place.local_rank,
+                world_size=place.world_size, run_id=place.run_id,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:
+            self.trouble("flight", f"no flight record of rank {place.rank}: {error}; training goes on without it")
+        self.show(STARTING)
+        self.bell.ring(place.rank)
+
+    @property
+    def supervised(self) -> bool:
+        """A supervisor reads the journal."""
+        return self.flight is not None and not self.bell.alone
+
+    def show(self, state: int) -> None:
+        """Put the state and the last step's numbers into the header, outside any phase."""
+        self._state = state
+        if self.flight is not None:
+            now = self.monotonic()
+            self._write_header(self.flight, b"", now, now, NAN)
+
+    def _write_header(self, flight: FlightWriter, phase: bytes, since: float, now: float, allowance: float) -> None:
+        outer, inner, total, loss, lr, allocated = self._header
+        with self._lock:
+            flight.dropped = self.bell.dropped
+            flight.now(
+                state=self._state, phase=phase, phase_since=since, heartbeat=now, outer_step=outer, inner_step=inner,
+                total_steps=total, loss=loss, lr=lr, allocated_bytes=allocated, allowance_s=allowance,
+            )  # fmt: skip
+
+    def phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
+        """Show the phase that the rank is in now."""
+        flight = self.flight
+        if flight is not None:
+            with self._lock:
+                flight.phase(name, since, heartbeat, allowance_s)
+
+    def step(
+        self, outer: int, inner: int, total: int, start: float, end: float, loss: float, lr: float, grad_norm: float,
+        memory: tuple[float, float], tokens: int, flags: int, phases: list[float], nested: float, phase: bytes,
+        since: float, allowance_s: float,
+    ) -> None:  # fmt: skip
+        """Append a step record and show it in the header; the last three are the phase that stays open."""
+        self._header = (outer, inner, total, loss, lr, memory[0])
+        self._state = RUNNING
+        flight = self.flight
+        if flight is not None:
+            with self._lock:
+                flight.step(
+                    outer, inner, total, start, end, time.time(), loss, lr, grad_norm, memory[0], memory[1], tokens,
+                    flags, phases, nested,
+                )  # fmt: skip
+                self._write_header(flight, phase, since, end, allowance_s)
+        if end - self._rung >= _RING_EVERY_S:
+            self._rung = end
+            self.bell.ring(self.place.rank)
+
+    def journal(self, document: Mapping[str, Any], /) -> bool:
+        """Append an entry that must not be lost. False where there is no room or no flight record."""
+        stored = False
+        if self.flight is not None:
+            with self._lock:
+                stored = self.flight.journal({"t": self.monotonic(), **document})
+        self.bell.ring(self.place.rank)
+        return stored
+
+    def room(self) -> int:
+        """Journal entries that still fit; 0 without a flight record."""
+        return 0 if self.flight is None else self.flight.room()
+
+    def emit(self, finding: Finding, /) -> None:
+        """Log a finding: through the supervisor where there is one, else here."""
+        entry = {
+            "kind": "finding", "event": finding.event, "level": finding.level,
+            "rank": self.place.rank if finding.rank is None else finding.rank, "fields": dict(finding.fields),
+        }  # fmt: skip
+        if not self.journal(entry) and not self.bell.alone:
+            self.bell.event({k: v for k, v in entry.items() if k != "kind"})
+        if self.bell.alone:
+            self.own_log.say(finding)
+
+    def trouble(self, where: str, what: str) -> None:
+        """Say once that something of the guard does not work; a bounded number of different ones."""
+        self.troubles += 1
+        if where in self._said or len(self._said) >= _MOST_TROUBLES:
+            return
+        self._said.add(where)
+        self.emit(found("guard_degraded", rank=self.place.rank, what=what, where=where))
+
+    def close(self, state: int) -> None:
+        """The last entry of the header. The file and the socket stay open until the process ends."""
+        self.show(state)
+        self.bell.ring(self.place.rank)
+        if self.bell.alone:
+            self.own_log.flush()
+
+    def forsake(self) -> None:
+        """In a forked child: the record is the parent's, so write nothing more."""
+        self.flight = None
+        self.bell.close()
+
+
+def describe(error: BaseException) -> str:
+    """One line about an exception."""
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
