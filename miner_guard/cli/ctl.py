@@ -1,0 +1,41 @@
+"""`miner-guard ctl checkpoint|restart|pause|resume`: tell the running guard."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from miner_guard.cli import options
+from miner_guard.cli.exits import FAILED, NOT_RUNNING, Refused
+
+
+class Order(str, Enum):
+    """What can be asked of a running guard."""
+
+    checkpoint = "checkpoint"
+    restart = "restart"
+    pause = "pause"
+    resume = "resume"
+
+
+def command(
+    order: Annotated[Order, typer.Argument(help="What to do.")],
+    config: options.Config = None,
+    name: options.Name = options.DEFAULT_NAME,
+    state_dir: options.State = None,
+) -> None:
+    """Tell the running guard: write a checkpoint, restart the miner, leave it down, start it again."""
+    from miner_guard.supervisor.control import NotRunning, ask
+
+    place = options.open_place(config, name, state_dir)
+    try:
+        answer = ask(place.state, {"do": order.value})
+    except NotRunning as problem:
+        raise Refused(f"{problem}; start it with `miner-guard run`", NOT_RUNNING) from problem
+    except OSError as error:
+        raise Refused(f"the guard in {place.state.root} does not answer: {error}", FAILED) from error
+    if "error" in answer:
+        raise Refused(str(answer["error"]), FAILED)
+    typer.echo(answer["done"])

@@ -1,0 +1,68 @@
+"""`miner-guard run -- CMD…`: start the miner and supervise it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Annotated, Any, Optional
+
+import typer
+
+from miner_guard.cli import options
+from miner_guard.cli.exits import CONFIG, USAGE, Refused
+
+CONTEXT = {"allow_interspersed_args": False}
+
+
+def command(
+    miner: Annotated[
+        Optional[list[str]], typer.Argument(metavar="-- CMD…", help="The miner's command.", show_default=False)
+    ] = None,
+    config: options.Config = None,
+    name: options.Name = options.DEFAULT_NAME,
+    state_dir: options.State = None,
+    attach: Annotated[
+        Optional[str], typer.Option(help="Hook an unmodified miner: sn38, auto, log.", show_default=False)
+    ] = None,
+    max_restarts: Annotated[Optional[int], typer.Option(help="Restarts in a row before it is a crash loop.")] = None,
+    no_restart: Annotated[
+        bool, typer.Option("--no-restart", help="Never restart; exit with the miner's code.")
+    ] = False,
+    expect_gpus: Annotated[Optional[int], typer.Option(help="GPUs that must be there.")] = None,
+    no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Start without looking first.")] = False,
+    finished_code: Annotated[int, typer.Option(help="Exit code when the miner has finished its work.")] = 0,
+) -> None:
+    """Start the miner and supervise it: preflight, start, watch, stop, restart."""
+    flags: dict[str, Any] = {
+        "miner.attach": attach,
+        "restart.max_restarts": max_restarts,
+        "restart.enabled": False if no_restart else None,
+        "gpu.expect": expect_gpus,
+        "gpu.preflight": False if no_preflight else None,
+    }
+    if not miner:
+        raise Refused("no command to run; write it after `--`: miner-guard run -- torchrun … train.py", USAGE)
+    place = options.open_place(config, name, state_dir, {k: v for k, v in flags.items() if v is not None})
+    _check_command(miner[0])
+    raise typer.Exit(_supervise(miner, place, finished_code))
+
+
+def _check_command(program: str) -> None:
+    if shutil.which(program) is None:
+        problem = "is not executable" if os.path.exists(program) else "was not found"
+        raise Refused(f"command {program!r} {problem}; check the spelling, the PATH, or give its full path", USAGE)
+
+
+def _supervise(miner: list[str], place: options.Place, finished_code: int) -> int:
+    # Late: `--help` and a refused command line need none of it.
+    from miner_guard.supervisor.assemble import Assembly, Request
+    from miner_guard.supervisor.lock import Busy, Lock
+
+    lock = Lock(place.state, place.settings.config.miner.stop_timeout_s)
+    try:
+        lock.acquire()
+    except Busy as problem:
+        raise Refused(str(problem), CONFIG) from problem
+    sys.stdout.flush()
+    return Assembly(Request(tuple(miner), place.settings.config, place.state, finished_code), lock).run()

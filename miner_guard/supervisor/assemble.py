@@ -1,0 +1,225 @@
+"""Puts a supervisor together, runs it, takes it apart. The one place that knows all its pieces."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miner_guard import __version__
+from miner_guard.clock import Clock, SystemClock
+from miner_guard.config import Config
+from miner_guard.events import Finding, found
+from miner_guard.logs import ConsoleSink, Emitter, JsonlSink
+from miner_guard.redact import Redactor
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor import compose, environment, sweep
+from miner_guard.supervisor.bell import Bell
+from miner_guard.supervisor.child import become_subreaper
+from miner_guard.supervisor.control import Control as ControlSocket
+from miner_guard.supervisor.core import Order, Supervisor, Wish
+from miner_guard.supervisor.flights import Flights
+from miner_guard.supervisor.host import Host
+from miner_guard.supervisor.lock import Lock
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.parts import Context
+from miner_guard.supervisor.processes import HELPER
+from miner_guard.supervisor.reaper import Reaper
+from miner_guard.supervisor.relay import Relay
+from miner_guard.supervisor.scheduler import Scheduler
+from miner_guard.supervisor.status import Status
+
+_LAST_WORDS_S = 2.0
+_SWEEP_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `miner-guard run` was asked for."""
+
+    command: Sequence[str]
+    config: Config
+    state: StateDir
+    finished_code: int = 0
+    env: Mapping[str, str] | None = None
+    """The environment that the miner's is made of; this process's own by default."""
+
+
+class Assembly:
+    """All pieces of one running guard."""
+
+    def __init__(self, request: Request, lock: Lock, clock: Clock | None = None) -> None:
+        self.request, self.lock = request, lock
+        self.clock = clock or SystemClock()
+        self.run_id = secrets.token_hex(6)
+        self._defects: set[str] = set()
+        self.env = dict(os.environ if request.env is None else request.env)
+        # Everything that this process starts for itself is known by this, and never taken for the miner's.
+        os.environ[HELPER] = str(os.getpid())
+        self.loop = Loop(self.clock, self._defect)
+        self.host = Host(self.log)
+        self.relay = Relay(self.loop, self.host.output)
+        self.emitter = self._emitter()
+        self.flights = Flights(request.state, self.run_id, self.log)
+        order = Order(
+            request.command,
+            lambda launch: environment.of_miner(self.env, request.config, request.state, self.run_id, launch),
+            request.config, request.state, self.run_id, request.finished_code,
+        )  # fmt: skip
+        self.supervisor = Supervisor(order, self.clock, self.loop, self.host, self.relay, self.flights)
+        self.supervisor.on_stopping = lock.stopping
+        self.jobs = Scheduler(self.clock, self.report)
+        self.status = Status(request.state, self.clock, self.log)
+        self._closers: list[Callable[[], None]] = []
+
+    def _emitter(self) -> Emitter:
+        logs = self.request.config.logs
+        redactor = Redactor.from_environment(self.env)
+        jsonl = JsonlSink(self.request.state.log, logs, self._log_trouble)
+        return Emitter(self.clock, self.run_id, redactor, [ConsoleSink(self.relay.say, logs), jsonl])
+
+    def _log_trouble(self, reason: str | None, lost: int) -> None:
+        if reason is not None:
+            self.log(found("disk_full", what="guard.jsonl", reason=reason))
+        else:
+            self.log(found("disk_recovered", what="guard.jsonl", lost=lost))
+
+    def _defect(self, error: Exception) -> None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"a defect of the guard: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        if what not in self._defects:
+            self._defects.add(what)
+            self.log(found("guard_degraded", what=f"{what}; said once, the rest goes on"))
+
+    def log(self, finding: Finding) -> None:
+        """Write one finding. Safe from any thread."""
+        self.emitter.emit(finding)
+
+    def report(self, finding: Finding) -> None:
+        """Write one finding and show it to the parts. Safe from any thread."""
+        self.loop.soon(lambda: self.host.finding(finding))
+
+    def run(self) -> int:
+        """Supervise to the end; returns the exit code."""
+        state = self.request.state
+        self.log(found("guard_started", version=__version__, pid=os.getpid(), state_dir=str(state.root)))
+        self._prepare()
+        try:
+            code = self.supervisor.run()
+        finally:
+            self._take_apart()
+        self.log(found("guard_stopped", exit_code=code, reason=self.supervisor.reason))
+        self.relay.finish(_LAST_WORDS_S)
+        self.lock.release()
+        return code
+
+    def _prepare(self) -> None:
+        if not become_subreaper():
+            self.log(found("guard_degraded", what="the kernel refuses PR_SET_CHILD_SUBREAPER; orphans may escape"))
+        sweep.sweep(self.request.state, _SWEEP_GRACE_S, self.log)
+        self._try("reaper", self._start_reaper)
+        self.host.parts = compose.compose(self._context(), self.log)
+        self.flights.leftovers(self.host)
+        self._try("guard.sock", self._open_bell)
+        self._try("control.sock", self._open_control)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            name = signal.Signals(number).name
+            self.loop.on_signal(number, lambda name=name: self.supervisor.want(Wish(name, "stop")))  # type: ignore[misc]
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            self.loop.on_signal(number, lambda number=number: self._forward(number))  # type: ignore[misc]
+        self.loop.after(0.0, self._start_jobs)
+        self.loop.after(1.0, self._pulse)
+
+    def _context(self) -> Context:
+        return Context(
+            self.request.config, self.request.state, self.clock, self.run_id, self.report, self.jobs,
+            _Control(self), lambda: self.status.latest,
+        )  # fmt: skip
+
+    def _try(self, what: str, work: Callable[[], None]) -> None:
+        """What helps but is not needed: without it the miner runs all the same."""
+        try:
+            work()
+        except OSError as error:
+            self.log(found("guard_degraded", what=f"no {what}: {error.strerror or error}; the miner runs without it"))
+
+    def _start_reaper(self) -> None:
+        reaper = Reaper(self.run_id, self.request.config.miner.stop_timeout_s, self.env)
+        self._closers.append(reaper.dismiss)
+
+    def _open_bell(self) -> None:
+        bell = Bell(self.request.state, lambda rank: self.flights.look_at(rank, self.host), self.host.finding)
+        self.loop.watch(bell.fileno(), bell.receive)
+        self._closers.append(bell.close)
+
+    def _open_control(self) -> None:
+        control = ControlSocket(self.request.state, self.loop, self._asked)
+        self._closers.append(control.close)
+
+    def _asked(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        what = request.get("do")
+        if what == "status":
+            return {"status": self._document()}
+        if what == "checkpoint":
+            return {"done": f"asked {self.flights.ask_checkpoint()} ranks for a checkpoint"}
+        if what == "restart":
+            self.supervisor.want(Wish("miner-guard ctl restart", "relaunch"))
+            return {"done": "restarting the miner"}
+        if what == "pause":
+            self.supervisor.pause()
+            return {"done": "restarts are off until `miner-guard ctl resume`"}
+        if what == "resume":
+            self.supervisor.resume()
+            return {"done": "restarts are on"}
+        return {"error": f"unknown request {what!r}; known: status, checkpoint, restart, pause, resume"}
+
+    def _forward(self, number: int) -> None:
+        if self.supervisor.child is not None:
+            self.supervisor.child.send(number)
+
+    def _start_jobs(self) -> None:
+        try:
+            self.jobs.start()
+        except Exception as error:  # noqa: BLE001 - without a schedule the miner still runs; it is reported
+            self.log(found("guard_degraded", what=f"no schedule: {type(error).__name__}: {error}"))
+
+    def _pulse(self) -> None:
+        self.loop.after(1.0, self._pulse)
+        self.jobs.tick()
+        self.status.update(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        return {**self.supervisor.document(), **self.host.snapshots()}
+
+    def _take_apart(self) -> None:
+        self.host.stop()
+        self.status.update(self._document())
+        self.jobs.close()
+        for close in reversed(self._closers):
+            close()
+        self.flights.close()
+        self.loop.close()
+
+
+class _Control:
+    """What the parts may ask for."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+
+    def restart(self, cause: str) -> None:
+        self._assembly.supervisor.want(Wish(cause, "restart"))
+
+    def stop(self, cause: str, exit_code: int) -> None:
+        self._assembly.supervisor.want(Wish(cause, "stop", exit_code))
+
+    def checkpoint(self) -> None:
+        self._assembly.loop.soon(lambda: _ignore(self._assembly.flights.ask_checkpoint()))
+
+
+def _ignore(_count: int) -> None:
+    """How many ranks were asked is of no interest here."""

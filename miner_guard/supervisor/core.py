@@ -1,0 +1,377 @@
+"""The supervisor: one thread that starts the miner, hears it, ends it, and starts it again.
+
+States: `starting` ▶ `running` ▶ `stopping` (the guard asked) or `ending` (it ended by itself, its remains are
+ended) ▶ `waiting` (for the next start) or `paused` or `done`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miner_guard.clock import Clock, iso_utc
+from miner_guard.config import Config
+from miner_guard.events import found
+from miner_guard.rank.flight import Now
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor import processes
+from miner_guard.supervisor.child import Child
+from miner_guard.supervisor.flights import Flights
+from miner_guard.supervisor.host import Host
+from miner_guard.supervisor.loop import Loop, Timer
+from miner_guard.supervisor.parts import Exit, Launch
+from miner_guard.supervisor.relay import Relay
+from miner_guard.supervisor.restart import Again, GiveUp, RestartPolicy
+from miner_guard.supervisor.teardown import Teardown
+
+TICK_S = 1.0
+CRASH_LOOP = 75
+FAILED = 1
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be supervised."""
+
+    command: Sequence[str]
+    environment: Callable[[int], Mapping[str, str]]
+    """The miner's environment for launch number n."""
+
+    config: Config
+    state: StateDir
+    run_id: str
+    finished_code: int = 0
+    """What the guard exits with when the miner has finished."""
+
+
+@dataclass
+class Wish:
+    """Why the current launch is being ended by the guard."""
+
+    cause: str
+    then: str
+    """`stop`, `restart` (by the policy) or `relaunch` (a person asked: at once, not counted)."""
+
+    exit_code: int = 0
+
+
+@dataclass
+class Causes:
+    """What was seen to go wrong during this launch: the first label counts, it is the root."""
+
+    kind: str | None = None
+    label: str | None = None
+    seen: list[str] = field(default_factory=list)
+
+
+class Supervisor:
+    """Supervises one order. All methods but `want` belong to the thread that calls `run`."""
+
+    def __init__(self, order: Order, clock: Clock, loop: Loop, host: Host, relay: Relay, flights: Flights) -> None:
+        self.order, self.clock, self.loop, self.host, self.relay, self.flights = (
+            order, clock, loop, host, relay, flights,
+        )  # fmt: skip
+        self.policy = RestartPolicy(order.config.restart)
+        self.state = "starting"
+        self.child: Child | None = None
+        self.launches = 0
+        self.exit_code: int | None = None
+        self.reason = ""
+        self.paused = False
+        self.last_exit: Exit | None = None
+        self.on_stopping: Callable[[], None] = lambda: None
+        self._launched_at = 0.0
+        self._wish: Wish | None = None
+        self._teardown: Teardown | None = None
+        self._teardown_timer: Timer | None = None
+        self._wait_timer: Timer | None = None
+        self._next_start: float | None = None
+        self._causes = Causes()
+        self._run_processes: set[processes.Process] = set()
+        self._first_step_at: float | None = None
+        self._healthy_said = False
+        self._dropped_said = 0
+
+    # --- what others ask for ---
+
+    def want(self, wish: Wish) -> None:
+        """End the current launch, or change what comes after it. Safe from any thread."""
+        self.loop.soon(lambda: self._wanted(wish))
+
+    def _wanted(self, wish: Wish) -> None:
+        if self.state == "done" or (self._wish is not None and self._wish.then == "stop"):
+            return
+        if wish.then == "stop":
+            self.on_stopping()
+        if self.state in ("waiting", "paused", "starting"):
+            self._cancel_wait()
+            if wish.then == "stop":
+                self._done(wish.exit_code, wish.cause)
+            else:
+                self._launch()
+            return
+        self._wish = wish
+        if self.state == "running":
+            self._stop_child(wish.cause)
+
+    def pause(self) -> None:
+        """A miner that ends is not started again until `resume`."""
+        self.paused = True
+        self.host.finding(found("miner_paused"))
+        if self.state == "waiting":
+            self._cancel_wait()
+            self.state = "paused"
+
+    def resume(self) -> None:
+        """Undo `pause`; start the miner if it is not running."""
+        self.paused = False
+        if self.state == "paused":
+            self._launch()
+
+    def cause(self, label: str, kind: str | None) -> None:
+        """An incident of this launch; the first one that says how to restart decides."""
+        self._causes.seen.append(label)
+        if self._causes.kind is None and kind is not None:
+            self._causes.kind, self._causes.label = kind, label
+
+    # --- the life of a launch ---
+
+    def run(self) -> int:
+        """Launch and supervise until the end; returns the guard's exit code."""
+        self.loop.on_signal(signal.SIGCHLD, self._child_changed)
+        self.loop.after(TICK_S, self._tick)
+        self._launch()
+        while self.exit_code is None:
+            self.loop.turn()
+        return self.exit_code
+
+    def _launch(self) -> None:
+        self._cancel_wait()
+        self._wish, self._teardown, self._causes = None, None, Causes()
+        self._run_processes.clear()
+        self._first_step_at, self._healthy_said = None, False
+        attempt = self.launches
+        stdout, stderr = self.relay.open()
+        try:
+            self.child = Child(self.order.command, self.order.environment(attempt), stdout, stderr)
+        except OSError as error:
+            self.relay.close_sources()
+            self._start_failed(error)
+            return
+        finally:
+            for end in {stdout, stderr}:
+                os.close(end)
+        self.launches += 1
+        self._launched_at = self.clock.monotonic()
+        self.flights.launched(self.child.pid)
+        self.state = "running"
+        words = " ".join(self.order.command)
+        self.host.finding(found("miner_started", pid=self.child.pid, command=words, attempt=attempt))
+        self.host.launch(Launch(tuple(self.order.command), self.child.pid, attempt, self._launched_at))
+        # A child that is gone before SIGCHLD was watched.
+        self.loop.soon(self._child_changed)
+
+    def _start_failed(self, error: OSError) -> None:
+        self.child = None
+        self.state = "ending"
+        cause = f"the command could not be started: {error.strerror or error}"
+        self.host.finding(found("miner_exited", how=cause, code=None, runtime_s=0.0))
+        self._after_failure("transient", cause, 0.0, FAILED)
+
+    def _stop_child(self, cause: str) -> None:
+        assert self.child is not None
+        self.state = "stopping"
+        grace = self.order.config.miner.stop_timeout_s
+        self.host.finding(found("miner_stopping", reason=cause, grace_s=grace))
+        self._teardown = Teardown(self.clock, self._leftovers, self.child.process, grace)
+        self._teardown.ask()
+        self._step_teardown()
+
+    def _child_changed(self) -> None:
+        if self.child is None or self.state not in ("running", "stopping") or self.child.code() is None:
+            return
+        if self._teardown is None:
+            self._teardown = Teardown(self.clock, self._leftovers, self.child.process, 0.0)
+        self.state = "ending"
+        self._teardown.ended()
+        self._step_teardown()
+
+    def _step_teardown(self) -> None:
+        if self._teardown_timer is not None:
+            self._teardown_timer.cancel()
+        if self._teardown is None:
+            return
+        if self.state != "ending" and self.child is not None and self.child.code() is not None:
+            self._child_changed()
+            return
+        again = self._teardown.step()
+        if again is not None:
+            self._teardown_timer = self.loop.after(again, self._step_teardown)
+        elif self.child is not None:
+            self._ended(self.child, self._teardown)
+
+    def _leftovers(self) -> set[processes.Process]:
+        """Living processes of this launch but the launcher: by marker, by parentage, and those seen before."""
+        assert self.child is not None
+        found_now = set(processes.marked(str(self.order.state.root))) | processes.adopted(os.getpid())
+        found_now |= {process for process in self._run_processes if processes.alive(process)}
+        spared = processes.ancestors(os.getpid())
+        return {p for p in found_now if p.pid not in spared and p != self.child.process}
+
+    def _ended(self, child: Child, teardown: Teardown) -> None:
+        """Nothing of the launch is left: hand over its last words, then decide what comes next."""
+        self._teardown = None
+        self.relay.drain()
+        self.flights.look(self.host)
+        for process, command in teardown.killed:
+            self.host.finding(found("orphan_killed", pid=process.pid, command=command, of_run=self.order.run_id))
+        for process in teardown.stuck:
+            what = f"pid {process.pid} does not end, not even by SIGKILL: it waits in the kernel (D state)"
+            self.host.finding(found("guard_degraded", what=what))
+        self.relay.close_sources()
+        end = self._exit_of(child)
+        self.last_exit = end
+        self.child = None
+        self._say_exit(end)
+        self.host.exit(end)
+        self._next(end)
+
+    def _exit_of(self, child: Child) -> Exit:
+        code = child.code()
+        assert code is not None
+        by_itself = self._wish is None
+        said = self.order.config.miner.finite or self.flights.all_finished()
+        runtime = self.clock.monotonic() - self._launched_at
+        return Exit(code, child.signal, not by_itself, code == 0 and by_itself and said, runtime)
+
+    def _say_exit(self, end: Exit) -> None:
+        runtime = round(end.runtime_s, 3)
+        if end.finished:
+            self.host.finding(found("miner_finished", how=f"code {end.code}", code=end.code, runtime_s=runtime))
+            return
+        how = f"code {end.code}" if end.signal is None else f"signal {signal.Signals(end.signal).name}"
+        finding = found("miner_exited", how=f"{how} {_asked(self._wish)}", code=end.code, runtime_s=runtime)
+        self.host.finding(finding.at("info") if end.asked else finding)
+
+    def _next(self, end: Exit) -> None:
+        wish = self._wish
+        if wish is not None and wish.then == "stop":
+            self._done(wish.exit_code, wish.cause)
+        elif end.finished:
+            self._done(self.order.finished_code, "the miner finished its work")
+        elif wish is not None and wish.then == "relaunch":
+            self._launch()
+        elif wish is not None:
+            self._after_failure("transient", wish.cause, end.runtime_s, FAILED)
+        else:
+            how = f"exit code {end.code}" if end.signal is None else f"signal {signal.Signals(end.signal).name}"
+            label = f"{self._causes.label}, " if self._causes.label else ""
+            self._after_failure(self._causes.kind or "transient", f"{label}{how}", end.runtime_s, end.code)
+
+    def _after_failure(self, kind: str, cause: str, runtime_s: float, code: int) -> None:
+        if not self.order.config.restart.enabled:
+            self._done(code, f"{cause}; restarts are off")
+            return
+        if self.paused:
+            self.state = "paused"
+            return
+        decision = self.policy.failed(kind, cause, runtime_s)
+        if isinstance(decision, GiveUp):
+            self.host.finding(found("crash_loop", detail=decision.why, restarts=self.policy.failures))
+            self._done(CRASH_LOOP, decision.why)
+            return
+        self._wait(decision, cause)
+
+    def _wait(self, again: Again, cause: str) -> None:
+        self.state = "waiting"
+        self._next_start = self.clock.monotonic() + again.wait_s
+        self._wait_timer = self.loop.after(again.wait_s, self._launch)
+        most = self.order.config.restart.max_restarts
+        self.host.finding(
+            found("miner_restarting", wait_s=again.wait_s, attempt=again.attempt, max_restarts=most, cause=cause)
+        )
+
+    def _cancel_wait(self) -> None:
+        self._next_start = None
+        if self._wait_timer is not None:
+            self._wait_timer.cancel()
+            self._wait_timer = None
+
+    def _done(self, exit_code: int, reason: str) -> None:
+        self._cancel_wait()
+        self.state, self.exit_code, self.reason = "done", exit_code, reason
+
+    # --- the pulse ---
+
+    def _tick(self) -> None:
+        self.loop.after(TICK_S, self._tick)
+        self.relay.tick()
+        self.flights.look(self.host)
+        ranks = self.flights.now()
+        self.host.tick(self.clock.monotonic(), ranks)
+        self._watch_health(ranks)
+        self._watch_drops()
+        self._reap_adopted()
+
+    def _watch_health(self, ranks: Mapping[int, Now]) -> None:
+        stepping = any(now.total_steps > 0 for now in ranks.values())
+        if self.state != "running" or self._healthy_said or not stepping:
+            return
+        if self.clock.monotonic() - self._launched_at >= self.order.config.restart.healthy_s:
+            self._healthy_said = True
+            self.policy.healthy()
+
+    def _watch_drops(self) -> None:
+        dropped = self.relay.dropped_bytes
+        if dropped > self._dropped_said and not self.relay.stuck:
+            self.host.finding(found("output_dropped", dropped_bytes=dropped - self._dropped_said))
+            self._dropped_said = dropped
+
+    def _reap_adopted(self) -> None:
+        """Take leave of orphans that came to us and ended. Our own helpers are waited for by who started them."""
+        for pid in processes.children(os.getpid()):
+            seen = processes.stat(pid)
+            if seen is None or seen.state != "Z" or (self.child is not None and pid == self.child.pid):
+                continue
+            if seen.process in self._zombies:
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+        self._zombies = self._zombies_now()
+
+    _zombies: frozenset[processes.Process] = frozenset()
+
+    def _zombies_now(self) -> frozenset[processes.Process]:
+        seen = [processes.stat(pid) for pid in processes.children(os.getpid())]
+        return frozenset(s.process for s in seen if s is not None and s.state == "Z")
+
+    def document(self) -> dict[str, Any]:
+        """The run's own part of status.json."""
+        now = self.clock.monotonic()
+        running = self.child is not None and self.state in ("running", "stopping", "ending")
+        last = self.last_exit
+        return {
+            "state": self.state,
+            "paused": self.paused,
+            "run_id": self.order.run_id,
+            "pid": os.getpid(),
+            "miner_pid": self.child.pid if self.child is not None else None,
+            "command": list(self.order.command),
+            "attempt": max(self.launches - 1, 0),
+            "restarts": self.policy.failures,
+            "started": iso_utc(self.clock.wall() - (now - self._launched_at)) if running else None,
+            "last_exit": None if last is None else {
+                "code": last.code, "signal": last.signal, "asked": last.asked, "finished": last.finished,
+                "runtime_s": round(last.runtime_s, 3),
+            },
+            "ranks": {
+                str(rank): {"pid": identity.pid, "local_rank": identity.local_rank}
+                for rank, identity in self.flights.identities().items()
+            },
+            "output_dropped_bytes": self.relay.dropped_bytes,
+        }  # fmt: skip
+
+
+def _asked(wish: Wish | None) -> str:
+    return "without being asked" if wish is None else f"as asked: {wish.cause}"

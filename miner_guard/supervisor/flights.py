@@ -1,0 +1,163 @@
+"""The ranks' flight records as the supervisor reads them: what is new since the last look, and what is acknowledged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from miner_guard.events import Finding, found
+from miner_guard.rank.flight import BadFlight, FlightReader, Identity, Now, Step, process_start
+from miner_guard.statedir import StateDir, set_aside
+
+_MOST_STEPS_A_LOOK = 1024
+
+
+class Reader(Protocol):
+    """Who is told what the ranks wrote."""
+
+    def steps(self, rank: int, steps: Sequence[Step]) -> None: ...
+
+    def entry(self, rank: int, entry: Mapping[str, Any]) -> None: ...
+
+
+@dataclass
+class _Open:
+    """One flight record that is being read."""
+
+    reader: FlightReader
+    inode: int
+    next_step: int = 0
+    next_entry: int = 0
+    bad: bool = field(default=False)
+
+
+class Flights:
+    """All flight records of one run. For the supervisor's thread."""
+
+    def __init__(self, state: StateDir, run_id: str, report: Callable[[Finding], None]) -> None:
+        self._state = state
+        self._run_id = run_id
+        self._report = report
+        self._open: dict[int, _Open] = {}
+        self._not_before = 0
+        self._inodes_left_alone: dict[Path, int] = {}
+
+    def leftovers(self, reader: Reader) -> None:
+        """Hand over what an earlier run wrote and no guard stored: its decisions and uploads are not lost."""
+        for path in self._paths():
+            flight = self._try(path)
+            if flight is None:
+                continue
+            for number, entry in flight.entries(flight.acknowledged()):
+                reader.entry(flight.identity.rank, entry)
+                flight.acknowledge(number + 1)
+            flight.close()
+
+    def launched(self, pid: int) -> None:
+        """A new launch: older records of the same run are not its ranks'."""
+        self.close()
+        try:
+            self._not_before = process_start(pid)
+        except OSError:
+            self._not_before = 0
+
+    def look(self, reader: Reader) -> None:
+        """Hand over all that is new in all records."""
+        for path in self._paths():
+            self._refresh(path)
+        for rank in sorted(self._open):
+            self.look_at(rank, reader)
+
+    def look_at(self, rank: int, reader: Reader) -> None:
+        """Hand over what is new in one record; a rank not seen before is opened."""
+        current = self._open.get(rank)
+        if current is None:
+            self._refresh(self._state.flight_of(rank))
+            current = self._open.get(rank)
+        if current is None:
+            return
+        steps = list(current.reader.steps(current.next_step))
+        for start in range(0, len(steps), _MOST_STEPS_A_LOOK):
+            reader.steps(rank, steps[start : start + _MOST_STEPS_A_LOOK])
+        if steps:
+            current.next_step = steps[-1].number + 1
+        for number, entry in list(current.reader.entries(current.next_entry)):
+            reader.entry(rank, entry)
+            current.next_entry = number + 1
+            current.reader.acknowledge(number + 1)
+
+    def now(self) -> dict[int, Now]:
+        """Each rank's header, of those that have written one."""
+        headers = ((rank, current.reader.now()) for rank, current in sorted(self._open.items()))
+        return {rank: now for rank, now in headers if now is not None}
+
+    def identities(self) -> dict[int, Identity]:
+        """Who the ranks are."""
+        return {rank: current.reader.identity for rank, current in sorted(self._open.items())}
+
+    def all_finished(self) -> bool:
+        """Every rank of this host said `close(finished=True)`, and none is missing."""
+        headers = self.now()
+        locals_seen = {identity.local_rank for identity in self.identities().values()}
+        whole = bool(headers) and len(headers) == len(self._open) and locals_seen == set(range(len(locals_seen)))
+        return whole and all(now.state == "finished" for now in headers.values())
+
+    def ask_checkpoint(self) -> int:
+        """Ask every rank for a checkpoint at the end of its step; returns how many were asked."""
+        for current in self._open.values():
+            current.reader.request_checkpoint()
+        return len(self._open)
+
+    def _paths(self) -> Iterator[Path]:
+        try:
+            names = sorted(os.listdir(self._state.flight))
+        except OSError:
+            return
+        for name in names:
+            if name.startswith("rank-") and name.endswith(".bin"):
+                yield self._state.flight / name
+
+    def _refresh(self, path: Path) -> None:
+        try:
+            inode = path.stat().st_ino
+        except OSError:
+            return
+        if any(current.inode == inode for current in self._open.values()) or self._inodes_left_alone.get(path) == inode:
+            return
+        flight = self._try(path)
+        if flight is None:
+            return
+        identity = flight.identity
+        if identity.run_id != self._run_id[:16] or identity.process_start < self._not_before:
+            self._inodes_left_alone[path] = inode
+            flight.close()
+            return
+        older = self._open.get(identity.rank)
+        if older is not None:
+            older.reader.close()
+        self._open[identity.rank] = _Open(flight, inode, next_entry=flight.acknowledged())
+
+    def _try(self, path: Path) -> FlightReader | None:
+        try:
+            return FlightReader(path, acknowledge=True)
+        except BadFlight as problem:
+            self._damaged(path, str(problem))
+        except OSError:
+            return None
+        return None
+
+    def _damaged(self, path: Path, reason: str) -> None:
+        try:
+            aside = set_aside(path)
+        except OSError:
+            return
+        self._report(found("file_set_aside", path=str(path), reason=reason, aside=str(aside)))
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for current in self._open.values():
+            current.reader.close()
+        self._open.clear()

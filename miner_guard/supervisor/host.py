@@ -1,0 +1,85 @@
+"""Calls the parts, one after another, so that one that fails neither stops the others nor the supervisor."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from miner_guard.events import Finding, found
+from miner_guard.rank.flight import Now, Step
+from miner_guard.supervisor.parts import Exit, Launch, Part
+
+_DEEPEST = 4
+"""A finding may lead to another part's finding, and so on; not for ever."""
+
+
+class Host:
+    """All parts of the running supervisor. For the supervisor's thread."""
+
+    def __init__(self, log: Callable[[Finding], None]) -> None:
+        self._log = log
+        self.parts: list[Part] = []
+        self._failed: set[tuple[str, str]] = set()
+
+    def launch(self, launch: Launch) -> None:
+        self._each("on_launch", launch)
+
+    def steps(self, rank: int, steps: Sequence[Step]) -> None:
+        self._each("on_steps", rank, steps)
+
+    def entry(self, rank: int, entry: Mapping[str, Any]) -> None:
+        self._each("on_entry", rank, entry)
+
+    def output(self, chunk: bytes) -> None:
+        self._each("on_output", chunk)
+
+    def tick(self, now: float, ranks: Mapping[int, Now]) -> None:
+        self._each("on_tick", now, ranks)
+
+    def exit(self, end: Exit) -> None:
+        self._each("on_exit", end)
+
+    def stop(self) -> None:
+        self._each("on_stop")
+
+    def finding(self, finding: Finding, source: Part | None = None, depth: int = 0) -> None:
+        """Log a finding and show it to every part but the one it comes from."""
+        self._log(finding)
+        if depth >= _DEEPEST:
+            return
+        for part in self.parts:
+            if part is not source:
+                for further in self._call(part, "on_finding", finding):
+                    self.finding(further, part, depth + 1)
+
+    def snapshots(self) -> dict[str, Any]:
+        """Every part's snapshot under its name."""
+        documents: dict[str, Any] = {}
+        for part in self.parts:
+            try:
+                documents[part.name] = dict(part.snapshot())
+            except Exception as error:  # noqa: BLE001 - a part's defect must not end supervision; it is said once
+                self._say(part, "snapshot", error)
+                documents[part.name] = None
+        return documents
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for part in self.parts:
+            for finding in self._call(part, method, *arguments):
+                self.finding(finding, part)
+
+    def _call(self, part: Part, method: str, *arguments: Any) -> Iterable[Finding]:
+        try:
+            return list(getattr(part, method)(*arguments))
+        except Exception as error:  # noqa: BLE001 - a part's defect must not end supervision; it is said once
+            self._say(part, method, error)
+            return ()
+
+    def _say(self, part: Part, method: str, error: Exception) -> None:
+        if (part.name, method) in self._failed:
+            return
+        self._failed.add((part.name, method))
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{part.name}.{method} failed with {type(error).__name__}: {error} ({where.filename}:{where.lineno}); "
+        self._log(found("guard_degraded", what=what + "said once, the rest goes on"))

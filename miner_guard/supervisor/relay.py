@@ -1,0 +1,121 @@
+"""The miner's output: read from its pipes, shown to the parts, passed on unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Callable
+
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.outlet import Outlet, same_target
+
+CHUNK = 65536
+_PIPE_SIZE = 1024 * 1024
+F_SETPIPE_SZ = 1031
+
+
+class Relay:
+    """Carries the output of one launch after another. All methods but `say` belong to the loop's thread."""
+
+    def __init__(self, loop: Loop, on_chunk: Callable[[bytes], None]) -> None:
+        self._loop = loop
+        self._on_chunk = on_chunk
+        self._out = Outlet(sys.stdout.fileno(), self._room)
+        shared = same_target(sys.stdout.fileno(), sys.stderr.fileno())
+        self._err = self._out if shared else Outlet(sys.stderr.fileno(), self._room)
+        self._sources: dict[int, Outlet] = {}
+        self._paused: set[int] = set()
+        self.relayed_bytes = 0
+
+    @property
+    def outlets(self) -> list[Outlet]:
+        return [self._out] if self._out is self._err else [self._out, self._err]
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of all streams that nobody read."""
+        return sum(outlet.dropped for outlet in self.outlets)
+
+    @property
+    def stuck(self) -> bool:
+        return any(outlet.stuck for outlet in self.outlets)
+
+    def open(self) -> tuple[int, int]:
+        """Pipes for a new launch: the ends that become its stdout and stderr. The caller closes them after the fork."""
+        ends: list[int] = []
+        for outlet in self.outlets:
+            mine, its = os.pipe2(os.O_CLOEXEC)
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(mine, F_SETPIPE_SZ, _PIPE_SIZE)
+            os.set_blocking(mine, False)
+            self._sources[mine] = outlet
+            self._loop.watch(mine, lambda fd=mine: self._readable(fd))  # type: ignore[misc]
+            ends.append(its)
+        return ends[0], ends[-1]
+
+    def say(self, line: str) -> None:
+        """Print whole lines of the guard's own. Safe from any thread."""
+        self._out.say(line)
+
+    def tick(self) -> None:
+        """Now and then: lines that wait, readers that stopped reading."""
+        for outlet in self.outlets:
+            outlet.tick()
+        self._resume()
+
+    def _readable(self, fd: int) -> None:
+        self._read(fd)
+        if fd in self._sources and self._sources[fd].congested:
+            self._paused.add(fd)
+            self._loop.unwatch(fd)
+
+    def _read(self, fd: int) -> bool:
+        """Read one chunk; False where there is none now or ever."""
+        try:
+            data = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._close(fd)
+            return False
+        self.relayed_bytes += len(data)
+        self._sources[fd].put(data)
+        self._on_chunk(data)
+        return True
+
+    def drain(self) -> bool:
+        """Take what the pipes hold now. True where all are at their end, False where somebody holds one open."""
+        for fd in list(self._sources):
+            # Bounded: a survivor that goes on printing must not keep the supervisor here.
+            for _ in range(2 * _PIPE_SIZE // CHUNK):
+                if not self._read(fd):
+                    break
+        return not self._sources
+
+    def close_sources(self) -> None:
+        """Forget the pipes of a launch that has ended."""
+        for fd in list(self._sources):
+            self._close(fd)
+
+    def _close(self, fd: int) -> None:
+        self._loop.unwatch(fd)
+        self._paused.discard(fd)
+        del self._sources[fd]
+        os.close(fd)
+
+    def _room(self) -> None:
+        self._loop.soon(self._resume)
+
+    def _resume(self) -> None:
+        for fd in list(self._paused):
+            if not self._sources[fd].congested:
+                self._paused.discard(fd)
+                self._loop.watch(fd, lambda fd=fd: self._readable(fd))  # type: ignore[misc]
+
+    def finish(self, seconds: float) -> None:
+        """Let out what is left, `seconds` at most."""
+        self.close_sources()
+        for outlet in self.outlets:
+            outlet.finish(seconds)

@@ -1,0 +1,98 @@
+"""Whether a miner that failed is started again, and when: pure, by cause.
+
+The causes come from the incident knowledge (`miner_guard/incidents/*.toml`, field `restart`). A cause
+that a restart can't mend is not tried again and again; what may pass is, with growing waits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from miner_guard.config import RestartSettings
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one kind of cause is treated."""
+
+    tries: int | None
+    """Restarts in a row for this kind; None: as many as `max_restarts` allows."""
+
+    advice: str
+    """What a person should do when the guard gives up."""
+
+
+RULES = {
+    "transient": Rule(None, "look at the incidents and at the miner's last lines above"),
+    "memory": Rule(2, "lower the batch size or sequence length, or end what else uses the memory"),
+    "nan": Rule(1, "resume from an older checkpoint with a lower learning rate; look at the data"),
+    "hardware": Rule(0, "a restart of the miner can't bring it back: restart the container, then the host"),
+    "configuration": Rule(0, "correct the miner's configuration or command; a restart changes nothing"),
+    "registration": Rule(0, "register the hotkey on the subnet; a restart changes nothing"),
+    "fatal": Rule(0, "a restart can't mend this"),
+}
+"""By the value of an incident's field `restart`."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """Start again."""
+
+    wait_s: float
+    attempt: int
+    """Of `max_restarts`, since the last healthy stretch."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Restarting stops."""
+
+    why: str
+
+
+class RestartPolicy:
+    """Counts failures since the last healthy stretch."""
+
+    def __init__(self, settings: RestartSettings, chance: Callable[[], float] = random.random) -> None:
+        """`chance` gives numbers in [0, 1) for the jitter."""
+        self._settings = settings
+        self._chance = chance
+        self._failures = 0
+        self._by_kind: dict[str, int] = {}
+        self._times: list[float] = []
+
+    @property
+    def failures(self) -> int:
+        """Failures since the last healthy stretch."""
+        return self._failures
+
+    def healthy(self) -> None:
+        """The miner trained for a whole healthy stretch: what was before no longer counts."""
+        self._failures = 0
+        self._by_kind.clear()
+        self._times.clear()
+
+    def failed(self, kind: str, cause: str, runtime_s: float) -> Again | GiveUp:
+        """The miner ended though nobody asked for it, or it hung. `kind` is a key of RULES."""
+        rule = RULES.get(kind, RULES["transient"])
+        self._times.append(runtime_s)
+        if self._settings.max_restarts == 0:
+            return GiveUp(f"{cause}; restarts are switched off (max_restarts 0)")
+        tried = self._by_kind.get(kind, 0)
+        if rule.tries is not None and tried >= rule.tries:
+            again = f" after {tried} restarts" if tried else ""
+            return GiveUp(f"{cause}{again}; {rule.advice}")
+        if self._failures >= self._settings.max_restarts:
+            ran = ", ".join(f"{seconds:.0f}s" for seconds in self._times[-6:])
+            return GiveUp(f"{cause}; {self._failures} restarts did not help (it ran {ran}); {rule.advice}")
+        self._by_kind[kind] = tried + 1
+        self._failures += 1
+        return Again(self._wait_s(), self._failures)
+
+    def _wait_s(self) -> float:
+        """min(backoff · 2^(n-1), longest) · (1 + jitter · chance), n counted from 1."""
+        growth = 2.0 ** min(self._failures - 1, 60)
+        wait = min(self._settings.backoff_s * growth, self._settings.backoff_max_s)
+        return wait * (1 + self._settings.jitter_ratio * self._chance())

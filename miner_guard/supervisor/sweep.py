@@ -1,0 +1,51 @@
+"""What an earlier guard of the same state directory left behind is ended before anything is started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from miner_guard.events import Finding, found
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor import processes
+from miner_guard.supervisor.processes import Process
+
+_GIVE_UP_AFTER_S = 8.0
+
+
+def sweep(state: StateDir, grace_s: float, report: Callable[[Finding], None]) -> list[Process]:
+    """End every process of an earlier run; returns what could not be ended.
+
+    They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. Found by the marker in
+    their environment together with this state directory, never by name.
+    """
+    spared = processes.ancestors(os.getpid())
+    left = _left(state, spared)
+    if not left:
+        return []
+    commands = {process: processes.command(process.pid) for process in left}
+    for process in left:
+        processes.send(process, signal.SIGTERM)
+        processes.send(process, signal.SIGCONT)
+    remaining = _wait(state, spared, grace_s)
+    deadline = time.monotonic() + _GIVE_UP_AFTER_S
+    while remaining and time.monotonic() < deadline:
+        for process in remaining:
+            processes.send(process, signal.SIGKILL)
+        remaining = _wait(state, spared, 0.1)
+    for process, run in left.items():
+        report(found("orphan_killed", pid=process.pid, command=commands[process], of_run=run))
+    return sorted(remaining, key=lambda p: p.pid)
+
+
+def _left(state: StateDir, spared: set[int]) -> dict[Process, str]:
+    return {p: run for p, run in processes.marked(str(state.root)).items() if p.pid not in spared}
+
+
+def _wait(state: StateDir, spared: set[int], seconds: float) -> dict[Process, str]:
+    deadline = time.monotonic() + seconds
+    while (left := _left(state, spared)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
