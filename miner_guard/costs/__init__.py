@@ -1,0 +1,17 @@
+"""What monitoring costs, and the budget (source 000). Standard library only: ranks use it too."""
+
+from __future__ import annotations
+
+from miner_guard.costs.estimate import Estimate, estimate
+from miner_guard.costs.presets import PRESETS, Budget
+from miner_guard.costs.tracker import MonitoringCostTracker, get_global_tracker, set_global_tracker
+
+__all__ = [
+    "PRESETS",
+    "Budget",
+    "Estimate",
+    "MonitoringCostTracker",
+    "estimate",
+    "get_global_tracker",
+    "set_global_tracker",
+]

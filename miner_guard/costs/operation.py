@@ -1,0 +1,95 @@
+"""One operation's account, and the share that the dearest ones may keep."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+_FADING = 0.9
+_IMPACTS = ((10.0, "critical"), (5.0, "high"), (2.5, "moderate"), (0.25, "acceptable"))
+"""Per cent of training time and the word for it, after the cost table of source 000."""
+
+
+@dataclass
+class Operation:
+    """What one operation has cost so far."""
+
+    calls: int = 0
+    blocking_s: float = 0.0
+    """Seconds that training waited for it."""
+
+    background_s: float = 0.0
+    """CPU seconds beside training."""
+
+    longest_s: float = 0.0
+    last_s: float = 0.0
+    recent_s: float = 0.0
+    """What the next call may take: the longest of the recent blocking calls, older ones counting less."""
+
+    asked_s: float | None = None
+    """The interval asked for, in seconds."""
+
+    last_done: float | None = None
+    """Monotonic."""
+
+    last_step: int | None = None
+    throttled: bool = False
+
+    def add(self, seconds: float, *, blocking: bool, calls: int = 1) -> None:
+        """Enter `calls` calls that took `seconds` together."""
+        self.calls += calls
+        self.last_s = seconds / calls
+        self.longest_s = max(self.longest_s, self.last_s)
+        if blocking:
+            self.blocking_s += seconds
+            self.recent_s = max(self.last_s, _FADING * self.recent_s)
+        else:
+            self.background_s += seconds
+
+    def as_dict(self, training_s: float) -> dict[str, Any]:
+        """The row of the ledger. `total_time` is what training paid; background time stands apart."""
+        share = percent(self.blocking_s, training_s)
+        return {
+            "total_time": round(self.blocking_s, 6),
+            "background_time": round(self.background_s, 6),
+            "calls": self.calls,
+            "average_time": round((self.blocking_s + self.background_s) / self.calls, 6) if self.calls else None,
+            "max_time": round(self.longest_s, 6),
+            "last_time": round(self.last_s, 6),
+            "percentage": round(share, 4),
+            "blocking": self.blocking_s > 0 or self.background_s == 0,
+            "impact": impact(share),
+            "status": "throttled" if self.throttled else "active",
+            "asked_interval_s": self.asked_s,
+        }
+
+
+def percent(seconds: float, training_s: float) -> float:
+    """`seconds` as per cent of training time; 100 where there was no training but monitoring."""
+    if training_s > 0:
+        return 100 * seconds / training_s
+    return 100.0 if seconds > 0 else 0.0
+
+
+def impact(share_pct: float) -> str:
+    """`negligible`, `acceptable`, `moderate`, `high` or `critical`."""
+    return next((word for limit, word in _IMPACTS if share_pct >= limit), "negligible")
+
+
+def fair_cap(shares_pct: Collection[float], budget_pct: float) -> float:
+    """The largest share an operation may keep so that all of them together fit the budget.
+
+    Operations below it are left alone, those above it are the dearest: sum(min(share, cap)) = budget.
+    Infinite where all fit as they are.
+    """
+    if sum(shares_pct) <= budget_pct:
+        return float("inf")
+    left = budget_pct
+    ascending = sorted(shares_pct)
+    for place, share in enumerate(ascending):
+        cap = left / (len(ascending) - place)
+        if share > cap:
+            return cap
+        left -= share
+    return float("inf")

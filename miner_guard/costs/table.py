@@ -1,0 +1,49 @@
+"""The cost table of source 000 as text, from a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_TITLES = ("Operation", "Calls", "Time/Call", "Total", "Background", "Share", "Impact", "Status")
+_WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER BUDGET"}
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """Verdict, then one row per operation, the dearest first."""
+    operations: Mapping[str, Mapping[str, Any]] = report["operations"]
+    ordered = sorted(operations.items(), key=lambda row: (-row[1]["total_time"], -row[1]["background_time"], row[0]))
+    rows = [_TITLES, *(_row(name, values) for name, values in ordered)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
+    lines = ["  ".join(_cell(cell, width, place) for place, (cell, width) in enumerate(zip(row, widths, strict=True)))
+             for row in rows]  # fmt: skip
+    head = (
+        f"Monitoring overhead: {report['total_percentage']:.2f}% of {report['training_time']:.0f}s training"
+        f" (budget {report['budget_percentage']:g}%): {_WORDS[report['budget_status']]}"
+    )
+    return "\n".join([head, *(line.rstrip() for line in lines)])
+
+
+def _row(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+    average = values["average_time"]
+    return (
+        name,
+        str(values["calls"]),
+        "-" if average is None else seconds(average),
+        seconds(values["total_time"]),
+        seconds(values["background_time"]),
+        f"{values['percentage']:.2f}%",
+        values["impact"],
+        values["status"],
+    )
+
+
+def _cell(cell: str, width: int, place: int) -> str:
+    return cell.rjust(width) if 1 <= place <= 5 else cell.ljust(width)
+
+
+def seconds(value: float) -> str:
+    """A duration with as many digits as matter."""
+    if value == 0:
+        return "0s"
+    return f"{value * 1000:.3g}ms" if value < 1 else f"{value:.1f}s"

@@ -1,0 +1,303 @@
+"""MonitoringCostTracker: the account of every monitoring operation, its warnings, its budget (source 000)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from miner_guard import events, statedir
+from miner_guard.clock import Clock, SystemClock, iso_utc
+from miner_guard.costs import table
+from miner_guard.costs.operation import Operation, fair_cap, percent
+from miner_guard.costs.presets import Budget
+from miner_guard.events import Finding, found
+
+FILE = "monitoring_costs.json"
+_MOST_OPERATIONS = 256
+_EVIDENCE_S = 3.0
+"""Less than this was never called over budget: 5 % of one minute, below which a share says little."""
+
+_RELAX_RATIO = 0.8
+"""Throttling ends when what was asked for would take less than this share of the budget."""
+
+_LEVELS = {"ok": 0, "warning": 1, "critical": 2}
+
+T = TypeVar("T")
+
+
+def say_on_stderr(finding: Finding) -> None:
+    """Where warnings go without a guard."""
+    sys.stderr.write(f"{finding.severity.upper()} | {events.line(finding)}\n")
+
+
+class MonitoringCostTracker:
+    """Tracks what monitoring costs, warns, and throttles where allowed. Safe from any thread.
+
+    Shares are per cent of training time: time since `start` less the time that monitoring blocked it.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path | None = None,
+        *,
+        budget: Budget | None = None,
+        clock: Clock | None = None,
+        report: Callable[[Finding], None] = say_on_stderr,
+        on_record: Callable[[str, float, bool], None] | None = None,
+        ledger: Path | None = None,
+        write_every_s: float = 5.0,
+    ) -> None:
+        """`output_dir` gets monitoring_costs.json. `on_record(operation, seconds, blocking)` is told each call.
+        `ledger` is read by `get_report` as long as nothing was tracked here: another process's account."""
+        self.budget = budget or Budget()
+        self._file = None if output_dir is None else Path(output_dir) / FILE
+        self._clock = clock or SystemClock()
+        self._report = report
+        self._on_record = on_record
+        self._ledger = ledger
+        self._write_every_s = write_every_s
+        self._mutex = threading.RLock()
+        self._operations: dict[str, Operation] = {}
+        self._start = self._clock.monotonic()
+        self._training_s: Callable[[], float] | None = None
+        self._step_time_s: float | None = None
+        self._steps: tuple[int, float] | None = None
+        self._level = "ok"
+        self._written = float("-inf")
+        self._write_failed = False
+
+    # tracking
+
+    @contextlib.contextmanager
+    def track(self, operation: str, *, blocking: bool = True) -> Iterator[None]:
+        """Time one call. Blocking calls cost wall time; with `blocking=False` it is this thread's CPU time."""
+        clock = self._clock.monotonic if blocking else time.thread_time
+        start = clock()
+        try:
+            yield
+        finally:
+            self.record(operation, clock() - start, blocking=blocking)
+
+    def record(self, operation: str, seconds: float, *, blocking: bool = True, calls: int = 1) -> None:
+        """Enter `calls` calls that were timed elsewhere and took `seconds` together."""
+        said: list[Finding] = []
+        with self._mutex:
+            account = self._account(operation)
+            account.add(max(0.0, seconds), blocking=blocking, calls=max(1, calls))
+            account.last_done = self._clock.monotonic()
+            if blocking and account.last_s > self.budget.operation_warn_s:
+                said.append(
+                    found(
+                        "monitoring_operation_slow", operation=operation, seconds=account.last_s,
+                        limit_s=self.budget.operation_warn_s,
+                    )
+                )  # fmt: skip
+            said += self._judged()
+        for finding in said:
+            self._report(finding)
+        if self._on_record is not None:
+            self._on_record(operation, seconds, blocking)
+        self._write_now_and_then()
+
+    def _account(self, operation: str) -> Operation:
+        if operation not in self._operations and len(self._operations) >= _MOST_OPERATIONS:
+            operation = "other"
+        return self._operations.setdefault(operation, Operation())
+
+    def _judged(self) -> list[Finding]:
+        """The budget's finding, where it got worse; better is noted in silence."""
+        share = self.share_pct()
+        level = self.budget.status(share) if self._blocking_s() >= _EVIDENCE_S else "ok"
+        worse = _LEVELS[level] > _LEVELS[self._level]
+        self._level = level
+        if not worse:
+            return []
+        limit = self.budget.critical_pct if level == "critical" else self.budget.budget_pct
+        dearest = max(self._operations, key=lambda name: self._operations[name].blocking_s)
+        return [found("monitoring_over_budget", level=level, share_pct=share, limit_pct=limit, dearest=dearest)]
+
+    # budget
+
+    def training_time(self, source: Callable[[], float]) -> None:
+        """Take the training time in seconds from elsewhere: the supervisor knows when the miner did not run."""
+        self._training_s = source
+
+    def _blocking_s(self) -> float:
+        return sum(account.blocking_s for account in self._operations.values())
+
+    def training_s(self) -> float:
+        """Seconds of training so far, without what monitoring took."""
+        if self._training_s is not None:
+            return max(0.0, self._training_s())
+        return max(0.0, self._clock.monotonic() - self._start - self._blocking_s())
+
+    def share_pct(self) -> float:
+        """Blocking monitoring time in per cent of training time."""
+        with self._mutex:
+            return percent(self._blocking_s(), self.training_s())
+
+    def is_over_budget(self) -> bool:
+        """Whether monitoring has taken more than its share."""
+        return self.budget.status(self.share_pct()) != "ok"
+
+    # throttling
+
+    def due(
+        self, operation: str, *, every_s: float | None = None, every_steps: int | None = None, step: int | None = None
+    ) -> bool:
+        """Whether `operation` should run now, asked at every step (or as often as one likes).
+
+        Give either `every_s`, or `every_steps` and the current `step`. Where the budget allows throttling,
+        a dear operation waits longer while its next call would take monitoring over budget. The answer
+        depends on this process's clock: where the operation holds a collective, ask on one rank and
+        broadcast. Raises ValueError without an interval.
+        """
+        said: Finding | None = None
+        with self._mutex:
+            account = self._account(operation)
+            now = self._clock.monotonic()
+            self._learn_step_time(step, now)
+            if every_steps is not None and step is not None:
+                ready = (
+                    step % every_steps == 0 if account.last_step is None else step - account.last_step >= every_steps
+                )
+                account.asked_s = None if self._step_time_s is None else every_steps * self._step_time_s
+            elif every_s is not None:
+                ready = account.last_done is None or now - account.last_done >= every_s
+                account.asked_s = every_s
+            else:
+                raise ValueError("due needs every_s, or every_steps and step")
+            if ready and self.budget.throttle and account.asked_s is not None:
+                ready, said = self._allowed(operation, account)
+            if ready and step is not None:
+                account.last_step = step
+        if said is not None:
+            self._report(said)
+        return ready
+
+    def _learn_step_time(self, step: int | None, now: float) -> None:
+        """Training seconds a step, from the steps told to `due`."""
+        if step is None:
+            return
+        training = self.training_s()
+        if self._steps is None or step < self._steps[0]:
+            self._steps = (step, training)
+        elif step > self._steps[0]:
+            self._step_time_s = (training - self._steps[1]) / (step - self._steps[0])
+
+    def _allowed(self, operation: str, account: Operation) -> tuple[bool, Finding | None]:
+        assert account.asked_s is not None
+        planned = self._planned_pct()
+        cap = fair_cap(planned.values(), self.budget.budget_pct)
+        asked = account.asked_s
+        if account.throttled and sum(planned.values()) <= _RELAX_RATIO * self.budget.budget_pct:
+            account.throttled = False
+            return True, found("monitoring_relaxed", operation=operation, interval_s=asked)
+        if not account.recent_s or planned[operation] <= cap:
+            return True, None
+        after = percent(self._blocking_s() + account.recent_s, self.training_s())
+        if after <= self.budget.budget_pct:
+            return True, None
+        if account.throttled:
+            return False, None
+        account.throttled = True
+        stretched = 100 * account.recent_s / cap
+        return False, found("monitoring_throttled", operation=operation, interval_s=stretched, asked_s=asked)
+
+    def _planned_pct(self) -> dict[str, float]:
+        """What each operation would take of training time if it ran as asked; what has no plan, as measured."""
+        training = self.training_s()
+        planned = {}
+        for name, account in self._operations.items():
+            cost, period = (account.recent_s, account.asked_s) if account.asked_s else (account.blocking_s, training)
+            planned[name] = percent(cost, period)
+        return planned
+
+    def portion(self, operation: str, items: Iterable[T], *, limit_s: float | None = None) -> Iterator[T]:
+        """`items` until the time for one call is used up: a long validation is cut instead of left out.
+
+        The limit is `limit_s`, else `operation_warn_s` of the budget. Tracks the time itself.
+        """
+        limit = self.budget.operation_warn_s if limit_s is None else limit_s
+        with self.track(operation):
+            start = self._clock.monotonic()
+            for item in items:
+                if self._clock.monotonic() - start >= limit:
+                    return
+                yield item
+
+    # telling
+
+    def get_report(self) -> dict[str, Any]:
+        """The account as monitoring_costs.json holds it."""
+        with self._mutex:
+            if not self._operations and self._ledger is not None:
+                stored = statedir.read_json(self._ledger)
+                if isinstance(stored, dict) and isinstance(stored.get("operations"), dict):
+                    return stored
+            training = self.training_s()
+            share = percent(self._blocking_s(), training)
+            return {
+                "budget_status": self.budget.status(share),
+                "total_percentage": round(share, 4),
+                "budget_percentage": self.budget.budget_pct,
+                "critical_percentage": self.budget.critical_pct,
+                "throttle": self.budget.throttle,
+                "total_time": round(self._blocking_s(), 6),
+                "background_time": round(sum(a.background_s for a in self._operations.values()), 6),
+                "training_time": round(training, 3),
+                "step_time": self._step_time_s,
+                "updated": iso_utc(self._clock.wall()),
+                "operations": {name: account.as_dict(training) for name, account in sorted(self._operations.items())},
+            }
+
+    def print_summary(self, file: IO[str] | None = None) -> None:
+        """The cost table, as text."""
+        (file or sys.stdout).write(table.text(self.get_report()) + "\n")
+
+    def write(self) -> None:
+        """Write monitoring_costs.json now. A disk that refuses is reported once, never raised."""
+        if self._file is None:
+            return
+        try:
+            statedir.write_json(self._file, self.get_report())
+            self._write_failed = False
+        except OSError as error:
+            if not self._write_failed:
+                self._report(found("guard_degraded", what=f"{self._file} cannot be written: {error.strerror}"))
+            self._write_failed = True
+
+    def _write_now_and_then(self) -> None:
+        now = self._clock.monotonic()
+        if self._file is not None and now - self._written >= self._write_every_s:
+            self._written = now
+            self.write()
+
+
+_global: MonitoringCostTracker | None = None
+_global_mutex = threading.Lock()
+
+
+def set_global_tracker(tracker: MonitoringCostTracker | None) -> None:
+    """Make `tracker` the one that `get_global_tracker` answers in this process; None forgets it."""
+    global _global
+    with _global_mutex:
+        _global = tracker
+
+
+def get_global_tracker(env: Mapping[str, str] | None = None) -> MonitoringCostTracker:
+    """This process's tracker. Where nothing was tracked here, its report is the running guard's ledger."""
+    global _global
+    with _global_mutex:
+        if _global is None:
+            environment = os.environ if env is None else env
+            handed = environment.get(statedir.STATE_DIR)
+            state = statedir.choose("miner", handed, environment)
+            _global = MonitoringCostTracker(ledger=state.costs)
+        return _global

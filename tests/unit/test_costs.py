@@ -1,0 +1,261 @@
+"""Monitoring costs: source 000's numbers, its warnings, and its disaster throttled."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from miner_guard.clock import FakeClock
+from miner_guard.costs import PRESETS, Budget, MonitoringCostTracker, estimate
+from miner_guard.costs.operation import fair_cap, impact
+from miner_guard.costs.tracker import get_global_tracker, set_global_tracker
+from miner_guard.events import Finding, line
+from tests import needs
+
+
+class Account:
+    """A tracker on a fake clock, with what it said."""
+
+    def __init__(self, budget: Budget | None = None, output_dir: Path | None = None) -> None:
+        self.clock = FakeClock()
+        self.said: list[Finding] = []
+        self.tracker = MonitoringCostTracker(
+            output_dir, budget=budget or Budget(), clock=self.clock, report=self.said.append
+        )
+
+    def call(self, operation: str, seconds: float) -> None:
+        with self.tracker.track(operation):
+            self.clock.advance(seconds)
+
+    def events(self) -> list[str]:
+        return [finding.event for finding in self.said]
+
+
+def test_the_documents_estimate_is_10_1_per_cent() -> None:
+    cost = estimate(steps=2487, every_steps=500, seconds=180, step_time_s=3.5)
+    assert (cost.calls, round(cost.cost_s), round(cost.training_s)) == (4.9, 882, 8704)
+    assert f"{cost.overhead_pct:.1f}" == "10.1"
+
+
+def test_shares_are_of_training_time_as_in_the_document() -> None:
+    """1000 steps at 3.5 s; 2 · 180 s, 20 · 0.3 s, 5 · 3 s: 381 s, 11 %."""
+    account = Account()
+    account.clock.advance(3500)
+    for operation, calls, seconds in (("evolution", 2, 180), ("details", 20, 0.3), ("inference", 5, 3)):
+        for _ in range(calls):
+            account.call(operation, seconds)
+    report = account.tracker.get_report()
+    assert report["total_percentage"] == pytest.approx(10.886, abs=0.01)
+    assert report["budget_status"] == "critical"
+    assert account.tracker.is_over_budget()
+    shares = {name: round(row["percentage"], 1) for name, row in report["operations"].items()}
+    assert shares == {"evolution": 10.3, "details": 0.2, "inference": 0.4}
+
+
+def test_an_operation_over_30_s_is_called_out_at_its_first_call() -> None:
+    account = Account()
+    account.clock.advance(100_000)
+    account.call("evolution_snapshot", 31)
+    assert [line(finding) for finding in account.said] == ["MONITORING SLOW: evolution_snapshot took 31.0s (limit 30s)"]
+
+
+def test_over_5_per_cent_warns_once_and_over_10_is_critical_once() -> None:
+    account = Account()
+    account.clock.advance(1000)
+    for _ in range(12):
+        account.call("validation", 10)
+    over = [finding for finding in account.said if finding.event == "monitoring_over_budget"]
+    assert [finding.severity for finding in over] == ["warning", "critical"]
+    assert line(over[0]).startswith("MONITORING OVER BUDGET: 6.0% (limit 5%)")
+
+
+def test_the_first_second_of_a_run_is_no_alarm() -> None:
+    account = Account()
+    account.call("status", 0.5)
+    assert account.events() == []
+    assert account.tracker.is_over_budget()
+
+
+def test_background_work_costs_no_training_time() -> None:
+    account = Account()
+    account.clock.advance(10)
+    account.tracker.record("health", 8.0, blocking=False)
+    report = account.tracker.get_report()
+    assert report["total_percentage"] == 0
+    assert report["operations"]["health"]["background_time"] == 8.0
+    assert not account.tracker.is_over_budget()
+
+
+def test_what_an_operation_raises_comes_through_and_is_paid_for() -> None:
+    account = Account()
+
+    def broken() -> None:
+        with account.tracker.track("broken"):
+            account.clock.advance(2)
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError):
+        broken()
+    assert account.tracker.get_report()["operations"]["broken"]["total_time"] == 2
+
+
+def test_the_documents_jq_commands_give_sensible_answers(tmp_path: Path) -> None:
+    jq = needs.tool("jq")
+    account = Account(output_dir=tmp_path / "status")
+    account.clock.advance(3500)
+    for operation, seconds in (("a", 1), ("b", 300), ("c", 20), ("d", 0.1)):
+        account.call(operation, seconds)
+    account.tracker.write()
+    file = tmp_path / "status" / "monitoring_costs.json"
+
+    def ask(program: str) -> object:
+        answer = subprocess.run([jq, program, str(file)], capture_output=True, text=True, check=True, timeout=30)
+        return json.loads(answer.stdout)
+
+    assert ask(".total_percentage") == pytest.approx(9.17, abs=0.01)
+    assert ask(".budget_status") == "warning"
+    top = ask(
+        "{budget_status, total_percentage, top_operations: .operations | to_entries |"
+        " sort_by(.value.total_time) | reverse | .[0:3]}"
+    )
+    assert isinstance(top, dict)
+    assert [entry["key"] for entry in top["top_operations"]] == ["b", "c", "a"]
+    ordered = ask(".operations | to_entries | sort_by(.value.total_time) | reverse")
+    assert isinstance(ordered, list)
+    assert [entry["key"] for entry in ordered] == ["b", "c", "a", "d"]
+
+
+def test_the_summary_is_the_documents_table() -> None:
+    account = Account()
+    account.clock.advance(3500)
+    account.call("evolution_snapshot", 360)
+    account.call("status", 2)
+    text = io.StringIO()
+    account.tracker.print_summary(text)
+    rows = text.getvalue().splitlines()
+    assert rows[0] == "Monitoring overhead: 10.34% of 3500s training (budget 5%): FAR OVER BUDGET"
+    assert rows[1].split() == ["Operation", "Calls", "Time/Call", "Total", "Background", "Share", "Impact", "Status"]
+    assert rows[2].split() == ["evolution_snapshot", "1", "360.0s", "360.0s", "0s", "10.29%", "critical", "active"]
+    assert rows[3].split()[-2:] == ["negligible", "active"]
+
+
+@pytest.mark.parametrize(("preset", "budget"), [("production", 5.0), ("research", 15.0), ("final_evaluation", 2.0)])
+def test_presets_set_the_budget_of_the_document(preset: str, budget: float) -> None:
+    from miner_guard.config import CostSettings
+
+    assert PRESETS[preset]["monitoring_budget"] == budget
+    assert Budget.from_settings(CostSettings(preset=preset)).budget_pct == budget  # type: ignore[arg-type]
+
+
+def test_words_for_impact() -> None:
+    shares = {30.0: "critical", 6.0: "high", 3.0: "moderate", 0.5: "acceptable", 0.1: "negligible"}
+    assert {share: impact(share) for share in shares} == shares
+
+
+def _disaster(throttle: bool) -> tuple[Account, int]:
+    """Source 000: 60-300 s every 500 steps at 3.5 s a step, beside a cheap operation every 200 steps."""
+    account = Account(Budget(throttle=throttle))
+    calls = 0
+    for step in range(1, 20_001):
+        account.clock.advance(3.5)
+        if account.tracker.due("evolution_snapshot", every_steps=500, step=step):
+            account.call("evolution_snapshot", (60, 180, 300)[calls % 3])
+            calls += 1
+        if account.tracker.due("live_inference", every_steps=200, step=step):
+            account.call("live_inference", 3)
+    return account, calls
+
+
+def test_the_disaster_unthrottled_is_far_over_budget() -> None:
+    account, calls = _disaster(throttle=False)
+    assert calls == 40
+    assert account.said[0].event == "monitoring_operation_slow"
+    assert account.tracker.share_pct() > 10
+
+
+def test_the_disaster_throttled_stays_in_budget_and_spares_the_cheap_operation() -> None:
+    account, calls = _disaster(throttle=True)
+    assert account.tracker.share_pct() <= 5.2
+    assert 5 <= calls < 20
+    report = account.tracker.get_report()["operations"]
+    assert report["live_inference"]["calls"] == 100
+    assert report["live_inference"]["status"] == "active"
+    assert report["evolution_snapshot"]["status"] == "throttled"
+    throttled = [finding for finding in account.said if finding.event == "monitoring_throttled"]
+    assert len(throttled) == 1
+    assert throttled[0].fields["operation"] == "evolution_snapshot"
+    assert throttled[0].fields["interval_s"] > throttled[0].fields["asked_s"]
+
+
+def test_throttling_relaxes_when_the_operation_gets_cheap() -> None:
+    account = Account(Budget(throttle=True))
+    for step in range(1, 40_001):
+        account.clock.advance(3.5)
+        if account.tracker.due("evolution_snapshot", every_steps=500, step=step):
+            account.call("evolution_snapshot", 300 if step < 5000 else 0.5)
+    events = account.events()
+    assert events.count("monitoring_throttled") == events.count("monitoring_relaxed") == 1
+    assert account.tracker.get_report()["operations"]["evolution_snapshot"]["status"] == "active"
+
+
+def test_due_by_time_and_its_missing_interval() -> None:
+    account = Account()
+    assert account.tracker.due("status", every_s=60)
+    account.call("status", 1)
+    assert not account.tracker.due("status", every_s=60)
+    account.clock.advance(60)
+    assert account.tracker.due("status", every_s=60)
+    with pytest.raises(ValueError, match="every_s, or every_steps and step"):
+        account.tracker.due("status")
+
+
+def test_a_long_operation_is_cut_at_its_portion() -> None:
+    account = Account()
+    done = []
+    for example in account.tracker.portion("validation", range(1000), limit_s=5):
+        account.clock.advance(0.5)
+        done.append(example)
+    assert done == list(range(10))
+    assert account.tracker.get_report()["operations"]["validation"]["total_time"] == 5
+
+
+def test_fair_cap_leaves_small_shares_alone() -> None:
+    assert fair_cap([1.0, 2.0], 5.0) == float("inf")
+    assert fair_cap([1.0, 20.0], 5.0) == 4.0
+    assert fair_cap([0.5, 10.0, 20.0], 5.0) == 2.25
+
+
+def test_names_without_end_take_no_memory_without_end() -> None:
+    account = Account()
+    for number in range(10_000):
+        account.tracker.record(f"operation-{number}", 0.001)
+    assert len(account.tracker.get_report()["operations"]) <= 257
+
+
+def test_a_disk_that_refuses_is_said_once_and_raises_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    account = Account(output_dir=tmp_path / "file")
+    for _ in range(5):
+        account.clock.advance(10)
+        account.call("status", 0.1)
+    assert account.events().count("guard_degraded") == 1
+
+
+def test_another_process_reads_the_running_guards_ledger(tmp_path: Path) -> None:
+    account = Account(output_dir=tmp_path / "status")
+    account.clock.advance(1000)
+    account.call("validation", 20)
+    account.tracker.write()
+    set_global_tracker(None)
+    try:
+        other = get_global_tracker({"MINER_GUARD_STATE_DIR": str(tmp_path)})
+        assert other.get_report()["operations"]["validation"]["total_time"] == 20
+        with other.track("own"):
+            pass
+        assert list(other.get_report()["operations"]) == ["own"]
+    finally:
+        set_global_tracker(None)
