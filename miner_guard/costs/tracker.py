@@ -113,7 +113,7 @@ class MonitoringCostTracker:
     def _judged(self) -> list[Finding]:
         """The budget's finding, where it got worse; better is noted in silence."""
         share = self.share_pct()
-        level = self.budget.status(share) if self._blocking_s() >= _EVIDENCE_S else "ok"
+        level = self.budget.status(share) if self.blocking_s() >= _EVIDENCE_S else "ok"
         worse = _LEVELS[level] > _LEVELS[self._level]
         self._level = level
         if not worse:
@@ -128,19 +128,26 @@ class MonitoringCostTracker:
         """Take the training time in seconds from elsewhere: the supervisor knows when the miner did not run."""
         self._training_s = source
 
-    def _blocking_s(self) -> float:
-        return sum(account.blocking_s for account in self._operations.values())
+    def blocking_s(self) -> float:
+        """Seconds that training waited for monitoring."""
+        with self._mutex:
+            return sum(account.blocking_s for account in self._operations.values())
+
+    def background_s(self, prefix: str = "") -> float:
+        """CPU seconds beside training, of the operations whose names start with `prefix`."""
+        with self._mutex:
+            return sum(a.background_s for name, a in self._operations.items() if name.startswith(prefix))
 
     def training_s(self) -> float:
         """Seconds of training so far, without what monitoring took."""
         if self._training_s is not None:
             return max(0.0, self._training_s())
-        return max(0.0, self._clock.monotonic() - self._start - self._blocking_s())
+        return max(0.0, self._clock.monotonic() - self._start - self.blocking_s())
 
     def share_pct(self) -> float:
         """Blocking monitoring time in per cent of training time."""
         with self._mutex:
-            return percent(self._blocking_s(), self.training_s())
+            return percent(self.blocking_s(), self.training_s())
 
     def is_over_budget(self) -> bool:
         """Whether monitoring has taken more than its share."""
@@ -201,7 +208,7 @@ class MonitoringCostTracker:
             return True, found("monitoring_relaxed", operation=operation, interval_s=asked)
         if not account.recent_s or planned[operation] <= cap:
             return True, None
-        after = percent(self._blocking_s() + account.recent_s, self.training_s())
+        after = percent(self.blocking_s() + account.recent_s, self.training_s())
         if after <= self.budget.budget_pct:
             return True, None
         if account.throttled:
@@ -242,15 +249,15 @@ class MonitoringCostTracker:
                 if isinstance(stored, dict) and isinstance(stored.get("operations"), dict):
                     return stored
             training = self.training_s()
-            share = percent(self._blocking_s(), training)
+            share = percent(self.blocking_s(), training)
             return {
                 "budget_status": self.budget.status(share),
                 "total_percentage": round(share, 4),
                 "budget_percentage": self.budget.budget_pct,
                 "critical_percentage": self.budget.critical_pct,
                 "throttle": self.budget.throttle,
-                "total_time": round(self._blocking_s(), 6),
-                "background_time": round(sum(a.background_s for a in self._operations.values()), 6),
+                "total_time": round(self.blocking_s(), 6),
+                "background_time": round(self.background_s(), 6),
                 "training_time": round(training, 3),
                 "step_time": self._step_time_s,
                 "updated": iso_utc(self._clock.wall()),
@@ -292,12 +299,30 @@ def set_global_tracker(tracker: MonitoringCostTracker | None) -> None:
 
 
 def get_global_tracker(env: Mapping[str, str] | None = None) -> MonitoringCostTracker:
-    """This process's tracker. Where nothing was tracked here, its report is the running guard's ledger."""
+    """This process's tracker. Inside a rank its calls go to the guard's ledger; where nothing was tracked in
+    this process, its report is that ledger."""
     global _global
     with _global_mutex:
         if _global is None:
             environment = os.environ if env is None else env
-            handed = environment.get(statedir.STATE_DIR)
-            state = statedir.choose("miner", handed, environment)
-            _global = MonitoringCostTracker(ledger=state.costs)
+            state = statedir.choose("miner", environment.get(statedir.STATE_DIR), environment)
+            _global = _of_this_rank(state.costs) or MonitoringCostTracker(ledger=state.costs)
         return _global
+
+
+def _of_this_rank(ledger: Path) -> MonitoringCostTracker | None:
+    # Not imported here: a process that has no hook must not get one by asking for costs.
+    hook = sys.modules.get("miner_guard.rank.hook")
+    guard = None if hook is None else hook.current()
+    if guard is None:
+        return None
+
+    def report(finding: Finding) -> None:
+        # The supervisor judges the budget from what is recorded; only it is told twice otherwise.
+        if finding.event in ("monitoring_throttled", "monitoring_relaxed"):
+            guard.emit(finding)
+
+    def on_record(operation: str, seconds: float, blocking: bool) -> None:
+        guard.add_cost(operation, seconds, blocking=blocking)
+
+    return MonitoringCostTracker(ledger=ledger, report=report, on_record=on_record)

@@ -417,6 +417,11 @@ def _finding_of(decision: GateDecision) -> Finding:
 _current: Guard | None = None
 
 
+def current() -> Guard | None:
+    """This process's guard, where `init` was called and it was not closed since."""
+    return None if _current is None or _current._closed else _current
+
+
 def init(state_dir: str | Path | None = None) -> Guard:
     """The guard of this rank: once, after init_process_group, on every rank (it makes a CPU group). Never raises.
 

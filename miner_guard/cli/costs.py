@@ -1,0 +1,107 @@
+"""`miner-guard costs`: what monitoring costs; `costs estimate`: what a new operation would cost."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Annotated, Any, Optional
+
+import typer
+
+from miner_guard import statedir
+from miner_guard.cli.exits import FAILED, NOT_RUNNING, USAGE, Refused
+from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
+from miner_guard.costs import PRESETS, Budget, estimate, table
+
+
+def command(
+    what: Annotated[str, typer.Argument(metavar="[estimate]", help="Without it: the guard's ledger.")] = "",
+    operation: Annotated[str, typer.Argument(help="Name of the new operation, for the words.")] = "this operation",
+    every: Annotated[Optional[int], typer.Option("--every", min=1, help="estimate: steps between two calls.")] = None,
+    seconds: Annotated[Optional[float], typer.Option("--seconds", min=0, help="estimate: time of one call.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="estimate: steps of training.")] = 1000,
+    step_time: Annotated[
+        Optional[float], typer.Option("--step-time", help="estimate: seconds a step; else the running miner's.")
+    ] = None,
+    config: Config = None,
+    name: Name = DEFAULT_NAME,
+    state_dir: State = None,
+    json: Json = False,
+) -> None:
+    """What monitoring costs, or would cost. Exit 1: over budget."""
+    place = open_place(config, name, state_dir)
+    if what == "":
+        _ledger(place, as_json=json)
+    elif what == "presets":
+        typer.echo(json_module.dumps(PRESETS, indent=1))
+    elif what == "estimate":
+        if every is None or seconds is None:
+            raise Refused("estimate needs --every STEPS and --seconds TIME_OF_ONE_CALL", USAGE)
+        answer = _estimate(place, operation, steps, every, seconds, step_time)
+        typer.echo(json_module.dumps(answer, indent=1) if json else _words(answer))
+        if answer["budget_status"] != "ok":
+            raise typer.Exit(FAILED)
+    else:
+        raise Refused(f"costs takes `estimate` or `presets`, not {what!r}", USAGE)
+
+
+def _ledger(place: Place, *, as_json: bool) -> None:
+    report = statedir.read_json(place.state.costs)
+    if not isinstance(report, dict) or "operations" not in report:
+        raise Refused(f"no ledger at {place.state.costs}: no guard has run there yet", NOT_RUNNING)
+    typer.echo(json_module.dumps(report, indent=1, ensure_ascii=False) if as_json else table.text(report))
+    if report["budget_status"] != "ok":
+        raise typer.Exit(FAILED)
+
+
+def _estimate(
+    place: Place, operation: str, steps: int, every: int, seconds: float, step_time: float | None
+) -> dict[str, Any]:
+    budget = Budget.from_settings(place.settings.config.costs)
+    step_time_s = step_time if step_time is not None else _step_time(place)
+    try:
+        cost = estimate(steps=steps, every_steps=every, seconds=seconds, step_time_s=step_time_s)
+    except ValueError as error:
+        raise Refused(str(error), USAGE) from error
+    return {
+        "operation": operation,
+        **cost.as_dict(),
+        "steps": steps,
+        "every_steps": every,
+        "seconds": seconds,
+        "step_time_s": step_time_s,
+        "budget_pct": budget.budget_pct,
+        "budget_status": budget.status(cost.overhead_pct),
+        "fits_every_steps": _fitting(seconds, step_time_s, budget.budget_pct),
+    }
+
+
+def _fitting(seconds: float, step_time_s: float, budget_pct: float) -> int:
+    """The shortest interval in steps at which the operation alone would be within budget."""
+    return max(1, -int(-100 * seconds // (budget_pct * step_time_s)))
+
+
+def _step_time(place: Place) -> float:
+    status = statedir.read_json(place.state.status)
+    steps = status.get("steps") if isinstance(status, dict) else None
+    median = steps.get("p50_s") if isinstance(steps, dict) else None
+    if not isinstance(median, (int, float)) or median <= 0:
+        raise Refused("no step time is known here; give --step-time SECONDS", USAGE)
+    return float(median)
+
+
+def _words(answer: dict[str, Any]) -> str:
+    verdict = {
+        "ok": "within budget",
+        "warning": "OVER BUDGET: don't enable it as it is",
+        "critical": "FAR OVER BUDGET: don't enable it as it is",
+    }[answer["budget_status"]]
+    lines = [
+        f"{answer['operation']}: {answer['calls']:g} calls of {answer['seconds']:g}s = {answer['cost_s']:.0f}s"
+        f" in {answer['training_s']:.0f}s of training",
+        f"overhead {answer['overhead_pct']:.1f}% (budget {answer['budget_pct']:g}%): {verdict}",
+    ]
+    if answer["budget_status"] != "ok":
+        lines.append(
+            f"it would fit every {answer['fits_every_steps']} steps; or with fewer examples, or run after training"
+        )
+    return "\n".join(lines)

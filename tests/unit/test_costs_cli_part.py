@@ -1,0 +1,117 @@
+"""`miner-guard costs` and the supervisor's cost part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.cli.main import run
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config
+from miner_guard.costs import set_global_tracker
+from miner_guard.events import Finding
+from miner_guard.rank.flight import Step
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context, Exit, Launch
+from miner_guard.supervisor.parts.costs import Costs
+
+EXAMPLE = ["--steps", "2487", "--every", "500", "--seconds", "180", "--step-time", "3.5"]
+
+
+@pytest.fixture
+def emitted() -> list[Finding]:
+    return []
+
+
+@pytest.fixture
+def part(tmp_path: Path, emitted: list[Finding]) -> Iterator[Costs]:
+    context = Context(
+        Config(), StateDir(tmp_path), FakeClock(), "r1", emitted.append, jobs=None, control=None, status=dict  # type: ignore[arg-type]
+    )  # fmt: skip
+    yield Costs(context)
+    set_global_tracker(None)
+
+
+def _step(number: int, seconds: float, phases: dict[str, float] | None = None, nested: float = 0.0) -> Step:
+    return Step(
+        number, 1, number, number, 0.0, seconds, 0.0, 1.0, True, None, None, None, None, None, 0, phases or {}, nested
+    )
+
+
+def test_estimate_gives_the_documents_10_1_per_cent_and_exit_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["costs", "estimate", "evolution", *EXAMPLE, "--state-dir", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "evolution: 4.9 calls of 180s = 882s in 8704s of training" in out
+    assert "overhead 10.1% (budget 5%): FAR OVER BUDGET" in out
+
+
+def test_estimate_within_budget_is_exit_0_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cheap = ["--steps", "1000", "--every", "200", "--seconds", "3", "--step-time", "3.5", "--json"]
+    assert run(["costs", "estimate", *cheap, "--state-dir", str(tmp_path)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert round(answer["overhead_pct"], 1) == 0.4
+    assert answer["budget_status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["costs", "estimate"], 64, "needs --every"),
+        (["costs", "estimate", "--every", "5", "--seconds", "1"], 64, "no step time is known"),
+        (["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "0"], 64, "above 0"),
+        (["costs", "estimates"], 64, "not 'estimates'"),
+        (["costs"], 3, "no ledger"),
+    ],
+)
+def test_bad_questions_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
+) -> None:
+    assert run([*arguments, "--state-dir", str(tmp_path)]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_phases_are_entered_once_each(part: Costs) -> None:
+    """5 s of monitor phase of which 3 s are validation nested in it: 2 s are its own, 5 s together."""
+    part.on_launch(Launch(["x"], 1, 0, 1000.0))
+    part.on_steps(0, [_step(0, 100.0, {"monitor": 5.0, "val_loss": 3.0, "forward": 50.0}, nested=3.0)])
+    report = part.tracker.get_report()
+    assert {name: row["total_time"] for name, row in report["operations"].items()} == {
+        "monitor": 2.0,
+        "validation": 3.0,
+    }
+    assert report["total_percentage"] == pytest.approx(100 * 5 / 95, abs=1e-3)
+
+
+def test_only_the_lead_rank_is_counted(part: Costs) -> None:
+    for rank in (0, 1):
+        part.on_steps(rank, [_step(0, 10.0)])
+        part.on_entry(rank, {"kind": "cost", "operation": "guard.hook", "seconds": 0.5, "blocking": True, "count": 64})
+    row = part.tracker.get_report()["operations"]["guard.hook"]
+    assert (row["total_time"], row["calls"]) == (0.5, 64)
+    assert part.snapshot()["guard_blocking_pct"] == pytest.approx(100 * 0.5 / 9.5, abs=1e-3)
+
+
+def test_an_expensive_call_of_a_rank_is_called_out(part: Costs, emitted: list[Finding], tmp_path: Path) -> None:
+    part.on_steps(0, [_step(0, 1750.0)])
+    part.on_entry(0, {"kind": "cost", "operation": "evolution_snapshot", "seconds": 180.0, "blocking": True})
+    assert [finding.event for finding in emitted] == ["monitoring_operation_slow", "monitoring_over_budget"]
+    list(part.on_stop())
+    document: dict[str, Any] = json.loads((tmp_path / "status" / "monitoring_costs.json").read_text())
+    assert document["budget_status"] == "critical"
+    assert document["operations"]["guard.loop"]["background_time"] > 0
+
+
+def test_time_in_which_the_miner_does_not_run_is_no_training_time(part: Costs) -> None:
+    clock = part.context.clock
+    assert isinstance(clock, FakeClock)
+    part.on_launch(Launch(["x"], 1, 0, clock.monotonic()))
+    clock.advance(50)
+    part.on_exit(Exit(1, None, False, False, 50.0))
+    clock.advance(1000)
+    assert part.tracker.training_s() == 50
