@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from miner_guard.config import GateSettings
 from uploads.decision import GateDecision
 from uploads.inputs import GateInputs, canonical
-from validators import base_age, loss, min_inner_step, repo_age
+from validators import block_list, gradients, loss, metadata, repo_age, rules
 from validators.facts import Candidate, Facts
 from validators.limits import Limits
 from validators.verdict import OUTCOMES, Verdict, worst
-
-Judge = Callable[[Facts, Limits], Verdict]
 
 _LONGEST = 240
 """Characters of a sentence: a decision with all its verdicts must fit into one entry of the journal (4080 bytes)."""
@@ -35,17 +33,24 @@ def decide(
         candidate = reduced(candidate)
         record = recorded(candidate, inputs, settings, now)
         facts, limits = _facts(candidate, inputs, settings, now)
-        verdicts = tuple(_judged(name, judge, facts, limits) for name, judge in _rules(facts, limits))
+        verdicts = tuple(_said(v, candidate.kind) for v in rules.all_of(rules.for_gate(facts, limits), facts, limits))
     except Exception as error:  # noqa: BLE001 -- an error in the gate must block on every rank alike, not raise in rank 0
         facts = Facts(candidate, now=now)
         limits = Limits()
-        verdicts = (_failed("gate", error),)
+        verdicts = (_said(rules.failed("gate", error), candidate.kind),)
     return _concluded(facts, limits, verdicts, settings, record, wall)
 
 
 def reduced(candidate: Candidate) -> Candidate:
     """The candidate with only what the rules read, so that the record of a decision stays small and replays alike."""
-    return replace(candidate, recent_losses=tuple(candidate.recent_losses[-loss.POINTS :]))
+    return replace(
+        candidate,
+        recent_losses=tuple(candidate.recent_losses[-loss.POINTS :]),
+        files=gradients.reduced(candidate.files),
+        config=block_list.reduced(candidate.config),
+        metadata=metadata.reduced(candidate.metadata),
+        revision=None if candidate.revision is None else candidate.revision[:80],
+    )
 
 
 def recorded(candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float) -> dict[str, Any]:
@@ -70,29 +75,13 @@ def _facts(candidate: Candidate, inputs: GateInputs, settings: GateSettings, now
     return facts, Limits.of(settings, known.limits)
 
 
-def _rules(facts: Facts, limits: Limits) -> Iterator[tuple[str, Judge]]:
-    """The rules in force: those always asked, and those whose subject was handed in."""
-    yield min_inner_step.RULE, min_inner_step.judge
-    yield repo_age.RULE, repo_age.judge
-    yield base_age.RULE, base_age.judge
-    if facts.candidate.loss is not None or facts.candidate.recent_losses:
-        yield loss.RULE, loss.judge
+def _said(verdict: Verdict, kind: str) -> Verdict:
+    """As it stands in the decision: short, and for an archive never a block.
 
-
-def _judged(name: str, judge: Judge, facts: Facts, limits: Limits) -> Verdict:
-    try:
-        verdict = judge(facts, limits)
-    except Exception as error:  # noqa: BLE001 -- a defect in one rule must not let an upload pass unjudged
-        verdict = _failed(name, error)
-    if facts.candidate.kind == "archive" and verdict.outcome == "block":
-        # The upload after an AllReduce starts at inner step 0 and is needed by the miner's own reload.
-        verdict = replace(verdict, outcome="warn")
-    return replace(verdict, sentence=verdict.sentence[:_LONGEST])
-
-
-def _failed(name: str, error: Exception) -> Verdict:
-    words = f"the rule {name} failed: {type(error).__name__}: {error}"
-    return Verdict(name, "block", None, None, f"{words[:180]}; nothing goes out unjudged")
+    The upload after an AllReduce starts at inner step 0 and is needed by the miner's own reload.
+    """
+    outcome = "warn" if kind == "archive" and verdict.outcome == "block" else verdict.outcome
+    return replace(verdict, outcome=outcome, sentence=verdict.sentence[:_LONGEST])
 
 
 def _concluded(
@@ -132,7 +121,7 @@ def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool
 
 
 def replay(record: Mapping[str, Any], inputs: GateInputs, wall: float) -> GateDecision:
-    """The decision again, from its record and the inputs it names. Raises KeyError or TypeError for a foreign record."""
+    """The decision again, from its record and the inputs it names. Raises KeyError or TypeError."""
     stated = {**record["candidate"]}
     stated["recent_losses"] = tuple(float(v) for v in stated.get("recent_losses", ()))
     if stated.get("loss") is not None:

@@ -77,12 +77,18 @@ class Limits:
     commitment_chars: int | None = None
     """Exact length of the commitment on chain."""
 
+    commitment_form: tuple[int, ...] = ()
+    """Lengths of its parts: account id, read key id, read secret."""
+
     gradients_metadata_key: str | None = None
     """A key that gradients.pt must have beside the tensors."""
 
     gradients_index_suffix: str = "idxs"
     gradients_value_suffix: str = "vals"
     """`<param>idxs` and `<param>vals` hold the indices and values of a parameter's compressed gradient."""
+
+    gradients_chunk: int | None = None
+    """Indices count within chunks of this edge (the DCT's), and are whole-tensor indices where it is None."""
 
     gradients_min_bytes: int | None = None
     gradients_max_bytes: int | None = None

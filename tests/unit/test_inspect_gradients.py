@@ -1,0 +1,163 @@
+"""gradients.pt from anybody: what validators would reject is refused, nothing runs, memory is bounded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.config import GateSettings
+from validators.inspect_gradients import examine
+from validators.inspection import inspect_file
+from validators.limits import Limits
+from validators.profiles import load_profile
+
+torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
+
+FLAT = Limits(gradients_metadata_key="metadata", gradients_max_bytes=10**9)
+SHAPES = {"w": (8, 16), "b": (10,)}
+
+
+def good() -> dict[str, Any]:
+    return {
+        "widxs": torch.tensor([0, 5, 127]), "wvals": torch.tensor([0.5, -1.0, 2.0]),
+        "bidxs": torch.tensor([9]), "bvals": torch.tensor([0.25]),
+        "metadata": {"outer_step": 56, "inner_step": 84, "loss": 3.4},
+    }  # fmt: skip
+
+
+def saved(tmp_path: Path, document: Any) -> Path:
+    path = tmp_path / "gradients.pt"
+    torch.save(document, path)
+    return path
+
+
+def test_a_good_file_is_counted_and_its_metadata_read(tmp_path: Path) -> None:
+    report = inspect_file(saved(tmp_path, good()), FLAT, shapes=SHAPES)
+    assert (report["problems"], report["params"], report["values"]) == ([], 2, 4)
+    assert report["metadata"]["inner_step"] == 84
+
+
+def looked_at(path: Path, shapes: Any = None, limits: Limits = FLAT) -> dict[str, Any]:
+    """The same look, in this process: for files that are merely wrong."""
+    return examine(torch, str(path), path.stat().st_size, dataclasses.asdict(limits), shapes, None, 9)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"wvals": torch.tensor([0.5, NAN, 2.0])}, "w: NaN or Inf"),
+        ({"wvals": torch.tensor([0.5, INF, 2.0], dtype=torch.bfloat16)}, "w: NaN or Inf"),
+        ({"wvals": torch.tensor([0.5, 2.0])}, r"w: \[3\] indices for \[2\] values"),
+        ({"widxs": torch.tensor([0, 5, 128])}, r"w: index 128 is out of bounds \(0 to 127\)"),
+        ({"widxs": torch.tensor([0, -5, 1])}, "w: index -5 is out of bounds"),
+        ({"widxs": torch.tensor([0.0, 5.0, 1.0])}, "not whole numbers"),
+        ({"wvals": None}, "w: values are missing"),
+        ({"wvals": [0.5, 1.0, 2.0]}, "w: values are a list"),
+        ({"xidxs": torch.tensor([0]), "xvals": torch.tensor([1.0])}, "x: the model has no such parameter"),
+        ({"wvals": torch.zeros(3), "bvals": torch.zeros(1)}, "all values are zero"),
+        ({"widxs": torch.zeros(1, dtype=torch.int64).expand(10**10)}, "claims 10000000000 indices"),
+        ({"wvals": torch.ones(1).expand(10**10)}, "claims 10000000000 values"),
+    ],
+)  # fmt: skip
+def test_contents_that_validators_reject(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    report = looked_at(saved(tmp_path, {**good(), **change}), SHAPES)
+    assert any(re.search(words, p) for p in report["problems"]), report
+
+
+def test_missing_keys(tmp_path: Path) -> None:
+    document = good()
+    del document["metadata"]
+    assert "lacks the key 'metadata'" in looked_at(saved(tmp_path, document))["problems"][0]
+    del document["bidxs"], document["bvals"]
+    report = looked_at(saved(tmp_path, document), SHAPES)
+    assert "1 of the model's parameters are missing, b among them" in report["warnings"][0]
+    assert "holds no" in looked_at(saved(tmp_path, {"metadata": {}}))["problems"][0]
+    assert "not a dictionary" in looked_at(saved(tmp_path, [1, 2]))["problems"][0]
+
+
+def test_chunked_indices_of_subnet_38(tmp_path: Path) -> None:
+    limits = Limits.of(GateSettings(), load_profile("sn38").limits)
+    document = {
+        "widxs": torch.randint(0, 64 * 64, (2, 3, 32), dtype=torch.int16), "wvals": torch.randn(2, 3, 32),
+        "metadata": {},
+    }  # fmt: skip
+    path = saved(tmp_path, document)
+    assert looked_at(path, {"w": (128, 192)}, limits)["problems"] == []
+    wrong = looked_at(path, {"w": (256, 192)}, limits)["problems"]
+    assert "for a parameter of [256, 192]" in wrong[0]
+    document["widxs"][0, 0, 0] = 64 * 64
+    assert (
+        "out of bounds (0 to 4095)"
+        in inspect_file(saved(tmp_path, document), limits, shapes={"w": (128, 192)})["problems"][0]
+    )
+
+
+class Bomb:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_a_pickle_bomb_is_refused_and_nothing_runs(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    for number, path in enumerate((saved(tmp_path, {**good(), "x": Bomb(marker)}), tmp_path / "plain.pt")):
+        if number:
+            path.write_bytes(pickle.dumps({"x": Bomb(marker)}))
+        report = inspect_file(path, FLAT)
+        assert "does not load with weights_only=True" in report["problems"][0]
+        assert not marker.exists()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, 0.5, 0.95, -1])
+def test_a_truncated_file_is_refused(tmp_path: Path, kept: float) -> None:
+    path = saved(tmp_path, good())
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(kept * len(whole)) if 0 < kept < 1 else int(kept)])
+    report = looked_at(path)
+    assert len(report["problems"]) == 1
+    assert report["params"] == 0
+
+
+def test_10_gb_claimed_by_the_archive_are_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "gradients.pt"
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("archive/data/0", "w", force_zip64=True) as entry,
+    ):
+        for _ in range(64):
+            entry.write(bytes(1024 * 1024))
+    assert path.stat().st_size < 10**6
+    report = inspect_file(path, FLAT)
+    assert "claims 67108864 bytes inside a file of" in report["problems"][0]
+
+
+def test_10_gb_claimed_by_the_pickle_meet_the_memory_limit(tmp_path: Path) -> None:
+    # torch's older format states each storage's size in the pickle and allocates before it reads.
+    path = tmp_path / "gradients.pt"
+    torch.save({"wvals": torch.ones(4)}, path, _use_new_zipfile_serialization=False)
+    data = path.read_bytes()
+    claimed = data.replace(b"K\x04Nt", b"\x8a\x05\x00\x00\x00\x80\x02Nt").replace(
+        b"K\x04", b"\x8a\x05\x00\x00\x00\x80\x02", 1
+    )
+    path.write_bytes(claimed)
+    report = inspect_file(path, FLAT, memory_bytes=256 * 1024**2)
+    assert "needs more memory than allowed" in report["problems"][0]
+    assert report["params"] == 0
+
+
+def test_a_file_that_cannot_be_looked_at_is_unknown_and_not_healthy(tmp_path: Path) -> None:
+    assert "No such file" in inspect_file(tmp_path / "absent.pt", FLAT)["reason"]
+    assert "no answer within 0.01 s" in inspect_file(saved(tmp_path, good()), FLAT, deadline_s=0.01)["reason"]
+    assert "could not be started" in inspect_file(saved(tmp_path, good()), FLAT, python="/nonexistent")["reason"]

@@ -1,0 +1,208 @@
+"""Every rule passes, warns, blocks and is unknown where it should; a second subnet is data and one rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from miner_guard import settings
+from miner_guard.config import GateSettings
+from uploads.gate import decide
+from uploads.inputs import GateInputs
+from validators import (
+    base_age,
+    block_list,
+    bucket,
+    commitment,
+    gradients,
+    loss,
+    metadata,
+    min_inner_step,
+    repo_age,
+    revision,
+    window,
+)
+from validators.facts import Candidate, Facts, Network, Published
+from validators.limits import Limits
+from validators.profiles import guard_settings, load_profile, names
+from validators.rules import for_gate
+from validators.verdict import Verdict
+
+NOW = 10_000.0
+SN38 = Limits.of(GateSettings(), load_profile("sn38").limits)
+SN3 = Limits.of(GateSettings(), load_profile("sn3").limits)
+OURS = commitment.fingerprint("a" * 128)
+META = {"run": "5", "outer_step": 56, "inner_step": 84, "peer_id": "12D3"}
+RISING = tuple(2.0 + 0.1 * n for n in range(10))
+
+
+def facts(
+    *, published: Published | None = None, network: Network | None = None, credentials: str | None = None,
+    name: str | None = None, **candidate: object,
+) -> Facts:  # fmt: skip
+    given = {"kind": "gradient", "outer_step": 56, "inner_step": 84, **candidate}
+    return Facts(
+        Candidate(**given),  # type: ignore[arg-type]
+        published or Published(),
+        network or Network(),
+        NOW,
+        credentials,
+        name,
+    )
+
+
+def chain(**known: object) -> Network:
+    return Network(**{"reason": None, "seen_at": NOW, **known})  # type: ignore[arg-type]
+
+
+def aged(age_s: float, **known: object) -> Published:
+    return Published(age_s=age_s, reason=None, seen_at=NOW, **known)  # type: ignore[arg-type]
+
+
+def step(inner: int) -> Facts:
+    return facts(published=aged(1, inner_step=inner))
+
+
+Judge = Callable[[Facts, Limits], Verdict]
+SPACED = replace(SN38, min_upload_interval_s=300.0)
+OUTCOMES: list[tuple[str, Judge, Facts, Limits, str]] = [
+    ("enough inner steps", min_inner_step.judge, facts(inner_step=50), SN38, "pass"),
+    ("too few inner steps", min_inner_step.judge, facts(inner_step=49), SN38, "block"),
+    ("published inner step 60", min_inner_step.judge_published, step(60), SN38, "pass"),
+    ("published inner step 20", min_inner_step.judge_published, step(20), SN38, "warn"),
+    ("published inner step 0", min_inner_step.judge_published, step(0), SN38, "block"),
+    ("published inner step unread", min_inner_step.judge_published, facts(), SN38, "unknown"),
+    ("fresh repo", repo_age.judge, facts(published=aged(400)), SPACED, "pass"),
+    ("stale repo is cured by an upload", repo_age.judge, facts(published=aged(2100)), SPACED, "warn"),
+    ("too soon", repo_age.judge, facts(published=aged(299)), SPACED, "block"),
+    ("unread repo", repo_age.judge, facts(), SPACED, "unknown"),
+    ("published 600 s ago", repo_age.judge_published, facts(published=aged(600)), SN38, "pass"),
+    ("published 2100 s ago", repo_age.judge_published, facts(published=aged(2100)), SN38, "warn"),
+    ("published 4801 s ago", repo_age.judge_published, facts(published=aged(4801)), SN38, "block"),
+    ("nothing published", repo_age.judge_published, facts(published=Published(empty=True)), SN38, "block"),
+    ("publication unread", repo_age.judge_published, facts(), SN38, "unknown"),
+    ("current base", base_age.judge, facts(base_outer_step=56, network=chain(outer_step=56)), SN38, "pass"),
+    ("old base", base_age.judge, facts(base_outer_step=55, network=chain(outer_step=56)), SN38, "block"),
+    ("network unread", base_age.judge, facts(base_outer_step=55), SN38, "unknown"),
+    ("base not handed in", base_age.judge, facts(network=chain(outer_step=56)), SN38, "unknown"),
+    ("recent block", block_list.judge, facts(config={"block_list": [900]}, network=chain(block=1000)), SN38, "pass"),
+    ("ageing block", block_list.judge, facts(config={"block_list": [840]}, network=chain(block=1000)), SN38, "warn"),
+    ("old block", block_list.judge, facts(config={"block_list": [799]}, network=chain(block=1000)), SN38, "block"),
+    ("empty block list", block_list.judge, facts(config={"block_list": []}, network=chain(block=9)), SN38, "block"),
+    ("no block list", block_list.judge, facts(config={}, network=chain(block=9)), SN38, "block"),
+    ("words as blocks", block_list.judge, facts(config={"block_list": ["7"]}, network=chain(block=9)), SN38, "block"),
+    ("block unread", block_list.judge, facts(config={"block_list": [1]}), SN38, "unknown"),
+    ("config not handed in", block_list.judge, facts(network=chain(block=9)), SN38, "unknown"),
+    ("revision", revision.judge, facts(revision="5.56.84"), SN38, "pass"),
+    ("revision of a later inner step", revision.judge, facts(revision="5.56.86"), SN38, "warn"),
+    ("revision of another epoch", revision.judge, facts(revision="5.55.84"), SN38, "block"),
+    ("malformed revision", revision.judge, facts(revision="56-84"), SN38, "block"),
+    ("revision not handed in", revision.judge, facts(), SN38, "unknown"),
+    ("revision without a profile", revision.judge, facts(revision="5.56.84"), Limits(), "unknown"),
+    ("metadata", metadata.judge, facts(metadata=META), SN38, "pass"),
+    ("metadata lacks peer_id", metadata.judge, facts(metadata={**META, "peer_id": None}), SN38, "block"),
+    ("metadata with a word as step", metadata.judge, facts(metadata={**META, "inner_step": "84"}), SN38, "block"),
+    ("metadata of another epoch", metadata.judge, facts(metadata={**META, "outer_step": 55}), SN38, "block"),
+    ("metadata not handed in", metadata.judge, facts(), SN38, "unknown"),
+    ("good file", gradients.judge, facts(files={"size_bytes": 9, "params": 3, "problems": []}), SN38, "pass"),
+    ("missing parameters", gradients.judge, facts(files={"params": 3, "warnings": ["1 missing"]}), SN38, "warn"),
+    ("poisoned file", gradients.judge, facts(files={"params": 3, "problems": ["NaN"]}), SN38, "block"),
+    ("file of no parameters", gradients.judge, facts(files={"params": 0, "problems": []}), SN38, "block"),
+    ("implausibly large", gradients.judge, facts(files={"size_bytes": 9e9, "params": 3}), SN38, "block"),
+    ("file not inspected", gradients.judge, facts(), SN38, "unknown"),
+    ("inspection late", gradients.judge, facts(files={"reason": "no answer within 9 s"}), SN38, "unknown"),
+    ("same keys", commitment.judge, facts(network=chain(commitment=OURS), credentials=OURS), SN38, "pass"),
+    ("other keys", commitment.judge, facts(network=chain(commitment=OURS), credentials="128:ff"), SN38, "block"),
+    ("short commitment", commitment.judge, facts(network=chain(commitment="127:ff"), credentials=OURS), SN38, "block"),
+    ("nothing committed", commitment.judge, facts(network=chain(), credentials=OURS), SN38, "block"),
+    ("read keys unknown", commitment.judge, facts(network=chain(commitment=OURS)), SN38, "unknown"),
+    ("commitment unread", commitment.judge, facts(credentials=OURS), SN38, "unknown"),
+    ("bucket", bucket.judge, facts(name="llama-4b-ws-4-007", network=chain(uid=7)), SN38, "pass"),
+    ("bucket of another uid", bucket.judge, facts(name="llama-4b-ws-4-007", network=chain(uid=8)), SN38, "block"),
+    ("bucket of another form", bucket.judge, facts(name="my-bucket", network=chain(uid=8)), SN38, "block"),
+    ("bucket, uid unread", bucket.judge, facts(name="llama-4b-ws-4-007"), SN38, "unknown"),
+    ("bucket not known", bucket.judge, facts(network=chain(uid=8)), SN38, "unknown"),
+    ("finite loss", loss.judge, facts(loss=3.4), SN38, "pass"),
+    ("rising loss", loss.judge, facts(loss=2.9, recent_losses=RISING), SN38, "warn"),
+    ("NaN", loss.judge, facts(loss=float("nan")), SN38, "block"),
+    ("loss not handed in", loss.judge, facts(), SN38, "unknown"),
+    ("in the window", window.judge, facts(network=chain(block=115 * 9)), SN3, "pass"),
+    ("past the window", window.judge, facts(network=chain(block=115 * 9 + 6)), SN3, "block"),
+    ("block unread", window.judge, facts(), SN3, "unknown"),
+    ("no windows", window.judge, facts(network=chain(block=9)), SN38, "unknown"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("judge", "given", "limits", "outcome"), [c[1:] for c in OUTCOMES], ids=[c[0] for c in OUTCOMES]
+)
+def test_rule(judge: Judge, given: Facts, limits: Limits, outcome: str) -> None:
+    verdict = judge(given, limits)
+    assert verdict.outcome == outcome, verdict.sentence
+    assert verdict.sentence
+    assert verdict.outcome != "block" or verdict.limit is not None or verdict.rule in ("gradients", "block_list")
+
+
+def test_a_block_says_when_asking_again_can_help() -> None:
+    assert min_inner_step.judge(facts(inner_step=15), SN38).retry_after_steps == 35
+    assert repo_age.judge(facts(published=aged(100)), SPACED).retry_after_s == 200
+    late = window.judge(facts(network=chain(block=115 * 9 + 10)), SN3)
+    assert late.retry_after_s == (115 - 10) * 12
+    assert "TOO_LATE" in late.sentence
+
+
+def test_the_block_grows_between_two_looks_at_the_chain() -> None:
+    read_long_ago = chain(block=1000, seen_at=NOW - 1201)
+    assert block_list.judge(facts(config={"block_list": [900]}, network=read_long_ago), SN38).seen == 200
+    old = chain(block=1000, seen_at=NOW - 1213)
+    assert block_list.judge(facts(config={"block_list": [900]}, network=old), SN38).outcome == "block"
+
+
+def test_the_commitment_itself_is_in_no_fingerprint() -> None:
+    secret = "0123456789abcdef" * 8
+    assert secret[:8] not in str(commitment.fingerprint(secret))
+    assert commitment.fingerprint(None) is None
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_number_of_a_profile_has_a_source_and_is_a_setting_or_a_limit(name: str) -> None:
+    profile = load_profile(name)
+    tables = {"compute": profile.compute, "limits": profile.limits} | {
+        f"settings.{section}": table for section, table in profile.settings.items()
+    }
+    numbers = {f"{t}.{k}" for t, table in tables.items() for k, v in table.items() if isinstance(v, (int, float, list))}
+    without = {n for n in numbers if n not in profile.sources} - {"limits.metadata_fields"}
+    assert not without
+    settings.load(profile=guard_settings(name), env={})
+    Limits.of(GateSettings(), profile.limits)
+
+
+def test_a_second_subnet_is_data_and_one_rule() -> None:
+    known = GateInputs(network=chain(block=115 * 9 + 60), limits=load_profile("sn3").limits, written_monotonic=NOW)
+    gate = settings.load(profile=guard_settings("sn3"), env={}).config.gate
+    decision = decide(Candidate("gradient", 9, 30), known, gate, now=NOW, wall=0.0)
+    assert not decision.allowed
+    assert "TOO_LATE" in decision.reason
+    assert {name for name, _ in for_gate(facts(), SN38)}.isdisjoint({"window"})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name = [", "not valid TOML"),
+        ('name = "x"\ntitle = "x"\nread_from = "x"\n', "lacks dated"),
+        ('name = "x"\ntitle = "x"\nread_from = "x"\ndated = "soon"\n', "write a date"),
+        ('name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n[limits]\nfoo = 1\n', "no rule has: foo"),
+        ('name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n[gate]\nfoo = 1\n', "unknown: gate"),
+    ],
+)  # fmt: skip
+def test_a_bad_profile_says_what_is_wrong(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        load_profile(str(path))
+    with pytest.raises(FileNotFoundError, match="sn3, sn38"):
+        load_profile("sn99")

@@ -1,0 +1,35 @@
+"""Bucket: validators make its name from the model and the uid; another name is never looked at."""
+
+from __future__ import annotations
+
+import re
+
+from validators.facts import Facts
+from validators.limits import Limits
+from validators.verdict import Verdict
+
+RULE = "bucket"
+
+
+def judge(facts: Facts, limits: Limits) -> Verdict:
+    """Block another form than `bucket_pattern` or another uid than the chain's."""
+    seen, pattern, uid = facts.bucket, limits.bucket_pattern, facts.network.uid
+    if seen is None:
+        return Verdict(RULE, "unknown", None, pattern, "the bucket's name is not known; set [repo] bucket")
+    if pattern is None:
+        return Verdict(RULE, "unknown", seen, None, "no profile says what a bucket is called")
+    match = re.fullmatch(pattern, seen)
+    if match is None:
+        return Verdict(
+            RULE, "block", seen, pattern, f"bucket {seen!r} is not of the form {pattern}; nobody looks there"
+        )
+    named = match.groupdict().get("uid")
+    if named is None:
+        return Verdict(RULE, "pass", seen, pattern, f"bucket {seen}")
+    if uid is None:
+        why = facts.network.reason or "the chain was not read"
+        return Verdict(RULE, "unknown", seen, pattern, f"bucket {seen} is of uid {int(named)}; ours is unknown: {why}")
+    if int(named) != uid:
+        words = f"bucket {seen!r} is of uid {int(named)}, the hotkey's uid is {uid}; rename the bucket"
+        return Verdict(RULE, "block", int(named), uid, words)
+    return Verdict(RULE, "pass", seen, pattern, f"bucket {seen} is of uid {uid}")

@@ -1,0 +1,39 @@
+"""Commitment: what the hotkey has written on chain must be the keys that validators can read the bucket with."""
+
+from __future__ import annotations
+
+import hashlib
+
+from validators.facts import Facts
+from validators.limits import Limits
+from validators.verdict import Verdict
+
+RULE = "commitment"
+
+
+def fingerprint(commitment: str | None) -> str | None:
+    """`128:0f3a…`: length and digest, so that two can be compared and none is stored."""
+    if commitment is None:
+        return None
+    return f"{len(commitment)}:{hashlib.sha256(commitment.encode()).hexdigest()[:16]}"
+
+
+def judge(facts: Facts, limits: Limits) -> Verdict:
+    """Block a commitment of another length (subnet 38: exactly 128 characters) or of other credentials."""
+    seen, chars = facts.network.commitment, limits.commitment_chars
+    if seen is None:
+        why = facts.network.reason or "none is committed for this hotkey; the miner commits one when it starts"
+        outcome = "unknown" if facts.network.reason else "block"
+        return Verdict(RULE, outcome, None, chars, f"no commitment: {why}")
+    length = int(seen.partition(":")[0])
+    if chars is not None and length != chars:
+        words = f"the commitment has {length} characters, validators expect exactly {chars}; commit again"
+        return Verdict(RULE, "block", length, chars, words)
+    if facts.credentials is None:
+        return Verdict(
+            RULE, "unknown", length, chars, f"a commitment of {length} characters; the read keys are not known"
+        )
+    if facts.credentials != seen:
+        words = "the commitment on chain is of other read keys than those in use: validators look into another bucket"
+        return Verdict(RULE, "block", "other keys", "the keys in use", f"{words}; commit again")
+    return Verdict(RULE, "pass", length, chars, f"the commitment of {length} characters is of the keys in use")

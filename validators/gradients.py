@@ -1,0 +1,54 @@
+"""The gradients file: judged by what `validators.inspect_gradients` found in it.
+
+The file itself is never opened here: this rule runs inside rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from validators.facts import Facts
+from validators.limits import Limits
+from validators.verdict import Verdict
+
+RULE = "gradients"
+
+_PROBLEMS_KEPT = 3
+
+
+def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Of an inspection's report what this rule reads, cut to a size that a decision can carry."""
+    if report is None:
+        return None
+    problems = [str(p)[:160] for p in report.get("problems") or ()]
+    kept = {
+        "size_bytes": report.get("size_bytes"),
+        "params": report.get("params"),
+        "problems": problems[:_PROBLEMS_KEPT],
+    }
+    if report.get("reason") is not None:
+        kept["reason"] = str(report["reason"])[:160]
+    return kept
+
+
+def judge(facts: Facts, limits: Limits) -> Verdict:
+    """Block a file with problems or of an implausible size; unknown where it could not be inspected."""
+    report = facts.candidate.files
+    if report is None:
+        return Verdict(RULE, "unknown", None, None, "gradients.pt was not inspected")
+    size = report.get("size_bytes")
+    if report.get("reason") is not None:
+        return Verdict(RULE, "unknown", size, None, f"gradients.pt could not be inspected: {report['reason']}")
+    least, most = limits.gradients_min_bytes, limits.gradients_max_bytes
+    if problems := list(report.get("problems") or ()):
+        return Verdict(RULE, "block", size, None, f"gradients.pt: {'; '.join(map(str, problems[:_PROBLEMS_KEPT]))}")
+    if least is not None and size is not None and size < least:
+        return Verdict(RULE, "block", size, least, f"gradients.pt has {size} bytes, fewer than a plausible {least}")
+    if most is not None and size is not None and size > most:
+        return Verdict(RULE, "block", size, most, f"gradients.pt has {size} bytes, more than a plausible {most}")
+    if not report.get("params"):
+        return Verdict(RULE, "block", 0, 1, "gradients.pt holds no parameter's gradient")
+    if warnings := list(report.get("warnings") or ()):
+        return Verdict(RULE, "warn", size, most, f"gradients.pt: {'; '.join(map(str, warnings[:_PROBLEMS_KEPT]))}")
+    return Verdict(RULE, "pass", size, most, f"gradients.pt: {report['params']} parameters, all finite")

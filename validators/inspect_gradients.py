@@ -1,0 +1,194 @@
+"""The child that opens a gradients file: `python -m validators.inspect_gradients`, see `validators.inspection`.
+
+Loads it as a validator does (`weights_only=True`: tensors and plain containers, no code) and looks at what
+came out. Memory and processor time are limited before the file is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from miner_guard import probe
+from validators.chunks import layouts
+
+_MOST_PROBLEMS = 8
+
+
+class Refused(Exception):
+    """The file is not one that validators accept; the message says why."""
+
+
+def main() -> None:
+    """Answer with the report that `validators.inspection.inspect_file` describes."""
+    request = probe.request()
+    try:
+        import torch
+    except ImportError as error:
+        probe.reply(error=f"torch is not there ({error}); validators load the file with it")
+        return
+    torch.set_num_threads(1)
+    path, limits = request["path"], request["limits"]
+    try:
+        size = os.stat(path).st_size
+    except OSError as error:
+        probe.reply(error=f"{path}: {error.strerror}")
+        return
+    probe.reply(examine(torch, path, size, limits, request["shapes"], request["memory_bytes"], request["cpu_s"]))
+
+
+def examine(
+    torch: Any, path: str, size: int, limits: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None,
+    memory_bytes: int | None, cpu_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The report on a file of `size` bytes; `memory_bytes` beyond what is taken now limits this process for good."""
+    report: dict[str, Any] = {"size_bytes": size, "problems": [], "warnings": [], "params": 0, "values": 0}
+    try:
+        _check_claims(path, size, limits.get("gradients_max_bytes"))
+        if memory_bytes is not None:
+            _restrict(memory_bytes + 3 * size, cpu_s)
+        return {**report, **_look(torch, _load(torch, path), limits, shapes, size)}
+    except Refused as refusal:
+        return {**report, "problems": [str(refusal)]}
+    except MemoryError:
+        return {**report, "problems": [f"needs more memory than is allowed for a file of {size} bytes"]}
+
+
+def _check_claims(path: str, size: int, most: int | None) -> None:
+    if size == 0:
+        raise Refused("the file is empty")
+    if most is not None and size > most:
+        raise Refused(f"{size} bytes, more than a plausible {most}")
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            claimed = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise Refused(f"truncated or damaged: {error}") from error
+    # torch stores without compression, so contents beyond the file's own size are a bomb or a lie.
+    if claimed > size:
+        raise Refused(f"claims {claimed} bytes inside a file of {size}")
+
+
+def _restrict(memory_bytes: int, cpu_s: float) -> None:
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + memory_bytes, taken + memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _load(torch: Any, path: str) -> Mapping[str, Any]:
+    try:
+        document = torch.load(path, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:
+        # A hostile file may raise anything; all of it means refused.
+        words = " ".join(str(error).split())
+        if "alloc" in words or "memory" in words.lower():
+            raise Refused(f"needs more memory than allowed: {words[:120]}") from error
+        raise Refused(f"does not load with weights_only=True: {type(error).__name__}: {_gist(words)}") from error
+    if not isinstance(document, dict):
+        raise Refused(f"holds a {type(document).__name__}, not a dictionary")
+    return document
+
+
+def _gist(words: str) -> str:
+    """Of torch's long explanation the part that names the culprit."""
+    for mark in ("Unsupported global:", "Unsupported operand", "WeightsUnpickler error:", "PytorchStreamReader"):
+        if mark in words:
+            return words[words.index(mark) :][:120]
+    return words[:120]
+
+
+def _look(
+    torch: Any, document: Mapping[str, Any], limits: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None,
+    size: int,
+) -> dict[str, Any]:  # fmt: skip
+    index, value = limits["gradients_index_suffix"], limits["gradients_value_suffix"]
+    key = limits.get("gradients_metadata_key")
+    problems: list[str] = []
+    if key is not None and key not in document:
+        problems.append(f"lacks the key {key!r}: validators pop it")
+    names = sorted({k[: -len(s)] for k in document for s in (index, value) if isinstance(k, str) and k.endswith(s)})
+    biggest, values = 0.0, 0
+    for name in names:
+        indices, numbers = document.get(name + index), document.get(name + value)
+        quantised = document.get(name + "quant_params") is not None
+        shape = None if shapes is None else shapes.get(name)
+        problems += _of_parameter(
+            torch, name, indices, numbers, quantised, shape, shapes is not None, limits.get("gradients_chunk"), size
+        )
+        if isinstance(numbers, torch.Tensor) and numbers.numel() * numbers.element_size() <= size and numbers.numel():
+            values += numbers.numel()
+            biggest = max(biggest, float(numbers.to(torch.float32).abs().max()))
+    if not names:
+        problems.append(f"holds no `<param>{index}` and `<param>{value}`")
+    elif biggest == 0.0:
+        problems.append("all values are zero")
+    missing = sorted(set(shapes or ()) - set(names))
+    warnings = [f"{len(missing)} of the model's parameters are missing, {missing[0]} among them"] if missing else []
+    found = document.get(key) if key is not None else None
+    return {
+        "params": len(names),
+        "values": values,
+        "problems": [*problems[:_MOST_PROBLEMS], *_further(problems)],
+        "warnings": warnings,
+        "metadata": {str(k): v for k, v in found.items() if isinstance(v, (int, float, str))}
+        if isinstance(found, dict)
+        else None,
+    }
+
+
+def _further(problems: Sequence[str]) -> Iterator[str]:
+    if len(problems) > _MOST_PROBLEMS:
+        yield f"and {len(problems) - _MOST_PROBLEMS} more"
+
+
+def _of_parameter(
+    torch: Any, name: str, indices: Any, numbers: Any, quantised: bool, shape: Sequence[int] | None, all_known: bool,
+    chunk: int | None, size: int,
+) -> Iterator[str]:  # fmt: skip
+    for what, tensor in (("indices", indices), ("values", numbers)):
+        if not isinstance(tensor, torch.Tensor):
+            yield f"{name}: {what} are missing" if tensor is None else f"{name}: {what} are a {type(tensor).__name__}"
+            return
+        # A view with stride 0 claims any size and costs nothing until somebody computes with it.
+        if tensor.numel() * tensor.element_size() > size:
+            yield f"{name}: claims {tensor.numel()} {what} in a file of {size} bytes"
+            return
+    if tuple(indices.shape) != tuple(numbers.shape):
+        yield f"{name}: {list(indices.shape)} indices for {list(numbers.shape)} values"
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
+        yield f"{name}: indices are {indices.dtype}, not whole numbers"
+        return
+    if not quantised and not bool(torch.isfinite(numbers).all()):
+        yield f"{name}: NaN or Inf in the values"
+    if shape is None and all_known:
+        yield f"{name}: the model has no such parameter"
+    yield from _bounds(name, indices, shape, chunk)
+
+
+def _bounds(name: str, indices: Any, shape: Sequence[int] | None, chunk: int | None) -> Iterator[str]:
+    bound: int | None = None
+    if shape is not None:
+        fitting = [b for rows, b in layouts(shape, chunk) if rows is None or rows == list(indices.shape[:-1])]
+        if not fitting:
+            yield f"{name}: indices of shape {list(indices.shape)} for a parameter of {list(shape)}"
+            return
+        bound = max(fitting)
+    if not indices.numel():
+        return
+    least, most = int(indices.min()), int(indices.max())
+    if least < 0 or (bound is not None and most >= bound):
+        wrong, last = least if least < 0 else most, "?" if bound is None else bound - 1
+        yield f"{name}: index {wrong} is out of bounds (0 to {last})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Have a gradients file inspected: in a child with a deadline and limited memory, since the file may be anything.
+
+Not for ranks: it starts a process and waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from miner_guard import probe
+from validators.limits import Limits
+
+DEADLINE_S = 120.0
+MEMORY_BYTES = 2 * 1024**3
+"""What the child may take beside torch itself and three times the file (the file, its tensors, a mask)."""
+
+
+def inspect_file(
+    path: Path,
+    limits: Limits,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    deadline_s: float = DEADLINE_S,
+    memory_bytes: int = MEMORY_BYTES,
+    python: str = sys.executable,
+) -> dict[str, Any]:
+    """What is in `path`: `size_bytes`, `params`, `values`, `metadata`, and `problems` in words (empty: none).
+
+    `shapes` are the model's, by parameter. Where nothing could be found out, `reason` says why. Never raises.
+    """
+    request = {
+        "path": str(path),
+        "shapes": None if shapes is None else {name: list(shape) for name, shape in shapes.items()},
+        "limits": {k: v for k, v in dataclasses.asdict(limits).items() if k.startswith("gradients_")},
+        "memory_bytes": memory_bytes,
+        "cpu_s": deadline_s,
+    }
+    answer = probe.ask("validators.inspect_gradients", request, deadline_s, python=python)
+    if answer.known and isinstance(answer.value, dict):
+        return answer.value
+    size = path.stat().st_size if path.is_file() else None
+    return {
+        "size_bytes": size,
+        "problems": [],
+        "params": None,
+        "reason": answer.reason or "the inspection said nothing",
+    }

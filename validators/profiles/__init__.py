@@ -1,0 +1,99 @@
+"""A subnet as data: settings, the limits of the rules, minimum compute, log patterns; each number with its source.
+
+Not for ranks: reading TOML is the supervisor's work, which hands the limits on in gate-inputs.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import GateSettings
+from validators.limits import Limits
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_TABLES = ("compute", "settings", "limits", "sources", "patterns")
+_WORDS = ("name", "title", "read_from")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One subnet's rules as of a date."""
+
+    name: str
+    title: str
+    dated: datetime.date
+    read_from: str
+    """Repository and commit that the numbers were read from."""
+
+    path: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Shaped like guard.toml, for `settings.load(profile=…)`."""
+
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers for `validators.limits.Limits`."""
+
+    compute: Mapping[str, Any] = field(default_factory=dict)
+    """Minimum compute: `min_gpus`, `gpus_per_rank`, `min_gpu_memory_gb`, …; only what is known."""
+
+    patterns: Mapping[str, Any] = field(default_factory=dict)
+    """Regular expressions of the miner's log lines, for the log-only mode."""
+
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each number comes from, by its dotted name."""
+
+
+def names() -> list[str]:
+    """The profiles that come with the guard."""
+    return sorted(p.stem for p in Path(__file__).parent.glob("*.toml"))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """A profile by name (`sn38`) or path. Raises FileNotFoundError, OSError, or ValueError saying what is wrong."""
+    shipped = Path(__file__).parent / f"{name_or_path}.toml"
+    path = shipped if shipped.parent == Path(__file__).parent and shipped.is_file() else Path(name_or_path).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"no profile {name_or_path!r}; there are {', '.join(names())}, or give a path")
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from error
+    return _profile(document, path)
+
+
+def guard_settings(name_or_path: str) -> Mapping[str, Any]:
+    """The profile's settings, for `settings.load(profile=…)`. Raises as `load_profile`."""
+    return load_profile(name_or_path).settings
+
+
+def _profile(document: Mapping[str, Any], path: Path) -> Profile:
+    if foreign := sorted(set(document) - {*_TABLES, *_WORDS, "dated"}):
+        raise ValueError(f"{path}: unknown: {', '.join(foreign)}; allowed: {', '.join((*_WORDS, 'dated', *_TABLES))}")
+    if missing := [word for word in (*_WORDS, "dated") if word not in document]:
+        raise ValueError(f"{path}: lacks {', '.join(missing)}")
+    if not isinstance(document["dated"], datetime.date):
+        raise ValueError(f"{path}: dated is {document['dated']!r}, write a date such as 2025-12-23")
+    for table in _TABLES:
+        if not isinstance(document.get(table, {}), Mapping):
+            raise ValueError(f"{path}: {table} is not a table")
+    limits = document.get("limits", {})
+    try:
+        Limits.of(GateSettings(), limits)
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Profile(
+        str(document["name"]),
+        str(document["title"]),
+        document["dated"],
+        str(document["read_from"]),
+        path,
+        **{table: document.get(table, {}) for table in _TABLES},
+    )

@@ -1,0 +1,89 @@
+"""Which rules are in force: the gate's before an upload, the audit's on what is published.
+
+A rule is in force where its subject was handed in, or where the profile has its limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from validators import (
+    base_age,
+    block_list,
+    bucket,
+    commitment,
+    gradients,
+    loss,
+    metadata,
+    min_inner_step,
+    repo_age,
+    revision,
+    window,
+)
+from validators.facts import Facts
+from validators.limits import Limits
+from validators.verdict import Verdict
+
+Judge = Callable[[Facts, Limits], Verdict]
+Rule = tuple[str, Judge]
+
+
+def for_gate(facts: Facts, limits: Limits) -> Iterator[Rule]:
+    """Rules for a candidate, in the order in which they are said."""
+    candidate = facts.candidate
+    yield min_inner_step.RULE, min_inner_step.judge
+    yield repo_age.RULE, repo_age.judge
+    yield base_age.RULE, base_age.judge
+    if candidate.loss is not None or candidate.recent_losses:
+        yield loss.RULE, loss.judge
+    if candidate.files is not None:
+        yield gradients.RULE, gradients.judge
+    if candidate.config is not None and limits.block_list_max_age is not None:
+        yield block_list.RULE, block_list.judge
+    if candidate.metadata is not None and limits.metadata_fields:
+        yield metadata.RULE, metadata.judge
+    if candidate.revision is not None and limits.revision_pattern is not None:
+        yield revision.RULE, revision.judge
+    yield from _of_the_place(facts, limits)
+    if limits.window_blocks is not None:
+        yield window.RULE, window.judge
+
+
+def for_audit(facts: Facts, limits: Limits) -> Iterator[Rule]:
+    """Rules for what is published; `facts.candidate` is what was fetched."""
+    yield min_inner_step.RULE, min_inner_step.judge_published
+    yield repo_age.RULE, repo_age.judge_published
+    yield gradients.RULE, gradients.judge
+    if limits.block_list_max_age is not None:
+        yield block_list.RULE, block_list.judge
+    if limits.metadata_fields:
+        yield metadata.RULE, metadata.judge
+    if limits.revision_pattern is not None:
+        yield revision.RULE, revision.judge
+    yield from _of_the_place(facts, limits)
+
+
+def _of_the_place(facts: Facts, limits: Limits) -> Iterator[Rule]:
+    if limits.bucket_pattern is not None and facts.bucket is not None:
+        yield bucket.RULE, bucket.judge
+    if limits.commitment_chars is not None and facts.network.reason is None:
+        yield commitment.RULE, commitment.judge
+
+
+def all_of(rules: Iterator[Rule], facts: Facts, limits: Limits) -> list[Verdict]:
+    """Every rule's verdict; an error inside one is a block that says so."""
+    return [judged(name, judge, facts, limits) for name, judge in rules]
+
+
+def judged(name: str, judge: Judge, facts: Facts, limits: Limits) -> Verdict:
+    """One rule's verdict. Never raises."""
+    try:
+        return judge(facts, limits)
+    except Exception as error:  # noqa: BLE001 -- a defect in one rule must not let an upload pass unjudged
+        return failed(name, error)
+
+
+def failed(name: str, error: Exception) -> Verdict:
+    """The verdict of a rule that raised: it blocks."""
+    words = f"the rule {name} failed: {type(error).__name__}: {error}"
+    return Verdict(name, "block", None, None, f"{words[:180]}; nothing goes out unjudged")
