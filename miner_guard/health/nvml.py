@@ -1,0 +1,164 @@
+"""The supervisor's side of GPU sampling: a child that reads NVML, with a deadline, started again when it misses it.
+
+A sample is plain data:
+
+- `state`: `ok` · `absent` (no driver library: a machine without NVIDIA GPUs) · `failed` (NVML refuses; `code` and
+  `reason`) · `hangs` · `unreadable` (the probe itself broke; `reason`)
+- `driver`, `nvml`, `cuda_driver`: versions; `count`; `seconds`: how long it took; `taken`: monotonic
+- `gpus`: one row per GPU: `index`, `uuid`, `pci_bus`, `name`, memory in bytes, `utilization_ratio` (some kernel ran),
+  `temperature_c`, `power_w`, clocks in MHz, `throttle_bits` and `throttle`, ECC, remapped rows, PCIe, NVLink, modes;
+  `xids` since the last sample. What could not be read is null, its reason stands under `unread`.
+- a row's `state`: `ok` · `lost` · `reset_required` · `unknown` · `hangs` · `gone` (it was there before) · `unreadable`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+Sample = Mapping[str, Any]
+
+_BAD_ROWS = frozenset({"lost", "reset_required", "unknown", "hangs", "gone", "unreadable"})
+
+_CHILD_SHARE = 0.8
+"""Share of the deadline after which the child answers with what it has; the rest is for the answer to arrive."""
+
+
+class NvmlSampler:
+    """One child, one sample at a time. `sample` blocks up to the deadline: call it in a job, never in the main thread.
+
+    Safe from any thread; a second `sample` waits for the first one.
+    """
+
+    def __init__(self, timeout_s: float, env: Mapping[str, str] | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._env = dict(os.environ if env is None else env)
+        self._one_at_a_time = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._known: dict[str, dict[str, Any]] = {}
+        self._latest: Sample | None = None
+        self._closed = False
+
+    def latest(self) -> Sample | None:
+        """The last sample, None before the first. Never waits."""
+        return self._latest
+
+    def sample(self, timeout_s: float | None = None) -> Sample:
+        """A fresh sample, `timeout_s` at most (by default the sampler's own). Never raises."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        with self._one_at_a_time:
+            document = self._ask(limit)
+            rows = [*document["gpus"], *self._gone(document)]
+            sample = {"driver": None, "nvml": None, "cuda_driver": None, "code": None, **document, "gpus": rows}
+            for row in document["gpus"]:
+                if row.get("uuid"):
+                    self._known[row["uuid"]] = {k: row[k] for k in ("index", "uuid", "name", "pci_bus")}
+            if document["state"] != "ok" or any(r["state"] in _BAD_ROWS for r in rows):
+                # Only a new process recovers after a driver reload, and a hung thread never comes back.
+                self._end_child()
+            self._latest = sample
+        return sample
+
+    def memory_levels(self, timeout_s: float | None = None) -> dict[str, int] | None:
+        """Used bytes by UUID, freshly read; None where NVML gives none. Blocks as `sample` does."""
+        rows = self.sample(timeout_s)["gpus"]
+        levels = {r["uuid"]: int(r["memory_used_bytes"]) for r in rows if r.get("memory_used_bytes") is not None}
+        return levels or None
+
+    def close(self) -> None:
+        """End the child. A later `sample` starts another."""
+        self._end_child()
+
+    def _gone(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if document["state"] != "ok":
+            return []
+        here = {row.get("uuid") for row in document["gpus"]}
+        # A row without a UUID (its GPU was lost before it could be named) stands for the GPU of its index.
+        unnamed = {row["index"] for row in document["gpus"] if not row.get("uuid")}
+        return [
+            {
+                **known,
+                "state": "gone",
+                "error": "it was there before",
+                "memory_used_bytes": None,
+                "unread": {},
+                "xids": [],
+            }
+            for uuid, known in self._known.items()
+            if uuid not in here and known["index"] not in unnamed
+        ]
+
+    def _ask(self, limit: float) -> dict[str, Any]:
+        start = time.monotonic()
+        try:
+            child = self._running()
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(json.dumps({"until": start + _CHILD_SHARE * limit}).encode() + b"\n")
+            child.stdin.flush()
+            line = _line(child.stdout.fileno(), start + limit)
+        except OSError as error:
+            self._end_child()
+            return _nothing("unreadable", f"the NVML probe could not be asked: {error}", start)
+        if line is None:
+            self._end_child()
+            return _nothing("hangs", f"no answer within {limit:g} s", start)
+        try:
+            document = json.loads(line)
+        except ValueError:
+            code = child.poll()
+            self._end_child()
+            return _nothing("unreadable", f"the NVML probe ended with {code}", start)
+        return {**document, "taken": start}
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._child.poll() is not None:
+            self._end_child()
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "miner_guard.health.nvml_probe"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=self._env,
+                start_new_session=True,
+            )
+        return self._child
+
+    def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+        if child.poll() is None:
+            os.kill(child.pid, signal.SIGKILL)
+            # In uninterruptible sleep it does not die: reaped later by a thread rather than waited for here.
+            threading.Thread(target=child.wait, name="nvml-reap", daemon=True).start()
+
+
+def _line(fd: int, until: float) -> bytes | None:
+    """One line of `fd`, b"" where it ended without one, None where `until` (monotonic) passed."""
+    data = b""
+    while not data.endswith(b"\n"):
+        readable, _, _ = select.select([fd], [], [], max(until - time.monotonic(), 0))
+        if not readable:
+            return None
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            return b""
+        data += chunk
+    return data
+
+
+def _nothing(state: str, reason: str, start: float) -> dict[str, Any]:
+    seconds = time.monotonic() - start
+    return {"state": state, "reason": reason, "count": None, "gpus": [], "seconds": seconds, "taken": start}

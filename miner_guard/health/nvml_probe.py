@@ -1,0 +1,261 @@
+"""A long-lived child that samples all GPUs on request: `python -m miner_guard.health.nvml_probe`.
+
+A driver call can block for ever, in a state that no signal ends. So every GPU has a thread of its own here,
+initialisation has one too, and the main thread calls nothing of NVML: it answers by the deadline with what
+there is, and names the GPU that hangs and the call it hangs in. Requests and answers are lines of JSON:
+`{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml` describes it on stdout. EOF ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import pynvml as nvml
+
+from miner_guard.health.nvml_fields import FIELDS, NAMES, Field
+
+STATES = {
+    nvml.NVML_ERROR_GPU_IS_LOST: "lost",
+    nvml.NVML_ERROR_RESET_REQUIRED: "reset_required",
+    nvml.NVML_ERROR_UNKNOWN: "unknown",
+}
+"""Errors that say something of the GPU itself; every other one says only that a field is not readable."""
+
+
+class Worker:
+    """A thread that does one piece of work at a time, and tells what it is at."""
+
+    def __init__(self, name: str) -> None:
+        self.at: str | None = None
+        """The NVML call in progress."""
+        self.since = 0.0
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def do(self, work: Callable[[], None]) -> bool:
+        """Start `work`; False where the last one has not come back."""
+        if not self._idle.is_set():
+            return False
+        self._idle.clear()
+        self.since = time.monotonic()
+        self._work.put(work)
+        return True
+
+    def done_by(self, until: float) -> bool:
+        return self._idle.wait(max(until - time.monotonic(), 0.0))
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+            self.at = None
+            self._idle.set()
+
+
+class Gpu:
+    """One GPU: its handle, its constants, its last row."""
+
+    def __init__(self, index: int) -> None:
+        self.worker = Worker(f"gpu{index}")
+        self.row: dict[str, Any] = {}
+        self.xids: list[int] = []
+        self._index = index
+        self._handle: Any = None
+        self._constants: dict[str, Any] = {}
+        self._permanent: dict[str, str] = {}
+
+    def sample(self) -> None:
+        """Read all fields into `row`. One that can't be read is null, with its reason under `unread`."""
+        row: dict[str, Any] = {"index": self._index, "state": "ok", "error": None, **dict.fromkeys(NAMES)}
+        unread: dict[str, str] = {}
+        try:
+            if self._handle is None:
+                self.worker.at = "nvmlDeviceGetHandleByIndex"
+                self._handle = nvml.nvmlDeviceGetHandleByIndex(self._index)
+            for field in FIELDS:
+                self._read(field, row, unread)
+        except nvml.NVMLError as error:
+            # The handle's own failure, or one that condemns the GPU: its rows end here, the others' go on.
+            row["state"] = STATES.get(error.value, "unreadable")
+            row["error"] = f"{error} in {self.worker.at}"
+            row.update(self._constants)
+            self._handle = None
+        row["unread"] = unread
+        self.row = row
+
+    def _read(self, field: Field, row: dict[str, Any], unread: dict[str, str]) -> None:
+        first = field.names[0]
+        if field.constant and first in self._constants:
+            row.update((name, self._constants[name]) for name in field.names)
+            return
+        if first in self._permanent:
+            unread[first] = self._permanent[first]
+            return
+        self.worker.at = first
+        try:
+            values = dict(zip(field.names, field.read(self._handle), strict=True))
+        except nvml.NVMLError as error:
+            if error.value in STATES:
+                raise
+            unread[first] = str(error)
+            if error.value == nvml.NVML_ERROR_NOT_SUPPORTED:
+                self._permanent[first] = str(error)
+            return
+        row.update(values)
+        if field.constant:
+            self._constants.update(values)
+
+    def hanging(self) -> dict[str, Any]:
+        """The row of a GPU that has not answered."""
+        seconds = time.monotonic() - self.worker.since
+        error = f"no answer for {seconds:.1f} s in {self.worker.at}"
+        return {
+            "index": self._index, "state": "hangs", **dict.fromkeys(NAMES), **self._constants, "error": error,
+            "unread": {}, "xids": [],
+        }  # fmt: skip
+
+    def watch(self, events: Any) -> None:
+        nvml.nvmlDeviceRegisterEvents(
+            nvml.nvmlDeviceGetHandleByIndex(self._index), nvml.nvmlEventTypeXidCriticalError, events
+        )
+
+
+class System:
+    """The driver: initialised once per process, since pynvml never unloads the library."""
+
+    def __init__(self) -> None:
+        self.worker = Worker("system")
+        self.facts: dict[str, Any] = {"state": "hangs", "reason": "NVML is being initialised", "count": None}
+        self._initialized = False
+        self._events: Any = None
+        self.xids: dict[str, list[int]] = {}
+
+    def refresh(self) -> None:
+        """Initialise if need be; versions and the number of GPUs."""
+        facts: dict[str, Any] = {"state": "ok", "code": None, "reason": None}
+        try:
+            if not self._initialized:
+                self.worker.at = "nvmlInit"
+                nvml.nvmlInit()
+                self._initialized = True
+            self.worker.at = "nvmlSystemGetDriverVersion"
+            facts |= {
+                "driver": _text(nvml.nvmlSystemGetDriverVersion()),
+                "nvml": _text(nvml.nvmlSystemGetNVMLVersion()),
+            }
+            cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+            facts["cuda_driver"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
+            self.worker.at = "nvmlDeviceGetCount"
+            facts["count"] = nvml.nvmlDeviceGetCount()
+        except nvml.NVMLError as error:
+            missing = error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND
+            facts |= {
+                "state": "absent" if missing else "failed",
+                "code": error.value,
+                "reason": str(error),
+                "count": None,
+            }
+        self.facts = facts
+
+    def watch(self, gpus: dict[int, Gpu]) -> None:
+        """Ask for Xid events of all GPUs; where they are not supported, there are none to read."""
+        self.worker.at = "nvmlEventSetCreate"
+        try:
+            self._events = nvml.nvmlEventSetCreate()
+            for gpu in gpus.values():
+                gpu.watch(self._events)
+        except nvml.NVMLError as error:
+            self._events = None
+            self.facts["xid_reason"] = f"Xid events are not readable: {error}"
+
+    def poll_events(self) -> None:
+        """Drain the Xid events into `xids`, by UUID, without waiting."""
+        self.worker.at = "nvmlEventSetWait"
+        while self._events is not None:
+            try:
+                event = nvml.nvmlEventSetWait_v2(self._events, 0)
+                uuid = _text(nvml.nvmlDeviceGetUUID(event.device))
+            except nvml.NVMLError as error:
+                if error.value != nvml.NVML_ERROR_TIMEOUT:
+                    self._events = None
+                return
+            self.xids.setdefault(uuid, []).append(int(event.eventData))
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+class Probe:
+    """Answers samples."""
+
+    def __init__(self) -> None:
+        self._system = System()
+        self._gpus: dict[int, Gpu] = {}
+        self._watched = 0
+
+    def sample(self, until: float) -> dict[str, Any]:
+        """Everything that answers by `until` (monotonic); the rest is named as hanging."""
+        started = time.monotonic()
+        system = self._system
+        if not (system.worker.do(system.refresh) and system.worker.done_by(until)):
+            seconds = time.monotonic() - system.worker.since
+            reason = f"no answer for {seconds:.1f} s in {system.worker.at}"
+            system.facts = {**system.facts, "state": "hangs", "code": None, "reason": reason}
+            if system.facts["count"] is None:
+                return {**system.facts, "gpus": [], "seconds": time.monotonic() - started}
+        count = int(system.facts["count"] or 0)
+        rows = self._rows(count, until)
+        self._events(count, until, rows)
+        return {**system.facts, "gpus": rows, "seconds": time.monotonic() - started}
+
+    def _rows(self, count: int, until: float) -> list[dict[str, Any]]:
+        for index in range(count):
+            gpu = self._gpus.setdefault(index, Gpu(index))
+            gpu.worker.do(gpu.sample)
+        return [
+            {**gpu.row, "xids": []} if gpu.worker.done_by(until) else gpu.hanging()
+            for gpu in (self._gpus[i] for i in range(count))
+        ]
+
+    def _events(self, count: int, until: float, rows: list[dict[str, Any]]) -> None:
+        system = self._system
+        here = {i: self._gpus[i] for i in range(count)}
+
+        def work() -> None:
+            if self._watched != count:
+                system.watch(here)
+                self._watched = count
+            system.poll_events()
+
+        if count and system.worker.do(work) and system.worker.done_by(until):
+            taken, system.xids = system.xids, {}
+            for row in rows:
+                row["xids"] = taken.get(str(row.get("uuid")), [])
+
+
+def main(requests: TextIO, answers: TextIO) -> None:
+    """Answer requests until EOF."""
+    probe = Probe()
+    for line in requests:
+        document = probe.sample(float(json.loads(line)["until"]))
+        answers.write(json.dumps(document) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    with os.fdopen(os.dup(1), "w") as own:
+        # What the driver's library prints must not get between our lines.
+        os.dup2(2, 1)
+        main(sys.stdin, own)
+        own.flush()
+        # A thread that hangs in the driver would hold up an orderly exit for ever.
+        os._exit(0)
