@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import importlib
 import math
 import os
 import signal
@@ -316,7 +315,8 @@ class Guard:
         inner_steps_per_outer: int | None = None, tokens_per_step: int | None = None,
     ) -> Sequence[Any]:  # fmt: skip
         """What every rank has and where its share of the model is, on rank 0; elsewhere this rank's own. Collective."""
-        diagnose = importlib.import_module("miner_guard.rank.diagnose")
+        from miner_guard.rank import diagnose
+
         settings = {
             "upload_steps": upload_steps, "inner_steps_per_outer": inner_steps_per_outer,
             "tokens_per_step": tokens_per_step,

@@ -1,0 +1,145 @@
+"""What the hook costs inside a rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from miner_guard.rank.environment import find
+from miner_guard.rank.hook import Guard
+from tests.benchmarks.frame import Row, per_call
+
+TITLE = "The hook, per call, hot"
+CALLS = 20_000
+
+_READER = """
+import socket, sys
+server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+server.bind(sys.argv[1])
+print("ready", flush=True)
+while True:
+    server.recv(65536)
+"""
+
+
+def run() -> list[Row]:
+    """Step and phase beside an empty loop and beside others' hooks, and the ranks' agreement."""
+    return [*_steps(), *_others(), *(_agreement(ranks) for ranks in (2, 4, 8))]
+
+
+def _steps() -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        reader = subprocess.Popen([sys.executable, "-c", _READER, f"{folder}/guard.sock"], stdout=subprocess.PIPE)
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        try:
+            guard = Guard(find({"RANK": "1", "WORLD_SIZE": "1"}, folder))
+            phase = guard.phase("data")
+
+            def step() -> None:
+                guard.step(outer_step=1, inner_step=84, loss=3.4, lr=2.1e-5)
+
+            def named_phase() -> None:
+                with guard.phase("data"):
+                    pass
+
+            def kept_phase() -> None:
+                with phase:
+                    pass
+
+            empty = per_call(lambda: None, CALLS)
+            return [
+                Row("empty call", empty * 1e6, "µs"),
+                Row("guard.step()", per_call(step, CALLS) * 1e6, "µs", "<= 1000 µs (0.1 % of 1 s)"),
+                Row("with guard.phase(name)", per_call(named_phase, CALLS) * 1e6, "µs"),
+                Row("with phase, kept in a variable", per_call(kept_phase, CALLS) * 1e6, "µs"),
+                Row("worst of 20 000 steps", _worst(step) * 1e6, "µs"),
+            ]
+        finally:
+            reader.kill()
+            reader.wait()
+
+
+def _worst(step: Any) -> float:
+    worst = 0.0
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        step()
+        worst = max(worst, time.perf_counter() - start)
+    return worst
+
+
+def _others() -> list[Row]:
+    rows = []
+    for title, name, measure in (("Lightning's Timer callback, per batch", "lightning", _lightning),):
+        if importlib.util.find_spec(name) is None:
+            rows.append(Row(title, None, "µs", note=f"{name} is not installed"))
+        else:
+            rows.append(Row(title, measure() * 1e6, "µs"))
+    return rows
+
+
+def _lightning() -> float:
+    from lightning.pytorch.callbacks import Timer  # type: ignore[import-not-found,unused-ignore]
+
+    class Trainer:
+        should_stop = False
+
+    timer, trainer = Timer(duration="01:00:00:00", verbose=False), Trainer()
+    timer.on_train_start(trainer, None)
+
+    def batch() -> None:
+        timer.on_train_batch_end(trainer, None)
+
+    return per_call(batch, CALLS)
+
+
+def _agreement(ranks: int) -> Row:
+    title = f"may_upload over {ranks} ranks (the agreement and the rules)"
+    if importlib.util.find_spec("torch") is None:
+        return Row(title, None, "µs", note="torch is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        workers = [context.Process(target=_rank, args=(rank, ranks, folder)) for rank in range(ranks)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(120)
+            if worker.is_alive():
+                worker.kill()
+        answer = Path(folder) / "seconds.json"
+        if not answer.exists():
+            return Row(title, None, "µs", note="a rank failed")
+        note = f"{ranks} processes on {os.cpu_count()} cores"
+        return Row(title, statistics.median(json.loads(answer.read_text())) * 1e6, "µs", note=note)
+
+
+def _rank(rank: int, ranks: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import miner_guard
+
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    guard = miner_guard.init()
+    seconds = []
+    for number in range(200):
+        start = time.perf_counter()
+        guard.may_upload(outer_step=1, inner_step=number)
+        seconds.append(time.perf_counter() - start)
+    if rank == 0:
+        Path(folder, "seconds.json").write_text(json.dumps(seconds[20:]))
+    dist.barrier()
+    guard.close()

@@ -1,0 +1,66 @@
+"""What each rank of `test_rank_agreement` does; run by torchrun, answers in rank-N.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import miner_guard
+from miner_guard.rank import agree
+from miner_guard.rank.hook import Guard
+
+ASKED = 150
+
+
+def ask(guard: Guard, inner_step: int) -> dict[str, Any]:
+    decision = guard.may_upload(outer_step=1, inner_step=inner_step)
+    return {"allowed": decision.allowed, "id": decision.decision_id, "reason": decision.reason}
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    guard = miner_guard.init(folder / "state")
+    answers: dict[str, Any] = {"together": [], "notices": []}
+    for number in range(ASKED):
+        answers["together"].append(ask(guard, 50 + number))
+        guard.step(inner_step=number)
+        answers["notices"].append([guard.upload_due(), guard.checkpoint_requested()])
+
+    # The same without the exchange: each rank looks for itself.
+    agreement, gate_place = guard._agreement, guard._gate._place
+    guard._agreement, guard._gate._place = agree.Alone(), replace(gate_place, rank=0)
+    answers["each by itself"] = [ask(guard, 50 + number)["allowed"] for number in range(ASKED)]
+    guard._agreement, guard._gate._place = agreement, gate_place
+
+    dist.barrier()
+    answers["different questions"] = ask(guard, 50 + (rank == size - 1))
+    answers["after that"] = ask(guard, 400)
+
+    done = [folder / f"asked-{r}" for r in range(size - 1)]
+    if rank == size - 1:
+        for path in done:
+            wait_for(path)
+    started = time.monotonic()
+    answers["one is silent"] = ask(guard, 60)
+    answers["waited_s"] = time.monotonic() - started
+    (folder / f"asked-{rank}").touch()
+    answers["ever after"] = ask(guard, 61)
+    answers["troubles"] = guard.troubles
+    guard.close(finished=True)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,96 @@
+"""In FSDP a rank that goes its own way leaves the others in a collective for ever: the answers are the same on all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.rank.flight import FlightReader
+from miner_guard.statedir import StateDir
+from tests import needs
+from uploads.inputs import GateInputs, write
+from validators.facts import Published
+
+TIMEOUT_S = 2.0
+SETTINGS = {"gate": {"min_upload_interval_s": 600.0, "broadcast_timeout_s": TIMEOUT_S}}
+
+
+def change_for_ever(path: Path, stop: threading.Event) -> None:
+    """Published just now (too soon), published long ago (go), and back, as fast as the disk takes it."""
+    for age_s in itertools.cycle((1.0, 5000.0)):
+        if stop.is_set():
+            return
+        now = time.monotonic()
+        write(path, GateInputs(Published(age_s=age_s, reason=None, seen_at=now), written_monotonic=now))
+        time.sleep(0.0005)
+
+
+Answers = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
+    needs.module("torch")
+    folder = tmp_path_factory.mktemp("ranks")
+    state = StateDir(folder / "state")
+    stop = threading.Event()
+    changer = threading.Thread(target=change_for_ever, args=(state.gate_inputs, stop))
+    changer.start()
+    env = {**os.environ, "_MINER_GUARD_RANK_SETTINGS": json.dumps(SETTINGS), "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("agreeing_ranks.py")
+    try:
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}",
+             str(script), str(folder)],
+            env=env, check=True, timeout=150,
+        )  # fmt: skip
+    finally:
+        stop.set()
+        changer.join()
+    return folder, [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(request.param)]
+
+
+def test_all_ranks_have_the_same_answer_while_the_repo_changes_under_them(run: tuple[Path, Answers]) -> None:
+    first, *others = run[1]
+    assert {a["allowed"] for a in first["together"]} == {True, False}, "the state did not change"
+    for other in others:
+        assert other["together"] == first["together"]
+        assert other["notices"] == first["notices"]
+
+
+def test_they_would_differ_without_the_exchange(run: tuple[Path, Answers]) -> None:
+    first, *others = run[1]
+    assert any(other["each by itself"] != first["each by itself"] for other in others)
+
+
+def test_ranks_that_ask_different_things_are_all_blocked_and_can_agree_again(run: tuple[Path, Answers]) -> None:
+    for answers in run[1]:
+        assert not answers["different questions"]["allowed"]
+        assert "different questions" in answers["different questions"]["reason"]
+        assert answers["after that"] == run[1][0]["after that"]
+
+
+def test_where_one_rank_never_asks_the_others_are_blocked_in_time_and_nothing_is_raised(
+    run: tuple[Path, Answers],
+) -> None:
+    folder, ranks = run
+    for rank, answers in enumerate(ranks):
+        assert not answers["one is silent"]["allowed"]
+        assert not answers["ever after"]["allowed"]
+        assert answers["waited_s"] < TIMEOUT_S + 20
+        assert answers["troubles"] > 0
+        entries = [e for _, e in FlightReader(StateDir(folder / "state").flight_of(rank)).entries()]
+        now = FlightReader(StateDir(folder / "state").flight_of(rank)).now()
+        assert now is not None
+        assert now.state == "finished"
+        assert rank == 0 or any(e.get("event") == "guard_degraded" for e in entries)
+    assert f"not every rank asked within {TIMEOUT_S:g} s" in ranks[0]["one is silent"]["reason"]

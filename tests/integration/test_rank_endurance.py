@@ -1,0 +1,77 @@
+"""100 000 steps: the hook's memory is flat, and the supervisor's death in the middle is nothing to training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from miner_guard.rank.flight import FlightReader
+from miner_guard.statedir import StateDir
+
+READER = """
+import socket, sys
+server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+server.bind(sys.argv[1])
+print("ready", flush=True)
+while True:
+    server.recv(65536)
+"""
+
+TRAINING = """
+import json, os, signal, sys
+import miner_guard
+
+def resident_bytes():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+folder, reader, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+guard = miner_guard.init(folder)
+memory = []
+for number in range(steps):
+    with guard.phase("data"):
+        pass
+    with guard.phase(f"made up {number}"):
+        pass
+    guard.add_cost(f"operation {number}", 0.001)
+    if number % 1000 == 0:
+        guard.may_upload(outer_step=1, inner_step=number)
+    guard.step(outer_step=1, inner_step=number, loss=2.0, lr=1e-4)
+    if number == steps // 2:
+        os.kill(reader, signal.SIGKILL)
+    if number in (steps * 6 // 10, steps - 1):
+        memory.append(resident_bytes())
+guard.close(finished=True)
+print(json.dumps({"memory": memory, "troubles": guard.troubles}))
+"""
+
+
+def test_memory_stays_flat_and_the_supervisor_may_die_in_the_middle(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    reader = subprocess.Popen([sys.executable, "-c", READER, str(state.socket)], stdout=subprocess.PIPE)
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == b"ready\n"
+    try:
+        training = subprocess.run(
+            [sys.executable, "-c", TRAINING, str(tmp_path), str(reader.pid), "100000"],
+            stdout=subprocess.PIPE, text=True, check=True, timeout=150,
+        )  # fmt: skip
+    finally:
+        reader.kill()
+    assert reader.wait() == -signal.SIGKILL
+    answer = json.loads(training.stdout.splitlines()[-1])
+    early, late = answer["memory"]
+    assert late - early < 1_000_000, "the hook keeps something for every step"
+    assert answer["troubles"] == 0
+    now = FlightReader(state.flight_of(0)).now()
+    assert now is not None
+    assert (now.state, now.total_steps, now.inner_step) == ("finished", 100_000, 99_999)
+    assert now.dropped > 0
+    assert len(list(FlightReader(state.flight_of(0)).steps())) == 4096
+    # Alone from the middle on, it says for itself what a supervisor would have said.
+    lines = [json.loads(line) for line in state.log.read_text().splitlines()]
+    assert {"inner_step", "upload_allowed"} <= {line["event"] for line in lines}
+    assert os.path.getsize(state.log) < 5_000_000
