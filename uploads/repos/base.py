@@ -116,7 +116,7 @@ class Repo(Protocol):
         ...
 
     def stage(self, key: str, path: Path, sha256: str, progress: Progress, notes: Notes) -> Ticket:
-        """Move the bytes of `path`, unseen. What an attempt that was cut off had sent, by `notes`, is not sent again."""
+        """Move the bytes of `path`, unseen. What an earlier attempt had sent, by its `notes`, is not sent again."""
         ...
 
     def commit(self, tickets: Sequence[Ticket], revision: str) -> None:

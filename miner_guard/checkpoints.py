@@ -1,0 +1,250 @@
+"""Checkpoints of a sharded run: complete or absent, never half.
+
+Written by torch.distributed.checkpoint into a draft folder, asynchronously; when every rank's part is there, rank 0
+writes a manifest (sizes and crc32 of the files) and renames the folder to `step-00000060`. What carries that name is
+whole; what a death leaves behind carries another and is swept at the next start. All ranks must see one folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_DRAFT = ".draft-"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete."""
+
+    path: Path
+    step: int
+    size_bytes: int
+    seconds: float
+    """From the request to the rename; training went on for nearly all of it."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that can't be used, and why."""
+
+    path: Path
+    reason: str
+
+
+class CheckpointError(Exception):
+    """A named checkpoint can't be used, or writing failed. The message is for people."""
+
+
+class Checkpointer:
+    """Saves every `every` steps and on request, keeps the last `keep`, resumes the newest whole one.
+
+    Every method but `request` is collective: each rank calls it at the same place. Making one makes a gloo group,
+    which the writing threads have for themselves; with NCCL the default group must be `cpu:gloo,cuda:nccl`.
+    `on_saved` is called on rank 0, from the writing thread.
+    """
+
+    def __init__(
+        self, folder: Path, *, every: int, keep: int = 2, on_saved: Callable[[Saved], None] = lambda _saved: None
+    ) -> None:
+        if every < 1 or keep < 1:
+            raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
+        self._folder = folder
+        self._every = every
+        self._keep = keep
+        self._on_saved = on_saved
+        self._requested = False
+        self._pending: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        if self._rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for draft in folder.glob(f"{_DRAFT}*"):
+                shutil.rmtree(draft, ignore_errors=True)
+        self._barrier()
+
+    def request(self) -> None:
+        """Save at the next `due`, whatever the step. Safe in a signal handler."""
+        self._requested = True
+
+    def due(self, step: int, *, asked: bool = False) -> bool:
+        """Is a checkpoint due after `step`? The same on every rank if `asked` is, and `request` was called alike."""
+        return step % self._every == 0 or asked or self._requested
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Begin to write `state` (tensors, DTensors, numbers). Waits for the one before, not for this one.
+
+        Raises CheckpointError where the one before could not be written.
+        """
+        self.wait()
+        self._requested = False
+        draft = self._folder / f"{_DRAFT}{step:08d}"
+        start = time.monotonic()
+        written: Future[Any] = Future()
+        if self._group is None:
+            save(state, checkpoint_id=draft, no_dist=True)
+            written.set_result(None)
+        else:
+            written = async_save(state, checkpoint_id=draft, process_group=self._group)  # type: ignore[assignment]
+        self._pending = self._writer.submit(self._finish, written, draft, step, start)
+
+    def wait(self) -> None:
+        """Until the checkpoint in writing is complete. Raises CheckpointError where it could not be written."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except Exception as error:
+            raise CheckpointError(f"no checkpoint was written: {error}; check space in {self._folder}") from error
+
+    def close(self) -> None:
+        """`wait`, and end the writing thread."""
+        self.wait()
+        self._writer.shutdown()
+
+    def _finish(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
+        # A rank's future is done when every rank's part and the common index are: torch gathers the results.
+        written.result()
+        if self._rank != 0:
+            return
+        size = _seal(draft, step)
+        path = self._folder / f"step-{step:08d}"
+        if path.exists():
+            # A second save of the same step, on request: the rename needs the name.
+            shutil.rmtree(path)
+        os.replace(draft, path)
+        _fsync(self._folder)
+        for old in sorted(_complete_ones(self._folder))[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        self._on_saved(Saved(path, step, size, time.monotonic() - start))
+
+    def resume(
+        self, state: dict[str, Any], which: str = "latest", on_skipped: Callable[[Skipped], None] = lambda _s: None
+    ) -> Path | None:
+        """Load a checkpoint into `state`, in place: the newest whole one, or the one named `step-…`.
+
+        None where there is none. Damaged ones are skipped, each said through `on_skipped` on rank 0. Raises
+        CheckpointError for a named one that is damaged or not there.
+        """
+        while True:
+            path = self._agree(self._choose(which, on_skipped) if self._rank == 0 else None)
+            if path is None:
+                return None
+            reason = self._load(state, path)
+            if reason is None:
+                return path
+            if which != "latest":
+                raise CheckpointError(f"{path}: {reason}")
+            if self._rank == 0:
+                on_skipped(Skipped(path, reason))
+                os.replace(path, path.with_name(f"damaged-{path.name}"))
+
+    def _choose(self, which: str, on_skipped: Callable[[Skipped], None]) -> Path | CheckpointError | None:
+        if which != "latest":
+            path = self._folder / which
+            reason = damage(path)
+            return path if reason is None else CheckpointError(f"{path}: {reason}")
+        for path in sorted(_complete_ones(self._folder), reverse=True):
+            reason = damage(path)
+            if reason is None:
+                return path
+            on_skipped(Skipped(path, reason))
+        return None
+
+    def _agree(self, chosen: Path | CheckpointError | None) -> Path | None:
+        box = [chosen]
+        if self._group is not None:
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        if isinstance(box[0], CheckpointError):
+            raise box[0]
+        return box[0]
+
+    def _load(self, state: dict[str, Any], path: Path) -> str | None:
+        reason: str | None = None
+        try:
+            load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
+        except Exception as error:  # noqa: BLE001  any failure to load is a reason to take another checkpoint, and is said
+            reason = f"cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        reasons: list[str | None] = [reason]
+        if self._group is not None:
+            reasons = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(reasons, reason, group=self._group)
+        return next((r for r in reasons if r is not None), None)
+
+    def _barrier(self) -> None:
+        if self._group is not None:
+            dist.barrier(self._group)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a complete checkpoint's files, by its manifest; None where all are as written."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest cannot be read ({error}); it was not finished, or not written by miner-guard"
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != facts["size_bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, {facts['size_bytes']} were written"
+        if _crc32(file) != facts["crc32"]:
+            return f"{name} does not have the checksum that it was written with"
+    return None
+
+
+def step_of(path: Path) -> int:
+    """The step a checkpoint's name tells. Raises ValueError for another name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not a checkpoint's name")
+    return int(match[1])
+
+
+def _complete_ones(folder: Path) -> Iterable[Path]:
+    return (p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir())
+
+
+def _seal(draft: Path, step: int) -> int:
+    files = {}
+    for file in sorted(p for p in draft.rglob("*") if p.is_file()):
+        _fsync(file)
+        files[str(file.relative_to(draft))] = {"size_bytes": file.stat().st_size, "crc32": _crc32(file)}
+    (draft / MANIFEST).write_text(json.dumps({"step": step, "written": time.time(), "files": files}))
+    _fsync(draft / MANIFEST)
+    _fsync(draft)
+    return sum(f["size_bytes"] for f in files.values())
+
+
+def _crc32(file: Path) -> int:
+    value = 0
+    with open(file, "rb") as stream:
+        while chunk := stream.read(1024 * 1024):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

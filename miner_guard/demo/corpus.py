@@ -1,0 +1,50 @@
+"""The training data: the standard library's own source, which every Python brings along."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LIMIT = 8 * 1024 * 1024
+"""Bytes of source that are used: as much as a demo can look at, read in a tenth of a second."""
+
+
+class Corpus:
+    """Windows of bytes, the same for the same (seed, rank, step): a run that is resumed goes on with its own data."""
+
+    def __init__(self, data: bytes, seed: int, rank: int) -> None:
+        if not data:
+            raise ValueError("the training data is empty")
+        self._data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._seed = seed
+        self._rank = rank
+
+    def batch(self, step: int, micro: int, size: int, context: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, each (size, context) int64 on the CPU."""
+        generator = torch.Generator().manual_seed(hash((self._seed, self._rank, step, micro)) & 0x7FFF_FFFF_FFFF)
+        starts = torch.randint(len(self._data) - context - 1, (size, 1), generator=generator)
+        window = self._data[starts + torch.arange(context + 1)].long()
+        return window[:, :-1], window[:, 1:]
+
+    def noise(self, size: int, context: int) -> tuple[Tensor, Tensor]:
+        """A batch of random bytes, for the fault `spike`: what a broken shard of data looks like."""
+        window = torch.randint(256, (size, context + 1))
+        return window[:, :-1], window[:, 1:]
+
+
+def standard_library(limit: int = _LIMIT) -> bytes:
+    """Up to `limit` bytes of the standard library's modules, in the order of their names. Raises FileNotFoundError."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts: list[bytes] = []
+    size = 0
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
+        if "site-packages" in path.parts or size >= limit:
+            continue
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+    if not parts:
+        raise FileNotFoundError(f"no .py files in {root}: this Python came without the source of its library")
+    return b"\n".join(parts)[:limit]

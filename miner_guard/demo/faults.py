@@ -1,0 +1,98 @@
+"""Faults on request: what goes wrong with real miners, at a chosen step and rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+KINDS = {
+    "hang": "the rank sleeps for ever in the phase `data`; the others wait in a collective",
+    "exit0": "the training loop swallows an exception and every rank exits 0, as subnet 38's miner does",
+    "crash": "the rank raises",
+    "sigkill": "the rank is killed, as by the host's out-of-memory killer",
+    "oom": "the rank asks for more memory than there is and ends with the allocator's own error",
+    "nan": "a gradient becomes NaN and the weights with it",
+    "slow": "one step takes much longer",
+    "cpu-fallback": "the model trains on the CPU; without a GPU: every step from there on takes eight times as long",
+    "spike": "one step trains on random bytes",
+}
+_FORM = re.compile(r"(?P<kind>[a-z0-9-]+)@(?P<step>\d+)(?::(?P<rank>\d+))?")
+
+SLOW_S = 8.0
+FALLBACK_FACTOR = 8
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a run."""
+
+    kind: str
+    step: int
+    """Counted over the whole run, from 1."""
+
+    rank: int | None = None
+    """None: the last rank."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}@{self.step}" + ("" if self.rank is None else f":{self.rank}")
+
+
+def parse(text: str) -> Fault:
+    """`slow@20:1` as a Fault. Raises ValueError, with the form and the kinds that there are."""
+    match = _FORM.fullmatch(text)
+    if match is None or match["kind"] not in KINDS or int(match["step"]) < 1:
+        raise ValueError(
+            f"fault {text!r} has not the form KIND@STEP or KIND@STEP:RANK; STEP from 1, KIND one of: {', '.join(KINDS)}"
+        )
+    return Fault(match["kind"], int(match["step"]), None if match["rank"] is None else int(match["rank"]))
+
+
+class FaultPlan:
+    """Fires the faults of this rank, each once in a run and its restarts, unless asked to repeat."""
+
+    def __init__(self, faults: list[Fault], rank: int, world_size: int, folder: Path, repeat: bool) -> None:
+        mine = [f for f in faults if (world_size - 1 if f.rank is None else f.rank) == rank]
+        self._mine = {f.step: f for f in mine}
+        self._rank = rank
+        self._folder = folder
+        self._repeat = repeat
+        self.swallow = any(f.kind == "exit0" for f in faults)
+        """The training loop swallows exceptions, on every rank: its peers' collectives fail too."""
+
+        self.on_cpu = any(f.kind == "cpu-fallback" for f in faults)
+        self.slowed_from = min((f.step for f in mine if f.kind == "cpu-fallback"), default=None)
+
+    def at(self, step: int) -> str | None:
+        """The kind of fault that is due at `step`; asking counts as its firing."""
+        fault = self._mine.get(step)
+        if fault is None:
+            return None
+        fired = self._folder / f"fired-{fault}-rank{self._rank}".replace(":", "-")
+        if fired.exists() and not self._repeat:
+            return None
+        fired.parent.mkdir(parents=True, exist_ok=True)
+        fired.touch()
+        return fault.kind
+
+
+def strike(kind: str | None) -> None:
+    """The faults that end or hold up a process; the others are the training step's."""
+    if kind == "hang":
+        while True:
+            time.sleep(3600)
+    if kind == "slow":
+        time.sleep(SLOW_S)
+    if kind in ("crash", "exit0"):
+        raise RuntimeError(f"fault on request: {kind}")
+    if kind == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "oom":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        # 2^50 bytes: no host and no GPU has them, so that the text is the allocator's own.
+        torch.empty(1 << 50, dtype=torch.uint8, device=device)

@@ -1,0 +1,59 @@
+"""The upload's files: what subnet 38's validators read, made of the demo's pseudo-gradient."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from miner_guard.demo.outer import OuterOptimizer
+
+KEPT_RATIO = 0.02
+"""Share of a tensor's entries that are sent: the largest by magnitude."""
+
+BLOCK_S = 12
+"""Seconds per block of the chain. The demo is on no chain: it counts blocks of this length since 1970."""
+
+
+def block_now() -> int:
+    """The demo's block number."""
+    return int(time.time()) // BLOCK_S
+
+
+def sparse_gradients(model: nn.Module, outer: OuterOptimizer, rank: int) -> dict[str, Tensor]:
+    """`<param>idxs` (int64, flat) and `<param>vals` (float32) by name, on rank 0; empty elsewhere.
+
+    Collective: gathers one parameter at a time, so that no rank ever holds a second whole model.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        gradient = outer.pseudo_gradient(name, parameter)
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        if rank != 0:
+            continue
+        flat = whole.flatten().float().cpu()
+        kept = flat.abs().topk(max(1, int(flat.numel() * KEPT_RATIO))).indices.sort().values
+        found[f"{name}idxs"] = kept
+        found[f"{name}vals"] = flat[kept]
+    return found
+
+
+def write_upload(
+    folder: Path, gradients: Mapping[str, Tensor], shape: Mapping[str, Any], blocks: Iterable[int],
+    metadata: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """`gradients.pt`, `config.json`, `metadata.json` into an empty or new `folder`. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({**gradients, "metadata": dict(metadata)}, folder / "gradients.pt")
+    (folder / "config.json").write_text(json.dumps({**shape, "block_list": list(blocks)}))
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())

@@ -1,0 +1,211 @@
+"""The demo miner: FSDP2 over gloo or NCCL, inner steps of AdamW, outer steps of DiLoCo, gated uploads."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from miner_guard.checkpoints import Checkpointer, Saved, Skipped
+from miner_guard.demo import faults
+from miner_guard.demo.corpus import Corpus, standard_library
+from miner_guard.demo.faults import FaultPlan
+from miner_guard.demo.lines import Lines
+from miner_guard.demo.model import ByteGPT, Shape
+from miner_guard.demo.options import Options
+from miner_guard.demo.outer import OuterOptimizer
+from miner_guard.demo.uploading import Uploader
+
+
+class Miner:
+    """One rank of the miner. Made and driven alike on every rank."""
+
+    def __init__(self, options: Options, plan: FaultPlan, guard: Any, device: torch.device) -> None:
+        self.options = options
+        self.plan = plan
+        self.guard = guard
+        self.device = device
+        self.rank = dist.get_rank()
+        self.lines = Lines(self.rank)
+        self.shape = Shape()
+        self.total_steps = 0
+        self.outer_step = 1
+        self.inner_step = 0
+        self.first_loss: float | None = None
+        self.loss = float("nan")
+        self._stop_asked = False
+        self._micro_batches = max(1, options.effective_batch_size // (options.batch_size * dist.get_world_size()))
+        with guard.phase("load_state"):
+            self._load()
+        self.uploader = Uploader(options, guard, self.lines)
+
+    def _load(self) -> None:
+        torch.manual_seed(self.options.seed)
+        self.corpus = Corpus(standard_library(), self.options.seed, self.rank)
+        self.model = _sharded(ByteGPT(self.shape), self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.95))
+        self.outer = OuterOptimizer(self.model)
+        self.checkpoints = Checkpointer(
+            self.options.work / "checkpoints", every=self.options.checkpoint_every, on_saved=self._checkpoint_saved
+        )
+        if self.options.resume != "none":
+            self._resume()
+
+    def _resume(self) -> None:
+        state = self._state()
+        path = self.checkpoints.resume(state, self.options.resume, on_skipped=self._checkpoint_skipped)
+        if path is None:
+            return
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.outer.load_state_dict(state["outer"])
+        counters = state["counters"]
+        self.total_steps, self.outer_step, self.inner_step = (int(counters[k]) for k in ("total", "outer", "inner"))
+        self.first_loss = float(counters["first_loss"])
+        self.lines.info(f"Resumed from {path} at step {self.total_steps}")
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        first = float("nan") if self.first_loss is None else self.first_loss
+        counters = {
+            "total": self.total_steps, "outer": self.outer_step, "inner": self.inner_step, "first_loss": first
+        }  # fmt: skip
+        return {"model": model, "optimizer": optimizer, "outer": self.outer.state_dict(), "counters": counters}
+
+    def run(self) -> bool:
+        """Train to the configured end. True where it was reached, False where a signal asked to stop."""
+        signal.signal(signal.SIGTERM, self._ask_to_stop)
+        signal.signal(signal.SIGINT, self._ask_to_stop)
+        self.guard.diagnose(
+            self.model, batch_size=self.options.batch_size, effective_batch_size=self.options.effective_batch_size
+        )
+        while self.total_steps < self.options.steps:
+            stop, checkpoint = self._step()
+            if checkpoint or stop or self.checkpoints.due(self.total_steps):
+                self._checkpoint()
+            if stop:
+                self.lines.info(f"Stopped on request at step {self.total_steps}")
+                break
+        self.checkpoints.close()
+        self.uploader.close()
+        return self.total_steps >= self.options.steps
+
+    def _ask_to_stop(self, _number: int, _frame: Any) -> None:
+        self._stop_asked = True
+
+    def _step(self) -> tuple[bool, bool]:
+        """One inner step and what follows it. Whether any rank was asked to stop, or to write a checkpoint."""
+        total = self.total_steps + 1
+        fault = self.plan.at(total)
+        start = time.monotonic()
+        with self.guard.phase("data"):
+            faults.strike(fault)
+            batches = [self._batch(total, micro, fault) for micro in range(self._micro_batches)]
+        own = self._forward_backward(batches)
+        with self.guard.phase("optimizer"):
+            lr = self._optimize(total, poison=fault == "nan")
+        if self.plan.slowed_from is not None and total >= self.plan.slowed_from:
+            time.sleep((faults.FALLBACK_FACTOR - 1) * (time.monotonic() - start))
+        loss, stop, checkpoint = self._agree(own)
+        self.total_steps, self.inner_step, self.loss = total, self.inner_step + 1, loss
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.lines.info(
+            f"Outer Step: {self.outer_step} | Inner Step: {self.inner_step} | "
+            f"Learning Rate: {lr:.8f} | Average Loss: {loss:.2f}"
+        )
+        self.guard.step(outer_step=self.outer_step, inner_step=self.inner_step, loss=loss, lr=lr)
+        self._after_step()
+        return stop, checkpoint
+
+    def _after_step(self) -> None:
+        if self.inner_step % self.options.upload_steps == 0 or self.guard.upload_due():
+            self.uploader.upload(self, "gradient")
+        if self.inner_step >= self.options.inner_steps_per_outer:
+            self._outer_step()
+
+    def _outer_step(self) -> None:
+        self.lines.info("Received Main All Reduce Call")
+        with self.guard.phase("allreduce"):
+            self.outer.step()
+        self.outer_step, self.inner_step = self.outer_step + 1, 0
+        self.lines.info("AllReduce Operation Finished Succesfully")
+        self.uploader.upload(self, "archive")
+
+    def _batch(self, step: int, micro: int, fault: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        size, context = self.options.batch_size, self.shape.context
+        if fault == "spike":
+            tokens, targets = self.corpus.noise(size, context)
+        else:
+            tokens, targets = self.corpus.batch(step, micro, size, context)
+        return tokens.to(self.device), targets.to(self.device)
+
+    def _forward_backward(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Mean loss of this rank's micro-batches, detached, on the device."""
+        total = torch.zeros((), device=self.device)
+        for number, (tokens, targets) in enumerate(batches, 1):
+            # Gradients are reduced once per inner step, with the last micro-batch.
+            self.model.set_requires_gradient_sync(number == len(batches))
+            with self.guard.phase("forward"):
+                loss = self.model(tokens, targets) / len(batches)
+            with self.guard.phase("backward"):
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _optimize(self, step: int, *, poison: bool) -> float:
+        lr = self.options.lr * min(1.0, step / self.options.warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if poison:
+            _poison(self.model)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return lr
+
+    def _agree(self, own: torch.Tensor) -> tuple[float, bool, bool]:
+        """Mean loss over the ranks; whether any rank was asked to stop; whether any was asked for a checkpoint."""
+        asked = (float(self._stop_asked), float(self.guard.checkpoint_requested()))
+        shared = torch.tensor([0.0, *asked], device=self.device)
+        shared[0] = own / dist.get_world_size()
+        dist.all_reduce(shared)
+        loss, stop, checkpoint = shared.tolist()
+        return loss, stop > 0, checkpoint > 0
+
+    def _checkpoint(self) -> None:
+        if self.loss != self.loss:
+            self.lines.info("Loss is NaN: this state is not worth a checkpoint")
+            return
+        with self.guard.phase("checkpoint"):
+            self.checkpoints.save(self.total_steps, self._state())
+
+    def _checkpoint_saved(self, saved: Saved) -> None:
+        self.lines.info(f"Saved checkpoint {saved.path.name} ({saved.size_bytes} bytes in {saved.seconds:.2f}s)")
+
+    def _checkpoint_skipped(self, skipped: Skipped) -> None:
+        self.lines.error(f"Skipped checkpoint {skipped.path}: {skipped.reason}")
+
+
+def _sharded(model: ByteGPT, device: torch.device) -> Any:
+    model = model.to(device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mp_policy": policy} if device.type == "cuda" else {}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+def _poison(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.fill_(float("nan"))

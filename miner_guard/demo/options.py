@@ -1,0 +1,78 @@
+"""The demo miner's own options."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from miner_guard.demo import faults
+from miner_guard.demo.faults import Fault
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `python -m miner_guard.demo.train` takes."""
+
+    work: Path
+    """Folder for checkpoints, staged uploads and the published repo."""
+
+    steps: int = 90
+    """Inner steps of the whole run."""
+
+    inner_steps_per_outer: int = 75
+    """H of DiLoCo. Above the gate's minimum, else no upload would ever be allowed."""
+
+    upload_steps: int = 15
+    """Inner steps between two uploads; 15 is also where source 004 shows the blocked one."""
+
+    batch_size: int = 4
+    effective_batch_size: int = 16
+    warmup: int = 10
+    lr: float = 2e-3
+    checkpoint_every: int = 20
+    resume: str = "latest"
+    seed: int = 38
+    faults: tuple[Fault, ...] = ()
+    fault_repeat: bool = False
+    guard: bool = True
+    """False: train without the hook, to measure what it costs."""
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    """The options of a command line. Ends the process with code 2 and the reason for what can't be used."""
+    parser = argparse.ArgumentParser(prog="python -m miner_guard.demo.train", description="A small real miner.")
+    parser.add_argument("--work", type=Path, required=True)
+    for name, text in (
+        ("steps", "inner steps of the whole run"),
+        ("inner-steps-per-outer", "inner steps between two outer steps"),
+        ("upload-steps", "inner steps between two uploads"),
+        ("batch-size", "samples per micro-batch and rank"),
+        ("effective-batch-size", "samples per inner step over all ranks"),
+        ("warmup", "inner steps until the full learning rate"),
+        ("checkpoint-every", "inner steps between two checkpoints"),
+    ):
+        default = getattr(Options, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=_at_least_one, default=default, help=f"{text} (default {default})")
+    parser.add_argument("--lr", type=float, default=Options.lr)
+    parser.add_argument("--seed", type=int, default=Options.seed)
+    parser.add_argument("--resume", default=Options.resume, help="`latest`, `none`, or the name of a checkpoint")
+    parser.add_argument("--fault", dest="faults", type=_fault, action="append", default=[], metavar="KIND@STEP[:RANK]")
+    parser.add_argument("--fault-repeat", action="store_true", help="fire again after a restart")
+    parser.add_argument("--no-guard", dest="guard", action="store_false", help="train without the hook")
+    values = vars(parser.parse_args(arguments))
+    return Options(**{**values, "faults": tuple(values["faults"])})
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not allowed: at least 1")
+    return value
+
+
+def _fault(text: str) -> Fault:
+    try:
+        return faults.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,46 @@
+"""Outer steps as in DiLoCo (Douillard et al. 2023): the inner steps' sum is a gradient for a slower optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class OuterOptimizer:
+    """SGD with Nesterov momentum over pseudo-gradients. Works on shards: no step needs a collective."""
+
+    def __init__(self, model: nn.Module, lr: float = 0.5, momentum: float = 0.9) -> None:
+        # DiLoCo's 0.7 is for many miners, whose average is shorter than each one's own path. A lone miner would
+        # overshoot with it: the first Nesterov step is (1 + momentum) * lr times the way that it went.
+        self._lr = lr
+        self._momentum = momentum
+        self._model = model
+        self.start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.velocity = {name: torch.zeros_like(p) for name, p in self.start.items()}
+
+    @torch.no_grad()
+    def pseudo_gradient(self, name: str, parameter: Tensor) -> Tensor:
+        """start − now, of the parameter's own shape and sharding."""
+        return self.start[name] - parameter.detach()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move the outer parameters along the pseudo-gradient; the inner ones go on from there."""
+        for name, parameter in self._model.named_parameters():
+            gradient = self.pseudo_gradient(name, parameter)
+            self.velocity[name].mul_(self._momentum).add_(gradient)
+            self.start[name].sub_(self._lr * (gradient + self._momentum * self.velocity[name]))
+            parameter.copy_(self.start[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors by name, for a checkpoint."""
+        return {"start": self.start, "velocity": self.velocity}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what a checkpoint held."""
+        for kind, own in (("start", self.start), ("velocity", self.velocity)):
+            for name, tensor in own.items():
+                tensor.copy_(state[kind][name])

@@ -1,0 +1,69 @@
+"""`torchrun … -m miner_guard.demo.train --work DIR`: one rank of the demo miner."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miner_guard.demo.faults import FaultPlan
+from miner_guard.demo.lines import Lines
+from miner_guard.demo.miner import Miner
+from miner_guard.demo.options import Options, parse
+
+
+def main() -> None:
+    """Train. Exits 0 at the configured end or when a signal asked for it, 1 on an exception."""
+    options = parse()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    plan = FaultPlan(list(options.faults), rank, world_size, options.work / "faults", options.fault_repeat)
+    device = _join(on_cpu=plan.on_cpu)
+    guard = _guard(options)
+    finished = False
+    try:
+        finished = _train(options, plan, guard, device)
+    finally:
+        guard.close(finished=finished)
+    dist.destroy_process_group()
+
+
+def _train(options: Options, plan: FaultPlan, guard: Any, device: torch.device) -> bool:
+    try:
+        return Miner(options, plan, guard, device).run()
+    except Exception as error:
+        Lines(dist.get_rank()).error(f"Training Loop Failed with error: {error}")
+        if plan.swallow:
+            # What upstream's `except … break` comes to: the launcher sees success on every rank.
+            guard.close()
+            sys.exit(0)
+        raise
+
+
+def _join(*, on_cpu: bool) -> torch.device:
+    """Join the process group: NCCL where there are GPUs. The CPU part of it is for checkpoints and the gate."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if on_cpu or not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    return device
+
+
+def _guard(options: Options) -> Any:
+    if not options.guard:
+        from miner_guard.demo.unguarded import NoGuard
+
+        return NoGuard()
+    import miner_guard
+
+    return miner_guard.init()
+
+
+if __name__ == "__main__":
+    main()

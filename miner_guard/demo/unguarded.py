@@ -1,0 +1,39 @@
+"""The hook's shape with nothing behind it: the demo trains with it to measure what the guard costs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from uploads.decision import GateDecision
+
+
+class NoGuard:
+    """Takes every call of the hook, does nothing, allows everything."""
+
+    def phase(self, name: str, **_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, **_: Any) -> None:
+        return None
+
+    def diagnose(self, model: Any, **_: Any) -> None:
+        return None
+
+    def may_upload(self, *, outer_step: int, inner_step: int, kind: str = "gradient", **_: Any) -> GateDecision:
+        return GateDecision(True, kind, outer_step, inner_step, "no guard")
+
+    def upload(self, decision: GateDecision, **_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def upload_due(self) -> bool:
+        return False
+
+    def checkpoint_requested(self) -> bool:
+        return False
+
+    def checkpoint_saved(self, **_: Any) -> None:
+        return None
+
+    def close(self, finished: bool = False) -> None:
+        return None

@@ -1,0 +1,51 @@
+"""How the demo publishes: the gate first, on every rank alike; then rank 0's files; then a child that pushes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from miner_guard.demo.gradients import block_now, sparse_gradients, write_upload
+from miner_guard.demo.lines import Lines
+from miner_guard.demo.options import Options
+
+if TYPE_CHECKING:
+    from miner_guard.demo.miner import Miner
+
+RUN = 1
+_BLOCKS_KEPT = 20
+
+
+class Uploader:
+    """Asks the gate, writes the files, hands them to the publisher."""
+
+    def __init__(self, options: Options, guard: Any, lines: Lines) -> None:
+        self._options = options
+        self._guard = guard
+        self._lines = lines
+        self._rank = dist.get_rank()
+        self._blocks: list[int] = []
+
+    def upload(self, miner: Miner, kind: str) -> None:
+        """One upload if the gate allows it. Collective."""
+        self._blocks = [*self._blocks, block_now()][-_BLOCKS_KEPT:]
+        decision = self._guard.may_upload(outer_step=miner.outer_step, inner_step=miner.inner_step, kind=kind)
+        if not decision:
+            return
+        tag = f"{RUN}.{miner.outer_step}.{miner.inner_step}"
+        with self._guard.upload(decision):
+            self._lines.info(f"Saving model state locally for epoch {miner.outer_step}")
+            gradients = sparse_gradients(miner.model, miner.outer, self._rank)
+            if self._rank == 0:
+                folder = self._options.work / "staging" / tag
+                shutil.rmtree(folder, ignore_errors=True)
+                metadata = {
+                    "run": RUN, "outer_step": miner.outer_step, "inner_step": miner.inner_step, "peer_id": "demo"
+                }  # fmt: skip
+                write_upload(folder, gradients, dataclasses.asdict(miner.shape), self._blocks, metadata)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
