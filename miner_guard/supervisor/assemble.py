@@ -72,6 +72,7 @@ class Assembly:
         )  # fmt: skip
         self.supervisor = Supervisor(order, self.clock, self.loop, self.host, self.relay, self.flights)
         self.supervisor.on_stopping = lock.stopping
+        self.host.on_finding = self.supervisor.blame
         self.jobs = Scheduler(self.clock, self.report)
         self.status = Status(request.state, self.clock, self.log)
         self._closers: list[Callable[[], None]] = []

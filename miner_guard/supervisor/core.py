@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from miner_guard.clock import Clock, iso_utc
 from miner_guard.config import Config
-from miner_guard.events import found
+from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Now
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor import processes
@@ -24,10 +24,11 @@ from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.loop import Loop, Timer
 from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.relay import Relay
-from miner_guard.supervisor.restart import Again, GiveUp, RestartPolicy
+from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
 from miner_guard.supervisor.teardown import Teardown
 
-TICK_S = 1.0
+TICK_S = 0.5
+"""Half of it is the mean delay with which a hang is noticed."""
 CRASH_LOOP = 75
 FAILED = 1
 
@@ -58,15 +59,6 @@ class Wish:
     exit_code: int = 0
 
 
-@dataclass
-class Causes:
-    """What was seen to go wrong during this launch: the first label counts, it is the root."""
-
-    kind: str | None = None
-    label: str | None = None
-    seen: list[str] = field(default_factory=list)
-
-
 class Supervisor:
     """Supervises one order. All methods but `want` belong to the thread that calls `run`."""
 
@@ -89,7 +81,7 @@ class Supervisor:
         self._teardown_timer: Timer | None = None
         self._wait_timer: Timer | None = None
         self._next_start: float | None = None
-        self._causes = Causes()
+        self._incident: Finding | None = None
         self._run_processes: set[processes.Process] = set()
         self._first_step_at: float | None = None
         self._healthy_said = False
@@ -131,11 +123,10 @@ class Supervisor:
         if self.state == "paused":
             self._launch()
 
-    def cause(self, label: str, kind: str | None) -> None:
-        """An incident of this launch; the first one that says how to restart decides."""
-        self._causes.seen.append(label)
-        if self._causes.kind is None and kind is not None:
-            self._causes.kind, self._causes.label = kind, label
+    def blame(self, finding: Finding) -> None:
+        """An incident of this launch; the first one is the root, what follows from it is not."""
+        if self._incident is None and finding.event == "incident":
+            self._incident = finding
 
     # --- the life of a launch ---
 
@@ -150,7 +141,7 @@ class Supervisor:
 
     def _launch(self) -> None:
         self._cancel_wait()
-        self._wish, self._teardown, self._causes = None, None, Causes()
+        self._wish, self._teardown, self._incident = None, None, None
         self._run_processes.clear()
         self._first_step_at, self._healthy_said = None, False
         attempt = self.launches
@@ -179,7 +170,7 @@ class Supervisor:
         self.state = "ending"
         cause = f"the command could not be started: {error.strerror or error}"
         self.host.finding(found("miner_exited", how=cause, code=None, runtime_s=0.0))
-        self._after_failure("transient", cause, 0.0, FAILED)
+        self._after_failure(Failure(cause, 0.0), FAILED)
 
     def _stop_child(self, cause: str) -> None:
         assert self.child is not None
@@ -265,25 +256,31 @@ class Supervisor:
         elif wish is not None and wish.then == "relaunch":
             self._launch()
         elif wish is not None:
-            self._after_failure("transient", wish.cause, end.runtime_s, FAILED)
+            self._after_failure(Failure(wish.cause, end.runtime_s), FAILED)
         else:
-            how = f"exit code {end.code}" if end.signal is None else f"signal {signal.Signals(end.signal).name}"
-            label = f"{self._causes.label}, " if self._causes.label else ""
-            self._after_failure(self._causes.kind or "transient", f"{label}{how}", end.runtime_s, end.code)
+            self._after_failure(self._failure(end), end.code)
 
-    def _after_failure(self, kind: str, cause: str, runtime_s: float, code: int) -> None:
+    def _failure(self, end: Exit) -> Failure:
+        how = f"exit code {end.code}" if end.signal is None else f"signal {signal.Signals(end.signal).name}"
+        if self._incident is None:
+            return Failure(how, end.runtime_s)
+        fields = self._incident.fields
+        label, kind = str(fields["label"]), str(fields.get("restart", "transient"))
+        return Failure(f"{label}, {how}", end.runtime_s, kind, label, str(fields.get("fix") or ""))
+
+    def _after_failure(self, failure: Failure, code: int) -> None:
         if not self.order.config.restart.enabled:
-            self._done(code, f"{cause}; restarts are off")
+            self._done(code, f"{failure.cause}; restarts are off")
             return
         if self.paused:
             self.state = "paused"
             return
-        decision = self.policy.failed(kind, cause, runtime_s)
+        decision = self.policy.failed(failure)
         if isinstance(decision, GiveUp):
             self.host.finding(found("crash_loop", detail=decision.why, restarts=self.policy.failures))
             self._done(CRASH_LOOP, decision.why)
             return
-        self._wait(decision, cause)
+        self._wait(decision, failure.cause)
 
     def _wait(self, again: Again, cause: str) -> None:
         self.state = "waiting"

@@ -20,6 +20,9 @@ class Host:
     def __init__(self, log: Callable[[Finding], None]) -> None:
         self._log = log
         self.parts: list[Part] = []
+        self.on_finding: Callable[[Finding], None] = lambda _finding: None
+        """The supervisor's own ear: incidents decide on restarts."""
+
         self._failed: set[tuple[str, str]] = set()
 
     def launch(self, launch: Launch) -> None:
@@ -46,6 +49,7 @@ class Host:
     def finding(self, finding: Finding, source: Part | None = None, depth: int = 0) -> None:
         """Log a finding and show it to every part but the one it comes from."""
         self._log(finding)
+        self.on_finding(finding)
         if depth >= _DEEPEST:
             return
         for part in self.parts:

@@ -26,14 +26,32 @@ class Rule:
 
 RULES = {
     "transient": Rule(None, "look at the incidents and at the miner's last lines above"),
-    "memory": Rule(2, "lower the batch size or sequence length, or end what else uses the memory"),
-    "nan": Rule(1, "resume from an older checkpoint with a lower learning rate; look at the data"),
-    "hardware": Rule(0, "a restart of the miner can't bring it back: restart the container, then the host"),
-    "configuration": Rule(0, "correct the miner's configuration or command; a restart changes nothing"),
-    "registration": Rule(0, "register the hotkey on the subnet; a restart changes nothing"),
-    "fatal": Rule(0, "a restart can't mend this"),
+    "once": Rule(1, "a restart does not mend it"),
+    "hardware": Rule(1, "a restart of the miner can't bring it back: restart the container, then the host"),
+    "config": Rule(0, "a person must change something first; a restart can't mend it"),
 }
-"""By the value of an incident's field `restart`."""
+"""By the value of an incident's field `restart`; `never` and unknown ones are treated as transient.
+
+`once` and `hardware` count by label: the same label again without a healthy stretch between ends it.
+"""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One end that nobody asked for."""
+
+    cause: str
+    """For people."""
+
+    runtime_s: float
+    kind: str = "transient"
+    """A key of RULES."""
+
+    label: str = ""
+    """The incident's, empty where no incident says why."""
+
+    fix: str = ""
+    """What the incident knowledge tells a person to do."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +78,7 @@ class RestartPolicy:
         self._settings = settings
         self._chance = chance
         self._failures = 0
-        self._by_kind: dict[str, int] = {}
+        self._by_label: dict[str, int] = {}
         self._times: list[float] = []
 
     @property
@@ -71,23 +89,26 @@ class RestartPolicy:
     def healthy(self) -> None:
         """The miner trained for a whole healthy stretch: what was before no longer counts."""
         self._failures = 0
-        self._by_kind.clear()
+        self._by_label.clear()
         self._times.clear()
 
-    def failed(self, kind: str, cause: str, runtime_s: float) -> Again | GiveUp:
-        """The miner ended though nobody asked for it, or it hung. `kind` is a key of RULES."""
-        rule = RULES.get(kind, RULES["transient"])
-        self._times.append(runtime_s)
+    def failed(self, failure: Failure) -> Again | GiveUp:
+        """The miner ended though nobody asked for it, or it hung."""
+        cause = failure.cause
+        rule = RULES.get(failure.kind, RULES["transient"])
+        self._times.append(failure.runtime_s)
         if self._settings.max_restarts == 0:
             return GiveUp(f"{cause}; restarts are switched off (max_restarts 0)")
-        tried = self._by_kind.get(kind, 0)
+        tried = self._by_label.get(failure.label, 0)
         if rule.tries is not None and tried >= rule.tries:
-            again = f" after {tried} restarts" if tried else ""
-            return GiveUp(f"{cause}{again}; {rule.advice}")
+            again = " again after a restart" if tried else ""
+            return GiveUp(f"{cause}{again}; {failure.fix or rule.advice}")
         if self._failures >= self._settings.max_restarts:
             ran = ", ".join(f"{seconds:.0f}s" for seconds in self._times[-6:])
-            return GiveUp(f"{cause}; {self._failures} restarts did not help (it ran {ran}); {rule.advice}")
-        self._by_kind[kind] = tried + 1
+            return GiveUp(
+                f"{cause}; {self._failures} restarts did not help (it ran {ran}); {failure.fix or rule.advice}"
+            )
+        self._by_label[failure.label] = tried + 1
         self._failures += 1
         return Again(self._wait_s(), self._failures)
 

@@ -1,0 +1,114 @@
+"""Hang: no progress for too long. Names the culprit, keeps the evidence, then does what `[hang] action` says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from miner_guard.clock import iso_utc
+from miner_guard.detectors.hang import Hang, HangDetector
+from miner_guard.events import Finding, found
+from miner_guard.rank.flight import Now, Step
+from miner_guard.redact import Redactor
+from miner_guard.supervisor import evidence
+from miner_guard.supervisor.evidence import Subject
+from miner_guard.supervisor.parts import Context, Launch, Part
+
+_OUTPUT_TAIL = 64 * 1024
+_STOPPED_BY_HANG = 75
+
+
+class HangWatch(Part):
+    """Feeds the detector and acts on its answer."""
+
+    name = "hang"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._settings = context.config.hang
+        self._detector = HangDetector(self._settings)
+        self._redactor = Redactor.from_environment(os.environ)
+        self._tail: list[bytes] = []
+        self._tail_bytes = 0
+        self._last_incident: str | None = None
+        self._ranks_seen = False
+        self._hang: Hang | None = None
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._detector.launched(launch.started)
+        self._tail, self._tail_bytes = [], 0
+        self._last_incident, self._ranks_seen, self._hang = None, False, None
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+        for step in steps:
+            self._detector.stepped(step.end, step.seconds)
+        self._hang = None
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        self._tail.append(chunk)
+        self._tail_bytes += len(chunk)
+        while len(self._tail) > 1 and self._tail_bytes - len(self._tail[0]) >= _OUTPUT_TAIL:
+            self._tail_bytes -= len(self._tail.pop(0))
+        return ()
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        if finding.event == "incident":
+            self._last_incident = str(finding.fields.get("label"))
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        self._ranks_seen = bool(ranks)
+        suspected = self._detector.idle_s(now) > min(self._detector.limit_s, self._settings.min_s)
+        who = evidence.subjects(self.context.state, ranks) if suspected and self._hang is None else []
+        hang = self._detector.look(now, ranks, gone={subject.rank for subject in who if subject.gone})
+        if hang is None:
+            return ()
+        self._hang = hang
+        detail = hang.detail + (f"; before it: INCIDENT {self._last_incident}" if self._last_incident else "")
+        story: dict[str, Any] = {
+            "detail": detail,
+            "culprits": list(hang.culprits),
+            "idle_s": hang.idle_s,
+            "limit_s": hang.limit_s,
+        }
+        output = b"".join(self._tail)
+        self.context.jobs.once("hang evidence", lambda: self._gather_and_act(who, story, output))
+        return [found("hang_detected", rank=hang.culprits[0] if len(hang.culprits) == 1 else None, **story)]
+
+    def _gather_and_act(self, who: list[Subject], story: dict[str, Any], output: bytes) -> None:
+        """In a job's thread."""
+        stamp = iso_utc(self.context.clock.wall())[:19].replace(":", "").replace("-", "")
+        folder = self.context.state.incidents / f"{stamp}-hang"
+        try:
+            told = {**story, "status": dict(self.context.status())}
+            had = evidence.gather(
+                self.context.state, folder, who, told, output, self._redactor,
+                self._settings.stack_timeout_s,
+            )  # fmt: skip
+            ranks = ", ".join(f"rank {rank}" for rank in had) if had else "no rank's stacks, the rest"
+            self.context.emit(found("stack_dump", ranks=ranks, path=str(folder)))
+        except OSError as error:
+            what = f"the evidence of the hang could not be stored: {error.strerror or error}"
+            self.context.emit(found("guard_degraded", what=what))
+        finally:
+            self._act(str(story["detail"]))
+
+    def _act(self, detail: str) -> None:
+        if self._settings.action == "restart":
+            self.context.control.restart(f"hang: {detail}")
+        elif self._settings.action == "stop":
+            self.context.control.stop(f"hang: {detail}", _STOPPED_BY_HANG)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        now = self.context.clock.monotonic()
+        watching = self._ranks_seen
+        return {
+            "watching": watching,
+            "reason": None if watching else "no rank has reported: the miner does not use the hook, or not yet",
+            "idle_s": round(self._detector.idle_s(now), 1) if watching else None,
+            "limit_s": round(self._detector.limit_s, 1) if watching else None,
+            "hang": self._hang.detail if self._hang is not None else None,
+        }

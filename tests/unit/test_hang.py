@@ -1,0 +1,149 @@
+"""No progress: when it is a hang, when it is not, and who holds the others up."""
+
+from __future__ import annotations
+
+import pytest
+
+from miner_guard.config import HangSettings
+from miner_guard.detectors.hang import Hang, HangDetector, name_culprits
+from miner_guard.rank.flight import Now
+
+SETTINGS = HangSettings(min_s=300.0, factor=5.0, first_step_s=1800.0, allreduce_s=840.0, upload_s=1800.0)
+
+
+def rank(
+    phase: str = "", since: float = 0.0, steps: int = 10, state: str = "running", allowance: float | None = None,
+    heartbeat: float | None = None,
+) -> Now:  # fmt: skip
+    beat = since if heartbeat is None else heartbeat
+    return Now(state, phase, since, beat, 1, steps, steps, None, None, None, allowance, steps, 0, 0, 0)
+
+
+def watch(detector: HangDetector, start: float, end: float, ranks: dict[int, Now]) -> tuple[float, Hang] | None:
+    """Look once a second; the time and the hang, or None."""
+    now = start
+    while now <= end:
+        hang = detector.look(now, ranks)
+        if hang is not None:
+            return now, hang
+        now += 1.0
+    return None
+
+
+@pytest.fixture
+def detector() -> HangDetector:
+    """Launched at 0, with one step of 10 s that ended at 100."""
+    detector = HangDetector(SETTINGS)
+    detector.launched(0.0)
+    detector.stepped(100.0, 10.0)
+    return detector
+
+
+def test_the_rank_outside_the_collective_is_named(detector: HangDetector) -> None:
+    ranks = {n: rank("allreduce", 101.0, allowance=0.0) for n in (0, 1, 3)} | {2: rank("data", 100.0)}
+    seen = watch(detector, 101.0, 2000.0, ranks)
+    assert seen is not None
+    when, hang = seen
+    assert when == pytest.approx(400.0, abs=2)
+    assert hang.culprits == (2,)
+    assert hang.detail == f"rank 2 in data for {when - 100:.0f}s, ranks 0,1,3 waiting in allreduce"
+
+
+def test_slow_steps_stretch_the_limit(detector: HangDetector) -> None:
+    detector.stepped(400.0, 240.0)
+    seen = watch(detector, 401.0, 5000.0, {0: rank("forward", 400.0)})
+    assert seen is not None
+    assert seen[0] == pytest.approx(400.0 + 5 * 240.0, abs=2)
+
+
+@pytest.mark.parametrize(("phase", "allowed"), [("allreduce", 840.0), ("upload", 1800.0), ("load_state", 1800.0)])
+def test_a_phase_with_an_allowance_may_take_it_and_no_more(detector: HangDetector, phase: str, allowed: float) -> None:
+    ranks = {0: rank(phase, 110.0), 1: rank("collective", 110.0)}
+    seen = watch(detector, 111.0, 5000.0, ranks)
+    assert seen is not None
+    assert seen[0] == pytest.approx(110.0 + allowed, abs=2)
+
+
+def test_after_a_long_phase_the_usual_limit_counts_from_its_end(detector: HangDetector) -> None:
+    assert watch(detector, 101.0, 1000.0, {0: rank("upload", 101.0)}) is None
+    seen = watch(detector, 1001.0, 3000.0, {0: rank("data", 1000.5)})
+    assert seen is not None
+    assert seen[0] == pytest.approx(1300.5, abs=2)
+
+
+def test_the_allowance_that_a_rank_declares_wins(detector: HangDetector) -> None:
+    assert watch(detector, 101.0, 3000.0, {0: rank("compile", 101.0, allowance=3600.0)}) is None
+
+
+def test_the_first_step_has_its_own_allowance() -> None:
+    detector = HangDetector(SETTINGS)
+    detector.launched(0.0)
+    seen = watch(detector, 1.0, 3000.0, {0: rank("forward", 1.0, steps=0)})
+    assert seen is not None
+    assert seen[0] == pytest.approx(1800.0, abs=2)
+
+
+def test_entering_a_phase_again_and_again_is_no_progress(detector: HangDetector) -> None:
+    now = 101.0
+    hang = None
+    while hang is None and now < 1000.0:
+        hang = detector.look(now, {0: rank("data", now - 0.5)})
+        now += 1.0
+    assert now == pytest.approx(401.0, abs=3)
+
+
+def test_a_suspended_machine_is_not_a_hang(detector: HangDetector) -> None:
+    ranks = {0: rank("forward", 100.0)}
+    assert watch(detector, 101.0, 200.0, ranks) is None
+    # Nobody looked for an hour: this process did not run, so that nothing can be said of the miner.
+    assert detector.look(3800.0, ranks) is None
+    assert watch(detector, 3801.0, 3990.0, ranks) is None
+    assert watch(detector, 3991.0, 4010.0, ranks) is not None
+
+
+def test_a_hang_is_said_once_and_a_second_one_like_the_first(detector: HangDetector) -> None:
+    ranks = {0: rank("forward", 100.0)}
+    assert watch(detector, 101.0, 500.0, ranks) is not None
+    assert watch(detector, 501.0, 2000.0, ranks) is None
+    detector.stepped(2000.0, 10.0)
+    assert watch(detector, 2001.0, 2400.0, ranks) is not None
+
+
+def test_without_a_rank_nothing_is_said() -> None:
+    detector = HangDetector(SETTINGS)
+    detector.launched(0.0)
+    assert watch(detector, 1.0, 5000.0, {}) is None
+
+
+def test_a_process_that_outlives_its_training_is_a_hang(detector: HangDetector) -> None:
+    ranks = {0: rank(state="closed", heartbeat=150.0), 1: rank(state="closed", heartbeat=151.0)}
+    seen = watch(detector, 152.0, 2000.0, ranks)
+    assert seen is not None
+    assert "lives on" in seen[1].detail
+
+
+def test_a_rank_that_is_gone_is_the_culprit(detector: HangDetector) -> None:
+    hang = detector.look(101.0, {}) or detector.look(102.0, {0: rank("backward"), 1: rank("backward")}, gone={1})
+    assert hang is None
+    detector.stepped(102.0, 1.0)
+    now = 103.0
+    while hang is None:
+        hang = detector.look(now, {0: rank("backward", 102.0), 1: rank("backward", 102.0)}, gone={1})
+        now += 1.0
+    assert hang.culprits == (1,)
+    assert hang.detail.startswith("rank 1 is gone, rank 0 waiting in backward")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "culprits"),
+    [
+        ({0: rank("backward", steps=9), 1: rank("data", steps=10)}, (0,)),
+        ({0: rank("val_loss"), 1: rank("allreduce"), 2: rank("allreduce")}, (0,)),
+        ({0: rank("backward"), 1: rank("forward"), 2: rank("backward")}, (1,)),
+        ({0: rank("allreduce"), 1: rank("allreduce")}, ()),
+        ({0: rank("collective"), 1: rank(state="closed")}, (1,)),
+        ({0: rank("data")}, (0,)),
+    ],
+)
+def test_the_culprit_is_behind(ranks: dict[int, Now], culprits: tuple[int, ...]) -> None:
+    assert name_culprits(ranks) == culprits
