@@ -158,6 +158,9 @@ class StepSettings:
     straggler_critical_ratio: Share = 0.20
     """The same, critical."""
 
+    straggler_min_s: NotNegative = 0.1
+    """A smaller difference in waiting names nobody, whatever its share of a short step."""
+
 
 @dataclass(frozen=True)
 class GpuSettings:

@@ -44,6 +44,7 @@ class StepsPart(Part):
         self._slow_said = float("-inf")
         self._slow_left_out = 0
         self._summary_stretch = 0
+        self._fallback_said = False
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._reset()
@@ -83,7 +84,8 @@ class StepsPart(Part):
         slow = self._times.observe(step.seconds, kind, step_time.scheduled_seconds(step.phases))
         if slow is not None:
             yield from self._slow_line(rank, step, slow)
-        if kind == step_time.TRAINING and (regression := self._regression.observe(step.seconds)) is not None:
+        regression = self._regression.observe(step.seconds) if kind == step_time.TRAINING else None
+        if regression is not None and not self._fallback_said:
             yield found(
                 "steps_regressed", rank=rank, median_s=regression.median_s, best_s=regression.best_s,
                 ratio=regression.ratio, inner_step=step.inner_step, outer_step=step.outer_step,
@@ -92,7 +94,8 @@ class StepsPart(Part):
 
     def _slow_line(self, rank: int, step: Step, slow: step_time.SlowStep) -> Iterator[Finding]:
         # Beyond 60 s each step has its line, as source 004 shows; short ones would flood the log.
-        if slow.rule == "relative" and step.end - self._slow_said < _SLOW_REPEAT_S:
+        too_soon = step.end - self._slow_said < _SLOW_REPEAT_S or self._fallback_said
+        if slow.rule == "relative" and too_soon:
             self._slow_left_out += 1
             return
         left_out, self._slow_left_out = self._slow_left_out, 0
@@ -141,6 +144,9 @@ class StepsPart(Part):
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         if finding.event == "hang_detected":
             self._goodput.hang_found()
+        if finding.event == "cpu_fallback":
+            # Known, with its cause: a lasting slowdown is no further news.
+            self._fallback_said = finding.fields["verdict"] != "cleared"
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:

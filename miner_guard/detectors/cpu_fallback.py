@@ -1,0 +1,143 @@
+"""Is a rank computing on the CPU though it should not? A verdict per rank, with its evidence.
+
+- certain: the model's compute device is the CPU, or the loss comes from the CPU while hardly any GPU
+  memory is allocated. (A loss on the CPU alone proves nothing: a miner may copy it there to report it.)
+- suspected: hardly any GPU memory is allocated and steps are slow (source 004: < 1 GB and > 60 s); or no
+  GPU memory is known, steps have lastingly become several times as long, and no phase explains it.
+- cleared: was suspected or certain before, and the evidence is gone.
+
+Where the CPU was asked for (`[gpu] expect = 0`) there is nothing to find.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from miner_guard.config import GpuSettings, StepSettings
+from miner_guard.detectors.step_time import scheduled_seconds
+from miner_guard.detectors.window import SortedWindow
+
+CERTAIN, SUSPECTED, CLEARED = "certain", "suspected", "cleared"
+
+_LASTING = 5
+"""Steps in a row that evidence must last, for and against."""
+
+_BASELINE = 10
+_FACTOR = 4.0
+"""A CPU is 10-20 times slower than a GPU (source 004: 240 s for 15 s); a busy host rarely four times."""
+
+_EXPLAINING = 0.5
+"""Share of the excess that a phase of waiting must hold to explain a slow step."""
+
+_WAITING = ("data", "collective", "monitor")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a step of one rank shows."""
+
+    seconds: float
+    phases: Mapping[str, float]
+    allocated_gb: float | None
+    loss_on_cpu: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is thought of one rank, and why."""
+
+    verdict: str
+    evidence: tuple[str, ...]
+
+
+class RankWatch:
+    """Streaming judge of one rank."""
+
+    def __init__(self, gpu: GpuSettings, steps: StepSettings) -> None:
+        self._gpu = gpu
+        self._steps = steps
+        self._baseline = SortedWindow(64)
+        self._recent: deque[Observation] = deque(maxlen=_LASTING)
+        self._slowed = 0
+        self._seen = 0
+        self.model_device: str | None = None
+        """Compute device by the rank's own diagnosis."""
+
+        self.offloaded = False
+        self.verdict: Verdict | None = None
+
+    def observe(self, seen: Observation) -> Verdict | None:
+        """Judge one step. A verdict where it is new or has changed."""
+        self._seen += 1
+        self._recent.append(seen)
+        if self._seen > 1:
+            # The first step of a launch compiles and fills caches.
+            self._compare(seen)
+        return self._changed()
+
+    def diagnosed(self, model_device: str | None, offloaded: bool) -> None:
+        """What the rank said about itself."""
+        self.model_device = model_device
+        self.offloaded = offloaded
+
+    def _compare(self, seen: Observation) -> None:
+        core = seen.seconds - scheduled_seconds(seen.phases)
+        base = self._baseline
+        if len(base) < _BASELINE:
+            base.add(core)
+            return
+        excess = core - base.median
+        waited = sum(seen.phases.get(name, 0.0) for name in _WAITING)
+        slowed = core > _FACTOR * base.median and excess > self._steps.min_excess_s and waited < _EXPLAINING * excess
+        self._slowed = self._slowed + 1 if slowed else 0
+        if core <= 2 * base.median:
+            base.add(core)
+
+    def _changed(self) -> Verdict | None:
+        judged = self._judge()
+        before = self.verdict
+        if judged is None:
+            if before is None or before.verdict == CLEARED or len(self._recent) < _LASTING:
+                return None
+            last = self._recent[-1]
+            memory = "memory unknown" if last.allocated_gb is None else f"{last.allocated_gb:.2f} GB allocated"
+            self.verdict = Verdict(CLEARED, (f"{memory}, step {last.seconds:.1f}s",))
+            return self.verdict
+        if before is not None and before.verdict == judged.verdict:
+            return None
+        self.verdict = judged
+        return judged
+
+    def _judge(self) -> Verdict | None:
+        if self._gpu.expect == 0 or not self._recent:
+            return None
+        last = self._recent[-1]
+        low = last.allocated_gb is not None and last.allocated_gb < self._gpu.low_memory_gb
+        memory = [f"{last.allocated_gb:.2f} GB allocated on the GPU"] if last.allocated_gb is not None else []
+        certain = self._certain(last, low)
+        if certain:
+            return Verdict(CERTAIN, (*certain, *memory, f"step {last.seconds:.1f}s"))
+        slow = [s for s in self._recent if s.seconds - scheduled_seconds(s.phases) > self._steps.slow_s]
+        if low and len(slow) >= min(2, _LASTING):
+            return Verdict(SUSPECTED, (*memory, f"step {last.seconds:.1f}s (slow above {self._steps.slow_s:g}s)"))
+        if self._slowed >= _LASTING and not self._on_gpu(last):
+            times = last.seconds / self._baseline.median
+            return Verdict(SUSPECTED, (
+                "no GPU memory in use", f"steps take {times:.1f} times as long as before "
+                f"({self._baseline.median:.2f}s to {last.seconds:.2f}s)", "no waiting phase explains it",
+            ))  # fmt: skip
+        return None
+
+    def _certain(self, last: Observation, low: bool) -> list[str]:
+        evidence = []
+        expected = isinstance(self._gpu.expect, int) and self._gpu.expect > 0
+        if self.model_device == "cpu" and not self.offloaded and (expected or last.allocated_gb is not None):
+            evidence.append("the model's compute device is cpu")
+        if last.loss_on_cpu and (low or last.allocated_gb is None):
+            evidence.append("the loss is computed on the cpu")
+        return evidence
+
+    def _on_gpu(self, last: Observation) -> bool:
+        return last.allocated_gb is not None and last.allocated_gb >= self._gpu.low_memory_gb

@@ -1,0 +1,159 @@
+"""Which rank do the others wait for? Never by total step time: collectives give every rank the same one.
+
+The culprit is the rank with the least visible waiting. Score = (the others' median wait − its own) / step;
+0.10 warns, 0.20 is critical, over a window of 20 steps, two windows in a row. Waiting that is timed by
+itself (phase `collective`) is the better witness. Where the miner's collectives hide in forward and
+backward (FSDP gathers there), those count as waiting too: a rank that is late elsewhere passes through
+them fastest. Then a phase of its own must explain the lateness, else the fastest rank of a miner that
+waits outside any phase would be named.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from miner_guard.config import StepSettings
+
+_WAITS: tuple[tuple[str, ...], ...] = (("collective",), ("collective", "forward", "backward"))
+_OWN = ("data", "forward", "backward", "optimizer", "monitor", "inference", "val_loss", "other")
+_WINDOWS_IN_ROW = 2
+_MOST_PENDING = 256
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that the others wait for, over one window."""
+
+    rank: int
+    score: float
+    wait_s: float
+    """Its own median wait."""
+
+    others_wait_s: float
+    step_s: float
+    phase: str | None
+    """The phase in which it is slower than the others, where one stands out."""
+
+    phase_s: float
+    others_phase_s: float
+    steps: int
+
+    def detail(self) -> str:
+        """The evidence in words."""
+        text = (
+            f"waits {self.wait_s:.2f}s in collectives while the others wait {self.others_wait_s:.2f}s, "
+            f"{self.score:.0%} of a {self.step_s:.2f}s step, over {self.steps} steps"
+        )
+        if self.phase is not None:
+            text += f"; slow in {self.phase}: {self.phase_s:.2f}s, others {self.others_phase_s:.2f}s"
+        return text
+
+
+@dataclass
+class _Window:
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    phases: dict[int, list[Mapping[str, float]]] = field(default_factory=dict)
+    count: int = 0
+
+
+class StragglerWatch:
+    """Streaming judge over all ranks. Memory: one window, and 256 steps that not all ranks have reached."""
+
+    def __init__(self, settings: StepSettings) -> None:
+        self._settings = settings
+        self._pending: dict[int, dict[int, tuple[float, Mapping[str, float]]]] = {}
+        self._window = _Window()
+        self._suspect: int | None = None
+        self._in_row = 0
+        self.named: int | None = None
+        self._named_steps = 0
+
+    def observe(
+        self, rank: int, step: int, seconds: float, phases: Mapping[str, float], ranks: int
+    ) -> Iterator[Straggler | tuple[int, int]]:
+        """Take one rank's step; `ranks` is how many there are.
+
+        Yields a Straggler once per window that names one, and (rank, steps) when a named one is cleared.
+        """
+        if ranks < 2:
+            return
+        row = self._pending.setdefault(step, {})
+        row[rank] = (seconds, phases)
+        if len(row) < ranks:
+            if len(self._pending) > _MOST_PENDING:
+                del self._pending[min(self._pending)]
+            return
+        del self._pending[step]
+        self._add(row)
+        if self._window.count >= self._settings.straggler_window:
+            window, self._window = self._window, _Window()
+            yield from self._close(window)
+
+    def _add(self, row: Mapping[int, tuple[float, Mapping[str, float]]]) -> None:
+        for rank, (seconds, phases) in row.items():
+            self._window.seconds.setdefault(rank, []).append(seconds)
+            self._window.phases.setdefault(rank, []).append(phases)
+        self._window.count += 1
+
+    def _close(self, window: _Window) -> Iterator[Straggler | tuple[int, int]]:
+        found = judge(window.seconds, window.phases, self._settings)
+        suspect = found.rank if found is not None else None
+        self._in_row = (
+            self._in_row + 1 if suspect is not None and suspect == self._suspect else int(suspect is not None)
+        )
+        self._suspect = suspect
+        if self.named is not None:
+            self._named_steps += window.count
+            if suspect != self.named:
+                yield self.named, self._named_steps
+                self.named = None
+        if found is not None and self._in_row >= _WINDOWS_IN_ROW:
+            if self.named is None:
+                self._named_steps = self._in_row * window.count
+            self.named = found.rank
+            yield found
+
+
+def judge(
+    seconds: Mapping[int, Sequence[float]], phases: Mapping[int, Sequence[Mapping[str, float]]], settings: StepSettings
+) -> Straggler | None:
+    """The straggler of one window, or None: the best of the two ways to see waiting."""
+    step = statistics.median(value for values in seconds.values() for value in values)
+    best: Straggler | None = None
+    for names in _WAITS:
+        waits = {
+            rank: statistics.median(sum(row.get(n, 0.0) for n in names) for row in rows)
+            for rank, rows in phases.items()
+        }
+        culprit = min(waits, key=lambda r: (waits[r], r))
+        others = statistics.median(wait for rank, wait in waits.items() if rank != culprit)
+        gap = others - waits[culprit]
+        score = gap / step if step > 0 else 0.0
+        if score < settings.straggler_warn_ratio or gap < settings.straggler_min_s:
+            continue
+        phase, own, theirs = _slow_phase(culprit, phases, exclude=names)
+        if len(names) > 1 and own - theirs < 0.5 * gap:
+            continue
+        if best is None or score > best.score:
+            best = Straggler(
+                culprit, score, waits[culprit], others, step, phase, own, theirs, len(seconds[culprit])
+            )  # fmt: skip
+    return best
+
+
+def _slow_phase(
+    culprit: int, phases: Mapping[int, Sequence[Mapping[str, float]]], exclude: Sequence[str]
+) -> tuple[str | None, float, float]:
+    """The phase in which the culprit's median most exceeds the others' (theirs / own < 0.75)."""
+    worst: tuple[str | None, float, float] = (None, 0.0, 0.0)
+    for name in _OWN:
+        if name in exclude:
+            continue
+        medians = {rank: statistics.median(row.get(name, 0.0) for row in rows) for rank, rows in phases.items()}
+        own = medians.pop(culprit)
+        theirs = statistics.median(medians.values())
+        if own > 0 and theirs / own < 0.75 and own - theirs > worst[1] - worst[2]:
+            worst = (name, own, theirs)
+    return worst

@@ -1,0 +1,105 @@
+"""Curves: loss and GPU memory of the running miner, judged step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from miner_guard.blocks import gb
+from miner_guard.detectors.advice import Anomaly
+from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.loss import LossWatch, not_finite
+from miner_guard.detectors.memory import MemoryWatch
+from miner_guard.events import Finding, found
+from miner_guard.rank.flight import Step
+from miner_guard.supervisor.parts import Context, Launch, Part
+
+_EVENTS = {
+    "divergence": "loss_divergence",
+    "plateau_high": "loss_plateau",
+    "overfit": "overfit",
+    "memory_leak": "memory_leak",
+    "memory_drop": "memory_drop",
+}
+
+
+class CurvesPart(Part):
+    """The loss of the lowest rank that reports one; NaN on any rank; memory of each rank."""
+
+    name = "curves"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._facts = TrainingFacts.from_settings(context.config.miner, context.config.gate)
+        self._counts: dict[str, int] = {}
+        self._last: dict[str, Any] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss = LossWatch(self.context.config.loss)
+        self._memory: dict[int, MemoryWatch] = {}
+        self._lead: int | None = None
+        self._not_finite: set[int] = set()
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._reset()
+        return ()
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") == "training":
+            self._facts = self._facts.with_entry(entry)
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+        for step in steps:
+            for anomaly in self._judge(rank, step):
+                self._counts[anomaly.type] = self._counts.get(anomaly.type, 0) + 1
+                self._last = {"type": anomaly.type, "at_step": anomaly.at_step, "detail": anomaly.detail}
+                yield to_finding(anomaly, rank, step)
+
+    def _judge(self, rank: int, step: Step) -> Iterator[Anomaly]:
+        number = _number(step)
+        if step.loss is not None:
+            yield from self._judge_loss(rank, step, number, step.loss)
+        if step.allocated_bytes is not None:
+            watch = self._memory.setdefault(rank, MemoryWatch(self.context.config.loss))
+            anomaly = watch.observe(number, gb(step.allocated_bytes) or 0.0)
+            if anomaly is not None:
+                yield anomaly
+
+    def _judge_loss(self, rank: int, step: Step, number: int, loss: float) -> Iterator[Anomaly]:
+        if not math.isfinite(loss):
+            # All ranks share the weights: one line for the first rank that shows it.
+            first = not self._not_finite
+            self._not_finite.add(rank)
+            if first:
+                yield not_finite(number, loss, self._facts, step.lr)
+            return
+        self._not_finite.discard(rank)
+        if self._lead is None or rank <= self._lead:
+            self._lead = rank
+            yield from self._loss.observe(number, loss, self._facts, step.lr)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"anomalies": dict(self._counts), "last": self._last}
+
+
+def _number(step: Step) -> int:
+    """The step's number as people know it: the inner step, else the count of the process."""
+    return step.inner_step if step.inner_step is not None else step.total_steps
+
+
+def to_finding(anomaly: Anomaly, rank: int, step: Step) -> Finding:
+    """The event of an anomaly, with its evidence, causes and fixes."""
+    common: dict[str, Any] = {
+        "detail": anomaly.detail, "cause": anomaly.cause, "fixes": list(anomaly.fixes), "step": anomaly.at_step,
+        "outer_step": step.outer_step, "evidence": dict(anomaly.evidence),
+    }  # fmt: skip
+    seen = anomaly.evidence
+    if anomaly.type == "nan":
+        return found("loss_nan", rank=rank, loss=seen["loss"], examples=seen["examples"], **common)
+    if anomaly.type == "spike":
+        numbers = {key: seen[key] for key in ("loss", "median", "limit")}
+        return found("loss_spike", rank=rank, level=anomaly.severity, **numbers, **common)
+    return found(_EVENTS[anomaly.type], rank=rank, level=anomaly.severity, **common)

@@ -1,0 +1,153 @@
+"""Ranks: which of them computes on the CPU, which one the others wait for, and why steps are slow."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from miner_guard.blocks import gb
+from miner_guard.detectors.cpu_fallback import CERTAIN, CLEARED, Observation, RankWatch
+from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.slow_cause import explain
+from miner_guard.detectors.straggler import Straggler, StragglerWatch
+from miner_guard.events import Finding, found
+from miner_guard.rank.flight import Now, Step
+from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
+from miner_guard.supervisor.parts import Context, Exit, Launch, Part
+
+_SLOW_STEPS = 5
+
+
+class RanksPart(Part):
+    """Compares the ranks; findings about several ranks come out of the next tick, as one line."""
+
+    name = "ranks"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._facts = TrainingFacts.from_settings(context.config.miner, context.config.gate)
+        self._last_straggler: Straggler | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._watches: dict[int, RankWatch] = {}
+        self._straggler = StragglerWatch(self.context.config.steps)
+        self._changed: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self._recent: deque[Step] = deque(maxlen=_SLOW_STEPS)
+        self._explained: str | None = None
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._reset()
+        return ()
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") == "training":
+            self._facts = self._facts.with_entry(entry)
+        if entry.get("kind") == "diagnosis":
+            for report in entry.get("report") or ():
+                device = report.get("model_device")
+                if device and isinstance(report.get("rank"), int):
+                    kind = str(device).partition(":")[0]
+                    self._watch(report["rank"]).diagnosed(kind, bool(report.get("offload")))
+        return ()
+
+    def _watch(self, rank: int) -> RankWatch:
+        if rank not in self._watches:
+            self._watches[rank] = RankWatch(self.context.config.gpu, self.context.config.steps)
+        return self._watches[rank]
+
+    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+        for step in steps:
+            watch = self._watch(rank)
+            verdict = watch.observe(
+                Observation(
+                    step.seconds, step.phases, gb(step.allocated_bytes), bool(step.flags & FLAG_LOSS_ON_CPU)
+                )
+            )  # fmt: skip
+            if verdict is not None:
+                self._changed[rank] = (verdict.verdict, verdict.evidence)
+            if step.flags & FLAG_FIRST:
+                continue
+            if rank == min(self._watches):
+                self._recent.append(step)
+            ranks = len(self._watches)
+            for seen in self._straggler.observe(rank, step.total_steps, step.seconds, step.phases, ranks):
+                yield self._straggler_finding(seen)
+
+    def _straggler_finding(self, seen: Straggler | tuple[int, int]) -> Finding:
+        if not isinstance(seen, Straggler):
+            self._last_straggler = None
+            return found("straggler_cleared", rank=seen[0], steps=seen[1])
+        self._last_straggler = seen
+        critical = seen.score >= self.context.config.steps.straggler_critical_ratio
+        return found(
+            "straggler", rank=seen.rank, level="critical" if critical else "warning", detail=seen.detail(),
+            score=round(seen.score, 3), phase=seen.phase, wait_s=seen.wait_s, others_wait_s=seen.others_wait_s,
+            step_time_s=seen.step_s, steps=seen.steps,
+        )  # fmt: skip
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        yield from self._verdicts()
+        yield from self._slow_cause()
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        return self._verdicts()
+
+    def _verdicts(self) -> Iterator[Finding]:
+        changed, self._changed = self._changed, {}
+        for verdict in sorted({verdict for verdict, _ in changed.values()}):
+            ranks = sorted(rank for rank, (v, _) in changed.items() if v == verdict)
+            which = ("rank " if len(ranks) == 1 else "ranks ") + ",".join(map(str, ranks))
+            evidence = {rank: list(changed[rank][1]) for rank in ranks}
+            level = {CERTAIN: "critical", CLEARED: "info"}.get(verdict, "warning")
+            yield found(
+                "cpu_fallback", rank=ranks[0] if len(ranks) == 1 else None, level=level, which=which, verdict=verdict,
+                evidence=f"{verdict}: {', '.join(changed[ranks[0]][1])}", by_rank=evidence,
+            )  # fmt: skip
+
+    def _slow_cause(self) -> Iterator[Finding]:
+        slow_s = self.context.config.steps.slow_s
+        if len(self._recent) < _SLOW_STEPS or min(s.seconds for s in self._recent) <= slow_s:
+            if self._recent and self._recent[-1].seconds <= slow_s:
+                self._explained = None
+            return
+        if self._fallback():
+            # A model on the CPU is explanation enough.
+            return
+        names = {name for step in self._recent for name in step.phases}
+        phases = {name: statistics.median(s.phases.get(name, 0.0) for s in self._recent) for name in names}
+        step_time = statistics.median(s.seconds for s in self._recent)
+        cause = explain(step_time, phases, self._facts, self.context.config.steps, self._throttling())
+        if cause is not None and cause.cause != self._explained:
+            self._explained = cause.cause
+            yield found("throughput_explained", cause=cause.cause, arithmetic=cause.arithmetic, step_time_s=step_time)
+
+    def _fallback(self) -> bool:
+        return any(w.verdict is not None and w.verdict.verdict != CLEARED for w in self._watches.values())
+
+    def _throttling(self) -> list[str]:
+        """Reasons that the health part's snapshot gives for lowered clocks; none where it gives none."""
+        health = self.context.status().get("health")
+        gpus = health.get("gpus") if isinstance(health, Mapping) else None
+        rows = gpus.values() if isinstance(gpus, Mapping) else gpus if isinstance(gpus, Sequence) else ()
+        reasons = {
+            str(reason)
+            for row in rows
+            if isinstance(row, Mapping) and isinstance(row.get("throttle_reasons"), Sequence)
+            for reason in row["throttle_reasons"]
+        }
+        return sorted(reasons - {"gpu_idle", "none", "applications_clocks_setting"})
+
+    def snapshot(self) -> Mapping[str, Any]:
+        seen = self._last_straggler
+        return {
+            "cpu_fallback": {
+                str(rank): {"verdict": watch.verdict.verdict, "evidence": list(watch.verdict.evidence)}
+                for rank, watch in sorted(self._watches.items())
+                if watch.verdict is not None
+            },
+            "straggler": None if seen is None else {"rank": seen.rank, "score": seen.score, "detail": seen.detail()},
+            "slow_because": self._explained,
+        }
