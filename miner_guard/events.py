@@ -159,6 +159,7 @@ _SPECS = (
     Spec("network_recovered", "info", _OK, "NODE REACHABLE: {node} again after {seconds:.0f}s", ("node", "seconds")),
     # health and costs
     Spec("health_snapshot", "info", "", "HEALTH {summary}", ("summary", "snapshot")),
+    Spec("host_warning", "warning", _WARN, "HOST WARNING: {what}: {seen} (limit {limit}); {next_step}", ("what", "seen", "limit", "next_step")),
     Spec("sampler_failed", "warning", _WARN, "SAMPLER FAILED: {sampler}: {reason}", ("sampler", "reason")),
     Spec("sampler_recovered", "info", _OK, "SAMPLER RECOVERED: {sampler}", ("sampler",)),
     Spec("job_late", "warning", _WARN, "JOB LATE: {job} by {late_s:.1f}s", ("job", "late_s")),

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from miner_guard.clock import Clock
+from miner_guard.costs import get_global_tracker
 from miner_guard.events import Finding, found
 
 _STEP_S = 2.0
@@ -90,7 +91,8 @@ class Scheduler:
         if due is not None and (late := due.lateness(start)) > max(_LATE_S, due.interval_s / 2):
             self._report(found("job_late", job=name, late_s=round(late, 1)))
         try:
-            work()
+            with get_global_tracker().track(f"job.{name}", blocking=False):
+                work()
         except Exception as error:  # noqa: BLE001 - a job's defect must not end the schedule; it is reported
             self._failed(name, f"{type(error).__name__}: {error}")
             return

@@ -1,0 +1,163 @@
+"""The host as this process may use it: a container's limits count, not the machine's.
+
+Each group of figures is read on its own: one that fails is null with its reason and takes no other along.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60
+"""cgroup v1 says `no limit` by a number of this size."""
+
+
+class HostSampler:
+    """Reads CPU, memory, disk, network and /dev/shm. Rates are over the time since the last sample."""
+
+    def __init__(self, folders: Mapping[str, Path], *, proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> None:
+        """`folders`: what to call them, and whose free space to read."""
+        self._folders = dict(folders)
+        self._proc, self._cgroup = proc, cgroup
+        self._network: tuple[float, int, int] | None = None
+        self._cpu: tuple[float, float] | None = None
+        self._groups: dict[str, Callable[[], Mapping[str, Any]]] = {
+            "cpu": self._read_cpu,
+            "memory": self._read_memory,
+            "disk": self._read_disk,
+            "shm": self._read_shm,
+            "network": self._read_network,
+        }
+
+    def sample(self) -> dict[str, Any]:
+        """All figures; `unread` names the groups that could not be read, with the reason."""
+        figures: dict[str, Any] = {}
+        unread: dict[str, str] = {}
+        for name, read in self._groups.items():
+            try:
+                figures.update(read())
+            except (OSError, ValueError, KeyError, psutil.Error, RuntimeError) as error:
+                unread[name] = f"{type(error).__name__}: {error}"
+        return {**dict.fromkeys(NAMES), **figures, "unread": unread}
+
+    def _read_cpu(self) -> Mapping[str, Any]:
+        times = psutil.cpu_times()
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        busy = total - times.idle - getattr(times, "iowait", 0.0)
+        before, self._cpu = self._cpu, (busy, total)
+        share = None
+        if before is not None and total > before[1]:
+            share = max(0.0, 100 * (busy - before[0]) / (total - before[1]))
+        return {"cpu_pct": share, "load1": os.getloadavg()[0], "cpus": len(os.sched_getaffinity(0))}
+
+    def _read_memory(self) -> Mapping[str, Any]:
+        machine, swap = psutil.virtual_memory(), psutil.swap_memory()
+        limit, used, kills = read_cgroup_memory(self._proc, self._cgroup)
+        contained = limit is not None and limit < machine.total
+        return {
+            "memory_limit_bytes": limit if contained else machine.total,
+            "memory_used_bytes": used if contained and used is not None else machine.total - machine.available,
+            "memory_limit_by": "cgroup" if contained else "machine",
+            "swap_used_bytes": swap.used,
+            "oom_kills": kills,
+        }
+
+    def _read_disk(self) -> Mapping[str, Any]:
+        free = {name: psutil.disk_usage(str(existing(path))).free for name, path in self._folders.items()}
+        return {"disk_free_bytes": min(free.values()) if free else None, "disk_free_by_folder_bytes": free}
+
+    def _read_shm(self) -> Mapping[str, Any]:
+        usage = psutil.disk_usage("/dev/shm")
+        return {"shm_total_bytes": usage.total, "shm_used_bytes": usage.used}
+
+    def _read_network(self) -> Mapping[str, Any]:
+        by_card = psutil.net_io_counters(pernic=True, nowrap=True)
+        sent = sum(card.bytes_sent for name, card in by_card.items() if name != "lo")
+        received = sum(card.bytes_recv for name, card in by_card.items() if name != "lo")
+        now = time.monotonic()
+        before, self._network = self._network, (now, sent, received)
+        seconds = now - before[0] if before is not None else 0.0
+        known = before is not None and seconds > 0
+        return {
+            "network_sent_bytes": sent,
+            "network_received_bytes": received,
+            "network_sent_bytes_per_s": (sent - before[1]) / seconds if known and before else None,
+            "network_received_bytes_per_s": (received - before[2]) / seconds if known and before else None,
+        }
+
+
+NAMES = (
+    "cpu_pct", "load1", "cpus", "memory_limit_bytes", "memory_used_bytes", "memory_limit_by", "swap_used_bytes",
+    "oom_kills", "disk_free_bytes", "disk_free_by_folder_bytes", "shm_total_bytes", "shm_used_bytes",
+    "network_sent_bytes", "network_received_bytes", "network_sent_bytes_per_s", "network_received_bytes_per_s",
+)  # fmt: skip
+"""Every figure of a sample; null where it could not be read."""
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that is there: the state directory may not be made yet."""
+    return next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+
+
+def read_cgroup_memory(proc: Path, cgroup: Path) -> tuple[int | None, int | None, int | None]:
+    """Limit, use without reclaimable cache, and out-of-memory kills of this process's cgroup; None where unknown."""
+    folder = _cgroup_folder(proc, cgroup)
+    if folder is None:
+        return None, None, None
+    if (folder / "memory.max").exists():
+        used, cache = _number(folder / "memory.current"), _entry(folder / "memory.stat", "inactive_file")
+        limit = _least_limit(folder, cgroup, "memory.max")
+        kills = _entry(folder / "memory.events", "oom_kill")
+    else:
+        used = _number(folder / "memory.usage_in_bytes")
+        cache = _entry(folder / "memory.stat", "total_inactive_file")
+        limit = _least_limit(folder, cgroup, "memory.limit_in_bytes")
+        kills = _entry(folder / "memory.oom_control", "oom_kill")
+    return limit, None if used is None else used - (cache or 0), kills
+
+
+def _cgroup_folder(proc: Path, cgroup: Path) -> Path | None:
+    """This process's folder: version 2 has one line `0::/path`, version 1 one with `memory`."""
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        root = cgroup if number == "0" and not controllers else cgroup / "memory"
+        if (number == "0" and not controllers) or "memory" in controllers.split(","):
+            # Inside a container the path is the host's; what is mounted is the container's own top.
+            for folder in (root / path.lstrip("/"), root):
+                if (folder / "memory.max").exists() or (folder / "memory.limit_in_bytes").exists():
+                    return folder
+    return None
+
+
+def _least_limit(folder: Path, top: Path, name: str) -> int | None:
+    """The tightest limit of a folder and those above it."""
+    limits = []
+    while True:
+        limit = _number(folder / name)
+        if limit is not None and limit < _UNLIMITED:
+            limits.append(limit)
+        if folder == top or folder.parent == folder:
+            return min(limits, default=None)
+        folder = folder.parent
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _entry(path: Path, key: str) -> int | None:
+    try:
+        rows = dict(row.split(None, 1) for row in path.read_text().splitlines() if " " in row)
+    except OSError:
+        return None
+    return int(rows[key]) if key in rows and rows[key].strip().isdigit() else None

@@ -1,0 +1,76 @@
+"""What of a host sample is worth a warning: once when it begins, again only after it was over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miner_guard.config import HealthSettings
+from miner_guard.events import Finding, found
+
+_GIB = 1024**3
+_MEMORY_WARN_RATIO = 0.95
+_MEMORY_CLEAR_RATIO = 0.90
+_DISK_CLEAR_FACTOR = 1.1
+
+
+class HostLimits:
+    """Watches disk, /dev/shm, memory and out-of-memory kills over successive samples."""
+
+    def __init__(self, settings: HealthSettings) -> None:
+        self._settings = settings
+        self._said: set[str] = set()
+        self._kills: int | None = None
+
+    def observe(self, host: Mapping[str, Any]) -> Iterator[Finding]:
+        """Findings of a new sample."""
+        yield from self._disk(host)
+        yield from self._shm(host)
+        yield from self._memory(host)
+        yield from self._oom_kills(host["oom_kills"])
+
+    def _disk(self, host: Mapping[str, Any]) -> Iterator[Finding]:
+        least = self._settings.disk_min_free_gb
+        for name, free in (host["disk_free_by_folder_bytes"] or {}).items():
+            seen = free / _GIB
+            if self._begins(f"disk {name}", seen < least, seen > least * _DISK_CLEAR_FACTOR):
+                yield found(
+                    "host_warning", what=f"disk of {name}", seen=f"{seen:.1f} GB free", limit=f"{least:g} GB",
+                    next_step="free space: checkpoints and logs stop when it is full",
+                )  # fmt: skip
+
+    def _shm(self, host: Mapping[str, Any]) -> Iterator[Finding]:
+        total, least = host["shm_total_bytes"], self._settings.shm_min_gb
+        if total is not None and self._begins("shm", total < least * _GIB, total >= least * _GIB):
+            yield found(
+                "host_warning", what="/dev/shm", seen=f"{total / 1024**2:.0f} MB", limit=f"{least:g} GB",
+                next_step="start the container with --shm-size=16g: NCCL and dataloaders need it",
+            )  # fmt: skip
+
+    def _memory(self, host: Mapping[str, Any]) -> Iterator[Finding]:
+        used, limit = host["memory_used_bytes"], host["memory_limit_bytes"]
+        if used is None or not limit:
+            return
+        ratio = used / limit
+        if self._begins("memory", ratio > _MEMORY_WARN_RATIO, ratio < _MEMORY_CLEAR_RATIO):
+            yield found(
+                "host_warning", what="memory", seen=f"{used / _GIB:.1f} of {limit / _GIB:.1f} GB",
+                limit=f"{_MEMORY_WARN_RATIO:.0%} of the {host['memory_limit_by']}'s",
+                next_step="the kernel will kill a rank next; use fewer dataloader workers or a larger machine",
+            )  # fmt: skip
+
+    def _oom_kills(self, kills: int | None) -> Iterator[Finding]:
+        before, self._kills = self._kills, kills if kills is not None else self._kills
+        if kills is not None and before is not None and kills > before:
+            yield found(
+                "host_warning", level="error", what="out-of-memory kill", seen=f"{kills - before} more", limit="0",
+                next_step="memory.events of the cgroup counted it: a process of this container was killed",
+            )  # fmt: skip
+
+    def _begins(self, what: str, bad: bool, good: bool) -> bool:
+        if good:
+            self._said.discard(what)
+        if not bad or what in self._said:
+            return False
+        self._said.add(what)
+        return True

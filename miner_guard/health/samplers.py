@@ -1,0 +1,109 @@
+"""Samplers: each read in a thread of its own up to a deadline, so that one that hangs costs nobody else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from miner_guard.clock import Clock
+from miner_guard.events import Finding, found
+
+Read = Callable[[], Mapping[str, Any]]
+
+
+class Unreadable(Exception):
+    """Raised by a sampler that can say why it has no value."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a sampler last answered. `value` is null with its reason where the last attempt failed."""
+
+    value: Mapping[str, Any] | None
+    reason: str | None
+    at: float
+    """Monotonic time of the answer, or of giving up."""
+
+    seconds: float
+
+
+NEVER = Reading(None, "not read yet", float("-inf"), 0.0)
+
+
+@dataclass
+class _Attempt:
+    started: float
+    done: threading.Event = field(default_factory=threading.Event)
+    value: Mapping[str, Any] | None = None
+    reason: str | None = None
+    ended: float = 0.0
+
+
+class Samplers:
+    """A set of named samplers. `sample` is for one thread at a time; `reading` for any."""
+
+    def __init__(self, clock: Clock, timeout_s: float, reads: Mapping[str, Read]) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._reads = dict(reads)
+        self._running: dict[str, _Attempt] = {}
+        self._readings: dict[str, Reading] = dict.fromkeys(self._reads, NEVER)
+        self._bad: set[str] = set()
+
+    def reading(self, name: str) -> Reading:
+        """The last answer of one sampler."""
+        return self._readings[name]
+
+    def readings(self) -> dict[str, Reading]:
+        """The last answer of each."""
+        return dict(self._readings)
+
+    def sample(self) -> list[Finding]:
+        """Ask all, wait until all have answered or the deadline; what broke and what works again.
+
+        One that has not come back from an earlier call is not asked again: at most one thread of each hangs.
+        """
+        for name in self._reads:
+            if name not in self._running:
+                self._start(name)
+        deadline = self._clock.monotonic() + self._timeout_s
+        for attempt in list(self._running.values()):
+            attempt.done.wait(max(0.0, deadline - self._clock.monotonic()))
+        findings: list[Finding] = []
+        for name in self._reads:
+            findings += self._collect(name)
+        return findings
+
+    def _start(self, name: str) -> None:
+        attempt = self._running[name] = _Attempt(self._clock.monotonic())
+
+        def work() -> None:
+            try:
+                attempt.value = self._reads[name]()
+            except Unreadable as error:
+                attempt.reason = str(error)
+            except Exception as error:  # noqa: BLE001 - whatever a sampler raises is its reason; it is reported
+                attempt.reason = f"{type(error).__name__}: {error}"
+            attempt.ended = self._clock.monotonic()
+            attempt.done.set()
+
+        threading.Thread(target=work, name=f"sampler-{name}", daemon=True).start()
+
+    def _collect(self, name: str) -> list[Finding]:
+        attempt, now = self._running[name], self._clock.monotonic()
+        if attempt.done.is_set():
+            del self._running[name]
+            reading = Reading(attempt.value, attempt.reason, attempt.ended, attempt.ended - attempt.started)
+        else:
+            waited = now - attempt.started
+            reading = Reading(None, f"no answer within {self._timeout_s:g} s", now, waited)
+        self._readings[name] = reading
+        if reading.reason is not None and name not in self._bad:
+            self._bad.add(name)
+            return [found("sampler_failed", sampler=name, reason=reading.reason)]
+        if reading.reason is None and name in self._bad:
+            self._bad.discard(name)
+            return [found("sampler_recovered", sampler=name)]
+        return []

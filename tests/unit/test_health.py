@@ -1,0 +1,269 @@
+"""Health: samplers that fail, hang and recover; a container's limits; one line that fits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard import events
+from miner_guard.clock import FakeClock, SystemClock
+from miner_guard.config import HealthSettings
+from miner_guard.events import Finding
+from miner_guard.health.host import NAMES, HostSampler, read_cgroup_memory
+from miner_guard.health.limits import HostLimits
+from miner_guard.health.own import OwnSampler
+from miner_guard.health.samplers import Samplers, Unreadable
+from miner_guard.health.snapshot import assemble, summary
+
+GIB = 1024**3
+
+
+class Moody:
+    """A sampler whose mood the test sets."""
+
+    def __init__(self) -> None:
+        self.mood = "well"
+        self.release = threading.Event()
+        self.calls = 0
+
+    def __call__(self) -> Mapping[str, Any]:
+        self.calls += 1
+        if self.mood == "fails":
+            raise OSError(5, "Input/output error")
+        if self.mood == "refuses":
+            raise Unreadable("the driver says no")
+        if self.mood == "hangs":
+            self.release.wait(60)
+        return {"value": self.calls}
+
+
+def _events(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.event, str(finding.fields["sampler"])) for finding in findings]
+
+
+def test_a_sampler_that_fails_is_null_with_its_reason_and_said_once() -> None:
+    moody, other = Moody(), Moody()
+    samplers = Samplers(SystemClock(), 5.0, {"moody": moody, "other": other})
+    assert samplers.sample() == []
+    moody.mood = "fails"
+    assert _events(samplers.sample()) == [("sampler_failed", "moody")]
+    assert samplers.sample() == []
+    assert samplers.reading("moody").value is None
+    assert "Input/output error" in str(samplers.reading("moody").reason)
+    assert samplers.reading("other").value == {"value": 3}
+    moody.mood = "refuses"
+    samplers.sample()
+    assert samplers.reading("moody").reason == "the driver says no"
+    moody.mood = "well"
+    assert _events(samplers.sample()) == [("sampler_recovered", "moody")]
+    assert samplers.reading("moody").reason is None
+
+
+def test_a_sampler_that_hangs_is_cut_and_takes_one_thread_and_no_other_along() -> None:
+    moody, other = Moody(), Moody()
+    samplers = Samplers(SystemClock(), 0.05, {"moody": moody, "other": other})
+    moody.mood = "hangs"
+    before = threading.active_count()
+    assert _events(samplers.sample()) == [("sampler_failed", "moody")]
+    for _ in range(10):
+        assert samplers.sample() == []
+    assert moody.calls == 1
+    assert other.calls == 11
+    assert threading.active_count() <= before + 1
+    assert samplers.reading("moody").reason == "no answer within 0.05 s"
+    moody.mood = "well"
+    moody.release.set()
+    recovered: list[Finding] = []
+    for _ in range(100):
+        recovered += samplers.sample()
+        if recovered:
+            break
+    assert _events(recovered) == [("sampler_recovered", "moody")]
+
+
+def test_the_host_is_read_here_and_now() -> None:
+    sampler = HostSampler({"state": Path("/nonexistent/state/folder")})
+    sampler.sample()
+    host = sampler.sample()
+    assert set(host) == {*NAMES, "unread"}
+    assert host["memory_limit_bytes"] > host["memory_used_bytes"] > 0
+    assert host["disk_free_bytes"] > 0
+    assert host["unread"] == {}
+
+
+def test_one_group_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    def broken(*_arguments: object, **_more: object) -> None:
+        raise RuntimeError("no counters here")
+
+    monkeypatch.setattr(psutil, "net_io_counters", broken)
+    host = HostSampler({}).sample()
+    assert host["network_sent_bytes"] is None
+    assert "no counters here" in host["unread"]["network"]
+    assert host["memory_used_bytes"] is not None
+
+
+def _tree(root: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_cgroup_2_limit_is_the_tightest_above_us_and_cache_does_not_count(tmp_path: Path) -> None:
+    _tree(tmp_path, {
+        "proc/self/cgroup": "0::/pod/box\n",
+        "cg/pod/memory.max": f"{8 * GIB}\n",
+        "cg/pod/box/memory.max": "max\n",
+        "cg/pod/box/memory.current": f"{5 * GIB}\n",
+        "cg/pod/box/memory.stat": f"anon 1\ninactive_file {2 * GIB}\n",
+        "cg/pod/box/memory.events": "low 0\noom 4\noom_kill 3\n",
+    })  # fmt: skip
+    assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cg") == (8 * GIB, 3 * GIB, 3)
+
+
+def test_cgroup_2_inside_a_container_is_at_the_top(tmp_path: Path) -> None:
+    _tree(tmp_path, {
+        "proc/self/cgroup": "0::/docker/abcdef\n",
+        "cg/memory.max": f"{4 * GIB}\n",
+        "cg/memory.current": f"{GIB}\n",
+    })  # fmt: skip
+    assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cg") == (4 * GIB, GIB, None)
+
+
+def test_cgroup_1_and_its_word_for_no_limit(tmp_path: Path) -> None:
+    _tree(tmp_path, {
+        "proc/self/cgroup": "5:cpu:/x\n4:memory:/box\n",
+        "cg/memory/box/memory.limit_in_bytes": "9223372036854771712\n",
+        "cg/memory/box/memory.usage_in_bytes": f"{GIB}\n",
+        "cg/memory/box/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+    })  # fmt: skip
+    assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cg") == (None, GIB, 2)
+
+
+def _host(**figures: Any) -> dict[str, Any]:
+    healthy = {
+        "disk_free_by_folder_bytes": {"state": 100 * GIB}, "shm_total_bytes": 16 * GIB, "memory_used_bytes": GIB,
+        "memory_limit_bytes": 64 * GIB, "memory_limit_by": "cgroup", "oom_kills": 0,
+    }  # fmt: skip
+    return {**dict.fromkeys(NAMES), **healthy, **figures}
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"disk_free_by_folder_bytes": {"state": GIB}}, "HOST WARNING: disk of state: 1.0 GB free (limit 5 GB)"),
+        ({"shm_total_bytes": 64 * 1024**2}, "HOST WARNING: /dev/shm: 64 MB (limit 1 GB)"),
+        ({"memory_used_bytes": 63 * GIB}, "HOST WARNING: memory: 63.0 of 64.0 GB (limit 95% of the cgroup's)"),
+        ({"oom_kills": 2}, "HOST WARNING: out-of-memory kill: 2 more"),
+    ],
+)
+def test_what_is_short_is_said_once_until_it_was_better(figures: dict[str, Any], words: str) -> None:
+    limits = HostLimits(HealthSettings())
+    assert list(limits.observe(_host())) == []
+    said = [*limits.observe(_host(**figures)), *limits.observe(_host(**figures))]
+    assert len(said) == 1
+    assert events.line(said[0]).startswith(words)
+    list(limits.observe(_host()))
+    if "oom_kills" not in figures:
+        assert len(list(limits.observe(_host(**figures)))) == 1
+
+
+def test_unknown_figures_are_no_warning() -> None:
+    assert list(HostLimits(HealthSettings()).observe(dict.fromkeys(NAMES))) == []
+
+
+def _status() -> dict[str, Any]:
+    return {
+        "state": "running", "miner_pid": 4711, "attempt": 1, "restarts": 1, "ranks": {"0": {}, "1": {}},
+        "steps": {"steps": 900, "outer_step": 56, "inner_step": 84, "loss": 3.4012, "p50_s": 15.23, "p95_s": 18.0,
+                  "goodput": {"training": 0.934, "upload": 0.06}},
+        "costs": {"share_pct": 0.12, "budget_pct": 5.0, "guard_blocking_pct": 0.001},
+        "chain": {"block": 7_123_456}, "uploads": {"repo_age_s": 612.3},
+    }  # fmt: skip
+
+
+def _gpu(index: int, **figures: Any) -> dict[str, Any]:
+    return {"index": index, "state": "ok", "memory_used_bytes": 18.4 * GIB, "utilization_ratio": 0.97,
+            "temperature_c": 61, **figures}  # fmt: skip
+
+
+def test_the_line_says_what_matters_in_200_columns() -> None:
+    gpus = {"state": "ok", "gpus": [_gpu(0), _gpu(1, temperature_c=70, utilization_ratio=0.4)]}
+    guard = {"cpu_pct": 0.31, "memory_bytes": 48 * 1024**2}
+    snapshot = assemble(_status(), _host(cpu_pct=41.0, disk_free_bytes=100 * GIB), gpus, guard, {})
+    line = summary(snapshot)
+    assert line == (
+        "running step 56.84 loss 3.40 p50 15.2s good 93% restarts 1 | gpu 2x 18.4G 40% 70C |"
+        " cpu 41% mem 1/64G disk 100G | repo 612s | guard 0.3% 48M mon 0.1%"
+    )
+
+
+def test_the_line_fits_whatever_the_values_are() -> None:
+    status = _status()
+    status["steps"].update(loss=1e30, p50_s=123456.789, outer_step=10**12, inner_step=10**12)
+    guard = {"cpu_pct": 1e9, "memory_bytes": 10**15}
+    gpus = {"state": "ok", "gpus": [_gpu(i, memory_used_bytes=10**15, state="lost") for i in range(1000)]}
+    line = summary(assemble(status, _host(cpu_pct=1e12), gpus, guard, {}))
+    assert len(f"2026-01-02T03:04:05.678Z | INFO | guard | HEALTH {line}") <= 200
+
+
+def test_the_line_of_nothing_known_says_so() -> None:
+    snapshot = assemble({}, None, None, {"cpu_pct": None, "memory_bytes": None}, {"host": "no answer within 5 s"})
+    assert summary(snapshot) == "unknown | gpu ? | host ? | guard ? ? mon ?"
+    assert snapshot["unknown"] == {"host": "no answer within 5 s"}
+    assert events.found("health_snapshot", summary="x", snapshot=snapshot)
+
+
+def test_the_guard_knows_what_it_takes_itself() -> None:
+    own = OwnSampler()
+    own.sample()
+    sample = own.sample()
+    assert sample["memory_bytes"] > 1024**2
+    assert sample["cpu_pct"] is not None
+    assert sample["threads"] >= 1
+
+
+class JobsOfTest:
+    """Jobs that run when the test says so."""
+
+    def __init__(self) -> None:
+        self.work: dict[str, tuple[float, Callable[[], None]]] = {}
+
+    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+        self.work[name] = (seconds, work)
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        work()
+
+
+def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Path) -> None:
+    from miner_guard.config import Config
+    from miner_guard.statedir import StateDir
+    from miner_guard.supervisor.parts import Context
+    from miner_guard.supervisor.parts.health import Health
+
+    jobs, emitted = JobsOfTest(), list[Finding]()
+    config = Config(health=HealthSettings(snapshot_every_s=10.0))
+    context = Context(config, StateDir(tmp_path), FakeClock(), "r", emitted.append, jobs, None, _status)  # type: ignore[arg-type]
+    part = Health(context)
+    part._nvml.close()
+    part.samplers = Samplers(SystemClock(), 5.0, {
+        "host": part._host.sample, "gpus": lambda: {"state": "absent", "gpus": []}, "guard": part._own.sample,
+    })  # fmt: skip
+    assert {name: seconds for name, (seconds, _) in jobs.work.items()} == {"samplers": 10.0, "health": 10.0}
+    jobs.work["samplers"][1]()
+    jobs.work["health"][1]()
+    snapshots = [finding for finding in emitted if finding.event == "health_snapshot"]
+    snapshots += list(part.on_stop())
+    assert len(snapshots) == 2
+    document = snapshots[0].fields["snapshot"]
+    assert document["miner"]["inner_step"] == 84
+    assert document["host"]["memory_used_bytes"] > 0
+    assert document["unknown"] == {}
+    assert part.snapshot()["snapshots"] == 2
