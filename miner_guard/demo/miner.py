@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from miner_guard.demo.model import ByteGPT, Shape
 from miner_guard.demo.options import Options
 from miner_guard.demo.outer import OuterOptimizer
 from miner_guard.demo.uploading import Uploader
+from miner_guard.events import found
 
 
 class Miner:
@@ -41,6 +43,7 @@ class Miner:
         self.first_loss: float | None = None
         self.loss = float("nan")
         self._stop_asked = False
+        self._saved: deque[Saved] = deque()
         self._micro_batches = max(1, options.effective_batch_size // (options.batch_size * dist.get_world_size()))
         with guard.phase("load_state"):
             self._load()
@@ -53,7 +56,7 @@ class Miner:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.95))
         self.outer = OuterOptimizer(self.model)
         self.checkpoints = Checkpointer(
-            self.options.work / "checkpoints", every=self.options.checkpoint_every, on_saved=self._checkpoint_saved
+            self.options.work / "checkpoints", every=self.options.checkpoint_every, on_saved=self._saved.append
         )
         if self.options.resume != "none":
             self._resume()
@@ -68,7 +71,8 @@ class Miner:
         counters = state["counters"]
         self.total_steps, self.outer_step, self.inner_step = (int(counters[k]) for k in ("total", "outer", "inner"))
         self.first_loss = float(counters["first_loss"])
-        self.lines.info(f"Resumed from {path} at step {self.total_steps}")
+        if self.rank == 0:
+            self.guard.emit(found("checkpoint_resumed", rank=0, path=str(path), step=self.total_steps))
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -83,7 +87,14 @@ class Miner:
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGINT, self._ask_to_stop)
         self.guard.diagnose(
-            self.model, batch_size=self.options.batch_size, effective_batch_size=self.options.effective_batch_size
+            self.model,
+            batch_size=self.options.batch_size,
+            effective_batch_size=self.options.effective_batch_size,
+            accumulation_steps=self._micro_batches,
+            model_name="byte-gpt",
+            upload_steps=self.options.upload_steps,
+            inner_steps_per_outer=self.options.inner_steps_per_outer,
+            tokens_per_step=self.options.effective_batch_size * self.shape.context,
         )
         while self.total_steps < self.options.steps:
             stop, checkpoint = self._step()
@@ -93,7 +104,7 @@ class Miner:
                 self.lines.info(f"Stopped on request at step {self.total_steps}")
                 break
         self.checkpoints.close()
-        self.uploader.close()
+        self._report_checkpoints()
         return self.total_steps >= self.options.steps
 
     def _ask_to_stop(self, _number: int, _frame: Any) -> None:
@@ -119,6 +130,7 @@ class Miner:
             f"Outer Step: {self.outer_step} | Inner Step: {self.inner_step} | "
             f"Learning Rate: {lr:.8f} | Average Loss: {loss:.2f}"
         )
+        self._report_checkpoints()
         self.guard.step(outer_step=self.outer_step, inner_step=self.inner_step, loss=loss, lr=lr)
         self._after_step()
         return stop, checkpoint
@@ -185,11 +197,15 @@ class Miner:
         with self.guard.phase("checkpoint"):
             self.checkpoints.save(self.total_steps, self._state())
 
-    def _checkpoint_saved(self, saved: Saved) -> None:
-        self.lines.info(f"Saved checkpoint {saved.path.name} ({saved.size_bytes} bytes in {saved.seconds:.2f}s)")
+    def _report_checkpoints(self) -> None:
+        # From here, not from the writing thread: the hook belongs to the thread that trains.
+        while self._saved:
+            saved = self._saved.popleft()
+            self.lines.info(f"Saved checkpoint {saved.path.name} in {saved.seconds:.2f}s")
+            self.guard.checkpoint_saved(saved.path, step=saved.step, seconds=saved.seconds, size_bytes=saved.size_bytes)
 
     def _checkpoint_skipped(self, skipped: Skipped) -> None:
-        self.lines.error(f"Skipped checkpoint {skipped.path}: {skipped.reason}")
+        self.guard.emit(found("checkpoint_skipped", rank=0, path=str(skipped.path), reason=skipped.reason))
 
 
 def _sharded(model: ByteGPT, device: torch.device) -> Any:

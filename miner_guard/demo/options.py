@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from miner_guard.config import RepoSettings
 from miner_guard.demo import faults
 from miner_guard.demo.faults import Fault
 
@@ -33,6 +35,9 @@ class Options:
     checkpoint_every: int = 20
     resume: str = "latest"
     seed: int = 38
+    repo: RepoSettings = field(default_factory=RepoSettings)
+    """Where it publishes; by default the folder `published` in `work`."""
+
     faults: tuple[Fault, ...] = ()
     fault_repeat: bool = False
     guard: bool = True
@@ -58,10 +63,19 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--seed", type=int, default=Options.seed)
     parser.add_argument("--resume", default=Options.resume, help="`latest`, `none`, or the name of a checkpoint")
     parser.add_argument("--fault", dest="faults", type=_fault, action="append", default=[], metavar="KIND@STEP[:RANK]")
+    parser.add_argument("--repo", type=_repo, help="the [repo] section as JSON (default: a folder below --work)")
     parser.add_argument("--fault-repeat", action="store_true", help="fire again after a restart")
     parser.add_argument("--no-guard", dest="guard", action="store_false", help="train without the hook")
     values = vars(parser.parse_args(arguments))
-    return Options(**{**values, "faults": tuple(values["faults"])})
+    repo = values["repo"] or RepoSettings(kind="local", path=str(values["work"] / "published"))
+    return Options(**{**values, "faults": tuple(values["faults"]), "repo": repo})
+
+
+def _repo(text: str) -> RepoSettings:
+    try:
+        return RepoSettings(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no [repo] section as JSON: {error}") from error
 
 
 def _at_least_one(text: str) -> int:

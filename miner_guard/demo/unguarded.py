@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from uploads.decision import GateDecision
@@ -23,8 +24,8 @@ class NoGuard:
     def may_upload(self, *, outer_step: int, inner_step: int, kind: str = "gradient", **_: Any) -> GateDecision:
         return GateDecision(True, kind, outer_step, inner_step, "no guard")
 
-    def upload(self, decision: GateDecision, **_: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+    def upload(self, decision: GateDecision, **_: Any) -> AbstractContextManager[Any]:
+        return nullcontext(SimpleNamespace())
 
     def upload_due(self) -> bool:
         return False
@@ -32,7 +33,10 @@ class NoGuard:
     def checkpoint_requested(self) -> bool:
         return False
 
-    def checkpoint_saved(self, **_: Any) -> None:
+    def emit(self, finding: Any) -> None:
+        return None
+
+    def checkpoint_saved(self, path: Any, **_: Any) -> None:
         return None
 
     def close(self, finished: bool = False) -> None:

@@ -11,12 +11,15 @@ import torch.distributed as dist
 from miner_guard.demo.gradients import block_now, sparse_gradients, write_upload
 from miner_guard.demo.lines import Lines
 from miner_guard.demo.options import Options
+from uploads.publisher import PublishError, Revision
+from uploads.push import push
 
 if TYPE_CHECKING:
     from miner_guard.demo.miner import Miner
 
 RUN = 1
 _BLOCKS_KEPT = 20
+_DEADLINE_S = 120.0
 
 
 class Uploader:
@@ -36,16 +39,25 @@ class Uploader:
         if not decision:
             return
         tag = f"{RUN}.{miner.outer_step}.{miner.inner_step}"
-        with self._guard.upload(decision):
+        with self._guard.upload(decision) as upload:
             self._lines.info(f"Saving model state locally for epoch {miner.outer_step}")
             gradients = sparse_gradients(miner.model, miner.outer, self._rank)
             if self._rank == 0:
+                upload.tag = tag
                 folder = self._options.work / "staging" / tag
                 shutil.rmtree(folder, ignore_errors=True)
                 metadata = {
                     "run": RUN, "outer_step": miner.outer_step, "inner_step": miner.inner_step, "peer_id": "demo"
                 }  # fmt: skip
                 write_upload(folder, gradients, dataclasses.asdict(miner.shape), self._blocks, metadata)
+                self._push(Revision(folder, RUN, miner.outer_step, miner.inner_step), upload)
 
-    def close(self) -> None:
-        """Wait for what is under way."""
+    def _push(self, revision: Revision, upload: Any) -> None:
+        try:
+            result = push(self._options.repo, revision, self._options.work, self._lines.info, _DEADLINE_S)
+            upload.size_bytes = result.size_bytes
+        except PublishError as error:
+            # A failed upload is no reason to stop training: the next one comes in a few steps.
+            upload.error = str(error)
+            self._lines.error(f"Model state upload failed: {error}")
+        shutil.rmtree(revision.folder, ignore_errors=True)

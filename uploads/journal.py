@@ -1,0 +1,119 @@
+"""What a publisher is doing, on disk: so that whoever comes after its death can finish or undo it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from uploads.repos.base import Notes, Ticket
+
+STAGING = "staging"
+COMMITTING = "committing"
+"""From here on there is no way back: everything is with the repo, and the rest is to show it."""
+
+
+class Busy(Exception):
+    """Another publisher holds the journal."""
+
+
+class Journal:
+    """One publisher's notes, replaced atomically and synced with each change. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mutex = threading.Lock()
+        self._document: dict[str, Any] = {}
+
+    def read(self) -> Mapping[str, Any] | None:
+        """What an earlier publisher left; None where there is nothing, or nothing that can be read."""
+        try:
+            document = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(document, dict) or document.get("phase") not in (STAGING, COMMITTING):
+            return None
+        return document
+
+    def begin(self, tag: str, notes: Mapping[str, Any]) -> None:
+        """A new publication; `notes` are those of the same revision's earlier attempt, if there was one."""
+        self._set(phase=STAGING, tag=tag, tickets=[], notes=dict(notes))
+
+    def committing(self, tickets: list[Ticket]) -> None:
+        """Everything is staged. Synced before the first object is shown."""
+        self._set(phase=COMMITTING, tickets=[t.as_dict() for t in tickets])
+
+    def end(self) -> None:
+        """Nothing is left to finish or to undo."""
+        self.path.unlink(missing_ok=True)
+
+    def notes_of(self, key: str) -> Notes:
+        """A dictionary whose changes are on disk when the assignment returns."""
+        with self._mutex:
+            kept: dict[str, Any] = self._document["notes"].setdefault(key, {})
+        return _Kept(self, kept)
+
+    def _set(self, **changes: Any) -> None:
+        with self._mutex:
+            self._document.update(changes)
+            self._write()
+
+    def sync(self) -> None:
+        """Write what the notes hold now."""
+        with self._mutex:
+            self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".tmp")
+        with open(draft, "w") as file:
+            json.dump(self._document, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, self.path)
+
+
+class _Kept(dict[str, Any]):
+    """The notes of one key."""
+
+    def __init__(self, journal: Journal, own: dict[str, Any]) -> None:
+        super().__init__(own)
+        self._journal = journal
+        self._own = own
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._own[key] = value
+        self._journal.sync()
+
+
+def tickets_of(document: Mapping[str, Any]) -> list[Ticket]:
+    """The staged objects that a journal names."""
+    return [Ticket(**t) for t in document.get("tickets", [])]
+
+
+def journal_path(folder: Path, label: str) -> Path:
+    """One journal per repo, whichever process publishes to it."""
+    return folder / f"publish-{hashlib.sha256(label.encode()).hexdigest()[:16]}.json"
+
+
+@contextlib.contextmanager
+def exclusively(path: Path) -> Iterator[int]:
+    """Hold the journal's lock, for this process and for children that inherit the descriptor. Raises Busy."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Busy("Previous upload still in progress, skipping new upload") from error
+        yield fd
+    finally:
+        # Closed, not unlocked: a companion that still has work to do inherited it, and keeps the others out.
+        os.close(fd)

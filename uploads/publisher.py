@@ -1,0 +1,232 @@
+"""Publishes a revision: staged in parallel, shown at once, read back; what a validator sees is always a whole one.
+
+Everything is with the repo, unseen, before the first object is shown; then the objects are shown in order, the root
+metadata last. A publisher that dies before that point has changed nothing; one that dies after it is finished by its
+companion (`uploads.companion`), or, where that died too, by the next publisher.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from uploads.journal import COMMITTING, Journal, tickets_of
+from uploads.repos.base import CONFIG, GRADIENTS, METADATA, Repo, RepoError, Ticket, epoch_key
+from uploads.repos.local import file_sha256
+
+T = TypeVar("T")
+
+_PARALLEL = 4
+_PROGRESS_EVERY_S = 2.0
+
+
+class Cancelled(Exception):
+    """Asked to stop before the revision was shown; what was published before is untouched."""
+
+
+class PublishError(Exception):
+    """The revision was not published, or could not be verified. The message is for people."""
+
+
+@dataclass(frozen=True)
+class Revision:
+    """Files that are published together."""
+
+    folder: Path
+    """Holds gradients.pt, config.json and metadata.json."""
+
+    run: int
+    outer_step: int
+    inner_step: int
+
+    @property
+    def tag(self) -> str:
+        """`5.56.84`."""
+        return f"{self.run}.{self.outer_step}.{self.inner_step}"
+
+    def files(self) -> list[tuple[str, Path]]:
+        """Key and file, in the order in which they are shown: the root metadata, where a validator starts, last."""
+        names = (GRADIENTS, CONFIG, METADATA)
+        return [(epoch_key(self.outer_step, n), self.folder / n) for n in names] + [(METADATA, self.folder / METADATA)]
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How long to try. Full jitter, as AWS recommends, so that many miners don't come back at once."""
+
+    deadline_s: float = 600.0
+    backoff_s: float = 0.5
+    backoff_max_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was published and read back."""
+
+    tag: str
+    label: str
+    size_bytes: int
+    seconds: float
+    attempts: int
+    """Requests that were tried again, plus one."""
+
+    checksum: str | None
+    """Of gradients.pt, as the repo gives it."""
+
+
+@dataclass
+class _Effort:
+    """Retries of one publication, counted over all its threads."""
+
+    retry: Retry
+    say: Callable[[str], None]
+    cancelled: threading.Event
+    start: float = field(default_factory=time.monotonic)
+    attempts: int = 1
+
+    def of(self, what: str, work: Callable[[], T], *, may_cancel: bool) -> T:
+        pause = self.retry.backoff_s
+        while True:
+            try:
+                return work()
+            except RepoError as error:
+                left = self.start + self.retry.deadline_s - time.monotonic()
+                if not error.transient or left <= 0:
+                    raise
+                wait = min(random.uniform(0, pause) + 0.05, max(left, 0.0))
+                self.say(f"{what}: {error}; trying again in {wait:.1f} s")
+                if self.cancelled.wait(wait) and may_cancel:
+                    raise Cancelled(f"cancelled while {what}") from error
+                self.attempts += 1
+                pause = min(2 * pause, self.retry.backoff_max_s)
+
+
+class Publisher:
+    """Publishes to one repo. Whoever calls holds `journal.exclusively`."""
+
+    def __init__(
+        self, repo: Repo, journal: Journal, say: Callable[[str], None], retry: Retry | None = None,
+        on_stage: Callable[[str], None] = lambda _stage: None,
+    ) -> None:  # fmt: skip
+        self._repo = repo
+        self._journal = journal
+        self._say = say
+        self._retry = retry or Retry()
+        self._on_stage = on_stage
+        self.cancelled = threading.Event()
+
+    def recover(self) -> str | None:
+        """Finish or undo what a dead publisher left; returns a line for people where there was something."""
+        left = self._journal.read()
+        if left is None:
+            return None
+        tickets = tickets_of(left)
+        effort = self._effort()
+        if left["phase"] == COMMITTING:
+            effort.of("finishing", lambda: self._repo.commit(tickets, left["tag"]), may_cancel=False)
+            for ticket in tickets:
+                effort.of("reading back", lambda t=ticket: self._repo.confirm(t), may_cancel=False)  # type: ignore[misc]
+            self._journal.end()
+            return f"Finished the upload with tag {left['tag']} that its publisher had died in"
+        effort.of("undoing", lambda: self._repo.abort(tickets), may_cancel=True)
+        return None
+
+    def publish(self, revision: Revision) -> Result:
+        """Publish and verify. Raises PublishError or Cancelled; then what was published before is still whole."""
+        effort = self._effort()
+        missing = [str(path) for _, path in revision.files() if not path.is_file()]
+        if missing:
+            raise PublishError(f"nothing published: {', '.join(missing)} is not there; stage all files first")
+        try:
+            if line := self.recover():
+                self._say(line)
+            tickets = self._staged(revision, effort)
+            self._journal.committing(tickets)
+            self._on_stage("committing")
+            effort.of("showing", lambda: self._repo.commit(tickets, revision.tag), may_cancel=False)
+            self._on_stage("committed")
+            entries = [effort.of("reading back", lambda t=t: self._repo.confirm(t), may_cancel=False) for t in tickets]  # type: ignore[misc]
+        except RepoError as error:
+            raise PublishError(str(error)) from error
+        self._journal.end()
+        size = sum(t.size_bytes for t in tickets)
+        seconds = time.monotonic() - effort.start
+        return Result(revision.tag, self._repo.label, size, seconds, effort.attempts, entries[0].checksum)
+
+    def _effort(self) -> _Effort:
+        return _Effort(self._retry, self._say, self.cancelled)
+
+    def _staged(self, revision: Revision, effort: _Effort) -> list[Ticket]:
+        files = revision.files()
+        earlier = self._journal.read()
+        same = earlier is not None and earlier["tag"] == revision.tag
+        self._journal.begin(revision.tag, earlier["notes"] if same and earlier is not None else {})
+        if not same:
+            swept = effort.of("sweeping", lambda: self._repo.sweep([]), may_cancel=True)
+            if swept:
+                self._say(f"Removed {swept} leftovers of an upload that did not finish")
+        self._on_stage("staging")
+        meter = _Meter(sum(p.stat().st_size for _, p in files), self._say, self.cancelled)
+        with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="stage") as pool:
+            waiting = [pool.submit(self._stage, key, path, effort, meter) for key, path in files]
+        # The pool has ended: every outcome is there, and one that failed leaves no other under way.
+        failed = next((w.exception() for w in waiting if w.exception() is not None), None)
+        if failed is None and not self.cancelled.is_set():
+            self._on_stage("staged")
+            return [w.result() for w in waiting]
+        if isinstance(failed, Cancelled) or self.cancelled.is_set():
+            self._undo([w.result() for w in waiting if w.exception() is None])
+            raise Cancelled(f"upload with tag {revision.tag} cancelled; what was published before is untouched")
+        assert failed is not None
+        raise failed
+
+    def _stage(self, key: str, path: Path, effort: _Effort, meter: _Meter) -> Ticket:
+        notes = self._journal.notes_of(key)
+        digest = file_sha256(path)
+        if notes.get("sha256") != digest:
+            # The file of an earlier attempt was another one: what was sent of it is of no use.
+            notes["parts"] = None
+            notes["sha256"] = digest
+
+        def staged() -> Ticket:
+            return self._repo.stage(key, path, digest, meter.add, notes)
+
+        return effort.of(f"sending {key}", staged, may_cancel=True)
+
+    def _undo(self, tickets: Sequence[Ticket]) -> None:
+        try:
+            self._repo.abort(tickets)
+            self._repo.sweep([])
+        except RepoError as error:
+            self._say(f"What was sent is still with the repo, unseen; the next upload removes it: {error}")
+        self._journal.end()
+
+
+class _Meter:
+    """Progress of one publication: a line now and then, and the place where a cancellation is noticed."""
+
+    def __init__(self, size: int, say: Callable[[str], None], cancelled: threading.Event) -> None:
+        self._size = size
+        self._say = say
+        self._cancelled = cancelled
+        self._mutex = threading.Lock()
+        self._done = 0
+        self._said = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Some more bytes were moved. Raises Cancelled."""
+        if self._cancelled.is_set():
+            raise Cancelled("cancelled")
+        with self._mutex:
+            self._done += count
+            if (now := time.monotonic()) - self._said < _PROGRESS_EVERY_S:
+                return
+            self._said = now
+            line = f"Uploaded {self._done / 1e6:.1f} of {self._size / 1e6:.1f} MB"
+        self._say(line)

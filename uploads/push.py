@@ -1,0 +1,123 @@
+"""Pushes one revision from a child process, so that a training rank neither waits for a server nor shares its fate.
+
+`push` is the parent's side. The child is `python -m uploads.push`: a JSON request on stdin, lines for people on
+stdout, one JSON result as the last line. SIGTERM cancels. No credential is on the command line or in the request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import RepoSettings
+from miner_guard.redact import Redactor
+from uploads.companion import start as start_companion
+from uploads.journal import Busy, Journal, exclusively, journal_path
+from uploads.publisher import Cancelled, Publisher, PublishError, Result, Retry, Revision
+from uploads.repos import open_repo
+from uploads.repos.base import RepoError
+
+_RESULT = "push result: "
+_GRACE_S = 10.0
+
+
+def push(
+    settings: RepoSettings, revision: Revision, journal_folder: Path, say: Callable[[str], None],
+    deadline_s: float = 600.0,
+) -> Result:  # fmt: skip
+    """Publish in a child and wait for it. Raises PublishError, also where the child dies or overstays."""
+    request = {
+        "repo": dataclasses.asdict(settings), "journal_folder": str(journal_folder), "deadline_s": deadline_s,
+        "revision": {**dataclasses.asdict(revision), "folder": str(revision.folder)},
+    }  # fmt: skip
+    child = subprocess.Popen(
+        [sys.executable, "-u", "-m", "uploads.push"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(json.dumps(request))
+    child.stdin.close()
+    timer = threading.Timer(deadline_s + _GRACE_S, child.kill)
+    timer.start()
+    try:
+        return _result(child, say, deadline_s)
+    finally:
+        timer.cancel()
+        child.stdout.close()
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
+
+
+def _result(child: subprocess.Popen[str], say: Callable[[str], None], deadline_s: float) -> Result:
+    assert child.stdout is not None
+    start, answer = time.monotonic(), None
+    for line in child.stdout:
+        if line.startswith(_RESULT):
+            answer = json.loads(line[len(_RESULT) :])
+        else:
+            say(line.rstrip("\n"))
+    code = child.wait()
+    if answer is None:
+        seconds = time.monotonic() - start
+        late = f" after its {deadline_s:g} s" if seconds >= deadline_s else ""
+        raise PublishError(f"the publisher ended with {code}{late} and no result; the published revision is whole")
+    if "error" in answer:
+        raise PublishError(answer["error"])
+    return Result(**answer["result"])
+
+
+def main() -> None:
+    """The child."""
+    request = json.load(sys.stdin)
+    redactor = Redactor.from_environment(os.environ)
+
+    def say(line: str) -> None:
+        sys.stdout.write(redactor.text(line) + "\n")
+        sys.stdout.flush()
+
+    try:
+        answer: dict[str, Any] = {"result": dataclasses.asdict(_publish(request, say))}
+    except (Busy, Cancelled, PublishError, RepoError) as error:
+        answer = {"error": redactor.text(str(error))}
+        say(f"Model state upload failed: {error}")
+    say(_RESULT + json.dumps(answer))
+    sys.exit(0 if "result" in answer else 1)
+
+
+def _publish(request: dict[str, Any], say: Callable[[str], None]) -> Result:
+    revision = Revision(**{**request["revision"], "folder": Path(request["revision"]["folder"])})
+    repo = open_repo(RepoSettings(**request["repo"]))
+    path = journal_path(Path(request["journal_folder"]), repo.label)
+    with exclusively(path) as lock:
+        companion = start_companion(request["repo"], path, lock)
+        try:
+            publisher = Publisher(repo, Journal(path), say, Retry(deadline_s=request["deadline_s"]))
+            signal.signal(signal.SIGTERM, lambda *_: publisher.cancelled.set())
+            say(f"Upload Model Start: tag {revision.tag}")
+            result = publisher.publish(revision)
+        except BaseException:
+            # The companion finishes what was half shown, if anything was; nobody waits for it.
+            assert companion.stdin is not None
+            companion.stdin.close()
+            raise
+        companion.kill()
+        companion.wait()
+    say(
+        f"Successfully pushed new model state with tag {result.tag} to {result.label} "
+        f"({result.size_bytes / 1e6:.1f} MB in {result.seconds:.1f}s, read back)"
+    )
+    return result
+
+
+if __name__ == "__main__":
+    main()
