@@ -133,6 +133,8 @@ _SPECS = (
     Spec("upload_progress", "info", "💾", "UPLOAD PROGRESS: {done} of {size} ({pct:.0f}%)", ("done", "size", "pct")),
     Spec("upload_succeeded", "info", _OK, "UPLOAD VERIFIED: tag {tag} {detail}", ("tag", "detail")),
     Spec("upload_failed", "error", _BAD, "UPLOAD FAILED: {reason}", ("reason",)),
+    Spec("upload_reported", "info", "💾", "UPLOAD REPORTED: tag {tag} {detail}", ("tag", "detail", "source")),
+    Spec("upload_unverified", "warning", _WARN, "UPLOAD UNVERIFIED: tag {tag}: {reason}", ("tag", "reason")),
     Spec("upload_forecast", "warning", _WARN, "UPLOAD FORECAST: inner_step {min_inner_step} in {eta_min:.0f} min, repo stale in {stale_min:.0f} min", ("min_inner_step", "eta_min", "stale_min")),
     Spec("repo_age", "info", "", "Repo Age: {age_s:.0f}s (keep < {target_s:.0f}s)", ("age_s", "target_s")),
     Spec("repo_stale", "critical", _BAD, "REPO STALE: {age_s:.0f}s since the last verified upload (limit {limit_s:.0f}s); upload now", ("age_s", "limit_s")),

@@ -59,7 +59,8 @@ def recorded(candidate: Candidate, inputs: GateInputs, settings: GateSettings, n
     for name in ("loss", "recent_losses"):
         if name in stated:
             stated[name] = _spelled(stated[name])
-    return {"candidate": stated, "settings": asdict(settings), "inputs": inputs.digest, "now": now}
+    record = {"candidate": stated, "settings": asdict(settings), "inputs": inputs.digest, "now": now}
+    return record if inputs.reason is None else {**record, "inputs_unknown": inputs.reason[:_LONGEST]}
 
 
 def _spelled(value: Any) -> Any:
@@ -118,6 +119,13 @@ def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool
     telling = sorted(verdicts, key=lambda v: OUTCOMES.index(v.outcome), reverse=True)
     said = [f"warning: {v.sentence}" if v.outcome == "warn" else v.sentence for v in telling]
     return "; ".join(said)
+
+
+def due(inputs: GateInputs, settings: GateSettings, now: float) -> bool:
+    """Whether what is published is past its target age at `now` (monotonic), as far as is known."""
+    published = inputs.aged(now, settings.inputs_max_age_s).published
+    age = repo_age.age_now(published, now)
+    return published.empty or (age is not None and age > settings.repo_age_target_s)
 
 
 def replay(record: Mapping[str, Any], inputs: GateInputs, wall: float) -> GateDecision:

@@ -69,6 +69,11 @@ def load_profile(name_or_path: str) -> Profile:
     return _profile(document, path)
 
 
+def chosen(profile: str | None, attach: str | None) -> str | None:
+    """The profile that `[miner] profile` or, without it, `attach` names; None where neither names one."""
+    return profile or (None if attach in (None, "auto", "log") else attach)
+
+
 def guard_settings(name_or_path: str) -> Mapping[str, Any]:
     """The profile's settings, for `settings.load(profile=…)`. Raises as `load_profile`."""
     return load_profile(name_or_path).settings

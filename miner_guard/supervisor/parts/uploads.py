@@ -1,0 +1,270 @@
+"""Uploads: what is published, what the gate may know of it, and whether what was reported as pushed arrived."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from miner_guard.events import Finding, found
+from miner_guard.rank.flight import Now, Step
+from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.supervisor.parts import Context, Part
+from uploads import inputs as gate_inputs
+from uploads.commitments import commitment_of
+from uploads.inputs import GateInputs
+from uploads.ledger import Ledger
+from uploads.repos import look_at
+from uploads.verify import Reported, verify
+from uploads.watch import DecisionVoice, ForecastWatch, RepoWatch
+from validators.commitment import fingerprint
+from validators.facts import Network, Published
+from validators.profiles import chosen, load_profile
+
+_WRITE_EVERY_S = 60.0
+_INPUTS_KEPT = 50
+_VERIFY_AFTER_S = (0.0, 3.0, 10.0)
+"""Waits before the looks after a push: a refusal must be seen twice, an unreadable repo three times."""
+
+
+@dataclass(frozen=True)
+class _Push:
+    """A push that was reported and is to be looked for."""
+
+    entry: Mapping[str, Any]
+    began: float
+    before: Published | None
+    due: float
+    looks: int = 0
+
+
+class UploadsPart(Part):
+    """Watches the repo, writes gate-inputs.json, keeps the ledger, verifies pushes."""
+
+    name = "uploads"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        config = context.config
+        self._repo = config.repo
+        self._limits = _limits_of(context)
+        self._credentials = fingerprint(commitment_of(os.environ))
+        self._mutex = threading.Lock()
+        self._watch = RepoWatch(config.gate)
+        self._ahead = ForecastWatch(config.gate)
+        self._voice = DecisionVoice()
+        self._network = Network(reason="no [chain] configured" if config.chain.network is None else "not looked at yet")
+        self._ledger = Ledger(context.state.ledger, context.emit)
+        self._written: dict[str, Mapping[str, Any]] = {}
+        self._written_at = float("-inf")
+        self._write_failed = False
+        self._began: dict[str, tuple[float, Published]] = {}
+        self._pushes: list[_Push] = []
+        self._last: dict[str, Any] = {"decision": None, "upload": None}
+        if self._repo.kind != "none":
+            context.jobs.every("repo", self._repo.refresh_every_s, self._refresh, first_after_s=0.0)
+        else:
+            self._watch.latest = Published(reason="no repo is configured; set [repo] kind")
+        context.jobs.once("gate inputs", self._write_inputs)
+
+    # the repo, in the schedule's threads
+
+    def _refresh(self) -> None:
+        self._looked(look_at(self._repo))
+
+    def _looked(self, published: Published) -> None:
+        clock = self.context.clock
+        published = replace(published, seen_at=clock.monotonic())
+        with self._mutex:
+            findings = list(self._watch.look(published, clock.monotonic()))
+        self._ledger.repo_age(
+            clock.wall(), published.age_s, outer_step=published.outer_step, inner_step=published.inner_step,
+            size_bytes=published.size_bytes, checksum=published.checksum, reason=published.reason,
+        )  # fmt: skip
+        self._write_inputs()
+        for finding in findings:
+            self.context.emit(finding)
+
+    def _write_inputs(self) -> None:
+        clock = self.context.clock
+        with self._mutex:
+            content = GateInputs(
+                published=self._watch.latest, network=self._network, bucket=self._repo.bucket,
+                credentials=self._credentials, limits=self._limits, written=clock.wall(),
+                written_monotonic=clock.monotonic(),
+            )  # fmt: skip
+            self._written_at = clock.monotonic()
+            self._written[content.digest] = gate_inputs.as_document(content)
+            while len(self._written) > _INPUTS_KEPT:
+                del self._written[next(iter(self._written))]
+            try:
+                gate_inputs.write(self.context.state.gate_inputs, content)
+                trouble, self._write_failed = None, False
+            except OSError as error:
+                trouble, self._write_failed = (None if self._write_failed else error), True
+        if trouble is not None:
+            what = f"gate-inputs.json: {trouble.strerror or trouble}; the gate sees the repo as unknown"
+            self.context.emit(found("guard_degraded", what=what))
+
+    # the ranks
+
+    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+        if rank != 0:
+            return
+        for step in steps:
+            with self._mutex:
+                age = self._watch.age(step.end)
+            yield from self._ahead.step(
+                step.outer_step,
+                step.inner_step,
+                step.seconds,
+                first=bool(step.flags & FLAG_FIRST),
+                age_s=age,
+                now=step.end,
+            )
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") == "decision":
+            return self._decided(entry)
+        if entry.get("kind") == "upload":
+            return self._uploaded(rank, entry)
+        return ()
+
+    def _decided(self, entry: Mapping[str, Any]) -> Iterator[Finding]:
+        document = {k: v for k, v in entry.items() if k not in ("t", "upload_kind")} | {
+            "kind": entry.get("upload_kind")
+        }
+        digest = str((entry.get("record") or {}).get("inputs"))
+        with self._mutex:
+            known = self._written.get(digest)
+        self._ledger.decision(document, known)
+        self._last["decision"] = {k: document.get(k) for k in ("decision_id", "allowed", "reason", "decided_at")}
+        finding = self._voice.say(entry, self.context.clock.monotonic())
+        if finding is not None:
+            yield finding
+
+    def _uploaded(self, rank: int, entry: Mapping[str, Any]) -> Iterator[Finding]:
+        decision = str(entry.get("decision_id"))
+        now = self.context.clock.monotonic()
+        if entry.get("phase") == "started":
+            with self._mutex:
+                self._began[decision] = (float(entry.get("t") or now), self._watch.latest)
+            return
+        began, before = self._began.pop(decision, (now - float(entry.get("seconds") or 0.0), None))
+        if entry.get("phase") == "failed":
+            self._store(entry, "failed", error=entry.get("error"))
+            yield found("upload_failed", rank=rank or None, reason=f"tag {_tag(entry)}: {entry.get('error')}")
+            return
+        yield from self._reported(entry, began, before)
+
+    def _reported(self, entry: Mapping[str, Any], began: float, before: Published | None) -> Iterator[Finding]:
+        if self._repo.kind == "none" or not self._repo.verify_uploads:
+            why = "no [repo] is configured" if self._repo.kind == "none" else "repo.verify_uploads is off"
+            self._store(entry, "reported", error=f"not verified: {why}")
+            detail = f"pushed in {entry.get('seconds') or 0:.1f}s; not verified: {why}"
+            yield found("upload_reported", tag=_tag(entry), detail=detail, source="guard")
+            return
+        due = self.context.clock.monotonic() + _VERIFY_AFTER_S[0]
+        with self._mutex:
+            self._pushes.append(_Push(entry, began, before, due))
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        fields, wall = finding.fields, self.context.clock.wall()
+        if finding.event == "upload_reported" and fields.get("source") == "log":
+            with self._mutex:
+                before = self._watch.latest
+            # The log names the end of a push, not its beginning: anything since the last look counts.
+            began = self.context.clock.monotonic() - float(fields.get("seconds") or self._repo.refresh_every_s)
+            return self._reported({**fields, "kind": "upload"}, began, before)
+        if finding.event == "incident":
+            label, cause, fix, excerpt = (str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt"))
+            self._ledger.incident(wall, label, cause, fix, excerpt, finding.rank)
+        elif finding.event == "miner_restarting":
+            self._ledger.restart(wall, str(fields.get("cause")), fields.get("attempt"), fields.get("wait_s"))
+        elif finding.event in ("chain_status", "chain_unknown") and isinstance(fields.get("network"), Mapping):
+            with self._mutex:
+                self._network = Network(**fields["network"])
+            self.context.jobs.once("gate inputs", self._write_inputs)
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        with self._mutex:
+            findings = list(self._watch.tick(now))
+            ready = [push for push in self._pushes if push.due <= now]
+            self._pushes = [push for push in self._pushes if push.due > now]
+            rewrite = now - self._written_at >= min(_WRITE_EVERY_S, self.context.config.gate.inputs_max_age_s / 3)
+            self._written_at = now if rewrite else self._written_at
+        if rewrite:
+            self.context.jobs.once("gate inputs", self._write_inputs)
+        for push in ready:
+            self.context.jobs.once("verify upload", lambda push=push: self._verify(push))  # type: ignore[misc]
+        return findings
+
+    # verification, in the schedule's threads
+
+    def _verify(self, push: _Push) -> None:
+        published = look_at(self._repo)
+        entry, now = push.entry, self.context.clock.monotonic()
+        reported = Reported(
+            entry.get("outer_step"), entry.get("inner_step"), now - push.began, _tag(entry), entry.get("bytes")
+        )
+        seen = verify(push.before, published, reported)
+        looks = push.looks + 1
+        if (seen.verified is False and looks < 2) or (seen.verified is None and looks < len(_VERIFY_AFTER_S)):
+            with self._mutex:
+                self._pushes.append(replace(push, due=now + _VERIFY_AFTER_S[looks], looks=looks))
+            return
+        self._looked(published)
+        tag = _tag(entry) or published.revision
+        if seen.verified:
+            self._store(entry, "verified", verified=self.context.clock.wall(), checksum=published.checksum)
+            detail = f"{seen.detail}, pushed in {entry.get('seconds') or 0:.1f}s"
+            self.context.emit(found("upload_succeeded", tag=tag, detail=detail))
+        elif seen.verified is None:
+            self._store(entry, "reported", error=seen.detail)
+            self.context.emit(found("upload_unverified", tag=tag, reason=f"reported as pushed, but {seen.detail}"))
+        else:
+            self._store(entry, "refuted", error=seen.detail, checksum=published.checksum)
+            reason = f"reported as pushed, but {seen.detail} (tag {tag}). Upload again"
+            self.context.emit(found("upload_failed", reason=reason))
+
+    def _store(self, entry: Mapping[str, Any], outcome: str, **more: Any) -> None:
+        names = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts", "checksum")
+        row = {name: entry.get(name) for name in names} | {"tag": _tag(entry), "kind": entry.get("upload_kind")} | more
+        self._last["upload"] = {"outcome": outcome, **{k: row.get(k) for k in ("tag", "bytes", "seconds", "error")}}
+        self._ledger.upload(self.context.clock.wall(), outcome, **row)
+
+    def on_stop(self) -> Iterable[Finding]:
+        self._ledger.close()
+        return ()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        now = self.context.clock.monotonic()
+        with self._mutex:
+            age, latest, ahead = self._watch.age(now), self._watch.latest, self._ahead.latest
+            return {
+                "repo": {
+                    "age_s": None if age is None else round(age), "reason": latest.reason, "empty": latest.empty,
+                    "revision": latest.revision, "outer_step": latest.outer_step, "inner_step": latest.inner_step,
+                    "due": age is not None and age > self.context.config.gate.repo_age_target_s,
+                    "stale": self._watch.is_stale(now), "limit_s": self.context.config.gate.repo_age_limit_s,
+                },
+                "forecast": None if ahead is None else {**asdict(ahead), "late": ahead.late},
+                "pending": len(self._pushes),
+                **self._last,
+            }  # fmt: skip
+
+
+def _limits_of(context: Context) -> Mapping[str, Any]:
+    name = chosen(context.config.miner.profile, context.config.miner.attach)
+    return {} if name is None else load_profile(name).limits
+
+
+def _tag(entry: Mapping[str, Any]) -> str | None:
+    if entry.get("tag"):
+        return str(entry["tag"])
+    if entry.get("outer_step") is None or entry.get("inner_step") is None:
+        return None
+    return f"{entry['outer_step']}.{entry['inner_step']}"

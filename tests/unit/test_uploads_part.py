@@ -1,0 +1,366 @@
+"""Uploads beside the miner: what is said and how often, what is kept, and that nothing is believed unseen."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
+from miner_guard.events import Finding, found, line
+from miner_guard.rank.flight import Step
+from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context
+from miner_guard.supervisor.parts import uploads as module
+from uploads import inputs as gate_inputs
+from uploads.forecast import forecast
+from uploads.gate import decide, replay
+from uploads.ledger import Ledger, ReadOnlyLedger
+from uploads.verify import Reported, verify
+from uploads.watch import DecisionVoice, RepoWatch
+from validators.facts import Candidate, Published
+
+
+class Jobs:
+    """Runs what is due when told to, in this thread."""
+
+    def __init__(self) -> None:
+        self.repeated: dict[str, Callable[[], None]] = {}
+        self.waiting: list[Callable[[], None]] = []
+
+    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+        self.repeated[name] = work
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        self.waiting.append(work)
+
+    def run(self) -> None:
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
+class Bench:
+    """One part with everything around it faked but the files."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: str = "local", **gate: Any) -> None:
+        self.clock, self.jobs, self.emitted = FakeClock(), Jobs(), list[Finding]()
+        self.repo = Published(age_s=600.0, reason=None, outer_step=56, inner_step=50, revision="5.56.50", checksum="c0")
+        monkeypatch.setattr(module, "look_at", lambda _settings: self.repo)
+        config = Config(
+            miner=MinerSettings(profile="sn38"), gate=GateSettings(**gate),
+            repo=RepoSettings(kind=repo, path=str(tmp_path)),  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.state = StateDir(tmp_path / "state")
+        control: Any = None
+        self.part = module.UploadsPart(
+            Context(config, self.state, self.clock, "r1", self.emitted.append, self.jobs, control, dict)
+        )
+        self.jobs.run()
+
+    def look(self) -> None:
+        self.jobs.repeated["repo"]()
+
+    def tick(self, seconds: float = 1.0) -> list[Finding]:
+        self.clock.advance(seconds)
+        findings = list(self.part.on_tick(self.clock.monotonic(), {}))
+        self.jobs.run()
+        return findings
+
+    def step(self, inner: int, seconds: float, flags: int = 0) -> list[Finding]:
+        self.clock.advance(seconds)
+        end = self.clock.monotonic()
+        step = Step(
+            inner, 56, inner, inner, end - seconds, end, 0.0, 3.0, True, None, None, None, None, None, flags, {}, 0.0
+        )
+        return list(self.part.on_steps(0, [step]))
+
+    def entry(self, **entry: Any) -> list[Finding]:
+        return list(self.part.on_entry(0, {"t": self.clock.monotonic(), **entry}))
+
+    def decide(self, inner: int, kind: str = "gradient") -> Mapping[str, Any]:
+        known = gate_inputs.read(self.state.gate_inputs)
+        decision = decide(
+            Candidate(kind, 56, inner, loss=3.4), known, self.part.context.config.gate,
+            now=self.clock.monotonic(), wall=self.clock.wall(),
+        ).as_dict()  # fmt: skip
+        return {"kind": "decision", "upload_kind": decision.pop("kind"), **decision}
+
+    def push(self, phase: str, **more: Any) -> list[Finding]:
+        return self.entry(
+            kind="upload", phase=phase, decision_id="d1", outer_step=56, inner_step=51, upload_kind="gradient",
+            tag="5.56.51", seconds=12.0, bytes=1000, error=None, **more,
+        )  # fmt: skip
+
+    def said(self, event: str) -> list[str]:
+        return [line(f) for f in self.emitted if f.event == event]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
+
+
+def test_the_gate_finds_the_repo_and_the_profiles_limits_in_its_inputs(bench: Bench) -> None:
+    assert gate_inputs.read(bench.state.gate_inputs).published.reason == "not looked at yet"
+    bench.look()
+    known = gate_inputs.read(bench.state.gate_inputs)
+    assert known.published.age_s == 600.0
+    assert known.limits["block_list_max_age"] == 200
+    assert bench.said("repo_age") == ["Repo Age: 600s (keep < 1800s)"]
+
+
+def test_the_inputs_are_kept_fresh_while_nothing_changes(bench: Bench) -> None:
+    before = gate_inputs.read(bench.state.gate_inputs).written_monotonic
+    bench.tick(61)
+    after = gate_inputs.read(bench.state.gate_inputs).written_monotonic
+    assert (before, after) == (1000.0, 1061.0)
+
+
+def test_stale_is_counted_from_the_last_look_that_knew_even_when_the_storage_is_silent(bench: Bench) -> None:
+    bench.look()
+    bench.repo = Published(reason="no answer within 20 s")
+    bench.clock.advance(60)
+    bench.look()
+    assert bench.said("repo_unknown") == ["REPO UNKNOWN: no answer within 20 s"]
+    assert "no answer" in str(gate_inputs.read(bench.state.gate_inputs).published.reason)
+    bench.clock.step_wall(-7200)
+    assert [f.event for f in bench.tick(1300)] == []
+    stale = bench.tick(100)
+    assert [line(f) for f in stale] == ["REPO STALE: 2060s since the last verified upload (limit 2000s); upload now"]
+    assert bench.tick(10) == []
+    assert len(bench.tick(600)) == 1
+    bench.repo = Published(age_s=5.0, reason=None)
+    bench.look()
+    assert bench.tick(10) == []
+
+
+def test_an_unreadable_repo_is_said_once_and_again_when_the_reason_changes() -> None:
+    watch = RepoWatch(GateSettings())
+    said = [f for n in range(100) for f in watch.look(Published(reason="wrong keys"), 60.0 * n)]
+    assert len(said) == 4
+    assert [f.event for f in watch.look(Published(reason="no such bucket"), 6000.0)] == ["repo_unknown"]
+    assert list(watch.look(Published(empty=True, reason=None), 6001.0)) == []
+
+
+def test_a_block_repeated_each_step_is_said_first_and_when_it_changes(bench: Bench) -> None:
+    said = []
+    for inner in range(10, 50):
+        bench.clock.advance(1.0)
+        said += bench.entry(**bench.decide(inner))
+    (first,) = said
+    assert line(first).startswith("UPLOAD BLOCKED: inner_step (10) < minimum (50). Validators will reject this!")
+    bench.clock.advance(300)
+    (again,) = bench.entry(**bench.decide(49))
+    assert again.fields["left_out"] == 39
+    (allowed,) = bench.entry(**bench.decide(50))
+    assert allowed.event == "upload_allowed"
+    assert [f.event for f in bench.entry(**bench.decide(12))] == ["upload_blocked"]
+
+
+def test_shadow_mode_warns_what_it_would_block() -> None:
+    decision = decide(
+        Candidate("gradient", 1, 2), gate_inputs.unknown("none"), GateSettings(mode="shadow"), now=0, wall=0
+    )
+    finding = DecisionVoice().say(decision.as_dict(), 0.0)
+    assert finding is not None
+    assert finding.severity == "warning"
+    assert line(finding).startswith("UPLOAD ALLOWED: shadow mode, would be blocked: inner_step (2)")
+
+
+def test_every_decision_is_in_the_ledger_and_replays_equal(bench: Bench) -> None:
+    bench.look()
+    entry = bench.decide(15)
+    bench.entry(**entry)
+    stored = ReadOnlyLedger(bench.state.ledger).find_decision(entry["decision_id"][:8])
+    assert stored is not None
+    document, known = stored
+    again = replay(document["record"], gate_inputs.from_document(known), document["decided_at"]).as_dict()
+    assert {k: again[k] for k in document if k != "record"} == {k: v for k, v in document.items() if k != "record"} | {
+        "verdicts": again["verdicts"]
+    }
+    assert again["verdicts"] == document["verdicts"]
+
+
+def test_forecast_numbers() -> None:
+    ahead = forecast(inner_step=10, step_s=62.0, min_inner_step=50, age_s=1280.0, limit_s=2000.0)
+    assert (ahead.eta_s, ahead.stale_s, ahead.late) == (2480.0, 720.0, True)
+
+
+def test_forecast_is_said_with_the_first_step_that_can_know(bench: Bench) -> None:
+    bench.repo = Published(age_s=0.0, reason=None, outer_step=56)
+    bench.look()
+    assert bench.step(1, 62.0, FLAG_FIRST) == []
+    (said,) = bench.step(2, 62.0)
+    assert line(said) == "UPLOAD FORECAST: inner_step 50 in 50 min, repo stale in 31 min"
+    assert (said.fields["eta_min"], said.fields["stale_min"]) == (48 * 62 / 60, (2000 - 124) / 60)
+    assert bench.step(3, 62.0) == []
+    later = [f for inner in range(4, 30) for f in bench.step(inner, 62.0)]
+    assert len(later) == 1
+
+
+def test_no_forecast_where_the_minimum_comes_first_or_nothing_is_known(bench: Bench) -> None:
+    assert [f for inner in range(1, 60) for f in bench.step(inner, 15.0)] == []
+    bench.repo = Published(age_s=0.0, reason=None)
+    bench.look()
+    assert [f for inner in range(1, 60) for f in bench.step(inner, 15.0)] == []
+
+
+def test_a_push_that_arrived_is_verified_by_a_look_and_stored(bench: Bench) -> None:
+    bench.look()
+    bench.push("started")
+    bench.clock.advance(12)
+    assert bench.push("finished") == []
+    bench.repo = Published(age_s=2.0, reason=None, outer_step=56, inner_step=51, size_bytes=900, checksum="c1" * 20)
+    bench.tick()
+    assert bench.said("upload_succeeded") == [
+        "UPLOAD VERIFIED: tag 5.56.51 gradients 2s old, 900 bytes, checksum c1c1c1c1c1c1, pushed in 12.0s"
+    ]
+    row = ReadOnlyLedger(bench.state.ledger).last("uploads")
+    assert row is not None
+    assert (row["outcome"], row["bytes"], row["checksum"]) == ("verified", 1000, "c1" * 20)
+    assert row["verified"] is not None
+    assert gate_inputs.read(bench.state.gate_inputs).published.age_s == 2.0
+
+
+def test_a_push_that_did_not_arrive_is_looked_for_twice_and_refuted(bench: Bench) -> None:
+    bench.look()
+    bench.push("started")
+    bench.clock.advance(12)
+    bench.push("finished")
+    bench.tick()
+    assert bench.said("upload_failed") == []
+    bench.tick(4)
+    (failed,) = bench.said("upload_failed")
+    assert failed.startswith(
+        "UPLOAD FAILED: reported as pushed, but LastModified did not move: the gradients are 600s old"
+    )
+    assert "upload_succeeded" not in {f.event for f in bench.emitted}
+
+
+def test_a_push_into_a_repo_that_is_silent_is_unverified_not_failed_and_not_verified(bench: Bench) -> None:
+    bench.look()
+    bench.push("started")
+    bench.push("finished")
+    bench.repo = Published(reason="no answer within 20 s")
+    for _ in range(5):
+        bench.tick(11)
+    assert bench.said("upload_unverified") == [
+        "UPLOAD UNVERIFIED: tag 5.56.51: reported as pushed, but the repo could not be read: no answer within 20 s"
+    ]
+    assert not {"upload_failed", "upload_succeeded"} & {f.event for f in bench.emitted}
+
+
+def test_without_a_repo_a_push_is_reported_and_never_called_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, repo="none")
+    bench.push("started")
+    (said,) = bench.push("finished")
+    assert line(said) == "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: no [repo] is configured"
+
+
+def test_a_push_that_only_the_log_reports_is_verified_too(bench: Bench) -> None:
+    bench.look()
+    reported = found("upload_reported", tag="5.56.51", detail="by its log", source="log", outer_step=56, inner_step=51)
+    assert list(bench.part.on_finding(reported)) == []
+    bench.tick()
+    bench.tick(4)
+    assert len(bench.said("upload_failed")) == 1
+
+
+def test_a_push_that_failed_says_why(bench: Bench) -> None:
+    bench.push("started")
+    (failed,) = bench.entry(
+        kind="upload", phase="failed", decision_id="d1", outer_step=56, inner_step=51, error="503 SlowDown", seconds=3.0
+    )
+    assert line(failed) == "UPLOAD FAILED: tag 56.51: 503 SlowDown"
+
+
+OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum="a" * 40)
+
+
+@pytest.mark.parametrize(
+    ("after", "verified", "words"),
+    [
+        (Published(empty=True), False, "the repo is empty"),
+        (Published(reason="timeout"), None, "could not be read: timeout"),
+        (Published(age_s=300, reason=None), False, "did not move"),
+        (Published(age_s=3, reason=None, size_bytes=0), False, "is empty"),
+        (Published(age_s=3, reason=None, outer_step=55), False, "names outer step 55, reported was 56"),
+        (Published(age_s=3, reason=None, outer_step=56, inner_step=50), False, "names inner step 50, reported was 51"),
+        (Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="a" * 40), False, "did not change"),
+        (Published(age_s=3, reason=None, outer_step=56, inner_step=53, checksum="b" * 40), True, "3s old"),
+    ],
+)
+def test_verification(after: Published, verified: bool | None, words: str) -> None:
+    result = verify(OLD, after, Reported(56, 51, 20.0))
+    assert result.verified is verified
+    assert words in result.detail
+
+
+def test_a_damaged_ledger_is_set_aside_and_a_new_one_begun(tmp_path: Path) -> None:
+    path, findings = tmp_path / "ledger.sqlite3", list[Finding]()
+    path.write_bytes(b"this is no database" * 500)
+    ledger = Ledger(path, findings.append)
+    ledger.restart(1.0, "crash", 1, 2.0)
+    assert [f.event for f in findings] == ["file_set_aside"]
+    assert len(ledger.rows("restarts")) == 1
+    ledger.close()
+    data = bytearray(path.read_bytes())
+    data[4096:] = os.urandom(len(data) - 4096)
+    path.write_bytes(data)
+    for leftover in tmp_path.glob("ledger.sqlite3-*"):
+        leftover.unlink()
+    ledger.restart(2.0, "crash", 2, 4.0)
+    ledger.incident(2.0, "nccl", "a cause", "a fix", "an excerpt", 3)
+    assert ledger.rows("incidents")[-1]["label"] == "nccl"
+    assert len(list(tmp_path.glob("*.damaged-*"))) == 2
+
+
+def test_a_full_disk_costs_rows_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = list[Finding]()
+    ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append)
+    ledger.restart(1.0, "crash", 1, 2.0)
+    whole = ledger._done
+
+    def full(_work: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(ledger, "_done", full)
+    for _ in range(3):
+        ledger.restart(2.0, "crash", 2, 4.0)
+    monkeypatch.setattr(ledger, "_done", whole)
+    ledger.restart(3.0, "crash", 3, 4.0)
+    assert [line(f) for f in findings] == [
+        "DISK FULL: ledger.sqlite3 stopped writing (database or disk is full); the miner goes on",
+        "DISK RECOVERED: ledger.sqlite3 writes again, 3 lines were lost",
+    ]
+    assert [row["wall"] for row in ledger.rows("restarts")] == [1.0, 3.0]
+
+
+def test_a_ledger_beside_a_running_guard_is_read_and_never_made(tmp_path: Path) -> None:
+    absent = ReadOnlyLedger(tmp_path / "ledger.sqlite3")
+    assert absent.rows("uploads") == []
+    assert not absent.path.exists()
+    writer = Ledger(absent.path)
+    writer.upload(5.0, "verified", tag="5.56.51", bytes=10)
+    assert absent.last("uploads")["tag"] == "5.56.51"  # type: ignore[index]
+    with pytest.raises(ValueError, match="no table"):
+        absent.rows("secrets")
+
+
+def test_gate_inputs_that_cannot_be_written_are_said_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gate_inputs, "write", refuse)
+    bench.tick(61)
+    bench.tick(61)
+    assert len(bench.said("guard_degraded")) == 1

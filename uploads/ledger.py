@@ -1,0 +1,218 @@
+"""The ledger: decisions, uploads, repo age, incidents and restarts, in SQLite.
+
+It must never stop the guard. A full disk costs rows, which are counted; a damaged file is set aside and a
+new one begun. Methods are safe from any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from miner_guard.events import Finding, found
+from miner_guard.statedir import set_aside
+
+KEPT_S = 90 * 86400.0
+"""Older rows are deleted when the ledger is opened."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS decisions (
+  id TEXT PRIMARY KEY, wall REAL NOT NULL, outer_step INTEGER, inner_step INTEGER, kind TEXT, allowed INTEGER,
+  shadow INTEGER, reason TEXT, verdicts TEXT, record TEXT, document TEXT);
+CREATE TABLE IF NOT EXISTS inputs (id TEXT PRIMARY KEY, wall REAL NOT NULL, document TEXT);
+CREATE TABLE IF NOT EXISTS uploads (
+  id INTEGER PRIMARY KEY, wall REAL NOT NULL, decision_id TEXT, tag TEXT, outer_step INTEGER, inner_step INTEGER,
+  kind TEXT, bytes INTEGER, seconds REAL, attempts INTEGER, checksum TEXT, outcome TEXT, error TEXT, verified REAL);
+CREATE TABLE IF NOT EXISTS repo_age (
+  id INTEGER PRIMARY KEY, wall REAL NOT NULL, age_s REAL, outer_step INTEGER, inner_step INTEGER, size_bytes INTEGER,
+  checksum TEXT, reason TEXT);
+CREATE TABLE IF NOT EXISTS incidents (
+  id INTEGER PRIMARY KEY, wall REAL NOT NULL, label TEXT, cause TEXT, fix TEXT, excerpt TEXT, rank INTEGER);
+CREATE TABLE IF NOT EXISTS restarts (
+  id INTEGER PRIMARY KEY, wall REAL NOT NULL, cause TEXT, attempt INTEGER, wait_s REAL);
+CREATE INDEX IF NOT EXISTS decisions_wall ON decisions (wall);
+CREATE INDEX IF NOT EXISTS repo_age_wall ON repo_age (wall);
+PRAGMA user_version = 1;
+"""
+
+TABLES = ("decisions", "inputs", "uploads", "repo_age", "incidents", "restarts")
+
+_DAMAGED = ("malformed", "not a database", "file is encrypted", "no such table", "no such column", "has no column")
+
+
+class Ledger:
+    """One ledger file; opened with the first row or question."""
+
+    def __init__(self, path: Path, report: Callable[[Finding], None] = lambda _finding: None) -> None:
+        self.path = path
+        self._report = report
+        self._mutex = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._lost = 0
+
+    def decision(self, document: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> None:
+        """Store a gate decision (`GateDecision.as_dict()`) and the inputs that its record names."""
+        record = document.get("record") or {}
+        wall = document.get("decided_at") or 0.0
+        if inputs is not None and record.get("inputs"):
+            self._write("INSERT OR IGNORE INTO inputs VALUES (?,?,?)", (record["inputs"], wall, json.dumps(inputs)))
+        self._write(
+            "INSERT OR IGNORE INTO decisions VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+            (
+                document.get("decision_id"), wall, document.get("outer_step"), document.get("inner_step"),
+                document.get("kind"), document.get("allowed"), document.get("shadow"), document.get("reason"),
+                json.dumps(document.get("verdicts")), json.dumps(record), json.dumps(document),
+            ),
+        )  # fmt: skip
+
+    def upload(self, wall: float, outcome: str, **fields: Any) -> None:
+        """Store an upload's end: `reported`, `verified`, `refuted` or `failed`, with what is known of it."""
+        names = ("decision_id", "tag", "outer_step", "inner_step", "kind", "bytes", "seconds", "attempts", "checksum",
+                 "error", "verified")  # fmt: skip
+        columns = ", ".join(names)
+        marks = ",".join("?" * (len(names) + 2))
+        self._write(
+            f"INSERT INTO uploads (wall, outcome, {columns}) VALUES ({marks})",
+            (wall, outcome, *(fields.get(name) for name in names)),
+        )
+
+    def repo_age(
+        self, wall: float, age_s: float | None, *, outer_step: int | None = None, inner_step: int | None = None,
+        size_bytes: int | None = None, checksum: str | None = None, reason: str | None = None,
+    ) -> None:  # fmt: skip
+        """Store one look at the repo; a null age has its reason."""
+        self._write(
+            "INSERT INTO repo_age (wall, age_s, outer_step, inner_step, size_bytes, checksum, reason)"
+            " VALUES (?,?,?,?,?,?,?)",
+            (wall, age_s, outer_step, inner_step, size_bytes, checksum, reason),
+        )
+
+    def incident(self, wall: float, label: str, cause: str, fix: str, excerpt: str, rank: int | None) -> None:
+        """Store an incident."""
+        self._write(
+            "INSERT INTO incidents (wall, label, cause, fix, excerpt, rank) VALUES (?,?,?,?,?,?)",
+            (wall, label, cause, fix, excerpt, rank),
+        )
+
+    def restart(self, wall: float, cause: str, attempt: int | None, wait_s: float | None) -> None:
+        """Store a restart of the miner."""
+        self._write(
+            "INSERT INTO restarts (wall, cause, attempt, wait_s) VALUES (?,?,?,?)", (wall, cause, attempt, wait_s)
+        )
+
+    def rows(self, table: str, *, since: float = 0.0, limit: int = 1000) -> list[dict[str, Any]]:
+        """The newest `limit` rows of a table from wall time `since` on, oldest first. Empty where it can't be read."""
+        if table not in TABLES:
+            raise ValueError(f"the ledger has no table {table!r}; there are {', '.join(TABLES)}")
+        order = "rowid"
+        query = f"SELECT * FROM {table} WHERE wall >= ? ORDER BY {order} DESC LIMIT ?"
+        return self._read(query, (since, limit))[::-1]
+
+    def last(self, table: str) -> dict[str, Any] | None:
+        """The newest row of a table."""
+        return next(iter(self.rows(table, limit=1)), None)
+
+    def find_decision(self, decision_id: str) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
+        """A decision's document and its inputs' document (None where they were not stored), by id or its beginning."""
+        pattern = decision_id.replace("%", "").replace("_", "") + "%"
+        found_rows = self._read(
+            "SELECT document FROM decisions WHERE id LIKE ? ORDER BY rowid DESC LIMIT 1", (pattern,)
+        )
+        if not found_rows or len(pattern) == 1:
+            return None
+        document: dict[str, Any] = json.loads(found_rows[0]["document"])
+        digest = (document.get("record") or {}).get("inputs")
+        inputs = self._read("SELECT document FROM inputs WHERE id = ?", (digest,))
+        return document, json.loads(inputs[0]["document"]) if inputs else None
+
+    def close(self) -> None:
+        """Close the file; a later call opens it again."""
+        with self._mutex:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def _write(self, statement: str, values: Sequence[Any]) -> None:
+        finding: Finding | None = None
+        with self._mutex:
+            try:
+                self._trying(lambda db: db.execute(statement, values))
+                if self._lost:
+                    finding, self._lost = found("disk_recovered", what="ledger.sqlite3", lost=self._lost), 0
+            except (sqlite3.Error, OSError) as error:
+                self._lost += 1
+                if self._lost == 1:
+                    finding = found("disk_full", what="ledger.sqlite3", reason=str(error))
+        if finding is not None:
+            self._report(finding)
+
+    def _read(self, query: str, values: Sequence[Any]) -> list[dict[str, Any]]:
+        with self._mutex:
+            try:
+                rows = self._trying(lambda db: db.execute(query, values).fetchall())
+            except (sqlite3.Error, OSError):
+                return []
+        return [dict(row) for row in rows]
+
+    def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
+        """Do it; where the file turns out to be damaged, set it aside and do it once more in a new one."""
+        try:
+            return self._done(work)
+        except sqlite3.DatabaseError as error:
+            if not any(words in str(error) for words in _DAMAGED):
+                raise
+            self.close()
+            aside = set_aside(self.path)
+            for leftover in ("-wal", "-shm"):
+                self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
+            self._report(found("file_set_aside", path=str(self.path), reason=str(error), aside=str(aside)))
+            return self._done(work)
+
+    def _done(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
+        db = self._opened()
+        with db:
+            return work(db)
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            db = sqlite3.connect(self.path, timeout=2.0, check_same_thread=False)
+            try:
+                db.row_factory = sqlite3.Row
+                db.execute("PRAGMA journal_mode = WAL")
+                # In WAL mode NORMAL loses at most the last rows at a power cut, never the file.
+                db.execute("PRAGMA synchronous = NORMAL")
+                db.executescript(_SCHEMA)
+                self._forget_old(db)
+            except sqlite3.Error:
+                db.close()
+                raise
+            self.path.chmod(0o600)
+            self._connection = db
+        return self._connection
+
+    def _forget_old(self, db: sqlite3.Connection) -> None:
+        with db:
+            for table in TABLES:
+                # Counted from the newest row, not from this host's clock, which may be wrong.
+                db.execute(f"DELETE FROM {table} WHERE wall < (SELECT MAX(wall) FROM {table}) - ?", (KEPT_S,))
+
+
+class ReadOnlyLedger(Ledger):
+    """For commands beside a running guard: reads what is there, makes and moves nothing."""
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is None:
+            if not self.path.is_file():
+                raise FileNotFoundError(f"{self.path} does not exist")
+            db = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True, timeout=2.0, check_same_thread=False)
+            db.row_factory = sqlite3.Row
+            self._connection = db
+        return self._connection
+
+    def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
+        return work(self._opened())

@@ -1,0 +1,154 @@
+"""What is said of the repo and of the gate's decisions, and how often. Pure: times are handed in (monotonic)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miner_guard.config import GateSettings
+from miner_guard.events import Finding, found
+from uploads.forecast import Forecast, StepTime, forecast
+from validators.facts import Published
+from validators.repo_age import age_now
+
+AGE_EVERY_S = 300.0
+STALE_EVERY_S = 600.0
+UNKNOWN_EVERY_S = 1800.0
+FORECAST_EVERY_S = 900.0
+BLOCKED_EVERY_S = 300.0
+
+
+class Spaced:
+    """Says yes when what is said changes, and else once in `every_s`."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._last: tuple[object, float] | None = None
+        self.left_out = 0
+
+    def ask(self, what: object, now: float) -> bool:
+        """May `what` be said now? Counts in `left_out` what was not since the last yes."""
+        if self._last is not None and self._last[0] == what and now - self._last[1] < self._every_s:
+            self.left_out += 1
+            return False
+        self._last = (what, now)
+        return True
+
+    def take_left_out(self) -> int:
+        """How often the answer was no since this was last asked."""
+        count, self.left_out = self.left_out, 0
+        return count
+
+    def forget(self) -> None:
+        """What comes next is new."""
+        self._last = None
+
+
+class RepoWatch:
+    """Repo age, stale and unknown.
+
+    Stale is counted by the monotonic time since the last look that knew the age, so neither a wall clock that
+    steps nor a storage that stops answering makes a repo look young.
+    """
+
+    def __init__(self, settings: GateSettings) -> None:
+        self._gate = settings
+        self._known: Published | None = None
+        self._age = Spaced(AGE_EVERY_S)
+        self._stale = Spaced(STALE_EVERY_S)
+        self._unknown = Spaced(UNKNOWN_EVERY_S)
+        self.latest = Published()
+
+    def age(self, now: float) -> float | None:
+        """Seconds since the newest upload that was seen. None where none ever was."""
+        return None if self._known is None else age_now(self._known, now)
+
+    def is_stale(self, now: float) -> bool:
+        """Past the limit, as far as is known."""
+        age = self.age(now)
+        return age is not None and age > self._gate.repo_age_limit_s
+
+    def look(self, published: Published, now: float) -> Iterator[Finding]:
+        """A look at the repo has ended."""
+        self.latest = published
+        if published.age_s is None:
+            if not published.empty and self._unknown.ask(published.reason, now):
+                yield found("repo_unknown", reason=published.reason or "no reason was given")
+            return
+        self._unknown.forget()
+        self._known = published
+        age = age_now(published, now)
+        due = age is not None and age > self._gate.repo_age_target_s
+        if self._age.ask((published.revision, due), now):
+            yield found(
+                "repo_age", age_s=age, target_s=self._gate.repo_age_target_s, revision=published.revision, due=due
+            )
+        yield from self.tick(now)
+
+    def tick(self, now: float) -> Iterator[Finding]:
+        """Time has passed."""
+        age = self.age(now)
+        if age is None or not self.is_stale(now):
+            self._stale.forget()
+        elif self._stale.ask("stale", now):
+            yield found("repo_stale", age_s=age, limit_s=self._gate.repo_age_limit_s, reason=self.latest.reason)
+
+
+class ForecastWatch:
+    """The forecast, from the first step whose time says something."""
+
+    def __init__(self, settings: GateSettings) -> None:
+        self._gate = settings
+        self._times = StepTime()
+        self._said = Spaced(FORECAST_EVERY_S)
+        self.latest: Forecast | None = None
+
+    def step(
+        self, outer_step: int | None, inner_step: int | None, seconds: float, *, first: bool, age_s: float | None,
+        now: float,
+    ) -> Iterator[Finding]:  # fmt: skip
+        """An inner step has ended; `first` of its launch: it is no measure, it compiles and fills caches."""
+        if not first:
+            self._times.add(seconds)
+        self.latest = None
+        step_s = self._times.seconds
+        if inner_step is None or step_s is None or age_s is None:
+            return
+        self.latest = ahead = forecast(
+            inner_step=inner_step, step_s=step_s, min_inner_step=self._gate.min_inner_step, age_s=age_s,
+            limit_s=self._gate.repo_age_limit_s,
+        )  # fmt: skip
+        if not ahead.late or ahead.stale_s == 0:
+            # Stale already: that is said by itself, and no forecast.
+            return
+        if self._said.ask(outer_step, now):
+            yield found(
+                "upload_forecast", min_inner_step=ahead.min_inner_step, eta_min=ahead.eta_s / 60,
+                stale_min=ahead.stale_s / 60, inner_step=inner_step, outer_step=outer_step, step_time_s=step_s,
+            )  # fmt: skip
+
+
+class DecisionVoice:
+    """Decisions as events. The first block is said, then what changes, then the same once in five minutes."""
+
+    def __init__(self) -> None:
+        self._blocked = Spaced(BLOCKED_EVERY_S)
+
+    def say(self, decision: Mapping[str, Any], now: float) -> Finding | None:
+        """The decision's event, or None for a block that was said already."""
+        verdicts = decision.get("verdicts") or []
+        fields = {
+            "reason": decision.get("reason"), "outer_step": decision.get("outer_step"),
+            "inner_step": decision.get("inner_step"), "kind": decision.get("upload_kind", decision.get("kind")),
+            "verdicts": verdicts, "decision_id": decision.get("decision_id"), "due": decision.get("due"),
+            "stale": decision.get("stale"), "shadow": decision.get("shadow"),
+            "retry_after_steps": decision.get("retry_after_steps"), "retry_after_s": decision.get("retry_after_s"),
+        }  # fmt: skip
+        if decision.get("allowed") and not decision.get("shadow"):
+            self._blocked.forget()
+            return found("upload_allowed", **fields, left_out=self._blocked.take_left_out())
+        rules = frozenset(v.get("rule") for v in verdicts if v.get("outcome") == "block")
+        if not self._blocked.ask((rules, fields["kind"], fields["outer_step"], bool(decision.get("shadow"))), now):
+            return None
+        event = "upload_allowed" if decision.get("allowed") else "upload_blocked"
+        return found(event, level="warning", **fields, left_out=self._blocked.take_left_out())
