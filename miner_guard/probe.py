@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 PROBE_FD = "_MINER_GUARD_PROBE_FD"
@@ -39,7 +40,7 @@ class Answer:
 
 
 def ask(
-    module: str,
+    module: str | Path,
     request: Mapping[str, Any],
     deadline_s: float,
     *,
@@ -47,7 +48,12 @@ def ask(
     env: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> Answer:
-    """Run a probe and wait for its answer, `deadline_s` at most. Never raises."""
+    """Run a probe and wait for its answer, `deadline_s` at most. Never raises.
+
+    `module` is a module's name, or the path of a script for an interpreter that does not have this package.
+    """
+    what = ["-m", module] if isinstance(module, str) else [str(module)]
+    name = module if isinstance(module, str) else module.stem
     start = time.monotonic()
 
     def unknown(reason: str) -> Answer:
@@ -56,7 +62,7 @@ def ask(
     answer_end, child_end = os.pipe()
     try:
         child = subprocess.Popen(
-            [python, "-m", module, *arguments],
+            [python, *what, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -67,10 +73,10 @@ def ask(
     except OSError as error:
         os.close(answer_end)
         os.close(child_end)
-        return unknown(f"probe {module} could not be started: {error.strerror}")
+        return unknown(f"probe {name} could not be started: {error.strerror}")
     os.close(child_end)
     try:
-        return _talk(child, answer_end, request, start, deadline_s, module)
+        return _talk(child, answer_end, request, start, deadline_s, name)
     finally:
         os.close(answer_end)
         _end(child)

@@ -1,0 +1,114 @@
+"""`miner-guard doctor`: the startup diagnosis alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from miner_guard.cli import options
+from miner_guard.cli.exits import OK, UNAVAILABLE
+
+if TYPE_CHECKING:
+    from miner_guard.diagnosis.check import Check, Snapshot
+
+CONTEXT = {"allow_interspersed_args": False}
+
+_STYLE = {"ok": "green", "warn": "yellow", "critical": "bold red", "unknown": "cyan"}
+
+
+def command(
+    miner: Annotated[
+        Optional[list[str]],
+        typer.Argument(metavar="[-- CMD…]", help="The miner's command: names its interpreter.", show_default=False),
+    ] = None,
+    config: options.Config = None,
+    name: options.Name = options.DEFAULT_NAME,
+    state_dir: options.State = None,
+    as_json: options.Json = False,
+    expect_gpus: Annotated[Optional[int], typer.Option(help="GPUs that must be there.", show_default=False)] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Also a matmul per GPU and an all_reduce.")] = False,
+) -> None:
+    """Check GPUs, driver, torch, node, environment and repo. Exit 0, or 69 where something is critical."""
+    flags: dict[str, Any] = {} if expect_gpus is None else {"gpu.expect": expect_gpus}
+    place = options.open_place(config, name, state_dir, flags)
+    # Late: `--help` and a bad configuration need none of it.
+    from miner_guard.diagnosis.judge import judge
+    from miner_guard.supervisor.gather import Question, gather
+
+    start = time.monotonic()
+    question = Question(place.settings.config, place.state, tuple(miner or ()), dict(os.environ), deep=deep)
+    snapshot = gather(question, _pause)
+    checks = judge(snapshot)
+    critical = any(c.level == "critical" for c in checks)
+    seconds = time.monotonic() - start
+    if as_json:
+        json.dump(document(snapshot, checks, seconds), sys.stdout, indent=1, ensure_ascii=False, default=str)
+        print()  # noqa: T201  the document's end
+    else:
+        _table(checks, seconds)
+    raise typer.Exit(UNAVAILABLE if critical else OK)
+
+
+def _pause(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dict[str, Any]:
+    """Everything that was read and judged. The environment and the command stay out: they may hold secrets."""
+    from miner_guard.diagnosis.check import counts
+    from miner_guard.redact import Redactor
+    from miner_guard.statedir import finite
+
+    whole = {
+        "verdict": "critical" if any(c.level == "critical" for c in checks) else "ok",
+        "counts": counts(checks),
+        "expected_gpus": {"count": snapshot.expectation.count, "by": snapshot.expectation.origin},
+        "checks": [c.as_dict() for c in checks],
+        "nvml": snapshot.nvml,
+        "torch": snapshot.torch,
+        "cuda": snapshot.cuda,
+        "packages": snapshot.packages,
+        "host": snapshot.host,
+        "clock": snapshot.clock,
+        "repo": snapshot.repo,
+        "deep": snapshot.deep,
+        "held_bytes": snapshot.held,
+        "unread": dict(snapshot.unread),
+        "seconds": seconds,
+    }
+    redacted: dict[str, Any] = Redactor.from_environment(os.environ).value(finite(whole))
+    return redacted
+
+
+def _table(checks: Sequence[Check], seconds: float) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from miner_guard.diagnosis.check import counts
+    from miner_guard.redact import Redactor
+
+    redact = Redactor.from_environment(os.environ).text
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("read", overflow="fold", ratio=3)
+    table.add_column("limit", overflow="fold", ratio=1)
+    for check in checks:
+        style = _STYLE[check.level]
+        table.add_row(check.check, f"[{style}]{check.level}[/]", escape(redact(check.seen)), escape(check.limit or ""))
+        if check.level != "ok" and check.next_step:
+            table.add_row("", "", f"[dim]→ {escape(redact(check.next_step))}[/]", "")
+    console = Console()
+    console.print(table)
+    n = counts(checks)
+    console.print(
+        f"{n['ok']} ok, {n['warn']} warnings, {n['critical']} critical, {n['unknown']} unknown in {seconds:.1f} s"
+    )

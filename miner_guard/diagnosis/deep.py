@@ -1,0 +1,81 @@
+"""`--deep`: a matmul on each GPU against its siblings and the data sheet, and an all_reduce."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.settings import read_toml
+
+SIBLING_SHARE = 0.9
+"""A GPU 10 % under its siblings is the straggler (superbench)."""
+
+DATASHEET_SHARE = 0.6
+"""A healthy A100 reaches 271 of 312 TFLOP/s, an H100 about 700 of 989; below this something holds it back."""
+
+
+@functools.cache
+def _datasheet() -> tuple[Mapping[str, Any], ...]:
+    return tuple(read_toml(Path(__file__).with_name("datasheet.toml"))["gpu"])
+
+
+def datasheet_of(name: str | None) -> Mapping[str, Any]:
+    """The data sheet's row for a GPU's name, empty where the model is not known."""
+    return next((row for row in _datasheet() if name and row["name"] in name), {})
+
+
+def checks(s: Snapshot) -> Iterator[Check]:
+    """Nothing unless it was asked for."""
+    if s.deep is None:
+        if "deep" in s.unread:
+            yield Check("deep", "unknown", s.unread["deep"], None, "run miner-guard doctor --deep again")
+        return
+    yield from _matmul(s.deep.get("matmul") or {})
+    yield from _all_reduce(s.deep.get("all_reduce"), s)
+
+
+def _matmul(results: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
+    rates = {index: r["tflops"] for index, r in results.items() if r.get("tflops")}
+    middle = median(rates.values()) if rates else 0.0
+    for index, result in sorted(results.items()):
+        if index not in rates:
+            yield Check(
+                "deep.matmul",
+                "critical",
+                f"cuda:{index}: {result.get('error')}",
+                "a matmul runs",
+                "see the GPU's rows and dmesg",
+            )
+            continue
+        rate = rates[index]
+        sheet = datasheet_of(result.get("name")).get("bf16_tflops")
+        slow = len(rates) > 1 and rate < SIBLING_SHARE * middle
+        low = sheet is not None and rate < DATASHEET_SHARE * sheet
+        of = f", {rate / sheet:.0%} of the data sheet's {sheet:.0f}" if sheet else ""
+        yield Check(
+            "deep.matmul", "warn" if slow or low else "ok", f"cuda:{index}: {rate:.0f} TFLOP/s bf16{of}",
+            f"at least {SIBLING_SHARE:.0%} of the siblings' {middle:.0f}",
+            "it sets the pace of all ranks: check its clocks, heat and power limit" if slow or low else None,
+        )  # fmt: skip
+
+
+def _all_reduce(result: Mapping[str, Any] | None, s: Snapshot) -> Iterator[Check]:
+    if result is None:
+        return
+    if error := result.get("error"):
+        step = "collectives do not work on this node: see /dev/shm, NCCL_DEBUG=INFO and the driver"
+        yield Check("deep.all_reduce", "critical", f"all_reduce: {error}", "it completes", step)
+        return
+    rate = result["bus_gb_s"]
+    names = {row.get("name") for row in s.gpu_rows}
+    least = min((datasheet_of(n).get("bus_gb_s", 0) for n in names), default=0) if result["backend"] == "nccl" else 0
+    low = rate < least
+    size = f"{result['bytes'] / 1024**2:.0f} MB"
+    seen = f"{result['backend']}, {result['ranks']} ranks, {size}: bus bandwidth {rate:.1f} GB/s"
+    advice = "check NVLink and PCIe rows, NCCL_P2P_DISABLE, and the topology (nvidia-smi topo -m)"
+    limit = f"at least {least} GB/s" if least else "it completes"
+    yield Check("deep.all_reduce", "warn" if low else "ok", seen, limit, advice if low else None)

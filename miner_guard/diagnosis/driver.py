@@ -1,0 +1,67 @@
+"""The driver and NVML: is it there, does it answer, does it fit the torch build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miner_guard.diagnosis.check import Check, Snapshot
+
+_REVOKED = "in a container, `systemctl daemon-reload` on the host revokes its GPUs: restart the container"
+
+ERRORS = {
+    9: ("the NVIDIA driver is not loaded", "load it (modprobe nvidia) or reboot; in a container, start it with --gpus"),
+    12: ("libnvidia-ml.so.1 is not there", "install the NVIDIA driver; in a container, start it with --gpus all"),
+    18: (
+        "driver and library versions differ: the driver was updated while loaded",
+        "reboot the node, or reload the driver",
+    ),
+    999: ("NVML answers Unknown Error", f"{_REVOKED}; else look at dmesg for NVRM"),
+    4: ("no permission to talk to the driver", "check the permissions of /dev/nvidiactl"),
+}
+"""nvmlReturn_t of a failed initialisation: what it means, what to do (nvml.h)."""
+
+
+def checks(s: Snapshot) -> Iterator[Check]:
+    """NVML's state and the versions."""
+    if s.nvml is None:
+        yield Check("driver.nvml", "unknown", s.unread.get("nvml", "not read"), None, "run miner-guard doctor again")
+        return
+    yield _nvml(s)
+    yield from _versions(s)
+
+
+def _nvml(s: Snapshot) -> Check:
+    assert s.nvml is not None
+    state, reason = s.nvml["state"], s.nvml.get("reason")
+    if state == "ok":
+        seen = f"driver {s.nvml['driver']}, CUDA {s.nvml['cuda_driver']}, {s.nvml['count']} GPUs"
+        return Check("driver.nvml", "ok", seen)
+    if state == "absent" and not s.expectation.wanted:
+        return Check("driver.nvml", "ok", "no NVIDIA driver: this is a CPU machine")
+    if state == "hangs":
+        step = "the driver hangs: look at dmesg for NVRM and Xid; often only a reboot helps"
+        return Check(
+            "driver.nvml", "critical", f"NVML hangs: {reason}", "an answer within the deadline", step, may_mend=True
+        )
+    words, step = ERRORS.get(s.nvml.get("code") or 0, (str(reason), "run nvidia-smi and read its message"))
+    level = "critical" if state != "unreadable" else "unknown"
+    return Check("driver.nvml", level, f"{words} (NVML: {reason})", "NVML initialises", step, may_mend=True)
+
+
+def _versions(s: Snapshot) -> Iterator[Check]:
+    build = (s.torch or {}).get("cuda_version")
+    driver = (s.nvml or {}).get("cuda_driver")
+    if not build or not driver:
+        return
+    # CUDA's minor version compatibility: a driver of the same major version runs newer minor builds.
+    older = _major(driver) < _major(build)
+    yield Check(
+        "driver.cuda_version", "critical" if older else "ok",
+        f"torch is built for CUDA {build}, the driver knows {driver}",
+        "the driver's major version at least torch's",
+        "update the driver, or install a torch build for CUDA " + driver if older else None,
+    )  # fmt: skip
+
+
+def _major(version: str) -> int:
+    return int(version.split(".", 1)[0])

@@ -1,0 +1,76 @@
+"""The miner's environment: leftovers of debugging, packages that shadow, secrets where everybody can read them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.redact import Redactor
+from miner_guard.settings import read_toml
+
+
+@functools.cache
+def leftovers() -> tuple[Mapping[str, Any], ...]:
+    """The rows of leftovers.toml."""
+    return tuple(read_toml(Path(__file__).with_name("leftovers.toml"))["leftover"])
+
+
+def checks(s: Snapshot) -> Iterator[Check]:
+    """Variables, packages, the command line."""
+    yield from _leftovers(s.env)
+    yield from _packages(s)
+    yield from _command(s)
+
+
+def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
+    for row in leftovers():
+        value = env.get(row["name"], "")
+        if value and ("values" not in row or value.lower() in row["values"]):
+            seen = f"{row['name']}={value}: {row['why']}"
+            yield Check("env.leftover", "warn", seen, "unset", f"unset {row['name']} unless you mean it")
+
+
+def _packages(s: Snapshot) -> Iterator[Check]:
+    if s.packages is None:
+        why = f"the miner's interpreter: {s.unread.get('packages', 'not asked')}"
+        yield Check("env.packages", "unknown", why, None, "check that the interpreter of the command starts")
+        return
+    p = s.packages
+    yield Check("env.python", "ok", f"the miner runs Python {p['python']} ({p['executable']})")
+    if p["pynvml_shim"]:
+        yield Check(
+            "env.pynvml", "warn",
+            f"the deprecated package pynvml {p['pynvml_shim']} is installed: it warns at each import",
+            "nvidia-ml-py alone", "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py",
+        )  # fmt: skip
+    if not p["miner_guard"]:
+        hooked = s.config.miner.attach is not None
+        yield Check(
+            "env.miner_guard", "warn" if hooked else "unknown", "the miner's interpreter can't import miner_guard",
+            "importable", "install miner-guard into the miner's environment, or use --attach log",
+        )  # fmt: skip
+    elif not p["validators_ours"]:
+        yield Check(
+            "env.validators", "critical",
+            f"`validators` is another package here ({p['validators']}): it shadows the guard's",
+            "the guard's own", "pip uninstall validators in the miner's environment, then reinstall miner-guard",
+        )  # fmt: skip
+
+
+def _command(s: Snapshot) -> Iterator[Check]:
+    redactor = Redactor.from_environment(s.env)
+    exposed = [a.partition("=")[0] if a.startswith("--") else "an argument" for a in s.command if redactor.text(a) != a]
+    # `--secret VALUE`: two arguments that only together look like one.
+    pairs = [
+        a
+        for a, b in zip(s.command, s.command[1:], strict=False)
+        if a.startswith("--") and redactor.text(f"{a} {b}") != f"{a} {b}"
+    ]
+    if named := sorted({*exposed, *pairs}):
+        yield Check(
+            "env.secret_on_command_line", "warn", f"a secret on the command line: {', '.join(named)}", "none",
+            "pass it through the environment or a file: every user of this host can read a command line",
+        )  # fmt: skip

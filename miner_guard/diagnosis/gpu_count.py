@@ -1,0 +1,52 @@
+"""How many GPUs there are, how many must be, and whether this user may open them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miner_guard.diagnosis.check import Check, Snapshot
+
+
+def checks(s: Snapshot) -> Iterator[Check]:
+    """Count against the expectation, device files, CUDA_VISIBLE_DEVICES, ranks."""
+    yield _count(s)
+    yield from _device_files(s)
+    yield from _visible(s)
+
+
+def _count(s: Snapshot) -> Check:
+    wanted = s.expectation.count
+    there = sum(1 for row in s.gpu_rows if row["state"] != "gone")
+    working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
+    seen = f"{there} GPUs" if working == there else f"{there} GPUs, {working} of them working"
+    if wanted is None or wanted == 0:
+        return Check("gpu.count", "ok", seen + (", none is asked for" if wanted == 0 else ", none is expected"))
+    limit = f"{wanted} (by {s.expectation.origin})"
+    if working >= wanted:
+        return Check("gpu.count", "ok", seen, limit)
+    step = "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its GPUs: restart the container"
+    return Check("gpu.count", "critical", seen, limit, step, may_mend=True)
+
+
+def _device_files(s: Snapshot) -> Iterator[Check]:
+    files = (s.host or {}).get("nvidia_devices") or {}
+    closed = sorted(path for path, usable in files.items() if not usable)
+    if closed:
+        yield Check(
+            "gpu.device_files", "critical" if s.expectation.wanted else "warn", f"not readable: {', '.join(closed)}",
+            "readable and writable", "add this user to the group that owns them (video or render)",
+        )  # fmt: skip
+
+
+def _visible(s: Snapshot) -> Iterator[Check]:
+    visible = s.env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return
+    # CUDA stops at the first index that is not there.
+    shown = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
+    short = s.expectation.wanted and len(shown) < (s.expectation.count or 0)
+    yield Check(
+        "gpu.visible", "critical" if short else "ok", f"CUDA_VISIBLE_DEVICES={visible!r} shows {len(shown)} GPUs",
+        str(s.expectation.count) if s.expectation.wanted else None,
+        "unset CUDA_VISIBLE_DEVICES or name all GPUs" if short else None,
+    )  # fmt: skip

@@ -1,0 +1,245 @@
+"""One GPU's row of a sample: faults, memory errors, clocks, links, modes. Also judged while the miner runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miner_guard.diagnosis.check import Check, Snapshot
+
+Row = Mapping[str, Any]
+
+XID_FAULT = {
+    48: "double-bit ECC error", 74: "NVLink error", 79: "GPU has fallen off the bus", 95: "uncontained ECC error",
+    119: "GSP RPC timeout", 120: "GSP error", 140: "unrecovered ECC error",
+}  # fmt: skip
+XID_WARN = {94: "contained ECC error"}
+XID_APPLICATION = frozenset({13, 31, 43, 45, 68, 109})
+"""NVIDIA's Xid catalogue by what gpud acts on: the hardware's, and those that a program brings on itself."""
+
+BAD_THROTTLE = 0x8 | 0x40 | 0x80
+"""HW slowdown, HW thermal slowdown, HW power brake; idle and the software power cap are everyday."""
+
+UNDER_LOAD = 0.5
+"""PCIe links idle down: width and generation are judged from this utilisation on."""
+
+STATES = {
+    "lost": ("is lost: it has fallen off the bus", "drain the node and reboot; if it is lost again, have it replaced"),
+    "reset_required": ("must be reset", "stop what uses it, then nvidia-smi --gpu-reset, or reboot"),
+    "unknown": ("answers Unknown Error", "its access was revoked or it failed: restart the container, then the node"),
+    "hangs": ("hangs the driver", "look at dmesg for Xid; a reboot is likely needed"),
+    "gone": ("is no longer there", "look at dmesg; a reboot or a new machine is needed"),
+}  # fmt: skip
+
+
+def checks(s: Snapshot) -> Iterator[Check]:
+    """All GPUs; where the CPU was asked for, a GPU's fault is only worth a warning."""
+    softened = s.expectation.count == 0
+    for row in s.gpu_rows:
+        for check in of_row(row):
+            if softened and check.level == "critical":
+                check = Check(check.check, "warn", check.seen, check.limit, check.next_step, check.gpu)
+            yield check
+
+
+def of_row(row: Row) -> Iterator[Check]:
+    """One GPU."""
+    index = row["index"]
+    if row["state"] != "ok":
+        words, step = STATES.get(row["state"], ("is not readable", "check permissions, then nvidia-smi"))
+        level = "unknown" if row["state"] == "unreadable" else "critical"
+        yield Check("gpu.state", level, f"GPU {index} {words} ({row['error']})", "answers", step, index, may_mend=True)
+        return
+    yield _readable(row)
+    for judge in (_ecc, _remap, _recovery, _xid, _throttle, _temperature, _power, _pcie, _nvlink):
+        yield from judge(row)
+    yield from _modes(row)
+
+
+def _readable(row: Row) -> Check:
+    unread = row.get("unread") or {}
+    # What a model does not have is no news; what it may not tell is.
+    withheld = {name: why for name, why in unread.items() if "support" not in why.lower()}
+    name = f"GPU {row['index']} {row.get('name') or ''}".strip()
+    if withheld:
+        sample = next(iter(withheld.values()))
+        seen = f"{name}: not readable: {', '.join(sorted(withheld))} ({sample})"
+        step = "in a container ask the host for access; the checks that need these values say nothing"
+        return Check("gpu.state", "unknown", seen, None, step, row["index"])
+    return Check("gpu.state", "ok", f"{name} answers", None, None, row["index"])
+
+
+def _ecc(row: Row) -> Iterator[Check]:
+    count = row.get("ecc_uncorrected")
+    if count is not None:
+        step = "results may be wrong: drain the GPU, reset it, watch whether it comes again" if count else None
+        yield _check(
+            row,
+            "gpu.ecc",
+            "critical" if count else "ok",
+            f"{count} uncorrected ECC errors since the last reset",
+            "0",
+            step,
+        )
+
+
+def _remap(row: Row) -> Iterator[Check]:
+    if row.get("remap_pending") is None:
+        return
+    if row["remap_failed"]:
+        yield _check(row, "gpu.row_remap", "critical", "row remapping failed", "none", "have the GPU replaced")
+    elif row["remap_pending"]:
+        yield _check(
+            row,
+            "gpu.row_remap",
+            "critical",
+            "a row remap is pending",
+            "none",
+            "reset the GPU or reboot, so that it takes effect",
+        )
+    else:
+        yield _check(
+            row,
+            "gpu.row_remap",
+            "ok",
+            f"{row['rows_uncorrected']} rows remapped for uncorrected errors",
+            "none pending",
+        )
+
+
+def _recovery(row: Row) -> Iterator[Check]:
+    action = row.get("recovery_action")
+    if action is not None:
+        bad = action != "none"
+        yield _check(
+            row,
+            "gpu.recovery_action",
+            "critical" if bad else "ok",
+            f"the driver asks for: {action}",
+            "none",
+            action if bad else None,
+        )
+
+
+def _xid(row: Row) -> Iterator[Check]:
+    for number in dict.fromkeys(row.get("xids") or ()):
+        if number in XID_APPLICATION:
+            yield _check(
+                row,
+                "gpu.xid",
+                "warn",
+                f"Xid {number}: brought on by a program",
+                "none",
+                "look at the miner's own error",
+            )
+        else:
+            level = "critical" if number in XID_FAULT else "warn"
+            words = XID_FAULT.get(number) or XID_WARN.get(number) or "see NVIDIA's Xid catalogue"
+            yield _check(
+                row, "gpu.xid", level, f"Xid {number}: {words}", "none", "drain the GPU and reset it; see dmesg"
+            )
+
+
+def _throttle(row: Row) -> Iterator[Check]:
+    bits = row.get("throttle_bits")
+    if bits is not None:
+        bad = bool(bits & BAD_THROTTLE)
+        seen = f"throttled by {', '.join(row['throttle'])}" if bits else "not throttled"
+        step = "check cooling, power supply and power cables; the slowest GPU sets the pace of all" if bad else None
+        yield _check(row, "gpu.throttle", "warn" if bad else "ok", seen, "no hardware slowdown", step)
+
+
+def _temperature(row: Row) -> Iterator[Check]:
+    now, limit = row.get("temperature_c"), row.get("slowdown_c")
+    if now is not None and limit:
+        hot = now >= limit - 5
+        yield _check(
+            row,
+            "gpu.temperature",
+            "warn" if hot else "ok",
+            f"{now} °C",
+            f"slows down at {limit} °C",
+            "check cooling" if hot else None,
+        )
+
+
+def _power(row: Row) -> Iterator[Check]:
+    limit, default = row.get("power_limit_w"), row.get("power_default_w")
+    if limit is not None and default:
+        low = limit < 0.95 * default
+        yield _check(
+            row,
+            "gpu.power_limit",
+            "warn" if low else "ok",
+            f"limited to {limit:.0f} W",
+            f"default {default:.0f} W",
+            "nvidia-smi -pl, or ask the host: it makes this GPU slower" if low else None,
+        )
+
+
+def _pcie(row: Row) -> Iterator[Check]:
+    width, most = row.get("pcie_width"), row.get("pcie_width_max")
+    generation, newest = row.get("pcie_generation"), row.get("pcie_generation_max")
+    if None in (width, most, generation, newest):
+        return
+    assert width is not None
+    assert most is not None
+    assert generation is not None
+    assert newest is not None
+    below = width < most or generation < newest
+    busy = (row.get("utilization_ratio") or 0) >= UNDER_LOAD
+    seen = f"PCIe gen {generation} x{width}" + (" under load" if busy else ", idle")
+    limit = f"gen {newest} x{most}" + (" under load" if not busy and below else "")
+    step = "reseat the card or riser, check the BIOS; in a VM ask the host" if below and busy else None
+    yield _check(row, "gpu.pcie", "warn" if below and busy else "ok", seen, limit, step)
+
+
+def _nvlink(row: Row) -> Iterator[Check]:
+    up, there = row.get("nvlinks_up"), row.get("nvlinks")
+    if there:
+        bad = up != there
+        yield _check(
+            row,
+            "gpu.nvlink",
+            "warn" if bad else "ok",
+            f"{up} of {there} NVLinks are up",
+            str(there),
+            "check the fabric manager and nvidia-smi nvlink -s" if bad else None,
+        )
+
+
+def _modes(row: Row) -> Iterator[Check]:
+    if row.get("compute_mode") is not None:
+        prohibited, exclusive = row["compute_mode"] == 2, row["compute_mode"] in (1, 3)
+        level = "critical" if prohibited else "warn" if exclusive else "ok"
+        names = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
+        yield _check(
+            row,
+            "gpu.compute_mode",
+            level,
+            names.get(row["compute_mode"], "unknown"),
+            "default",
+            "nvidia-smi -c DEFAULT" if level != "ok" else None,
+        )
+    if row.get("mig"):
+        yield _check(
+            row,
+            "gpu.mig",
+            "warn",
+            "MIG is on: a rank sees a slice of the GPU",
+            "off",
+            "nvidia-smi -mig 0, where you may",
+        )
+    if row.get("persistence") == 0:
+        yield _check(
+            row,
+            "gpu.persistence",
+            "warn",
+            "persistence mode is off: the driver unloads between uses",
+            "on",
+            "nvidia-smi -pm 1, where you may",
+        )
+
+
+def _check(row: Row, name: str, level: str, seen: str, limit: str, step: str | None = None) -> Check:
+    return Check(name, level, f"GPU {row['index']}: {seen}", limit, step, row["index"])

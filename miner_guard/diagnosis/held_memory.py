@@ -1,0 +1,35 @@
+"""Memory that somebody holds before the miner is started. Levels, not processes: in a container pids are the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miner_guard.diagnosis.check import Check, Snapshot, gib
+
+HELD_BYTES = 1024**3
+"""An idle GPU shows some megabytes; a bare CUDA context 0.3 to 0.6 GB."""
+
+HELD_SHARE = 0.5
+"""From this share of the GPU on the miner can hardly fit."""
+
+
+def checks(s: Snapshot) -> Iterator[Check]:
+    """The lowest of the readings of each GPU counts: a process that is just ending lets go between them."""
+    for row in s.gpu_rows:
+        levels = [reading[row["uuid"]] for reading in s.held if row.get("uuid") in reading]
+        if not levels:
+            continue
+        held = min(levels)
+        total = row.get("memory_total_bytes") or 0
+        if held < HELD_BYTES:
+            yield Check(
+                "gpu.held_memory", "ok", f"GPU {row['index']}: {gib(held)} in use", gib(HELD_BYTES), None, row["index"]
+            )
+            continue
+        much = bool(total) and held > HELD_SHARE * total and s.expectation.count != 0
+        yield Check(
+            "gpu.held_memory", "critical" if much else "warn",
+            f"GPU {row['index']}: {gib(held)} of {gib(total)} held before the launch, in {len(levels)} readings",
+            gib(HELD_BYTES), "an orphan of an earlier run, or another tenant: see nvidia-smi and end it", row["index"],
+            may_mend=True,
+        )  # fmt: skip

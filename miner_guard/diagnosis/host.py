@@ -1,0 +1,96 @@
+"""The node: shared memory, limits, disks, ports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miner_guard.diagnosis.check import Check, Snapshot, gib
+
+NOFILE = 4096
+"""Below this dataloaders and NCCL run out of file descriptors; 1024 is the distributions' default for a login."""
+
+MEMLOCK_BYTES = 64 * 1024**2
+"""RDMA and pinned memory need more than the old default of 64 KiB; 64 MiB is what systemd gives."""
+
+
+def checks(s: Snapshot) -> Iterator[Check]:
+    """Everything of the host that has a row in the startup table."""
+    if s.host is None:
+        yield Check("host", "unknown", s.unread.get("host", "not read"), None, "run miner-guard doctor again")
+        return
+    yield from _shm(s)
+    yield from _limits(s)
+    yield from _disks(s)
+    yield from _ports(s)
+    yield from _xids(s)
+
+
+def _shm(s: Snapshot) -> Iterator[Check]:
+    size = s.host["shm_bytes"] if s.host else None
+    if size is None:
+        yield Check("host.shm", "unknown", "/dev/shm could not be read", None, "is it mounted?")
+        return
+    limit = s.config.health.shm_min_gb * 1024**3
+    step = "start the container with --shm-size=16g or --ipc=host" if size < limit else None
+    seen = f"/dev/shm has {size / 1024**2:.0f} MB"
+    yield Check("host.shm", "warn" if size < limit else "ok", seen, f"at least {gib(limit)}", step)
+
+
+def _limits(s: Snapshot) -> Iterator[Check]:
+    assert s.host is not None
+    for name, least, unit in (("nofile", NOFILE, 1), ("memlock", MEMLOCK_BYTES, 1024)):
+        value = s.host["limits"].get(name)
+        if value is None:
+            continue
+        low = 0 <= value < least
+        # A CPU run pins nothing.
+        warn = low and (name != "memlock" or s.expectation.wanted)
+        step = f"raise it: ulimit -{'n' if name == 'nofile' else 'l'}, limits.conf or docker --ulimit {name}=-1"
+        seen = "unlimited" if value < 0 else f"{value // unit}" + (" KiB" if unit > 1 else "")
+        yield Check(
+            f"host.{name}",
+            "warn" if warn else "ok",
+            f"{name} is {seen}",
+            f"at least {least // unit}",
+            step if warn else None,
+        )
+
+
+def _disks(s: Snapshot) -> Iterator[Check]:
+    assert s.host is not None
+    least = s.config.health.disk_min_free_gb * 1024**3
+    for path, free in s.host["disks"].items():
+        if free is None:
+            yield Check("host.disk", "unknown", f"{path} could not be read", None, "is its file system mounted?")
+            continue
+        low = free < least
+        step = "free some space: checkpoints and logs will fail to be written" if low else None
+        yield Check("host.disk", "warn" if low else "ok", f"{gib(free)} free at {path}", f"at least {gib(least)}", step)
+
+
+def _ports(s: Snapshot) -> Iterator[Check]:
+    assert s.host is not None
+    for port in s.host["ports"]:
+        number, holder = port["port"], port.get("held_by")
+        if port["free"] is None:
+            yield Check(
+                "host.port",
+                "unknown",
+                f"port {number} ({port['use']}): {port['error']}",
+                "free",
+                "choose a port above 1023",
+            )
+        elif port["free"]:
+            yield Check("host.port", "ok", f"port {number} ({port['use']}) is free", "free")
+        else:
+            by = f" by {holder}" if holder else ""
+            step = f"another miner, or an orphan of one: end it (ss -ltnp sport = :{number}), or choose another port"
+            yield Check(
+                "host.port", "critical", f"port {number} ({port['use']}) is taken{by}", "free", step, may_mend=True
+            )
+
+
+def _xids(s: Snapshot) -> Iterator[Check]:
+    assert s.host is not None
+    for line in s.host.get("kernel_xids") or ():
+        yield Check("gpu.kernel_log", "warn", f"the kernel's log has: {line}", "no Xid", "see NVIDIA's Xid catalogue")

@@ -1,0 +1,39 @@
+"""The subnet's minimum compute, as its profile states it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miner_guard.diagnosis.check import Check, Snapshot
+
+
+def checks(s: Snapshot) -> Iterator[Check]:
+    """Nothing without a profile. A warning each: the subnet refuses nobody, but below it nobody earns."""
+    host = s.host or {}
+    memories = [row["memory_total_bytes"] for row in s.gpu_rows if row.get("memory_total_bytes")]
+    gpus: float | None = len(s.gpu_rows) if s.nvml is not None and s.nvml["state"] in ("ok", "absent") else None
+    for key, what, seen, unit in (
+        ("min_gpus", "GPUs", gpus, ""),
+        ("min_gpu_memory_gb", "memory of the smallest GPU", min(memories) / 1024**3 if memories else None, " GB"),
+        ("min_vcpus", "CPUs", host.get("cpus"), ""),
+        ("min_memory_gb", "memory", _gb(host.get("memory_bytes")), " GB"),
+        ("min_disk_gb", "disk", _gb(host.get("disk_bytes")), " GB"),
+    ):
+        least = s.compute.get(key)
+        if least is None or (key == "min_gpu_memory_gb" and not s.expectation.wanted):
+            continue
+        name = f"minimum.{key.removeprefix('min_').removesuffix('_gb')}"
+        limit = f"{least:g}{unit}"
+        if seen is None:
+            yield Check(name, "unknown", f"{what} could not be read", limit, "compare by hand")
+            continue
+        # Vendors count in 10^9: an "80 GB" GPU has 79.6 GiB or less.
+        short = seen < least * (0.93 if unit else 1)
+        yield Check(
+            name, "warn" if short else "ok", f"{what}: {seen:.0f}{unit}", limit,
+            "below the subnet's minimum: expect to score last" if short else None,
+        )  # fmt: skip
+
+
+def _gb(size: float | None) -> float | None:
+    return None if size is None else size / 1024**3

@@ -1,0 +1,73 @@
+"""The storage: this host's clock against its, the credentials, and whether the repo can be read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miner_guard.diagnosis.check import Check, Snapshot
+
+REFUSED_SKEW_S = 900.0
+"""S3 refuses requests that are off by more than 15 minutes."""
+
+
+def checks(s: Snapshot) -> Iterator[Check]:
+    """Nothing where no repo is configured."""
+    if s.config.repo.kind == "none":
+        return
+    yield from _clock(s)
+    yield from _repo(s)
+
+
+def _clock(s: Snapshot) -> Iterator[Check]:
+    limit = s.config.health.clock_skew_max_s
+    if s.clock is None:
+        if "clock" in s.unread:
+            yield Check(
+                "host.clock",
+                "unknown",
+                f"clock skew: {s.unread['clock']}",
+                f"{limit:g} s",
+                "can this host reach the storage?",
+            )
+        return
+    skew = s.clock["skew_s"]
+    level = "critical" if abs(skew) > REFUSED_SKEW_S else "warn" if abs(skew) > limit else "ok"
+    word = "behind" if skew > 0 else "ahead"
+    step = "set the clock (chronyc makestep, timedatectl set-ntp true); S3 refuses at 15 min" if level != "ok" else None
+    yield Check(
+        "host.clock", level, f"this host is {abs(skew):.0f} s {word} of {s.clock['server']}", f"{limit:g} s", step
+    )
+
+
+def _repo(s: Snapshot) -> Iterator[Check]:
+    if s.repo is None:
+        why = s.unread.get("repo", "not asked")
+        yield Check(
+            "repo.read", "unknown", f"the repo gave no answer: {why}", "it answers", "check network and endpoint"
+        )
+        return
+    missing = s.repo.get("credentials")
+    if missing is not None:
+        present = not missing
+        seen = "present (not shown)" if present else f"not set: {', '.join(missing)}"
+        yield Check(
+            "repo.credentials",
+            "ok" if present else "critical",
+            seen,
+            "all set",
+            None if present else "set them in the environment or the .env file",
+        )
+    for act in ("read", "write"):
+        error = s.repo.get(f"{act}_error")
+        if error:
+            step = "uploads will fail: check bucket, endpoint and the rights of the key"
+            yield Check(
+                f"repo.{act}",
+                "critical",
+                f"{s.repo['label']}: {error}",
+                f"can be {'read' if act == 'read' else 'written'}",
+                step,
+            )
+        elif s.repo.get(act):
+            done = "can be read" if act == "read" else "can be written (probe object written, read back, removed)"
+            yield Check(f"repo.{act}", "ok", f"{s.repo['label']} {done}")
