@@ -12,8 +12,11 @@ _INSTALL = "install a torch build with CUDA into the miner's environment (https:
 def checks(s: Snapshot) -> Iterator[Check]:
     """torch in the miner's interpreter, then each GPU that was tried."""
     if s.torch is None:
+        if "torch" not in s.unread:
+            # Not asked: no driver and no expectation, so its answer would change nothing.
+            return
         level = "critical" if s.expectation.wanted else "unknown"
-        seen = f"torch in the miner's interpreter: {s.unread.get('torch', 'not asked')}"
+        seen = f"torch in the miner's interpreter: {s.unread['torch']}"
         yield Check("cuda.torch", level, seen, "it answers", "run the miner's python -c 'import torch' by hand")
         return
     yield _available(s)

@@ -23,6 +23,7 @@ from miner_guard.supervisor.child import become_subreaper
 from miner_guard.supervisor.control import Control as ControlSocket
 from miner_guard.supervisor.core import Order, Supervisor, Wish
 from miner_guard.supervisor.flights import Flights
+from miner_guard.supervisor.gather import Question
 from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.lock import Lock
 from miner_guard.supervisor.loop import Loop
@@ -31,6 +32,7 @@ from miner_guard.supervisor.processes import HELPER
 from miner_guard.supervisor.reaper import Reaper
 from miner_guard.supervisor.relay import Relay
 from miner_guard.supervisor.scheduler import Scheduler
+from miner_guard.supervisor.startup import Startup
 from miner_guard.supervisor.status import Status
 
 _LAST_WORDS_S = 2.0
@@ -71,11 +73,24 @@ class Assembly:
             request.config, request.state, self.run_id, request.finished_code,
         )  # fmt: skip
         self.supervisor = Supervisor(order, self.clock, self.loop, self.host, self.relay, self.flights)
-        self.supervisor.on_stopping = lock.stopping
+        self.startup = Startup(self._question(), self.report, self.loop.soon)
+        self.supervisor.before_first = self.startup.begin
+        self.supervisor.on_stopping = self._stopping
         self.host.on_finding = self.supervisor.blame
         self.jobs = Scheduler(self.clock, self.report)
         self.status = Status(request.state, self.clock, self.log)
         self._closers: list[Callable[[], None]] = []
+
+    def _question(self) -> Question:
+        request = self.request
+        env = environment.of_miner(self.env, request.config, request.state, self.run_id, 0)
+        # The probes see what the miner will see, and are known for the guard's own all the same.
+        probes = {**env, HELPER: str(os.getpid())}
+        return Question(request.config, request.state, request.command, probes, torch=False)
+
+    def _stopping(self) -> None:
+        self.startup.cancel()
+        self.lock.stopping()
 
     def _emitter(self) -> Emitter:
         logs = self.request.config.logs

@@ -75,6 +75,8 @@ class Supervisor:
         self.paused = False
         self.last_exit: Exit | None = None
         self.on_stopping: Callable[[], None] = lambda: None
+        self.before_first: Callable[[Callable[[], None], Callable[[int, str], None]], None] = lambda go, _refuse: go()
+        """Asked before the first launch: calls the first to launch, or the second with an exit code and a reason."""
         self._launched_at = 0.0
         self._wish: Wish | None = None
         self._teardown: Teardown | None = None
@@ -134,10 +136,15 @@ class Supervisor:
         """Launch and supervise until the end; returns the guard's exit code."""
         self.loop.on_signal(signal.SIGCHLD, self._child_changed)
         self.loop.after(TICK_S, self._tick)
-        self._launch()
+        self.before_first(self._first_launch, self._done)
         while self.exit_code is None:
             self.loop.turn()
         return self.exit_code
+
+    def _first_launch(self) -> None:
+        # A person may have asked for a start, or a stop, while the preflight was looking.
+        if self.state == "starting":
+            self._launch()
 
     def _launch(self) -> None:
         self._cancel_wait()

@@ -1,0 +1,56 @@
+"""Runs the preflight beside the supervisor's thread, which meanwhile hears signals and requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from miner_guard.events import Finding, found
+from miner_guard.supervisor.gather import Question
+from miner_guard.supervisor.preflight import Outcome, preflight
+
+CRITICAL = 69
+"""Exit code of a start that the preflight forbids."""
+
+
+class Startup:
+    """One look before the first launch. `begin` returns at once; its answer comes through `soon`."""
+
+    def __init__(
+        self, question: Question, emit: Callable[[Finding], None], soon: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """`emit` and `soon` are safe from any thread; what `soon` is given runs in the supervisor's thread."""
+        self._question, self._emit, self._soon = question, emit, soon
+        self._stop = threading.Event()
+
+    def begin(self, launch: Callable[[], None], refuse: Callable[[int, str], None]) -> None:
+        """Look, then `launch()` or `refuse(exit code, reason)`, in the supervisor's thread."""
+        if not self._question.config.gpu.preflight:
+            launch()
+            return
+        threading.Thread(target=self._look, args=(launch, refuse), name="preflight", daemon=True).start()
+
+    def cancel(self) -> None:
+        """Stop waiting; nothing is launched any more."""
+        self._stop.set()
+
+    def _look(self, launch: Callable[[], None], refuse: Callable[[int, str], None]) -> None:
+        try:
+            outcome = preflight(self._question, self._emit, self._stop.wait)
+        except Exception as error:  # noqa: BLE001  a defect of the look must not keep the miner from running; it is said
+            what = f"the preflight failed: {type(error).__name__}: {error}; the miner is started unexamined"
+            self._emit(found("guard_degraded", what=what))
+            outcome = None
+        self._soon(lambda: self._decide(outcome, launch, refuse))
+
+    def _decide(
+        self, outcome: Outcome | None, launch: Callable[[], None], refuse: Callable[[int, str], None]
+    ) -> None:  # fmt: skip
+        if self._stop.is_set():
+            return
+        if outcome is None or outcome.go:
+            launch()
+            return
+        critical = [c for c in outcome.checks if c.level == "critical"]
+        rest = f" and {len(critical) - 1} more" if len(critical) > 1 else ""
+        refuse(CRITICAL, f"preflight: {critical[0].check}: {critical[0].seen}{rest}")
