@@ -1,0 +1,124 @@
+"""A guard that really runs, for the tests of what happens to it and to its miner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from miner_guard.statedir import StateDir
+
+REPO = Path(__file__).resolve().parents[2]
+MINERS = Path(__file__).with_name("miners")
+TOKEN = "_MINER_GUARD_TEST_TOKEN"
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Wait for a true answer. Raises AssertionError naming what did not come."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = condition()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def living(needle: str) -> list[tuple[int, str]]:
+    """Living processes that have `needle` in their command line or environment."""
+    found: list[tuple[int, str]] = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            words = Path(f"/proc/{name}/cmdline").read_bytes() + Path(f"/proc/{name}/environ").read_bytes()
+            state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if needle.encode() in words and state not in "ZX":
+            found.append((int(name), Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode()))
+    return found
+
+
+class Guarded:
+    """`miner-guard run` over a command, with its state directory and everything that it logged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state = StateDir(folder / "state")
+        self.token = uuid.uuid4().hex
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.output = folder / "output.log"
+
+    def start(
+        self, command: Sequence[str], *flags: str, settings: dict[str, Any] | None = None, **popen: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a guard; its output goes to `self.output` unless `stdout` is given."""
+        own = {f"MINER_GUARD_{key.upper().replace('.', '__')}": str(value) for key, value in (settings or {}).items()}
+        env = {
+            **os.environ, "MINER_GUARD_GPU__PREFLIGHT": "false", TOKEN: self.token, "PYTHONPATH": str(REPO), **own,
+            **popen.pop("env", {}),
+        }  # fmt: skip
+        if "stdout" not in popen:
+            popen["stdout"] = self.output.open("ab")
+            popen["stderr"] = subprocess.STDOUT
+        line = [sys.executable, "-m", "miner_guard", "run", "--state-dir", str(self.state.root), *flags, "--", *command]
+        process = subprocess.Popen(line, env=env, stdin=subprocess.DEVNULL, **popen)
+        self.processes.append(process)
+        return process
+
+    def miner(self, name: str, *arguments: object) -> list[str]:
+        """The command of one of the small miners beside this file; its processes carry the test's token."""
+        return [sys.executable, "-u", str(MINERS / f"{name}.py"), *map(str, arguments), self.token]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Every line of guard.jsonl."""
+        try:
+            lines = self.state.log.read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines]
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == event]
+
+    def wait_for(self, event: str, count: int = 1, seconds: float = 30.0) -> dict[str, Any]:
+        """The `count`th event of this name."""
+        found: list[dict[str, Any]] = until(
+            lambda: e if len(e := self.named(event)) >= count else None, seconds, f"{count} x {event}: {self.tail()}"
+        )
+        return found[count - 1]
+
+    def tail(self) -> str:
+        return self.output.read_text(errors="replace")[-3000:] if self.output.exists() else ""
+
+    def stop(self, number: int = signal.SIGINT, seconds: float = 60.0) -> int:
+        """Signal the last guard; its exit code."""
+        self.processes[-1].send_signal(number)
+        return self.processes[-1].wait(seconds)
+
+    def assert_nothing_left(self, seconds: float = 10.0) -> None:
+        """No process of this run lives: by the token, which also those carry that shed their environment."""
+        deadline = time.monotonic() + seconds
+        while left := living(self.token):
+            assert time.monotonic() < deadline, f"left: {left}"
+            time.sleep(0.05)
+
+    def clean(self) -> None:
+        """After a test, whatever came of it."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait(10)
+        for pid, _ in living(self.token):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue

@@ -1,0 +1,44 @@
+"""A launcher with descendants of every kind that supervisors lose: family.py MODE TOKEN.
+
+`stay` waits for its end, `leave` exits with 0 at once and leaves them all. Children: plain, setsid, double-forked,
+double-forked with an empty environment, one that ignores SIGTERM, one stopped by SIGSTOP.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+mode, token = sys.argv[1], sys.argv[2]
+SLEEP = f"import time; time.sleep(600) # {token}"
+DEAF = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600) # {token}"
+
+
+def python(code: str, **popen: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-S", "-c", code], **popen)  # type: ignore[call-overload, no-any-return]
+
+
+def double_fork(env: dict[str, str] | None) -> None:
+    if os.fork() == 0:
+        os.setsid()
+        python(SLEEP, env=env)
+        os._exit(0)
+    os.wait()
+
+
+python(SLEEP)
+python(SLEEP, start_new_session=True)
+double_fork(None)
+double_fork({})
+deaf = python(DEAF, stdout=subprocess.PIPE)
+assert deaf.stdout is not None
+deaf.stdout.readline()
+stopped = python(SLEEP)
+os.kill(stopped.pid, signal.SIGSTOP)
+print("family complete", flush=True)
+if mode == "leave":
+    os._exit(0)
+time.sleep(600)

@@ -1,0 +1,29 @@
+"""One rank with the hook and no torch: steps.py STEPS STEP_S THEN TOKEN.
+
+THEN: `finish` closes as finished and exits 0, `exit0` just exits, `hang` enters a data phase for ever,
+`linger` closes the hook and lives on, `crash` exits with 3.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import miner_guard
+
+steps, step_s, then = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+guard = miner_guard.init()
+for step in range(1, steps + 1):
+    with guard.phase("forward"):
+        time.sleep(step_s)
+    guard.step(outer_step=0, inner_step=step, loss=3.0, lr=1e-4)
+if then == "finish":
+    guard.close(finished=True)
+elif then == "crash":
+    sys.exit(3)
+elif then == "hang":
+    with guard.phase("data"):
+        time.sleep(600)
+elif then == "linger":
+    guard.close()
+    time.sleep(600)

@@ -1,0 +1,196 @@
+"""Life and death of the miner: nothing escapes, nothing is left, nothing is killed that need not be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.guarded import Guarded, living, until
+
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
+
+
+def wait_for_family(guarded: Guarded) -> None:
+    until(lambda: b"family complete" in guarded.output.read_bytes(), 20, guarded.tail())
+
+
+def test_a_stop_ends_every_kind_of_descendant(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("family", "stay"), settings=FAST)
+    wait_for_family(guarded)
+    assert len(living(guarded.token)) >= 8
+    assert guarded.stop(signal.SIGTERM) == 0
+    guarded.assert_nothing_left(0.5)
+    assert guarded.named("guard_stopped")[0]["exit_code"] == 0
+
+
+def test_descendants_of_a_launcher_that_just_exits_are_ended_before_the_restart(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("family", "leave"), "--max-restarts", "1", settings=FAST)
+    assert guarded.processes[0].wait(60) == 75
+    guarded.assert_nothing_left(0.5)
+    assert len(guarded.named("orphan_killed")) == 2 * 6
+    names = [e["event"] for e in guarded.events]
+    assert names.index("orphan_killed") < names.index("miner_restarting")
+
+
+def test_the_launcher_alone_is_asked_first_and_has_time_for_its_checkpoint(guarded: Guarded, tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint"
+    guarded.start(guarded.miner("graceful", 1.5, file), settings=FAST)
+    until(lambda: b"graceful ready" in guarded.output.read_bytes(), 20, "the miner")
+    assert guarded.stop() == 0
+    assert file.read_text() == "checkpoint SIGTERM\n"
+    assert not guarded.named("orphan_killed")
+    guarded.assert_nothing_left(0.5)
+
+
+def test_a_launcher_that_ignores_the_signal_is_alive_before_its_time_and_dead_after(guarded: Guarded) -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    guarded.start([sys.executable, "-u", "-c", f"{code} # {guarded.token}"], settings=FAST)
+    until(lambda: b"up\n" in guarded.output.read_bytes(), 20, "the miner")
+    guarded.processes[0].send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    guarded.wait_for("miner_stopping")
+    time.sleep(1.5)
+    assert living(guarded.token)
+    assert guarded.processes[0].wait(30) == 0
+    assert 3.0 <= time.monotonic() - asked < 15.0
+    guarded.assert_nothing_left(0.5)
+
+
+def test_the_miner_ends_when_the_guard_is_killed_and_the_reaper_ends_the_rest(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 1})
+    wait_for_family(guarded)
+    guarded.processes[0].kill()
+    guarded.processes[0].wait()
+    until(lambda: not _marked(guarded), 20, "the marked processes to end")
+
+
+def test_the_reaper_finishes_a_stop_in_which_the_guard_is_killed(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 2})
+    wait_for_family(guarded)
+    guarded.processes[0].send_signal(signal.SIGINT)
+    guarded.wait_for("miner_stopping")
+    guarded.processes[0].kill()
+    guarded.processes[0].wait()
+    until(lambda: not _marked(guarded), 20, "the marked processes to end")
+
+
+def _marked(guarded: Guarded) -> list[tuple[int, str]]:
+    """Those that carry the run's marker; a process with an empty environment is found by parentage only."""
+    needle = f"_MINER_GUARD_STATE_DIR={guarded.state.root}"
+    return [p for p in living(needle) if "miner-guard-reaper" not in p[1]]
+
+
+def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 30})
+    wait_for_family(guarded)
+    reaper = [pid for pid, words in living("miner-guard-reaper") if f"{os.getpid()}" and _child_of(pid, guarded)]
+    for pid in reaper:
+        os.kill(pid, signal.SIGKILL)
+    guarded.processes[0].kill()
+    guarded.processes[0].wait()
+    time.sleep(0.3)
+    assert _marked(guarded)
+    guarded.start(["sleep", "600"], settings=FAST)
+    guarded.wait_for("miner_started", 2)
+    assert len(guarded.named("orphan_killed")) >= 4
+    assert all("sleep" in words or "miner_guard" in words for _, words in _marked(guarded)), _marked(guarded)
+    assert guarded.stop() == 0
+
+
+def _child_of(pid: int, guarded: Guarded) -> bool:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == guarded.processes[0].pid
+    except OSError:
+        return False
+
+
+def test_another_miner_on_the_same_host_is_left_alone(guarded: Guarded, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = Guarded(tmp_path / "other")
+    try:
+        other.start(["sleep", "601"], settings=FAST)
+        other.wait_for("miner_started")
+        guarded.start(["sleep", "602"], settings=FAST)
+        guarded.wait_for("miner_started")
+        assert guarded.stop() == 0
+        assert not other.named("miner_exited")
+        assert other.stop() == 0
+    finally:
+        other.clean()
+    guarded.assert_nothing_left(0.5)
+
+
+def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_right(guarded: Guarded, tmp_path: Path) -> None:
+    code = (
+        "import os; print(sorted(int(f) for f in os.listdir('/proc/self/fd'))[:-1], os.readlink('/proc/self/fd/0'), "
+        "oct(os.umask(0)), os.getcwd(), os.getsid(0) == os.getpid())"
+    )
+    folder = tmp_path / "work"
+    folder.mkdir()
+    guarded.start(
+        [sys.executable, "-c", code], "--no-restart", settings=FAST, cwd=folder, preexec_fn=lambda: os.umask(0o027)
+    )
+    assert guarded.processes[0].wait(20) == 0
+    assert f"[0, 1, 2] /dev/null 0o27 {folder} True" in guarded.tail()
+
+
+def test_signals_meant_for_the_miner_reach_it(guarded: Guarded) -> None:
+    code = "import signal; signal.signal(signal.SIGUSR1, lambda *_: print('got it', flush=True)); print('up', flush=True)\n"
+    code += "while True: signal.pause()"
+    guarded.start([sys.executable, "-u", "-c", code], settings=FAST)
+    until(lambda: b"up\n" in guarded.output.read_bytes(), 20, "the miner")
+    guarded.processes[0].send_signal(signal.SIGUSR1)
+    until(lambda: b"got it\n" in guarded.output.read_bytes(), 10, "the signal")
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left(0.5)
+
+
+@pytest.mark.parametrize(("code", "words"), [(0, "code 0 without being asked"), (3, "code 3"), (255, "code 255")])
+def test_an_exit_nobody_asked_for_is_a_failure(guarded: Guarded, code: int, words: str) -> None:
+    guarded.start(["sh", "-c", f"exit {code}"], "--max-restarts", "1", settings=FAST)
+    assert guarded.processes[0].wait(30) == 75
+    assert words in guarded.named("miner_exited")[0]["msg"]
+    assert guarded.named("crash_loop")
+
+
+@pytest.mark.parametrize("code", [0, 3, 255])
+def test_without_restarts_the_exit_code_is_the_miners(guarded: Guarded, code: int) -> None:
+    guarded.start(["sh", "-c", f"exit {code}"], "--no-restart", settings=FAST)
+    assert guarded.processes[0].wait(30) == code
+
+
+def test_a_signal_death_is_named_and_reported_as_a_shell_does(guarded: Guarded) -> None:
+    guarded.start(["sh", "-c", "kill -SEGV $$"], "--no-restart", settings=FAST)
+    assert guarded.processes[0].wait(30) == 128 + signal.SIGSEGV
+    assert "signal SIGSEGV" in guarded.named("miner_exited")[0]["msg"]
+
+
+def test_finished_only_if_the_rank_said_so(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("steps", 3, 0.01, "finish"), "--finished-code", "63", settings=FAST)
+    assert guarded.processes[0].wait(30) == 63
+    assert guarded.named("miner_finished")
+    guarded.start(guarded.miner("steps", 3, 0.01, "exit0"), "--max-restarts", "0", settings=FAST)
+    assert guarded.processes[1].wait(30) == 75
+    guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
+    assert guarded.processes[2].wait(30) == 0
+    guarded.assert_nothing_left(0.5)
+
+
+def test_a_stop_while_waiting_for_the_restart_cancels_it(guarded: Guarded) -> None:
+    guarded.start(["false"], settings={**FAST, "restart.backoff_s": 60})
+    guarded.wait_for("miner_restarting")
+    asked = time.monotonic()
+    assert guarded.stop() == 0
+    assert time.monotonic() - asked < 10
+    assert len(guarded.named("miner_started")) == 1
+
+
+def test_waits_grow_between_restarts(guarded: Guarded) -> None:
+    guarded.start(["false"], "--max-restarts", "3", settings={**FAST, "restart.jitter_ratio": 0})
+    assert guarded.processes[0].wait(30) == 75
+    assert [e["wait_s"] for e in guarded.named("miner_restarting")] == pytest.approx([0.1, 0.2, 0.4])
