@@ -130,6 +130,7 @@ class Assembly:
             self._take_apart()
         self.log(found("guard_stopped", exit_code=code, reason=self.supervisor.reason))
         self.relay.finish(_LAST_WORDS_S)
+        self.supervisor.say_drops()
         self.lock.release()
         return code
 
@@ -148,7 +149,7 @@ class Assembly:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             self.loop.on_signal(number, lambda number=number: self._forward(number))  # type: ignore[misc]
         self.loop.after(0.0, self._start_jobs)
-        self.loop.after(1.0, self._pulse)
+        self.loop.after(0.0, self._pulse)
 
     def _context(self) -> Context:
         return Context(

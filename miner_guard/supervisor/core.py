@@ -7,6 +7,7 @@ ended) ▶ `waiting` (for the next start) or `paused` or `done`.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from miner_guard.supervisor.teardown import Teardown
 
 TICK_S = 0.5
 """Half of it is the mean delay with which a hang is noticed."""
+DROPS_EVERY_S = 60.0
 CRASH_LOOP = 75
 FAILED = 1
 
@@ -88,6 +90,7 @@ class Supervisor:
         self._first_step_at: float | None = None
         self._healthy_said = False
         self._dropped_said = 0
+        self._drops_said_at = 0.0
 
     # --- what others ask for ---
 
@@ -166,7 +169,7 @@ class Supervisor:
         self._launched_at = self.clock.monotonic()
         self.flights.launched(self.child.pid)
         self.state = "running"
-        words = " ".join(self.order.command)
+        words = shlex.join(self.order.command).replace("\n", "\\n")
         self.host.finding(found("miner_started", pid=self.child.pid, command=words, attempt=attempt))
         self.host.launch(Launch(tuple(self.order.command), self.child.pid, attempt, self._launched_at))
         # A child that is gone before SIGCHLD was watched.
@@ -329,10 +332,17 @@ class Supervisor:
             self.policy.healthy()
 
     def _watch_drops(self) -> None:
-        dropped = self.relay.dropped_bytes
-        if dropped > self._dropped_said and not self.relay.stuck:
-            self.host.finding(found("output_dropped", dropped_bytes=dropped - self._dropped_said))
-            self._dropped_said = dropped
+        due = self.clock.monotonic() - self._drops_said_at >= DROPS_EVERY_S
+        if due or not self.relay.stuck:
+            self.say_drops()
+
+    def say_drops(self) -> None:
+        """Report what was dropped since the last report, if anything."""
+        dropped = self.relay.dropped_bytes - self._dropped_said
+        if dropped > 0:
+            self._dropped_said += dropped
+            self._drops_said_at = self.clock.monotonic()
+            self.host.finding(found("output_dropped", dropped_bytes=dropped))
 
     def _reap_adopted(self) -> None:
         """Take leave of orphans that came to us and ended. Our own helpers are waited for by who started them."""

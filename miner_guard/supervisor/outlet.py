@@ -171,7 +171,7 @@ class Outlet:
         self._on_room()
 
     def finish(self, seconds: float) -> None:
-        """Let out what is left, `seconds` at most."""
+        """Let out what is left, `seconds` at most; the rest counts as dropped."""
         with self._mutex:
             if self._held:
                 if not self._at_line_start:
@@ -183,6 +183,8 @@ class Outlet:
             deadline = time.monotonic() + seconds
             while (self._waiting or self._busy) and (left := deadline - time.monotonic()) > 0:
                 self._mutex.wait(left)
+            self.dropped += self._size
+            self._size = 0
 
 
 _Write = Callable[[list[bytes]], int]

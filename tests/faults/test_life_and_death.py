@@ -48,7 +48,9 @@ def test_the_launcher_alone_is_asked_first_and_has_time_for_its_checkpoint(guard
 
 
 def test_a_launcher_that_ignores_the_signal_is_alive_before_its_time_and_dead_after(guarded: Guarded) -> None:
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
     guarded.start([sys.executable, "-u", "-c", f"{code} # {guarded.token}"], settings=FAST)
     until(lambda: b"up\n" in guarded.output.read_bytes(), 20, "the miner")
     guarded.processes[0].send_signal(signal.SIGINT)
@@ -140,8 +142,8 @@ def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_right(guarded: G
 
 
 def test_signals_meant_for_the_miner_reach_it(guarded: Guarded) -> None:
-    code = "import signal; signal.signal(signal.SIGUSR1, lambda *_: print('got it', flush=True)); print('up', flush=True)\n"
-    code += "while True: signal.pause()"
+    code = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('got it', flush=True))\n"
+    code += "print('up', flush=True)\nwhile True: signal.pause()"
     guarded.start([sys.executable, "-u", "-c", code], settings=FAST)
     until(lambda: b"up\n" in guarded.output.read_bytes(), 20, "the miner")
     guarded.processes[0].send_signal(signal.SIGUSR1)

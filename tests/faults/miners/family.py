@@ -14,7 +14,7 @@ import time
 
 mode, token = sys.argv[1], sys.argv[2]
 SLEEP = f"import time; time.sleep(600) # {token}"
-DEAF = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600) # {token}"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {SLEEP}"
 
 
 def python(code: str, **popen: object) -> subprocess.Popen[bytes]:

@@ -1,0 +1,125 @@
+"""What can't be run is refused with the reason and an exit code, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miner_guard.statedir import StateDir
+from tests.faults.guarded import REPO, Guarded, until
+
+
+def run(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "miner_guard", *words], env={**os.environ, "PYTHONPATH": str(REPO), **(env or {})},
+        capture_output=True, text=True, timeout=60, cwd=cwd,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[gate]\nmin_inner_stp = 3\n", ("gate.min_inner_stp", "min_inner_step")),
+        ('[gate]\nmin_inner_step = "many"\n', ("gate.min_inner_step", "many", "whole number")),
+        ("[miner]\nstop_timeout_s = -1\n", ("miner.stop_timeout_s", "-1", "> 0")),
+        ("[nonsense]\n", ("nonsense", "allowed")),
+        ("not toml", ("not valid TOML",)),
+    ],
+)
+def test_bad_settings_name_file_key_and_what_is_allowed(tmp_path: Path, toml: str, words: tuple[str, ...]) -> None:
+    file = tmp_path / "guard.toml"
+    file.write_text(toml)
+    state = tmp_path / "state"
+    code, said = run("run", "-c", str(file), "--state-dir", str(state), "--", "true")
+    assert code == 78
+    assert all(word in said for word in (str(file), *words)), said
+    assert not state.exists()
+
+
+def test_nothing_to_run_and_unknown_commands_are_usage_errors(tmp_path: Path) -> None:
+    state = ("--state-dir", str(tmp_path / "state"))
+    assert run("run", *state)[0] == 64
+    code, said = run("run", *state, "--", "no-such-program-here")
+    assert (code, "no-such-program-here" in said) == (64, True)
+    assert run("run", *state, "--no-such-flag", "--", "true")[0] == 64
+    assert run("no-such-command")[0] == 64
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_state_directory_that_cant_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, said = run("run", "--state-dir", str(tmp_path / "file" / "state"), "--", "true")
+    assert code == 78
+    assert str(tmp_path / "file" / "state") in said
+
+
+def test_a_second_guard_is_refused_and_names_the_first(guarded: Guarded) -> None:
+    first = guarded.start(["sleep", "600"])
+    guarded.wait_for("miner_started")
+    code, said = run("run", "--state-dir", str(guarded.state.root), "--", "true")
+    assert code == 78
+    assert str(first.pid) in said
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_two_guards_started_at_once_are_one(guarded: Guarded) -> None:
+    guards = [guarded.start(["sleep", "600"]) for _ in range(3)]
+    guarded.wait_for("miner_started")
+    until(lambda: sum(g.poll() == 78 for g in guards) == 2, 30, "two of three to be refused")
+    assert len(guarded.named("miner_started")) == 1
+    alive = next(g for g in guards if g.poll() is None)
+    alive.terminate()
+    assert alive.wait(30) == 0
+    guarded.assert_nothing_left()
+
+
+def test_a_second_guard_waits_for_one_that_is_stopping(guarded: Guarded, tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint"
+    first = guarded.start(guarded.miner("graceful", 2, file), settings={"miner.stop_timeout_s": 20})
+    until(lambda: b"graceful ready" in guarded.output.read_bytes(), 20, "the miner")
+    first.terminate()
+    second = guarded.start(["sleep", "600"], settings={"miner.stop_timeout_s": 20})
+    guarded.wait_for("miner_started", 2)
+    assert first.wait(1) == 0
+    assert file.exists()
+    assert second.poll() is None
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_foreign_files_of_our_names_are_set_aside_and_others_left_alone(guarded: Guarded) -> None:
+    state: StateDir = guarded.state
+    state.flight.mkdir(parents=True)
+    state.flight_of(0).write_bytes(b"not a flight record")
+    state.status.write_text("{ torn")
+    state.lock.write_text("nonsense")
+    state.socket.write_text("not a socket")
+    (state.root / "my-notes.txt").write_text("mine")
+    guarded.start(["true"], settings={"miner.finite": "true"})
+    assert guarded.processes[0].wait(30) == 0
+    assert (state.root / "my-notes.txt").read_text() == "mine"
+    assert guarded.named("file_set_aside")
+    assert [p.name.startswith("rank-0000.bin.damaged-") for p in state.flight.iterdir()] == [True]
+    assert '"state": "done"' in state.status.read_text()
+
+
+def test_status_and_ctl_without_a_guard_exit_with_3(tmp_path: Path) -> None:
+    for words in (("status",), ("ctl", "pause")):
+        code, said = run(*words, "--state-dir", str(tmp_path / "none"))
+        assert code == 3
+        assert "miner-guard run" in said
+
+
+def test_a_long_state_path_still_has_its_sockets(guarded: Guarded) -> None:
+    guarded.state = StateDir(guarded.state.root / ("long-" * 20) / ("path-" * 20))
+    guarded.start(["sleep", "600"])
+    guarded.wait_for("miner_started")
+    assert run("status", "--state-dir", str(guarded.state.root))[0] == 0
+    assert guarded.stop() == 0
+    assert not [e for e in guarded.named("guard_degraded") if "sock" in e["msg"]]

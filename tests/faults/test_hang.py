@@ -1,0 +1,99 @@
+"""Hangs: seen in time, the culprit named, the evidence kept, the miner started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from tests.faults.guarded import Guarded, until
+
+FAST = {
+    "miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "hang.min_s": 2, "hang.factor": 1, "hang.first_step_s": 20,
+    "hang.stack_timeout_s": 10,
+}  # fmt: skip
+
+
+def evidence(guarded: Guarded) -> Path:
+    folders = sorted(guarded.state.incidents.glob("*-hang"))
+    assert folders
+    return folders[0]
+
+
+def test_a_rank_that_stops_stepping_is_seen_named_documented_and_restarted(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("steps", 5, 0.1, "hang"), "--max-restarts", "1", settings=FAST)
+    hang = guarded.wait_for("hang_detected", seconds=60)
+    assert "rank 0 in data for" in hang["msg"]
+    assert hang["culprits"] == [0]
+    assert 2.0 <= hang["idle_s"] < 5.0
+    guarded.wait_for("miner_restarting", seconds=60)
+    dump = guarded.named("stack_dump")[0]
+    assert Path(dump["path"]) == evidence(guarded)
+    stacks = (evidence(guarded) / "stacks-rank-0000.txt").read_text()
+    assert "steps.py" in stacks
+    story = json.loads((evidence(guarded) / "hang.json").read_text())
+    assert story["ranks"]["0"]["now"]["phase"] == "data"
+    assert story["ranks"]["0"]["kernel"]["state"].startswith("sleeping")
+    assert len((evidence(guarded) / "flight-rank-0000.jsonl").read_text().splitlines()) == 5
+    assert guarded.stop() in (0, 75)
+    guarded.assert_nothing_left()
+
+
+def test_without_py_spy_the_rank_writes_its_stacks_itself(guarded: Guarded, tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    # An interpreter without py-spy beside it, and a PATH that has none.
+    python.symlink_to(Path(sys.executable).resolve())
+    path = [str(p) for p in map(Path, os.environ["PATH"].split(":")) if not (p / "py-spy").exists()]
+    env = {"PATH": ":".join(path), "PYTHONPATH": f"{os.getcwd()}:{sysconfig.get_paths()['purelib']}"}
+    guarded.start(
+        guarded.miner("steps", 3, 0.1, "hang"), settings={**FAST, "hang.action": "warn", "hang.stack_timeout_s": 0.01},
+        env=env,
+    )  # fmt: skip
+    guarded.wait_for("stack_dump", seconds=60)
+    assert json.loads((evidence(guarded) / "hang.json").read_text())["ranks"]["0"]["stacks"] == "faulthandler"
+    assert "steps.py" in (evidence(guarded) / "stacks-rank-0000.txt").read_text()
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_a_process_that_outlives_its_training_loop_is_a_hang(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("steps", 3, 0.1, "linger"), settings={**FAST, "hang.action": "stop"})
+    hang = guarded.wait_for("hang_detected", seconds=60)
+    assert "the miner's process lives on" in hang["msg"]
+    assert guarded.processes[0].wait(60) == 75
+    guarded.assert_nothing_left()
+
+
+def test_a_stopped_rank_is_said_in_words(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("steps", 100000, 0.1, "exit0"), settings={**FAST, "hang.action": "warn"})
+    guarded.wait_for("inner_step", 3, seconds=60)
+    pid = guarded.named("miner_started")[0]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    guarded.wait_for("stack_dump", seconds=60)
+    state = json.loads((evidence(guarded) / "hang.json").read_text())["ranks"]["0"]["kernel"]["state"]
+    assert state.startswith("stopped by a signal")
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_a_suspended_guard_and_miner_are_no_hang(guarded: Guarded) -> None:
+    settings = {**FAST, "hang.min_s": 4}
+    guard = guarded.start(guarded.miner("steps", 100000, 0.1, "exit0"), settings=settings)
+    guarded.wait_for("inner_step", 3, seconds=60)
+    pid = guarded.named("miner_started")[0]["pid"]
+    for target in (guard.pid, pid):
+        os.kill(target, signal.SIGSTOP)
+    # Longer than the limit and than what is taken for a late timer.
+    time.sleep(17)
+    for target in (pid, guard.pid):
+        os.kill(target, signal.SIGCONT)
+    steps = len(guarded.named("inner_step"))
+    until(lambda: len(guarded.named("inner_step")) > steps + 5, 30, "further steps")
+    assert not guarded.named("hang_detected")
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()

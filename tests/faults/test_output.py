@@ -1,0 +1,116 @@
+"""The miner's output: unchanged, never in the way of the miner, whoever reads it or does not."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.faults.guarded import Guarded, until
+
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "logs.level": "critical"}
+WRITE = "import os, sys\ndef put(fd, data):\n    while data: data = data[os.write(fd, data):]\n"
+
+
+def run(guarded: Guarded, code: str, **popen: object) -> tuple[bytes, bytes, int]:
+    """Both streams of a guard over a Python program, read to the end."""
+    guard = guarded.start(
+        [sys.executable, "-c", WRITE + code], "--no-restart", settings=FAST, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, **popen,
+    )  # fmt: skip
+    out, err = guard.communicate(timeout=120)
+    return out, err, guard.returncode
+
+
+def test_both_streams_arrive_unchanged_and_apart(guarded: Guarded) -> None:
+    code = "put(1, bytes(range(256)) * 1000 + b'\\xff\\xfe no newline'); put(2, b'to stderr')"
+    out, err, status = run(guarded, code)
+    assert status == 0
+    assert out == bytes(range(256)) * 1000 + b"\xff\xfe no newline"
+    assert err == b"to stderr"
+
+
+def test_an_endless_line_arrives_whole_and_costs_no_memory(guarded: Guarded) -> None:
+    out, _, _ = run(guarded, "for _ in range(1024): put(1, b'x' * 65536)")
+    assert hashlib.sha256(out).digest() == hashlib.sha256(b"x" * 65536 * 1024).digest()
+
+
+def test_two_streams_to_one_place_keep_their_order(guarded: Guarded) -> None:
+    code = "for n in range(2000): put(1 + n % 2, b'%d\\n' % n)"
+    guard = guarded.start([sys.executable, "-c", WRITE + code], "--no-restart", settings=FAST)
+    assert guard.wait(60) == 0
+    numbers = [line for line in guarded.output.read_bytes().splitlines() if line.isdigit()]
+    assert numbers == [b"%d" % n for n in range(2000)]
+
+
+def test_a_flood_goes_through_without_loss(guarded: Guarded) -> None:
+    out, _, _ = run(guarded, "for _ in range(3200): put(1, b'0123456789abcdef' * 2047 + b'0123456789abcd\\n\\n')")
+    assert len(out) == 3200 * 32768
+    assert not guarded.named("output_dropped")
+
+
+def test_a_slow_reader_slows_the_miner_and_loses_nothing(guarded: Guarded) -> None:
+    guard = guarded.start(
+        [sys.executable, "-c", WRITE + "for n in range(400): put(1, b'%06d' % n + b'.' * 32761 + b'\\n')"],
+        "--no-restart", settings=FAST, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert guard.stdout is not None
+    taken = 0
+    first = time.monotonic()
+    while time.monotonic() - first < 7.0:
+        taken += len(os.read(guard.stdout.fileno(), 16384))
+        time.sleep(0.05)
+    rest = guard.stdout.read()
+    assert guard.wait(30) == 0
+    assert taken + len(rest) == 400 * 32768
+    assert not guarded.named("output_dropped")
+
+
+def test_a_reader_that_stopped_reading_does_not_stop_the_miner(guarded: Guarded, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    code = f"for _ in range(3000): put(1, b'y' * 32767 + b'\\n')\nopen({str(done)!r}, 'w').close()\n"
+    guard = guarded.start(
+        [sys.executable, "-c", WRITE + code], "--no-restart", settings=FAST, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until(done.exists, 60, "the miner to write 98 MB that nobody reads")
+    assert guard.wait(30) == 0
+    dropped = sum(e["dropped_bytes"] for e in guarded.named("output_dropped"))
+    # All but what the kernel's pipe took.
+    assert 98_304_000 - 4 * 1024 * 1024 <= dropped < 98_304_000
+    guarded.assert_nothing_left()
+
+
+def test_a_reader_that_went_away_does_not_stop_the_miner(guarded: Guarded, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    code = "import time\nfor _ in range(20): put(1, b'z' * 100000 + b'\\n'); time.sleep(0.02)\n"
+    code += f"open({str(done)!r}, 'w').close()\n"
+    guard = guarded.start(
+        [sys.executable, "-c", WRITE + code], "--no-restart", settings=FAST, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert guard.stdout is not None
+    guard.stdout.close()
+    assert guard.wait(60) == 0
+    assert done.exists()
+
+
+def test_an_orphan_that_holds_the_pipe_does_not_hold_up_the_end(guarded: Guarded) -> None:
+    code = "import subprocess; subprocess.Popen(['sleep', '600'], env={}, start_new_session=True); put(1, b'bye')"
+    started = time.monotonic()
+    out, _, _ = run(guarded, code)
+    assert out == b"bye"
+    assert time.monotonic() - started < 20
+    guarded.assert_nothing_left()
+
+
+def test_a_guards_line_does_not_cut_the_miners_line(guarded: Guarded) -> None:
+    code = "import time\nfor n in range(30): put(1, b'aaaa'); time.sleep(0.03); put(1, b'bbbb\\n')"
+    guarded.start([sys.executable, "-c", WRITE + code], "--max-restarts", "1", settings={**FAST, "logs.level": "debug"})
+    assert guarded.processes[0].wait(60) == 75
+    lines = guarded.output.read_bytes().splitlines()
+    assert lines.count(b"aaaabbbb") == 60
+    assert all(line == b"aaaabbbb" or b"| guard |" in line for line in lines if b"aaaa" in line)
