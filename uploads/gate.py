@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from miner_guard.config import GateSettings
@@ -18,7 +18,7 @@ from uploads.inputs import GateInputs, canonical
 from validators import block_list, gradients, loss, metadata, repo_age, rules
 from validators.facts import Candidate, Facts
 from validators.limits import Limits
-from validators.verdict import OUTCOMES, Verdict, worst
+from validators.verdict import Verdict, worst
 
 _LONGEST = 240
 """Characters of a sentence: a decision with all its verdicts must fit into one entry of the journal (4080 bytes)."""
@@ -55,11 +55,11 @@ def reduced(candidate: Candidate) -> Candidate:
 
 def recorded(candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float) -> dict[str, Any]:
     """What a replay needs beside the inputs, which the ledger keeps by their digest."""
-    stated = {name: value for name, value in asdict(candidate).items() if value is not None and value != ()}
+    stated = {name: value for name, value in vars(candidate).items() if value is not None and value != ()}
     for name in ("loss", "recent_losses"):
         if name in stated:
             stated[name] = _spelled(stated[name])
-    record = {"candidate": stated, "settings": asdict(settings), "inputs": inputs.digest, "now": now}
+    record = {"candidate": stated, "settings": dict(vars(settings)), "inputs": inputs.digest, "now": now}
     return record if inputs.reason is None else {**record, "inputs_unknown": inputs.reason[:_LONGEST]}
 
 
@@ -82,6 +82,8 @@ def _said(verdict: Verdict, kind: str) -> Verdict:
     The upload after an AllReduce starts at inner step 0 and is needed by the miner's own reload.
     """
     outcome = "warn" if kind == "archive" and verdict.outcome == "block" else verdict.outcome
+    if outcome == verdict.outcome and len(verdict.sentence) <= _LONGEST:
+        return verdict
     return replace(verdict, outcome=outcome, sentence=verdict.sentence[:_LONGEST])
 
 
@@ -116,9 +118,9 @@ def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool
     if blocks:
         words = "; ".join(v.sentence for v in blocks)
         return f"shadow mode, would be blocked: {words}" if shadow else words
-    telling = sorted(verdicts, key=lambda v: OUTCOMES.index(v.outcome), reverse=True)
-    said = [f"warning: {v.sentence}" if v.outcome == "warn" else v.sentence for v in telling]
-    return "; ".join(said)
+    order = ("warn", "pass", "unknown")
+    telling = sorted(verdicts, key=lambda v: order.index(v.outcome))
+    return "; ".join(f"warning: {v.sentence}" if v.outcome == "warn" else v.sentence for v in telling)
 
 
 def due(inputs: GateInputs, settings: GateSettings, now: float) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -41,6 +42,9 @@ class GateInputs:
     reason: str | None = None
     """Why the file is not known; None where it was read whole."""
 
+    text_digest: str = field(default="", compare=False, repr=False)
+    """`digest`, where it is known from the file's text."""
+
     def aged(self, now: float, max_age_s: float) -> GateInputs:
         """Repo and network unknown where it was written more than `max_age_s` before `now` (monotonic)."""
         if self.reason is not None or self.written_monotonic is None:
@@ -57,7 +61,11 @@ class GateInputs:
     @property
     def digest(self) -> str:
         """Names this content in the ledger: 16 hex digits."""
-        return hashlib.sha256(canonical(as_document(self)).encode()).hexdigest()[:16]
+        return self.text_digest or _digest_of(canonical(as_document(self)))
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def canonical(document: Any) -> str:
@@ -68,6 +76,7 @@ def canonical(document: Any) -> str:
 def as_document(inputs: GateInputs) -> dict[str, Any]:
     """The file's JSON document; non-finite numbers are null."""
     document: dict[str, Any] = finite(asdict(inputs))
+    del document["text_digest"]
     return document
 
 
@@ -77,18 +86,40 @@ def write(path: Path, inputs: GateInputs) -> None:
 
 
 def read(path: Path) -> GateInputs:
-    """The file's content; whatever is wrong with it is the `reason`. Never raises."""
+    """The file's content; whatever is wrong with it is the `reason`. Never raises.
+
+    A file that has not changed is not read again: the gate is asked once a step.
+    """
+    global _last_read
     try:
-        text = path.read_text(encoding="utf-8")
+        found = os.stat(path)
     except FileNotFoundError:
         return unknown("gate-inputs.json is not there: no guard has written it")
+    except OSError as error:
+        return unknown(f"gate-inputs.json cannot be read: {error}")
+    version = (str(path), found.st_ino, found.st_mtime_ns, found.st_size)
+    # One assignment and one look, so that a second thread sees a whole pair.
+    last = _last_read
+    if last is not None and last[0] == version:
+        return last[1]
+    inputs = _read_now(path)
+    _last_read = (version, inputs)
+    return inputs
+
+
+_last_read: tuple[tuple[str, int, int, int], GateInputs] | None = None
+
+
+def _read_now(path: Path) -> GateInputs:
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         return unknown(f"gate-inputs.json cannot be read: {error}")
-    try:
-        document = json.loads(text)
     except (ValueError, RecursionError):
         return unknown("gate-inputs.json is torn or not JSON")
-    return from_document(document)
+    inputs = from_document(document)
+    return inputs if inputs.reason is not None else replace(inputs, text_digest=_digest_of(text.rstrip("\n")))
 
 
 def unknown(reason: str) -> GateInputs:

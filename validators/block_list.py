@@ -6,7 +6,7 @@ list raises there and resets the scores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from validators.facts import Facts, Network
@@ -29,7 +29,7 @@ def reduced(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if config is None:
         return None
     blocks = config.get("block_list")
-    if isinstance(blocks, (list, tuple)) and blocks and all(_is_block(b) for b in blocks):
+    if isinstance(blocks, (list, tuple)) and blocks and _are_blocks(blocks):
         return {"block_list": [max(blocks)]}
     return {"block_list": [] if blocks in ([], ()) else None}
 
@@ -40,7 +40,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     if facts.candidate.config is None:
         return Verdict(RULE, "unknown", None, limit, "config.json was not handed in")
     blocks = facts.candidate.config.get("block_list")
-    if not isinstance(blocks, (list, tuple)) or not all(_is_block(b) for b in blocks):
+    if not isinstance(blocks, (list, tuple)) or not _are_blocks(blocks):
         return Verdict(
             RULE, "block", None, limit, "config.json has no block_list of numbers: validators read it; add it"
         )
@@ -62,5 +62,5 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     return Verdict(RULE, "pass", age, limit, f"newest block of block_list is {age} blocks old")
 
 
-def _is_block(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _are_blocks(values: Sequence[Any]) -> bool:
+    return set(map(type, values)) <= {int}

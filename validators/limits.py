@@ -97,9 +97,13 @@ class Limits:
     @classmethod
     def of(cls, settings: OwnLimits, numbers: Mapping[str, Any]) -> Limits:
         """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for a name that no rule has."""
-        known = {f.name for f in fields(cls)}
-        if foreign := sorted(set(numbers) - known):
+        if foreign := sorted(numbers.keys() - _NAMES):
             raise TypeError(f"limits that no rule has: {', '.join(foreign)}")
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in numbers.items()}
-        own = ("min_inner_step", "min_upload_interval_s", "repo_age_target_s", "repo_age_limit_s")
-        return cls(**{**values, **{name: getattr(settings, name) for name in own}})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in numbers.items()}
+        for name in _OWN:
+            values[name] = getattr(settings, name)
+        return cls(**values)
+
+
+_NAMES = frozenset(f.name for f in fields(Limits))
+_OWN = ("min_inner_step", "min_upload_interval_s", "repo_age_target_s", "repo_age_limit_s")

@@ -90,8 +90,9 @@ class UploadsPart(Part):
     def _write_inputs(self) -> None:
         clock = self.context.clock
         with self._mutex:
+            # The whole config.json can be large, and no rule of the gate reads what is published of it.
             content = GateInputs(
-                published=self._watch.latest, network=self._network, bucket=self._repo.bucket,
+                published=replace(self._watch.latest, config=None), network=self._network, bucket=self._repo.bucket,
                 credentials=self._credentials, limits=self._limits, written=clock.wall(),
                 written_monotonic=clock.monotonic(),
             )  # fmt: skip
@@ -245,6 +246,7 @@ class UploadsPart(Part):
         with self._mutex:
             age, latest, ahead = self._watch.age(now), self._watch.latest, self._ahead.latest
             return {
+                "repo_age_s": None if age is None else round(age),
                 "repo": {
                     "age_s": None if age is None else round(age), "reason": latest.reason, "empty": latest.empty,
                     "revision": latest.revision, "outer_step": latest.outer_step, "inner_step": latest.inner_step,

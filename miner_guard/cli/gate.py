@@ -1,0 +1,124 @@
+"""`miner-guard gate`: ask the gate from a shell or another language."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from miner_guard import clock, statedir
+from miner_guard.cli import options
+from miner_guard.cli.exits import CONFIG, FAILED, OK, USAGE, Refused
+from uploads import inputs as gate_inputs
+from uploads.decision import GateDecision
+from uploads.gate import decide, replay
+from uploads.inputs import GateInputs
+from uploads.ledger import ReadOnlyLedger
+from validators.facts import Candidate
+from validators.inspection import inspect_file
+from validators.limits import Limits
+from validators.profiles import load_profile
+
+Step = Annotated[Optional[int], typer.Option(min=0)]
+Kind = Annotated[str, typer.Option(help="gradient, or archive: the upload after an AllReduce, which is let through.")]
+Document = Annotated[Optional[Path], typer.Option(exists=True, dir_okay=False)]
+
+
+def command(
+    outer_step: Step = None, inner_step: Step = None, kind: Kind = "gradient",
+    loss: Annotated[Optional[float], typer.Option(help="The last loss.")] = None,
+    base_outer_step: Annotated[Optional[int], typer.Option(min=0, help="Outer step of its base.")] = None,
+    gradients: Annotated[Optional[Path], typer.Option(help="gradients.pt to inspect, in a limited child.")] = None,
+    config_json: Document = None, metadata_json: Document = None,
+    revision: Annotated[Optional[str], typer.Option(help="The upload's tag, such as 5.56.84.")] = None,
+    replay_id: Annotated[Optional[str], typer.Option("--replay", help="Decide anew what the ledger holds.")] = None,
+    as_json: options.Json = False, config: options.Config = None, name: options.Name = options.DEFAULT_NAME,
+    state_dir: options.State = None,
+) -> None:  # fmt: skip
+    """May this upload go out? Exit 0: allowed, 1: blocked."""
+    place = options.open_place(config, name, state_dir)
+    if replay_id is not None:
+        raise typer.Exit(_replayed(place.state, replay_id, as_json))
+    if outer_step is None or inner_step is None:
+        raise Refused("--outer-step and --inner-step are needed, or --replay ID", USAGE)
+    if kind not in ("gradient", "archive"):
+        raise Refused(f"--kind {kind!r} is unknown; it is gradient or archive", USAGE)
+    known = _inputs(place)
+    try:
+        limits = Limits.of(place.settings.config.gate, known.limits)
+    except TypeError as error:
+        raise Refused(f"{place.state.gate_inputs}: {error}", CONFIG) from error
+    candidate = Candidate(
+        kind, outer_step, inner_step, loss=loss, base_outer_step=base_outer_step,
+        files=None if gradients is None else inspect_file(gradients, limits),
+        config=_document(config_json), metadata=_document(metadata_json), revision=revision,
+    )  # fmt: skip
+    decision = decide(
+        candidate, known, place.settings.config.gate, now=time.monotonic(), wall=clock.SystemClock().wall()
+    )
+    _show(decision, as_json)
+    raise typer.Exit(OK if decision.allowed else FAILED)
+
+
+def _inputs(place: options.Place) -> GateInputs:
+    """What the guard wrote; without one, the profile's limits are known nevertheless."""
+    known = gate_inputs.read(place.state.gate_inputs)
+    if known.reason is None or place.profile is None:
+        return known
+    return GateInputs(known.published, known.network, limits=load_profile(place.profile).limits, reason=known.reason)
+
+
+def _document(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    document = statedir.read_json(path)
+    if not isinstance(document, dict):
+        raise Refused(f"{path} holds no JSON object", USAGE)
+    return document
+
+
+def _show(decision: GateDecision, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(statedir.finite(decision.as_dict()), ensure_ascii=False))
+        return
+    typer.echo(f"UPLOAD {'ALLOWED' if decision.allowed else 'BLOCKED'}: {decision.reason}")
+    for verdict in decision.verdicts:
+        typer.echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
+
+
+def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
+    """The decision again, from the ledger alone. 1 where it was blocked or where it differs from what is stored."""
+    stored = ReadOnlyLedger(state.ledger).find_decision(decision_id)
+    if stored is None:
+        raise Refused(f"{state.ledger} holds no decision {decision_id!r}; see `miner-guard status`", FAILED)
+    document, inputs_document = stored
+    record = document.get("record") or {}
+    if record.get("inputs_unknown") is not None:
+        known = gate_inputs.unknown(record["inputs_unknown"])
+    elif inputs_document is not None:
+        known = gate_inputs.from_document(inputs_document)
+    else:
+        raise Refused(
+            f"decision {document.get('decision_id')}: the ledger lacks what the gate knew of the repo then", FAILED
+        )
+    try:
+        again = replay(record, known, document["decided_at"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"decision {decision_id}: its record cannot be replayed: {error!r}", FAILED) from error
+    equal = _plain(again.as_dict()) == _plain(document)
+    if as_json:
+        typer.echo(json.dumps({"equal": equal, "decision": _plain(again.as_dict()), "stored": _plain(document)}))
+    else:
+        _show(again, as_json=False)
+        typer.echo("replay: the same decision" if equal else "replay: DIFFERENT from what is stored")
+    return OK if equal and again.allowed else FAILED
+
+
+def _plain(document: Any) -> Any:
+    if isinstance(document, float) and not math.isfinite(document):
+        return str(document)
+    return json.loads(json.dumps(statedir.finite(document), sort_keys=True))

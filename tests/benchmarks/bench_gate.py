@@ -1,0 +1,56 @@
+"""The gate: what one decision costs rank 0, without the broadcast."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from miner_guard.config import GateSettings
+from tests.benchmarks.frame import Row, per_call
+from uploads import gate
+from uploads import inputs as gate_inputs
+from uploads.inputs import GateInputs
+from validators.facts import Candidate, Network, Published
+from validators.profiles import load_profile
+
+TITLE = "Gate"
+_TARGET = "<= 200 µs"
+_LOSSES = tuple(3.4 - 0.01 * n + 0.003 * (n % 3) for n in range(10))
+
+
+def run() -> list[Row]:
+    """A decision as rank 0 takes it: the inputs read from their file, every rule that is in force, the record."""
+    published = Published(age_s=600.0, reason=None, seen_at=1000.0, outer_step=56, inner_step=50, revision="5.56.50")
+    network = Network(block=7_000_000, outer_step=56, uid=7, reason=None, seen_at=1000.0, commitment="128:00")
+    known = GateInputs(published, network, "llama-4b-ws-4-007", "128:00", load_profile("sn38").limits, 0.0, 1000.0)
+    settings = GateSettings()
+    small = Candidate("gradient", 56, 84, loss=3.3, recent_losses=_LOSSES, base_outer_step=56)
+    full = Candidate(
+        "gradient", 56, 84, loss=3.3, recent_losses=_LOSSES, base_outer_step=56, revision="5.56.84",
+        files={"size_bytes": 10**8, "params": 300, "problems": []}, config={"block_list": [6_999_950] * 900},
+        metadata={"run": "5", "outer_step": 56, "inner_step": 84, "peer_id": "x"},
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gate-inputs.json"
+        gate_inputs.write(path, known)
+
+        def decide(candidate: Candidate) -> object:
+            return gate.decide(candidate, gate_inputs.read(path), settings, now=1010.0, wall=0.0)
+
+        assert gate.decide(full, gate_inputs.read(path), settings, now=1010.0, wall=0.0).verdicts
+        return [
+            _row("a decision: steps, loss, repo, network", lambda: decide(small), _TARGET),
+            _row("a decision with files, config, metadata", lambda: decide(full), _TARGET),
+            _row("`upload_due` alone", lambda: gate.due(gate_inputs.read(path), settings, 1010.0), ""),
+        ]
+
+
+def _row(what: str, function: Callable[[], object], target: str) -> Row:
+    wall = per_call(function, 300)
+    start = time.process_time()
+    for _ in range(300):
+        function()
+    processor = (time.process_time() - start) / 300
+    return Row(what, 1e6 * wall, "µs", target, f"{1e6 * processor:.0f} µs of processor time")

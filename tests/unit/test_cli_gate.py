@@ -1,0 +1,95 @@
+"""`miner-guard gate`: exit codes, one JSON document, and a replay that notices a difference."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from miner_guard.cli.main import run
+from miner_guard.config import GateSettings
+from uploads import inputs as gate_inputs
+from uploads.gate import decide
+from uploads.inputs import GateInputs
+from uploads.ledger import Ledger
+from validators.facts import Candidate, Published
+
+Ask = Callable[..., int]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: run(["gate", "--state-dir", str(tmp_path), *arguments])
+
+
+def test_exit_codes_and_words(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask("--outer-step", "56", "--inner-step", "15") == 1
+    out = capsys.readouterr().out
+    assert out.startswith("UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this!")
+    assert "unknown  repo_age" in out
+    assert ask("--outer-step", "56", "--inner-step", "50") == 0
+    assert ask("--outer-step", "56", "--inner-step", "0", "--kind", "archive") == 0
+    assert ask("--outer-step", "56") == 64
+    assert ask("--outer-step", "56", "--inner-step", "-1") == 64
+    assert ask("--outer-step", "56", "--inner-step", "50", "--kind", "other") == 64
+
+
+def test_json_is_the_whole_decision_and_nothing_else(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask("--outer-step", "56", "--inner-step", "15", "--json") == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["allowed"], document["retry_after_steps"]) == (False, 35)
+    assert ask("--outer-step", "56", "--inner-step", "60", "--loss", "nan", "--json") == 1
+    json.loads(capsys.readouterr().out)
+
+
+def test_the_profiles_limits_apply_without_a_running_guard(
+    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "guard.toml").write_text('[miner]\nprofile = "sn38"\n')
+    (tmp_path / "config.json").write_text('{"block_list": []}')
+    assert ask("--outer-step", "5", "--inner-step", "60", "--config-json", "config.json") == 1
+    assert "block_list is empty" in capsys.readouterr().out
+    assert ask("--outer-step", "5", "--inner-step", "60", "--revision", "5-60") == 1
+
+
+def test_a_file_is_inspected_where_it_is_named(ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gradients.pt").write_bytes(b"")
+    assert ask("--outer-step", "5", "--inner-step", "60", "--gradients", "gradients.pt") in (0, 1)
+    out = capsys.readouterr().out
+    assert "gradients.pt: the file is empty" in out or "torch is not there" in out
+
+
+@pytest.mark.parametrize("loss", [3.4, float("nan"), None])
+@pytest.mark.parametrize("inner_step", [10, 80])
+def test_replay_from_the_ledger(
+    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float | None, inner_step: int
+) -> None:
+    known = GateInputs(Published(age_s=10.0, reason=None, seen_at=0.0), written_monotonic=90.0)
+    decision = decide(Candidate("gradient", 56, inner_step, loss=loss), known, GateSettings(), now=100.0, wall=5.0)
+    ledger = Ledger(tmp_path / "ledger.sqlite3")
+    ledger.decision(json.loads(json.dumps(decision.as_dict())), gate_inputs.as_document(known))
+    ledger.close()
+    assert ask("--replay", decision.decision_id) == (0 if decision.allowed else 1)
+    assert "replay: the same decision" in capsys.readouterr().out
+    assert ask("--replay", decision.decision_id, "--json") == (0 if decision.allowed else 1)
+    assert json.loads(capsys.readouterr().out)["equal"] is True
+
+
+def test_a_replay_notices_a_ledger_that_was_changed(
+    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decision = decide(Candidate("gradient", 56, 10), gate_inputs.unknown("none"), GateSettings(), now=1.0, wall=5.0)
+    ledger = Ledger(tmp_path / "ledger.sqlite3")
+    ledger.decision({**decision.as_dict(), "allowed": True})
+    ledger.close()
+    assert ask("--replay", decision.decision_id) == 1
+    assert "replay: DIFFERENT" in capsys.readouterr().out
+    assert ask("--replay", "ffff") == 1
+    with sqlite3.connect(tmp_path / "ledger.sqlite3") as db:
+        db.execute('UPDATE decisions SET document = \'{"record": {"inputs": "0"}}\'')
+    assert ask("--replay", decision.decision_id) == 1
+    assert "lacks what the gate knew" in capsys.readouterr().err
