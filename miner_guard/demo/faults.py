@@ -9,8 +9,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 KINDS = {
     "hang": "the rank sleeps for ever in the phase `data`; the others wait in a collective",
     "exit0": "the training loop swallows an exception and every rank exits 0, as subnet 38's miner does",
@@ -93,6 +91,9 @@ def strike(kind: str | None) -> None:
     if kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "oom":
+        # Here alone, so that the command line can check a fault's form without it.
+        import torch
+
         device = "cuda" if torch.cuda.is_available() else "cpu"
         # 2^50 bytes: no host and no GPU has them, so that the text is the allocator's own.
         torch.empty(1 << 50, dtype=torch.uint8, device=device)

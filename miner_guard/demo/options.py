@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from miner_guard.config import RepoSettings
 from miner_guard.demo import faults
 from miner_guard.demo.faults import Fault
+from miner_guard.statedir import STATE_DIR
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class Options:
 def parse(arguments: list[str] | None = None) -> Options:
     """The options of a command line. Ends the process with code 2 and the reason for what can't be used."""
     parser = argparse.ArgumentParser(prog="python -m miner_guard.demo.train", description="A small real miner.")
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument(
+        "--work", type=Path, default=_default_work(), help="folder for checkpoints, uploads and the published repo"
+    )
     for name, text in (
         ("steps", "inner steps of the whole run"),
         ("inner-steps-per-outer", "inner steps between two outer steps"),
@@ -69,6 +73,11 @@ def parse(arguments: list[str] | None = None) -> Options:
     values = vars(parser.parse_args(arguments))
     repo = values["repo"] or RepoSettings(kind="local", path=str(values["work"] / "published"))
     return Options(**{**values, "faults": tuple(values["faults"]), "repo": repo})
+
+
+def _default_work() -> Path:
+    state = os.environ.get(STATE_DIR)
+    return Path(state) / "demo" if state else Path(".demo") / "work"
 
 
 def _repo(text: str) -> RepoSettings:

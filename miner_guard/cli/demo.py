@@ -1,0 +1,136 @@
+"""`miner-guard demo`: the demo miner under the guard, from a fresh start to a summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from miner_guard.cli import options
+from miner_guard.cli.exits import CONFIG, UNAVAILABLE, USAGE, Refused
+from miner_guard.config import Config
+from miner_guard.statedir import StateDir, read_json
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "health": {"snapshot_every_s": 10.0, "disk_min_free_gb": 1.0},
+    "repo": {"kind": "local", "refresh_every_s": 5.0},
+    "restart": {"backoff_s": 1.0},
+    "hang": {"min_s": 45.0},
+}
+"""What the demo has otherwise than a real run: it is over in minutes. guard.toml and the environment win over it."""
+
+_WORK = "demo"
+
+
+def command(
+    fault: Annotated[
+        Optional[list[str]],
+        typer.Option(metavar="KIND@STEP[:RANK]", help="What goes wrong, such as slow@20:1. May be repeated."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps.")] = 90,
+    ranks: Annotated[Optional[int], typer.Option(min=1, help="Ranks; one per GPU, or 2.", show_default=False)] = None,
+    fault_repeat: Annotated[
+        bool, typer.Option("--fault-repeat", help="Let a fault fire again after a restart.")
+    ] = False,
+    config: options.Config = None,
+    name: options.Name = "demo",
+    state_dir: options.State = None,
+    finished_code: Annotated[int, typer.Option(help="Exit code when the demo has finished.")] = 0,
+) -> None:
+    """Watch a small real miner train under the guard: uploads blocked, then published, and a summary."""
+    _check(fault or [])
+    state = options.choose_state(name, state_dir)
+    settings = _settings(config, state)
+    arguments = ["--steps", str(steps), "--work", str(state.root / _WORK)]
+    arguments += ["--repo", json.dumps(dataclasses.asdict(settings.repo))]
+    for one in fault or []:
+        arguments += ["--fault", one]
+    if fault_repeat:
+        arguments.append("--fault-repeat")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks or _default_ranks()}"]
+    miner = (sys.executable, "-u", *launcher, "-m", "miner_guard.demo.train", *arguments)
+    raise typer.Exit(_run(miner, settings, state, finished_code))
+
+
+def _check(faults: list[str]) -> None:
+    from miner_guard.demo import faults as known
+
+    for text in faults:
+        try:
+            known.parse(text)
+        except ValueError as error:
+            raise Refused(str(error), USAGE) from error
+    if importlib.util.find_spec("torch") is None:
+        raise Refused(
+            "the demo trains with torch, which is not installed: pip install 'miner-guard[demo]'", UNAVAILABLE
+        )
+
+
+def _settings(config: Path | None, state: StateDir) -> Config:
+    from miner_guard import settings
+
+    defaults = {**DEFAULTS, "repo": {**DEFAULTS["repo"], "path": str(state.root / _WORK / "published")}}
+    try:
+        return settings.load(config, profile=defaults, profile_origin="the demo's defaults").config
+    except settings.BadConfig as error:
+        raise Refused(str(error), CONFIG) from error
+
+
+def _default_ranks() -> int:
+    return len(glob.glob("/dev/nvidia[0-9]*")) or 2
+
+
+def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_code: int) -> int:
+    from miner_guard.supervisor.assemble import Assembly, Request
+    from miner_guard.supervisor.lock import Busy, Lock
+
+    lock = Lock(state, settings.miner.stop_timeout_s)
+    try:
+        lock.acquire()
+        start_fresh(state)
+    except Busy as problem:
+        raise Refused(str(problem), CONFIG) from problem
+    except OSError as error:
+        raise Refused(f"state directory {state.root} can't be cleared: {error}; give another", CONFIG) from error
+    start = time.monotonic()
+    code = Assembly(Request(miner, settings, state, finished_code), lock).run()
+    _summary(state, time.monotonic() - start)
+    return code
+
+
+def start_fresh(state: StateDir) -> None:
+    """Clear away an earlier demo; what a real miner's guard left here is moved aside, never deleted. Raises OSError."""
+    work = state.root / _WORK
+    own = [state.flight, state.gate_inputs, state.status, state.costs.parent, state.incidents]
+    own += [*state.root.glob(f"{state.log.name}*"), *state.root.glob(f"{state.ledger.name}*")]
+    present = [path for path in own if path.exists()]
+    if present and not work.is_dir():
+        aside = state.root / f"before-demo-{time.strftime('%Y%m%dT%H%M%S')}"
+        aside.mkdir()
+        for path in present:
+            os.replace(path, aside / path.name)
+    else:
+        for path in [*present, work]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
+
+
+def _summary(state: StateDir, wall_s: float) -> None:
+    from miner_guard.demo import summary
+
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    # ru_maxrss is in KiB on Linux.
+    usage = summary.Usage(own.ru_utime + own.ru_stime, wall_s, own.ru_maxrss / 1024)
+    costs = read_json(state.costs)
+    found = summary.summarise(summary.read_log(state.log), costs if isinstance(costs, dict) else None, usage)
+    typer.echo("\n".join(summary.lines(found)))

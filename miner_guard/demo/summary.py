@@ -1,0 +1,120 @@
+"""What the demo's run came to, from what the guard wrote about it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_AVERAGED = 5
+"""Steps at either end that a loss is averaged over: one batch of the demo is small, and its loss noisy."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the supervisor itself took; by the kernel's account."""
+
+    cpu_s: float
+    wall_s: float
+    resident_mb: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures; None where the log has none."""
+
+    steps: int
+    loss_from: float | None
+    loss_to: float | None
+    p50_s: float | None
+    p95_s: float | None
+    blocked: int
+    verified: int
+    failed: int
+    restarts: int
+    alarms: Mapping[str, int]
+    """Events above the level info, by name, without the gate's blocks."""
+
+    hook_s: float | None
+    """Seconds of the hook's own work within rank 0's steps."""
+
+    hook_pct: float | None
+    usage: Usage
+
+
+def read_log(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Records of guard.jsonl. A file that is not there has none."""
+    if path.is_file():
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+
+
+def summarise(records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None, usage: Usage) -> Summary:
+    """Fold the records of one run. `costs` is status/monitoring_costs.json, None where it could not be read."""
+    counts: Counter[str] = Counter()
+    alarms: Counter[str] = Counter()
+    losses: list[float] = []
+    times: list[float] = []
+    for record in records:
+        event = str(record["event"])
+        counts[event] += 1
+        if record["level"] != "info" and event != "upload_blocked":
+            alarms[event] += 1
+        if event == "inner_step":
+            losses += [v] if (v := record.get("loss")) is not None else []
+            times += [v] if (v := record.get("step_time_s")) is not None else []
+    hook = ((costs or {}).get("operations") or {}).get("guard.hook") or {}
+    return Summary(
+        steps=counts["inner_step"],
+        loss_from=_mean(losses[:_AVERAGED]),
+        loss_to=_mean(losses[-_AVERAGED:]),
+        p50_s=_quantile(times, 0.50),
+        p95_s=_quantile(times, 0.95),
+        blocked=counts["upload_blocked"],
+        verified=counts["upload_succeeded"],
+        failed=counts["upload_failed"],
+        restarts=counts["miner_restarting"],
+        alarms=alarms,
+        hook_s=hook.get("total_time"),
+        hook_pct=hook.get("percentage"),
+        usage=usage,
+    )
+
+
+def lines(summary: Summary) -> list[str]:
+    """The summary for people."""
+    s = summary
+    alarms = ", ".join(f"{name} ×{count}" for name, count in sorted(s.alarms.items())) or "none"
+    usage = s.usage
+    return [
+        "=" * 80,
+        "DEMO SUMMARY",
+        "=" * 80,
+        f"steps       {s.steps}" + (f", restarts {s.restarts}" if s.restarts else ""),
+        f"loss        from {_known(s.loss_from, '.2f')} to {_known(s.loss_to, '.2f')} (mean of {_AVERAGED} steps)",
+        f"step time   p50 {_known(s.p50_s, '.2f')}s, p95 {_known(s.p95_s, '.2f')}s",
+        f"uploads     blocked {s.blocked}, verified {s.verified}" + (f", failed {s.failed}" if s.failed else ""),
+        f"guard cost  in the ranks {_known(s.hook_s, '.3f')}s ({_known(s.hook_pct, '.3f')}% of training); beside them "
+        f"{usage.cpu_s:.1f}s of CPU in {usage.wall_s:.0f}s ({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
+        f"{usage.resident_mb:.0f} MB",
+        f"alarms      {alarms}",
+        "=" * 80,
+    ]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _quantile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that `share` of all do not exceed (nearest rank)."""
+    return sorted(values)[max(0, -(-len(values) * int(100 * share) // 100) - 1)] if values else None
+
+
+def _known(value: float | None, spec: str) -> str:
+    return "unknown" if value is None else format(value, spec)
