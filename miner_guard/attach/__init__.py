@@ -1,1 +1,64 @@
-"""Hooks an unmodified miner."""
+"""Hooks a miner that does not call the hook: its source stays untouched.
+
+`environment` is the supervisor's side. Everything else here runs INSIDE the miner's processes: standard
+library and torch only, and what fails leaves training as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+ATTACH = "_MINER_GUARD_ATTACH"
+"""Which attach module the miner's processes use."""
+
+MODULES = "_MINER_GUARD_ATTACH_MODULES"
+"""Names of the modules whose import sets it to work, comma-separated."""
+
+HOME = "_MINER_GUARD_HOME"
+"""Folder of the package, for a miner whose Python does not have it installed."""
+
+ATTACHED = "_MINER_GUARD_ATTACHED"
+"""Set in a process that has attached: what it starts is no rank."""
+
+WATCHED: Mapping[str, tuple[str, ...]] = {
+    "sn38": (
+        "distributed_training.base.miner",
+        "template.base.miner",
+        "distributed_training.utils.state_loader",
+    ),
+    "auto": (
+        "torch.optim.optimizer",
+        "transformers.trainer",
+        "lightning.pytorch.trainer.trainer",
+        "pytorch_lightning.trainer.trainer",
+    ),
+}
+"""By way of attaching: the modules that are looked at as they are imported."""
+
+MODES = (*WATCHED, "log")
+
+
+class UnknownAttach(ValueError):
+    """There is no such way of attaching; the message names those that there are."""
+
+
+def environment(mode: str | None, env: Mapping[str, str]) -> dict[str, str]:
+    """The miner's environment with what attaching needs. `mode`: `sn38`, `auto`, `log` (only its lines are read) or None.
+
+    A `sitecustomize` is put first on PYTHONPATH; it chains to an existing one. Raises UnknownAttach.
+    """
+    result = {name: value for name, value in env.items() if name != ATTACHED}
+    if mode in (None, "log"):
+        return result
+    if mode not in WATCHED:
+        raise UnknownAttach(f"--attach {mode}: there is no such way; allowed: {', '.join(MODES)}")
+    here = Path(__file__).resolve().parent
+    path = [str(here / "site"), *filter(None, env.get("PYTHONPATH", "").split(":"))]
+    return {
+        **result,
+        "PYTHONPATH": ":".join(dict.fromkeys(path)),
+        ATTACH: mode,
+        MODULES: ",".join(WATCHED[mode]),
+        HOME: str(here.parent.parent),
+    }

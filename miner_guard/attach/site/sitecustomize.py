@@ -1,0 +1,111 @@
+"""Runs at the start of every Python that the miner starts, so it does next to nothing.
+
+It watches for the import of a few modules; what happens then is in `miner_guard.attach`. In what a rank
+starts (upload workers, dataloaders) it does nothing. An existing sitecustomize still runs.
+"""
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _say(what):
+    """The one line of a guard that can't even be imported; never raises."""
+    try:
+        os.write(2, ("GUARD DEGRADED: %s; training goes on without it\n" % what).encode("utf-8", "replace"))
+    except OSError:
+        return
+
+
+class Watch:
+    """An import hook: calls `imported(name, module)` after one of `names` was imported."""
+
+    def __init__(self, names, imported):
+        self.names = set(names)
+        self.imported = imported
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.names:
+            return None
+        self.names.discard(name)
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            if finder is self or find is None:
+                continue
+            spec = find(name, path, target)
+            if spec is not None:
+                self._follow(name, spec)
+                return spec
+        return None
+
+    def _follow(self, name, spec):
+        loader = spec.loader
+        execute = getattr(loader, "exec_module", None)
+        if execute is None:
+            return
+
+        def exec_module(module):
+            try:
+                del loader.exec_module
+            except AttributeError:
+                pass
+            execute(module)
+            self.imported(name, module)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:
+            _say("the import of %s can't be watched" % name)
+
+
+class Home:
+    """Finds the guard's own packages where the miner's Python does not have them."""
+
+    packages = ("miner_guard", "uploads", "validators")
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def find_spec(self, name, path=None, target=None):
+        if path is not None or name not in self.packages:
+            return None
+        from importlib.machinery import PathFinder
+
+        return PathFinder.find_spec(name, [self.folder])
+
+
+def _imported(name, module):
+    mode = os.environ.get("_MINER_GUARD_ATTACH")
+    try:
+        home = os.environ.get("_MINER_GUARD_HOME")
+        if home and not any(isinstance(finder, Home) for finder in sys.meta_path):
+            # Last: what the miner's own Python has under these names comes first.
+            sys.meta_path.append(Home(home))
+        import importlib
+
+        importlib.import_module("miner_guard.attach.%s" % mode).imported(name, module)
+    except Exception as error:  # noqa: BLE001 - the miner starts without the guard rather than not at all; it is said
+        _say("attach %s at %s: %s: %s" % (mode, name, type(error).__name__, error))
+
+
+def _chain():
+    """Run the sitecustomize that ours stands in front of."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+    ours = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        if ours is not None:
+            sys.modules.setdefault("sitecustomize", ours)
+
+
+if os.environ.get("_MINER_GUARD_ATTACH") and not os.environ.get("_MINER_GUARD_ATTACHED"):
+    if sys.version_info >= (3, 10):
+        sys.meta_path.insert(0, Watch(os.environ.get("_MINER_GUARD_ATTACH_MODULES", "").split(","), _imported))
+    else:
+        _say("Python %d.%d is too old to attach to" % sys.version_info[:2])
+_chain()
