@@ -43,7 +43,7 @@ class MinerSettings:
     profile: str | None = None
     """Name of a profile under `validators/profiles/` (`sn38`, `sn3`), or a path to one. None: no profile."""
 
-    attach: str | None = None
+    attach: Literal["sn38", "auto", "log"] | None = None
     """Hook an unmodified miner: `sn38`, `auto` (any script), `log` (read its lines only). None: it calls the hook."""
 
     finite: bool = False

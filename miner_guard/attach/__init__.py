@@ -44,9 +44,10 @@ class UnknownAttach(ValueError):
 
 
 def environment(mode: str | None, env: Mapping[str, str]) -> dict[str, str]:
-    """The miner's environment with what attaching needs. `mode`: `sn38`, `auto`, `log` (only its lines are read) or None.
+    """The miner's environment with what attaching needs. `mode` is one of MODES, or None.
 
-    A `sitecustomize` is put first on PYTHONPATH; it chains to an existing one. Raises UnknownAttach.
+    With `log` only the miner's lines are read. Else a `sitecustomize` is put first on PYTHONPATH; it chains to an
+    existing one. Raises UnknownAttach.
     """
     result = {name: value for name, value in env.items() if name != ATTACHED}
     if mode in (None, "log"):

@@ -36,9 +36,11 @@ class Gate:
         self._wall = wall
         self._local = 0
 
-    def ask(self, agreement: Callable[[], Agreement], candidate: Candidate) -> tuple[GateDecision, str | None]:
+    def ask(
+        self, agreement: Callable[[], Agreement], candidate: Candidate, question: str | None = None
+    ) -> tuple[GateDecision, str | None]:
         """The decision, and what went wrong where the ranks have no common one: it then blocks here. Collective."""
-        question = f"{candidate.kind} {candidate.outer_step} {candidate.inner_step}"
+        question = question or f"{candidate.kind} {candidate.outer_step} {candidate.inner_step}"
         own = self._judged(candidate) if self._place.rank == 0 else None
         try:
             answer = agreement().share(question, None if own is None else pack(own))

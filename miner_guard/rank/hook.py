@@ -221,12 +221,13 @@ class Guard:
     def may_upload(
         self, *, outer_step: int, inner_step: int, kind: str = "gradient", loss: Any = None,
         base_outer_step: int | None = None, files: Any = None, config: Any = None, metadata: Any = None,
-        revision: str | None = None,
+        revision: str | None = None, question: str | None = None,
     ) -> GateDecision:  # fmt: skip
         """May this upload go out? Collective, the same answer on every rank; true in a condition where it may.
 
         `kind="archive"`: the upload after an AllReduce, which is let through. Where a rank does not ask
-        within `[gate] broadcast_timeout_s`, the answer is a block, made here.
+        within `[gate] broadcast_timeout_s`, the answer is a block, made here. `question`: what all ranks must have
+        asked alike; by default the kind and the steps.
         """
         candidate = Candidate("gradient", -1, -1)
         try:
@@ -238,7 +239,7 @@ class Guard:
                 base_outer_step=base_outer_step, files=files, config=config, metadata=metadata, revision=revision,
             )  # fmt: skip
             with self._phases.named("collective"):
-                decision, wrong = self._gate.ask(self._agreed, candidate)
+                decision, wrong = self._gate.ask(self._agreed, candidate, question)
             self._decided(decision, wrong)
         except Exception as error:  # noqa: BLE001 - an upload that nobody judged must not go out, and training must go on
             self._degraded("may_upload", error)
@@ -383,9 +384,9 @@ class Guard:
         self._phases.live = False
         self._recorder.forsake()
 
-    def _begin(self) -> None:
+    def _begin(self, agree: bool) -> None:
         """What needs the others, or may fail without harm."""
-        if self.world_size > 1:
+        if self.world_size > 1 and agree:
             self._agreed()
         if self.place.state is not None:
             self._stacks = _register_stacks(self.place.state.stacks_of(self.rank))
@@ -422,11 +423,11 @@ def current() -> Guard | None:
     return None if _current is None or _current._closed else _current
 
 
-def init(state_dir: str | Path | None = None) -> Guard:
+def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
     """The guard of this rank: once, after init_process_group, on every rank (it makes a CPU group). Never raises.
 
     `state_dir` is for a miner that runs without a supervisor; under `miner-guard run` it is known.
-    A second call returns the same guard.
+    `agree=False` leaves the CPU group to the first question that needs it. A second call returns the same guard.
     """
     global _current
     if _current is not None and not _current._closed:
@@ -437,7 +438,7 @@ def init(state_dir: str | Path | None = None) -> Guard:
         guard = Guard(environment.Place(0, 0, 1, f"alone-{os.getpid()}", None, environment.RankSettings()))
         guard._degraded("init", error)
     try:
-        guard._begin()
+        guard._begin(agree)
     except Exception as error:  # noqa: BLE001 - what failed is optional; said as guard_degraded
         guard._degraded("init", error)
     _current = guard

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
+from miner_guard import attach
 from miner_guard.config import Config
 from miner_guard.statedir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir, finite
 from miner_guard.supervisor.processes import HELPER
@@ -54,7 +55,7 @@ def of_miner(env: Mapping[str, str], config: Config, state: StateDir, run_id: st
     # torch's flight recorder: names the late rank of a collective after a hang, also on gloo.
     own.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     return {
-        **own,
+        **attach.environment(config.miner.attach, own),
         MARKER: run_id,
         STATE_DIR: str(state.root),
         RANK_SETTINGS: json.dumps(finite({**settings, "launch": launch}), separators=(",", ":")),

@@ -13,7 +13,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 def _say(what):
     """The one line of a guard that can't even be imported; never raises."""
     try:
-        os.write(2, ("GUARD DEGRADED: %s; training goes on without it\n" % what).encode("utf-8", "replace"))
+        os.write(2, f"GUARD DEGRADED: {what}; training goes on without it\n".encode("utf-8", "replace"))
     except OSError:
         return
 
@@ -46,17 +46,14 @@ class Watch:
             return
 
         def exec_module(module):
-            try:
-                del loader.exec_module
-            except AttributeError:
-                pass
+            loader.__dict__.pop("exec_module", None)
             execute(module)
             self.imported(name, module)
 
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            _say("the import of %s can't be watched" % name)
+            _say(f"the import of {name} can't be watched")
 
 
 class Home:
@@ -84,9 +81,9 @@ def _imported(name, module):
             sys.meta_path.append(Home(home))
         import importlib
 
-        importlib.import_module("miner_guard.attach.%s" % mode).imported(name, module)
+        importlib.import_module(f"miner_guard.attach.{mode}").imported(name, module)
     except Exception as error:  # noqa: BLE001 - the miner starts without the guard rather than not at all; it is said
-        _say("attach %s at %s: %s: %s" % (mode, name, type(error).__name__, error))
+        _say(f"attach {mode} at {name}: {type(error).__name__}: {error}")
 
 
 def _chain():
@@ -104,8 +101,8 @@ def _chain():
 
 
 if os.environ.get("_MINER_GUARD_ATTACH") and not os.environ.get("_MINER_GUARD_ATTACHED"):
-    if sys.version_info >= (3, 10):
+    if sys.version_info >= (3, 10):  # noqa: UP036 - the miner's Python may be another
         sys.meta_path.insert(0, Watch(os.environ.get("_MINER_GUARD_ATTACH_MODULES", "").split(","), _imported))
     else:
-        _say("Python %d.%d is too old to attach to" % sys.version_info[:2])
+        _say(f"Python {sys.version.split()[0]} is too old to attach to")
 _chain()

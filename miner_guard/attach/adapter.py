@@ -1,0 +1,112 @@
+"""What all ways of attaching share: one guard per process, phases around calls, and a way to say what did not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from miner_guard.attach import ATTACHED
+from miner_guard.events import Finding, found
+from miner_guard.rank import hook
+from miner_guard.rank.recorder import describe
+
+_NO_PHASE = contextlib.nullcontext()
+
+
+class Adapter:
+    """Between an unmodified program and the hook. Nothing here raises into the program."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self.guard: hook.Guard | None = None
+        self._pending: list[Finding] = []
+
+    def begin(self, *, agree: bool) -> None:
+        """Make this process's guard. `agree`: with the group that the gate needs, which is collective."""
+        if self.guard is not None:
+            return
+        # What this process starts from now on (upload workers, dataloaders) is no rank of its own.
+        os.environ[ATTACHED] = str(os.getpid())
+        self.guard = hook.init(agree=agree)
+        for finding in self._pending:
+            self.guard.emit(finding)
+        self._pending.clear()
+
+    def say(self, finding: Finding) -> None:
+        """Log a finding, as soon as there is a guard."""
+        if self.guard is None:
+            self._pending.append(finding)
+        else:
+            self.guard.emit(finding)
+
+    def degraded(self, what: str) -> None:
+        """Something does not fit; the program goes on untouched there."""
+        self.say(found("guard_degraded", what=f"attach {self.way}: {what}"))
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        """The guard's phase, or none while there is no guard."""
+        return _NO_PHASE if self.guard is None else self.guard.phase(name)
+
+    def quiet(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """`work(*arguments)`, or None and a line where it raises."""
+        try:
+            return work(*arguments)
+        except Exception as error:  # noqa: BLE001 - the program must not notice; said as guard_degraded
+            self.degraded(f"{getattr(work, '__name__', work)}: {describe(error)}")
+            return None
+
+
+def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function` with a phase around each call; a coroutine function stays one."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            with adapter.phase(name):
+                return await function(*args, **kwargs)
+
+        return call_async
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with adapter.phase(name):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def followed(
+    function: Callable[..., Any],
+    after: Callable[[Any, BaseException | None], None],
+) -> Callable[..., Any]:
+    """`function` with `after(self, error)` called when a call ends; the error goes on as it was."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                result = await function(self, *args, **kwargs)
+            except BaseException as error:
+                after(self, error)
+                raise
+            after(self, None)
+            return result
+
+        return call_async
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(self, *args, **kwargs)
+        except BaseException as error:
+            after(self, error)
+            raise
+        after(self, None)
+        return result
+
+    return call

@@ -1,0 +1,232 @@
+"""Subnet 38's own miner, unmodified: its class is followed as it is defined, in all its historical shapes.
+
+    base class      __init__ (the guard begins when the process group is there), run
+    miner class     inner_optimizer_step, start_background_upload, upload_model, and the phases below
+    state_loader    load_state_from_peer
+
+Facts and dates in ops/sn38/README.md. What is not recognised is said and left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from miner_guard.attach import adapter as shared
+from miner_guard.attach.adapter import Adapter, followed, in_phase
+from miner_guard.attach.sn38_uploads import Uploads, paused
+from miner_guard.events import found
+
+_PHASES = {
+    "fetch_training_data": "data",
+    "all_reduce_local": "allreduce",
+    "maybe_sync_and_reload": "collective",
+    "pause_training": "pause",
+}
+_STEPS = ("inner_optimizer_step", "_process_training_batch")
+_UPLOADS = ("start_background_upload", "upload_state_in_background")
+
+
+class Subnet38:
+    """Follows one miner process."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.uploads = Uploads(adapter)
+        self._diagnosed = False
+        self._failure_said = False
+        self._by_optimizer = False
+        self._miner: Callable[[], Any] = lambda: None
+
+    # what the imports bring
+
+    def base(self, module: Any) -> None:
+        """The module of the base class was imported."""
+        base = getattr(module, "BaseMinerNeuron", None)
+        if not inspect.isclass(base):
+            self.adapter.degraded(f"{module.__name__} has no class BaseMinerNeuron; use --attach log")
+            return
+        own = vars(base).get("__init_subclass__")
+        follow = self.subclass
+        quiet = self.adapter.quiet
+
+        def follow_subclass(cls: Any, /, **kwargs: Any) -> None:
+            if own is None:
+                super(base, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
+            else:
+                own.__func__(cls, **kwargs)
+            quiet(follow, cls)
+
+        setattr(base, "__init_subclass__", classmethod(follow_subclass))  # noqa: B010 - mypy takes no assigned method
+        self._replace(base, "__init__", lambda f: followed(f, self._initialised))
+        if "run" in vars(base):
+            self._replace(base, "run", lambda f: followed(f, self._loop_ended))
+
+    def state_loader(self, module: Any) -> None:
+        """The module that loads states was imported; the others take the function from it by name."""
+        if callable(getattr(module, "load_state_from_peer", None)):
+            loader = in_phase(self.adapter, module.load_state_from_peer, "load_state")
+            module.load_state_from_peer = followed(loader, self._loaded)
+
+    def subclass(self, cls: type) -> None:
+        """The miner's class was defined."""
+        own = vars(cls)
+        if not any(hasattr(cls, name) for name in _STEPS):
+            self.adapter.degraded(
+                f"{cls.__name__} has none of {', '.join(_STEPS)}: steps are not timed; use --attach log"
+            )
+        for name, phase in _PHASES.items():
+            if name in own:
+                self._replace(cls, name, functools.partial(in_phase, self.adapter, name=phase))
+        if "inner_optimizer_step" in own:
+            self._replace(cls, "inner_optimizer_step", self._timed)
+        elif "_process_training_batch" in own:
+            self._by_optimizer = True
+        for name in ("_process_training_batch", "fetch_training_data"):
+            if name in own:
+                self._replace(cls, name, lambda f: followed(f, self._perhaps_failed))
+        if "_training_worker" in own:
+            self._replace(cls, "_training_worker", lambda f: followed(f, self._loop_ended))
+        if "_init_training_components" in own:
+            self._replace(cls, "_init_training_components", lambda f: followed(f, self._watch_pauses))
+        for name in _UPLOADS:
+            if name in own:
+                self._replace(cls, name, self.uploads.gated)
+        if "upload_model" in own:
+            self._replace(cls, "upload_model", self.uploads.recorded)
+
+    def _replace(self, cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        function = vars(cls)[name]
+        if not inspect.isfunction(function):
+            self.adapter.degraded(f"{cls.__name__}.{name} is a {type(function).__name__}, not a method; left as it is")
+            return
+        setattr(cls, name, wrap(function))
+
+    # what happens then
+
+    def _initialised(self, miner: Any, error: BaseException | None) -> None:
+        if error is None:
+            self.adapter.quiet(self._begin, miner)
+
+    def _begin(self, miner: Any) -> None:
+        self.adapter.begin(agree=True)
+        self._miner = weakref.ref(miner)
+        if self._by_optimizer:
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            register_optimizer_step_post_hook(self._optimizer_stepped)
+        self._by_optimizer = False
+
+    def _watch_pauses(self, miner: Any, error: BaseException | None) -> None:
+        active = getattr(miner, "training_active", None)
+        if error is None and type(active) is threading.Event:
+            miner.training_active = WatchedEvent(self.adapter, active)
+
+    def _loaded(self, miner: Any, error: BaseException | None) -> None:
+        if error is None and not self._diagnosed and self.adapter.guard is not None:
+            self._diagnosed = True
+            self.adapter.quiet(self._diagnose, miner)
+
+    def _diagnose(self, miner: Any) -> None:
+        assert self.adapter.guard is not None
+        neuron = getattr(getattr(miner, "config", None), "neuron", None)
+        self.adapter.guard.diagnose(
+            getattr(miner, "model", None),
+            batch_size=getattr(neuron, "local_batch_size_train", None),
+            effective_batch_size=getattr(neuron, "local_batch_size_train_effective", None),
+            accumulation_steps=_accumulation(neuron, self.adapter.guard.world_size),
+            model_name=getattr(neuron, "global_model_name", None),
+            upload_steps=getattr(neuron, "upload_steps", None),
+        )
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        inner = in_phase(self.adapter, function, "optimizer")
+
+        @functools.wraps(function)
+        def step(miner: Any, *args: Any, **kwargs: Any) -> Any:
+            # Before the call: the numbers of the miner's own log line; the call counts on.
+            numbers = self.adapter.quiet(step_numbers, miner)
+            result = inner(miner, *args, **kwargs)
+            if numbers is not None and self.adapter.guard is not None and not paused(miner):
+                self.adapter.guard.step(**numbers)
+            return result
+
+        return step
+
+    def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        miner = self._miner()
+        if miner is None or getattr(miner, "inner_optimizer", None) is not optimizer or paused(miner):
+            return
+        numbers = self.adapter.quiet(step_numbers, miner)
+        if numbers is not None and self.adapter.guard is not None:
+            self.adapter.guard.step(**numbers)
+
+    def _perhaps_failed(self, miner: Any, error: BaseException | None) -> None:
+        if isinstance(error, Exception):
+            self._failed(f"{type(error).__name__}: {error}")
+
+    def _failed(self, what: str) -> None:
+        if self._failure_said:
+            return
+        self._failure_said = True
+        self.adapter.say(found(
+            "incident", label="training_loop_failed", excerpt=what[:500],
+            cause="An exception in the training loop is swallowed by the miner; all ranks then exit with code 0.",
+            fix="Look at the first rank that failed; the guard restarts the miner.",
+        ))  # fmt: skip
+
+    def _loop_ended(self, miner: Any, error: BaseException | None) -> None:
+        said = getattr(miner, "training_error", None)
+        if error is not None or said:
+            self._failed(str(said or f"{type(error).__name__}: {error}"))
+        if self.adapter.guard is not None:
+            self.adapter.guard.close(finished=False)
+
+
+class WatchedEvent(threading.Event):
+    """The miner's `training_active`: whoever waits for it is in the phase `pause`."""
+
+    def __init__(self, adapter: Adapter, replaced: threading.Event) -> None:
+        super().__init__()
+        self._adapter = adapter
+        if replaced.is_set():
+            self.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self.is_set():
+            return True
+        with self._adapter.phase("pause"):
+            return super().wait(timeout)
+
+
+def step_numbers(miner: Any) -> dict[str, Any]:
+    """Outer and inner step, loss and learning rate as the miner has them now. Raises AttributeError."""
+    progress = miner.local_progress
+    groups = getattr(getattr(miner, "inner_optimizer", None), "param_groups", None)
+    return {
+        "outer_step": progress.epoch,
+        "inner_step": progress.inner_step,
+        "loss": progress.loss,
+        "lr": groups[0]["lr"] if groups else None,
+    }
+
+
+def _accumulation(neuron: Any, world_size: int) -> int | None:
+    batch = getattr(neuron, "local_batch_size_train", None)
+    effective = getattr(neuron, "local_batch_size_train_effective", None)
+    return max(effective // (batch * world_size), 1) if batch and effective else None
+
+
+_subnet = Subnet38(shared.Adapter("sn38"))
+
+
+def imported(name: str, module: Any) -> None:
+    """Called by the sitecustomize after one of the watched modules was imported."""
+    if name.endswith(".state_loader"):
+        _subnet.state_loader(module)
+    else:
+        _subnet.base(module)

@@ -1,0 +1,102 @@
+"""Subnet 38's uploads: gated where they begin, and checked where they end."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from miner_guard.attach.adapter import Adapter
+from uploads.decision import GateDecision
+
+_KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
+"""Parameters of all signatures so far: (epoch, batch_size), (epoch, inner_step, batch_size), (epoch, archive=False)."""
+
+_REVISION = re.compile(r"\w+\.\d+\.\d+")
+
+
+class Uploads:
+    """What the miner publishes. The gate is asked on every rank; the worker's exit code is the truth of an upload."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._decision: GateDecision | None = None
+        self._asked = 0
+
+    def gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`start_background_upload`: nothing is gathered, and no error feedback is spent, for what may not go out."""
+        signature = inspect.signature(function)
+        unknown = [
+            name
+            for name, parameter in list(signature.parameters.items())[1:]
+            if name not in _KNOWN and parameter.default is inspect.Parameter.empty
+        ]
+        if unknown or "epoch" not in signature.parameters:
+            self._adapter.degraded(f"{function.__name__}{signature} is not a known signature; uploads are not gated")
+            return function
+
+        @functools.wraps(function)
+        def start(miner: Any, *args: Any, **kwargs: Any) -> Any:
+            self._decision = self._adapter.quiet(self._ask, signature, miner, args, kwargs)
+            if self._decision is not None and not self._decision.allowed:
+                return None
+            with self._adapter.phase("upload"):
+                return function(miner, *args, **kwargs)
+
+        return start
+
+    def _ask(self, signature: inspect.Signature, miner: Any, args: Any, kwargs: Any) -> GateDecision | None:
+        guard = self._adapter.guard
+        if guard is None:
+            self._adapter.degraded("an upload began before the guard did; it is not gated")
+            return None
+        given = signature.bind(miner, *args, **kwargs).arguments
+        progress = miner.local_progress
+        self._asked += 1
+        return guard.may_upload(
+            # The local counters, not `epoch`: rank 0 alone keeps the global one up to date.
+            outer_step=progress.epoch, inner_step=given.get("inner_step", progress.inner_step),
+            kind="archive" if given.get("archive") or paused(miner) else "gradient",
+            loss=progress.loss, question=f"upload {self._asked}",
+        )  # fmt: skip
+
+    def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`upload_model`, in the upload thread: recorded with what really became of it."""
+
+        @functools.wraps(function)
+        def upload(miner: Any, *args: Any, **kwargs: Any) -> Any:
+            guard, decision = self._adapter.guard, self._decision
+            if guard is None:
+                return function(miner, *args, **kwargs)
+            before = getattr(miner, "upload_process", None)
+            with guard.upload(decision or _ungated(miner)) as record:
+                result = function(miner, *args, **kwargs)
+                self._adapter.quiet(self._look, miner, before, result, record)
+                return result
+
+        return upload
+
+    def _look(self, miner: Any, before: Any, result: Any, record: Any) -> None:
+        worker = getattr(miner, "upload_process", None)
+        if worker is not None and worker is not before:
+            # The arguments hold the write keys: the revision is the only one that is ever looked at.
+            words = worker.args if isinstance(worker.args, (list, tuple)) else ()
+            record.tag = next((str(w) for w in words if _REVISION.fullmatch(str(w))), None)
+            if worker.poll() not in (0, None):
+                record.error = f"the upload worker ended with code {worker.returncode}, whatever the miner logs"
+        if result is False:
+            record.error = "the upload was cancelled, the published files may be mixed"
+
+
+def paused(miner: Any) -> bool:
+    """Whether the miner has paused training, as it does for an AllReduce."""
+    active = getattr(miner, "training_active", None)
+    return isinstance(active, threading.Event) and not active.is_set()
+
+
+def _ungated(miner: Any) -> GateDecision:
+    progress = miner.local_progress
+    return GateDecision(True, "gradient", int(progress.epoch or 0), int(progress.inner_step or 0), "not gated")

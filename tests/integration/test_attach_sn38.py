@@ -1,0 +1,181 @@
+"""The unmodified miner under `--attach sn38`: the guard sees it all, and it does what it did before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard import attach
+from miner_guard.rank.flight import FlightReader, Step
+from miner_guard.rank.reports import unpack
+from miner_guard.statedir import StateDir
+from tests import needs
+
+IMITATION = Path(__file__).with_name("imitation")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the imitated miner."""
+
+    folder: Path
+    state: StateDir
+    printed: str
+    code: int
+
+    def reader(self, rank: int = 0) -> FlightReader:
+        return FlightReader(self.state.flight_of(rank))
+
+    def steps(self, rank: int = 0) -> list[Step]:
+        return list(self.reader(rank).steps())
+
+    def entries(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+        return [e for _, e in self.reader(rank).entries() if e["kind"] == kind]
+
+    def findings(self, rank: int = 0) -> list[tuple[str, str]]:
+        return [(e["event"], json.dumps(e["fields"])) for e in self.entries("finding", rank)]
+
+    def published(self) -> dict[str, str]:
+        files = sorted((self.folder / "bucket").glob("*/*"))
+        return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def run(folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int = 0, **env: str) -> Run:
+    """The imitation in `folder`, under torchrun where `ranks` is more than one."""
+    needs.module("torch")
+    folder.mkdir(parents=True)
+    if env.pop("FAIL_UPLOADS", None):
+        (folder / "fail-uploads").touch()
+    state = StateDir(folder / "state")
+    script = str(IMITATION / "neurons" / "miner.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    settings = {"gate": {"min_inner_step": minimum, "broadcast_timeout_s": 20.0}}
+    plain = {**os.environ, "PYTHONPATH": str(IMITATION), "OMP_NUM_THREADS": "1", **env}
+    state.root.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        # It never reads; that it is there keeps the hook from printing by itself.
+        supervisor.bind(str(state.socket))
+        done = subprocess.run(
+            [sys.executable, *torchrun, script],
+            cwd=folder, capture_output=True, text=True, timeout=150, check=False,
+            env={
+                **attach.environment(mode, plain),
+                "_MINER_GUARD_STATE_DIR": str(state.root), "_MINER_GUARD_RANK_SETTINGS": json.dumps(settings),
+            },
+        )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    return Run(folder, state, done.stdout, done.returncode)
+
+
+@pytest.fixture(scope="module")
+def today(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The shape of today on two ranks, with a gate that lets everything through."""
+    return run(tmp_path_factory.mktemp("today") / "run")
+
+
+def test_prints_and_publishes_the_same_with_and_without_the_guard(today: Run, tmp_path: Path) -> None:
+    alone = run(tmp_path / "alone", mode=None)
+    assert not alone.state.flight.exists()
+    assert (today.code, alone.code) == (0, 0)
+    # The upload thread prints when it is done, so the order of its lines is the machine's, not the miner's.
+    assert sorted(today.printed.splitlines()) == sorted(alone.printed.splitlines())
+    assert today.published() == alone.published()
+    assert len(today.published()) >= 4
+
+
+def test_inner_steps_are_seen_on_every_rank_but_not_the_one_inside_the_allreduce(today: Run) -> None:
+    for rank in (0, 1):
+        steps = today.steps(rank)
+        assert [(s.outer_step, s.inner_step) for s in steps] == [(1, n) for n in range(7)]
+        assert all(s.lr == 0.01 for s in steps)
+    printed = [line.rpartition(" ")[2] for line in today.printed.splitlines() if line.startswith("Outer Step")]
+    assert [f"{s.loss:.6f}" for s in today.steps(0)] == printed
+
+
+def test_phases_and_the_sharded_model_are_known(today: Run) -> None:
+    phases = {name for step in today.steps(0) for name in step.phases}
+    assert {"data", "collective", "optimizer", "upload", "load_state"} <= phases
+    rows = unpack([e["report"] for e in today.entries("diagnosis")])
+    assert [(row["rank"], row["world_size"], row["batch_size"]) for row in rows] == [(0, 2, 2), (1, 2, 2)]
+    assert all(row["shard_params"] * 2 >= row["params"] for row in rows)
+    assert {e["kind"] for _, e in today.reader(1).entries()} <= {"cost"}
+
+
+def test_each_upload_is_gated_and_its_end_recorded(today: Run) -> None:
+    decisions = today.entries("decision")
+    assert [(d["outer_step"], d["inner_step"], d["upload_kind"]) for d in decisions] == [
+        (1, 0, "gradient"), (1, 2, "gradient"), (1, 4, "gradient"), (1, 6, "gradient"), (2, 0, "archive"),
+    ]  # fmt: skip
+    finished = [u for u in today.entries("upload") if u["phase"] == "finished"]
+    assert [u["tag"] for u in finished] == ["5.1.0", "5.1.2", "5.1.4", "5.1.6", "5.2.0"]
+    assert [u["decision_id"] for u in finished] == [d["decision_id"] for d in decisions]
+
+
+def test_no_key_of_a_worker_command_line_is_kept(today: Run) -> None:
+    kept = b"".join(f.read_bytes() for f in today.state.root.rglob("*") if f.is_file())
+    assert b"that-leaks" not in kept
+
+
+def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(tmp_path: Path) -> None:
+    guarded = run(tmp_path / "run", minimum=4)
+    assert guarded.code == 0
+    allowed = {(d["inner_step"], d["upload_kind"]): d["allowed"] for d in guarded.entries("decision")}
+    assert allowed == {
+        (0, "gradient"): False, (2, "gradient"): False, (4, "gradient"): True, (6, "gradient"): True,
+        (0, "archive"): True,
+    }  # fmt: skip
+    assert sorted(guarded.published()) == [
+        "gradients-5.1.4-False.pt", "gradients-5.1.6-False.pt", "gradients-5.2.0-True.pt",
+    ]  # fmt: skip
+    assert [s.inner_step for s in guarded.steps(1)] == list(range(7))
+
+
+@pytest.mark.parametrize("shape", ["2025-05", "2025-02"])
+def test_older_shapes_are_followed_too(tmp_path: Path, shape: str) -> None:
+    old = run(tmp_path / "run", ranks=1, minimum=4, SHAPE=shape)
+    assert old.code == 0
+    assert len(old.steps()) == 7
+    decisions = old.entries("decision")
+    assert [(d["inner_step"], d["upload_kind"], d["allowed"]) for d in decisions] == [
+        (0, "gradient", False), (2, "gradient", False), (4, "gradient", True), (6, "gradient", True),
+        (0, "archive", True),
+    ]  # fmt: skip
+    assert old.findings() == []
+
+
+def test_an_unknown_signature_is_named_and_the_miner_goes_on_untouched(tmp_path: Path) -> None:
+    unknown = run(tmp_path / "run", ranks=1, minimum=4, SHAPE="unknown")
+    assert unknown.code == 0
+    assert len(unknown.published()) == 5
+    assert unknown.entries("decision") == []
+    ((event, fields),) = unknown.findings()
+    assert event == "guard_degraded"
+    assert "start_background_upload(self, epoch: 'int', *, shard: 'int') -> 'None' is not a known signature" in fields
+
+
+def test_a_worker_that_fails_is_a_failed_upload_whatever_the_miner_logs(tmp_path: Path) -> None:
+    failing = run(tmp_path / "run", ranks=1, FAIL_UPLOADS="1")
+    assert "Successfully pushed" in failing.printed
+    ends = [u for u in failing.entries("upload") if u["phase"] != "started"]
+    assert {u["phase"] for u in ends} == {"failed"}
+    assert "the upload worker ended with code 3" in ends[0]["error"]
+
+
+def test_a_swallowed_exception_of_the_training_loop_is_an_incident(tmp_path: Path) -> None:
+    failed = run(tmp_path / "run", ranks=1, FAIL_AT="3")
+    assert failed.code == 0, "this is how the miner fails: all ranks exit with 0"
+    ((event, fields),) = failed.findings()
+    assert event == "incident"
+    assert "an illegal memory access was encountered" in fields
+    now = failed.reader().now()
+    assert now is not None
+    assert now.state == "closed"
