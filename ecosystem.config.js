@@ -7,8 +7,9 @@
 const os = require("os");
 const path = require("path");
 const bin = path.join(__dirname, ".venv", "bin");
+const DEMO = [path.join(bin, "python"), "-m", "torch.distributed.run", "--standalone"];
 
-const MINER = [path.join(bin, "torchrun"), "--standalone", "--nproc_per_node=2", "-m", "miner_guard.demo.train"];
+const MINER = [...DEMO, "--nproc_per_node=2", "-m", "miner_guard.demo.train", "--work", ".demo/pm2"];
 
 const log = path.join(process.env.PM2_HOME || path.join(os.homedir(), ".pm2"), "logs", "miner.log");
 

@@ -1,0 +1,127 @@
+"""The real pm2 runs ecosystem.config.js: source 004's greps find what they should, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import needs
+
+pytestmark = pytest.mark.slow
+
+GREPS = ("GPU DIAGNOSTICS", "Step Time", "UPLOAD BLOCKED", "Outer Step:", "Successfully pushed")
+
+
+class Pm2:
+    """A pm2 of its own, with an edited copy of our ecosystem file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.program = needs.tool("pm2")
+        self.state = folder / "state"
+        self.file = folder / "ecosystem.config.js"
+        self.env = {
+            **os.environ,
+            "PM2_HOME": str(folder / "pm2"),
+            "MINER_GUARD_STATE_DIR": str(self.state),
+            "MINER_GUARD_GATE__MIN_INNER_STEP": "4",
+            "MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "5",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def edit(self, miner: list[str]) -> None:
+        """What a person does: one line. (`__dirname` is kept pointing at the repository.)"""
+        text = (needs.REPO / "ecosystem.config.js").read_text()
+        edited, lines = re.subn(r"(?m)^const MINER = .*$", lambda _: f"const MINER = {json.dumps(miner)};", text)
+        assert lines == 1
+        self.file.write_text(edited.replace("__dirname", json.dumps(str(needs.REPO))))
+
+    def __call__(self, *arguments: str) -> str:
+        answer = subprocess.run(
+            [self.program, *arguments], env=self.env, capture_output=True, text=True, timeout=120, cwd=self.file.parent
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        return answer.stdout
+
+    def app(self) -> dict[str, object]:
+        text = self("jlist")
+        apps = json.loads(text[text.index("[") :])
+        return dict(apps[0]["pm2_env"]) if apps else {}
+
+    def logs(self) -> str:
+        return self("logs", "miner", "--nostream", "--lines", "2000")
+
+    def left(self) -> list[str]:
+        """Processes of this test that still run: pm2 has no part in them but its own daemon."""
+        marked = []
+        for process in psutil.process_iter():
+            try:
+                if process.pid != os.getpid() and str(self.state) in process.environ().values():
+                    marked.append(" ".join(process.cmdline()))
+            except (psutil.Error, OSError):
+                continue
+        return [words for words in marked if words and "God Daemon" not in words]
+
+
+@pytest.fixture
+def pm2(tmp_path: Path) -> Iterator[Pm2]:
+    instance = Pm2(tmp_path)
+    yield instance
+    subprocess.run([instance.program, "kill"], env=instance.env, capture_output=True, timeout=120)
+
+
+def _until(what: str, true: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.5)
+
+
+@pytest.mark.timeout(400)
+def test_start_grep_restart_stop_delete(pm2: Pm2, tmp_path: Path) -> None:
+    """Two ranks of the demo miner with small steps, more of them than this test waits for."""
+    pm2.edit([
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m",
+        "miner_guard.demo.train", "--work", str(tmp_path / "work"), "--steps", "100000", "--batch-size", "1",
+        "--effective-batch-size", "2", "--upload-steps", "3", "--inner-steps-per-outer", "1000",
+        "--checkpoint-every", "1000", "--fault", "slow@14",
+    ])  # fmt: skip
+    pm2("start", str(pm2.file))
+    _until("all of source 004's greps", lambda: all(words in pm2.logs() for words in (*GREPS, "SLOW STEP")), 150)
+    warnings = [line for line in pm2.logs().splitlines() if re.search("error|warning", line, re.IGNORECASE)]
+    assert any("UPLOAD BLOCKED: inner_step (3) < minimum (4)" in line for line in warnings)
+
+    pm2("restart", "miner")
+    _until("two starts in the log", lambda: pm2.logs().count("GUARD STARTED") == 2, 60)
+    assert "GUARD STOPPED: exit code 0, SIGINT" in pm2.logs()
+    _until("steps after the restart", lambda: pm2.logs().rsplit("GUARD STARTED", 1)[1].count("Outer Step:") > 2, 90)
+
+    pm2("stop", "miner")
+    assert pm2.app()["status"] == "stopped"
+    _until("nothing left running", lambda: pm2.left() == [], 15)
+    pm2("delete", "miner")
+    assert pm2.app() == {}
+
+
+@pytest.mark.timeout(200)
+def test_a_finished_miner_and_a_bad_setting_are_not_started_again(pm2: Pm2) -> None:
+    pm2.env["MINER_GUARD_MINER__FINITE"] = "true"
+    pm2.edit([sys.executable, "-c", "print('work done')"])
+    pm2("start", str(pm2.file))
+    _until("stopped after it finished", lambda: pm2.app()["status"] == "stopped", 60)
+    assert (pm2.app()["exit_code"], pm2.app()["restart_time"]) == (63, 0)
+    pm2("delete", "miner")
+    pm2.env["MINER_GUARD_GATE__MIN_INNER_STEP"] = "minus one"
+    pm2("start", str(pm2.file))
+    _until("stopped for its configuration", lambda: pm2.app()["status"] == "stopped", 60)
+    assert (pm2.app()["exit_code"], pm2.app()["restart_time"]) == (78, 0)
+    assert "gate.min_inner_step = 'minus one' is not allowed" in pm2.logs()
+    assert pm2.left() == []
