@@ -117,7 +117,8 @@ def _host(host: Part | None) -> str:
 def _uploads(uploads: Part | None) -> str:
     if uploads is None:
         return ""
-    return f"repo {number(uploads.get('repo_age_s'), '.0f', 's')}"
+    age = _part(uploads, "repo").get("age_s")
+    return f"repo {number(age, '.0f', 's')}"
 
 
 def _chain(chain: Part | None) -> str:

@@ -65,6 +65,7 @@ class Assembly:
         self.loop = Loop(self.clock, self._defect)
         self.host = Host(self.log)
         self.relay = Relay(self.loop, self.host.output)
+        self.redactor = Redactor.from_environment(self.env)
         self.emitter = self._emitter()
         self.flights = Flights(request.state, self.run_id, self.log)
         order = Order(
@@ -94,9 +95,8 @@ class Assembly:
 
     def _emitter(self) -> Emitter:
         logs = self.request.config.logs
-        redactor = Redactor.from_environment(self.env)
         jsonl = JsonlSink(self.request.state.log, logs, self._log_trouble)
-        return Emitter(self.clock, self.run_id, redactor, [ConsoleSink(self.relay.say, logs), jsonl])
+        return Emitter(self.clock, self.run_id, self.redactor, [ConsoleSink(self.relay.say, logs), jsonl])
 
     def _log_trouble(self, reason: str | None, lost: int) -> None:
         if reason is not None:
@@ -210,7 +210,9 @@ class Assembly:
         self.status.update(self._document())
 
     def _document(self) -> dict[str, Any]:
-        return {**self.supervisor.document(), **self.host.snapshots()}
+        # The command line may hold a secret, and what a part quotes may too.
+        document: dict[str, Any] = self.redactor.value({**self.supervisor.document(), **self.host.snapshots()})
+        return document
 
     def _take_apart(self) -> None:
         self.host.stop()

@@ -184,7 +184,7 @@ def _status() -> dict[str, Any]:
         "steps": {"steps": 900, "outer_step": 56, "inner_step": 84, "loss": 3.4012, "p50_s": 15.23, "p95_s": 18.0,
                   "goodput": {"training": 0.934, "upload": 0.06}},
         "costs": {"share_pct": 0.12, "budget_pct": 5.0, "guard_blocking_pct": 0.001},
-        "chain": {"block": 7_123_456}, "uploads": {"repo_age_s": 612.3},
+        "chain": {"block": 7_123_456}, "uploads": {"repo": {"age_s": 612.3}},
     }  # fmt: skip
 
 

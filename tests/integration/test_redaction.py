@@ -1,0 +1,80 @@
+"""Secrets planted in the environment, on the command line and in the miner's output are in nothing the guard wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = {
+    "R2_WRITE_SECRET_ACCESS_KEY": "planted-r2-write-secret-0123456789",
+    "AWS_SECRET_ACCESS_KEY": "planted/aws+secret/0123456789abcdef",
+    "HF_TOKEN": "hf_PlantedPlantedPlantedPlanted",
+    "WALLET_PASSWORD": "planted-wallet-password",
+    "MINER_GUARD_ALERTS__URLS": "json://user:planted-alert-password@127.0.0.1:9/",
+    "MINER_GUARD_HTTP__TOKEN": "planted-http-token",
+}
+PRINTED = {
+    "commitment": "0123456789abcdef" * 8,
+    "bearer": "Authorization: Bearer planted.bearer.value",
+    "mnemonic": "mnemonic: " + " ".join(["plant"] * 12),
+    "url": "https://me:planted-url-password@storage.example/x",
+    "flag": "--r2.secret_access_key planted-flag-secret",
+    "named": "api_key = 'planted-named-key'",
+}
+ON_COMMAND_LINE = "--wallet.password=planted-argument-password"
+SECRETS = [
+    *ENVIRONMENT.values(), PRINTED["commitment"], "planted.bearer.value", "plant plant", "planted-url-password",
+    "planted-flag-secret", "planted-named-key", "planted-argument-password", "planted-alert-password",
+]  # fmt: skip
+
+MINER = """
+import os, sys, traceback
+for line in sys.stdin.read().splitlines():
+    print(line, flush=True)
+for name in ("R2_WRITE_SECRET_ACCESS_KEY", "HF_TOKEN"):
+    print(f"using {name}: {os.environ[name]}", flush=True)
+try:
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB with key " + os.environ["AWS_SECRET_ACCESS_KEY"])
+except RuntimeError:
+    traceback.print_exc()
+sys.exit(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Every file of the state directory, and the guard's own console lines, after a run that ended badly."""
+    folder = tmp_path_factory.mktemp("redaction")
+    state, script = folder / "state", folder / "miner.py"
+    script.write_text(f"import io, sys\nsys.stdin = io.StringIO({chr(10).join(PRINTED.values())!r})\n{MINER}")
+    guard = str(Path(sys.executable).with_name("miner-guard"))
+    answer = subprocess.run(
+        [guard, "run", "--no-preflight", "--no-restart", "--state-dir", str(state), "--", sys.executable, str(script),
+         ON_COMMAND_LINE],
+        env={**os.environ, **ENVIRONMENT}, cwd=folder, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert answer.returncode == 1, answer.stderr.decode()
+    own = [line for line in answer.stdout.splitlines() if b"| guard |" in line]
+    files = {str(p.relative_to(state)): p.read_bytes() for p in state.rglob("*") if p.is_file()}
+    assert b"planted-r2-write-secret" in answer.stdout, "the miner's output is relayed unchanged"
+    return {**files, "console": b"\n".join(own)}
+
+
+def test_no_planted_secret_is_in_anything_the_guard_wrote(written: dict[str, bytes]) -> None:
+    found = [(name, secret) for name, data in written.items() for secret in SECRETS if secret.encode() in data]
+    assert found == []
+
+
+def test_what_was_written_still_says_what_happened(written: dict[str, bytes]) -> None:
+    assert b"MINER STARTED" in written["console"]
+    assert b"--wallet.password=[redacted]" in written["console"]
+    events = [json.loads(line) for line in written["guard.jsonl"].splitlines()]
+    assert {"guard_started", "miner_started", "miner_exited", "health_snapshot", "guard_stopped"} <= {
+        event["event"] for event in events
+    }
+    assert json.loads(written["status.json"])
