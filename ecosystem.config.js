@@ -1,5 +1,7 @@
 // pm2 start ecosystem.config.js      runs the demo miner under the guard (once `make demo` has built .venv).
-// For your own miner, edit the line MINER. Everything else here is needed as it is:
+// For your own miner edit the line RUN, as in
+//   const RUN = ["run", "--", "torchrun", "--nproc_per_node=4", "neurons/miner.py", "--netuid", "38"];
+// Everything else here is needed as it is:
 //   treekill false, so that the guard alone is signalled and stops its ranks in order, checkpoints written;
 //   kill_timeout above the guard's own stop_timeout_s (45 s), which is above torchrun's (30 s);
 //   no restart for what a restart can't mend: 63 finished, 64 usage, 69 preflight, 75 crash loop, 78 configuration.
@@ -7,9 +9,8 @@
 const os = require("os");
 const path = require("path");
 const bin = path.join(__dirname, ".venv", "bin");
-const DEMO = [path.join(bin, "python"), "-m", "torch.distributed.run", "--standalone"];
 
-const MINER = [...DEMO, "--nproc_per_node=2", "-m", "miner_guard.demo.train", "--work", ".demo/pm2"];
+const RUN = ["demo"];
 
 const log = path.join(process.env.PM2_HOME || path.join(os.homedir(), ".pm2"), "logs", "miner.log");
 
@@ -20,7 +21,7 @@ module.exports = {
       cwd: __dirname,
       script: path.join(bin, "python"),
       interpreter: "none",
-      args: ["-u", path.join(bin, "miner-guard"), "run", "--name", "miner", "--finished-code", "63", "--", ...MINER],
+      args: ["-u", path.join(bin, "miner-guard"), RUN[0], "--name", "miner", "--finished-code", "63", ...RUN.slice(1)],
       exec_mode: "fork",
       instances: 1,
       treekill: false,

@@ -60,7 +60,7 @@ def guard_toml(cmd: Sequence[str]) -> str:
 def ecosystem(cmd: Sequence[str], name: str) -> str:
     """The pm2 file."""
     guard = Path(sys.executable).with_name("miner-guard")
-    values = {"MINER": list(cmd), "PYTHON": sys.executable, "GUARD": str(guard)}
+    values = {"RUN": ["run", "--", *cmd], "PYTHON": sys.executable, "GUARD": str(guard)}
     return _fill("ecosystem.config.js", {**{k: json.dumps(v) for k, v in values.items()}, "NAME": name})
 
 

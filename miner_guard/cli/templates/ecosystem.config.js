@@ -1,5 +1,5 @@
 // pm2 start ecosystem.config.js      runs the miner under the guard. Written by `miner-guard init`.
-// To change the miner, edit the line MINER. Everything else here is needed as it is:
+// To change the miner, edit the line RUN. Everything else here is needed as it is:
 //   treekill false, so that the guard alone is signalled and stops its ranks in order, checkpoints written;
 //   kill_timeout above the guard's own stop_timeout_s (45 s), which is above torchrun's (30 s);
 //   no restart for what a restart can't mend: 63 finished, 64 usage, 69 preflight, 75 crash loop, 78 configuration.
@@ -8,7 +8,7 @@
 const os = require("os");
 const path = require("path");
 
-const MINER = @MINER@;
+const RUN = @RUN@;
 
 const log = path.join(process.env.PM2_HOME || path.join(os.homedir(), ".pm2"), "logs", "@NAME@.log");
 
@@ -19,7 +19,7 @@ module.exports = {
       cwd: __dirname,
       script: @PYTHON@,
       interpreter: "none",
-      args: ["-u", @GUARD@, "run", "--name", "@NAME@", "--finished-code", "63", "--", ...MINER],
+      args: ["-u", @GUARD@, RUN[0], "--name", "@NAME@", "--finished-code", "63", ...RUN.slice(1)],
       exec_mode: "fork",
       instances: 1,
       treekill: false,
