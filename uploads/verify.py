@@ -1,0 +1,78 @@
+"""Did a push that was reported really arrive? Pure: two looks at the repo and what was reported.
+
+Upstream never checks the exit code of its upload worker: a crashed one still logs `Successfully pushed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from validators.facts import Published
+
+_SLACK_S = 5.0
+"""Server time stamps have whole seconds, and the look itself takes a moment."""
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A push as it was reported."""
+
+    outer_step: int | None
+    inner_step: int | None
+    since_start_s: float
+    """Seconds from the push's beginning to the look after it."""
+
+    tag: str | None = None
+    size_bytes: int | None = None
+    """Of all files, where the reporter knew it."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the look after the push says."""
+
+    verified: bool | None
+    """None: the repo could not be read."""
+
+    detail: str
+
+
+def verify(before: Published | None, after: Published, reported: Reported) -> Verification:
+    """Compare the repo after a push with what was reported, and with the repo before where that is known."""
+    if after.empty:
+        return Verification(False, "the repo is empty")
+    if after.age_s is None:
+        return Verification(None, f"the repo could not be read: {after.reason}")
+    for doubt in (_not_moved(after, reported), _other_steps(after, reported), _same_content(before, after)):
+        if doubt is not None:
+            return Verification(False, doubt)
+    size = "size unknown" if after.size_bytes is None else f"{after.size_bytes} bytes"
+    sum_ = "no checksum" if after.checksum is None else f"checksum {after.checksum[:12]}"
+    return Verification(True, f"gradients {after.age_s:.0f}s old, {size}, {sum_}")
+
+
+def _not_moved(after: Published, reported: Reported) -> str | None:
+    assert after.age_s is not None
+    if after.age_s > reported.since_start_s + _SLACK_S:
+        ages = f"the gradients are {after.age_s:.0f}s old, the push began {reported.since_start_s:.0f}s ago"
+        return f"LastModified did not move: {ages}"
+    if after.size_bytes == 0:
+        return "the gradients file is empty"
+    return None
+
+
+def _other_steps(after: Published, reported: Reported) -> str | None:
+    if None not in (reported.outer_step, after.outer_step) and after.outer_step != reported.outer_step:
+        return f"metadata.json names outer step {after.outer_step}, reported was {reported.outer_step}"
+    # Upstream writes the root metadata last, with the inner step of then: a later one is right, an earlier one is not.
+    if reported.inner_step is not None and after.inner_step is not None and after.inner_step < reported.inner_step:
+        return f"metadata.json names inner step {after.inner_step}, reported was {reported.inner_step}"
+    return None
+
+
+def _same_content(before: Published | None, after: Published) -> str | None:
+    if before is None or before.checksum is None or after.checksum != before.checksum:
+        return None
+    if (before.outer_step, before.inner_step) == (after.outer_step, after.inner_step):
+        return None
+    return f"the gradients did not change: checksum {after.checksum[:12]} as before, under another step"
