@@ -129,8 +129,8 @@ class Supervisor:
             self._launch()
 
     def blame(self, finding: Finding) -> None:
-        """An incident of this launch; the first one is the root, what follows from it is not."""
-        if self._incident is None and finding.event == "incident":
+        """The latest incident of this launch: the part names roots only, and what was survived came before."""
+        if finding.event == "incident":
             self._incident = finding
 
     # --- the life of a launch ---

@@ -1,0 +1,127 @@
+"""`miner-guard explain`: root cause and fixes from any log."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib
+import json as json_module
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, BinaryIO, cast
+
+import typer
+
+from miner_guard.cli.exits import FAILED, USAGE, Refused
+from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
+from miner_guard.clock import SystemClock
+from miner_guard.config import MinerSettings
+from miner_guard.incidents import knowledge, notes
+from miner_guard.incidents.oom import Training
+from miner_guard.incidents.report import Explained, Report, explain
+from miner_guard.redact import Redactor
+
+_GZIP = b"\x1f\x8b"
+_NOTES_SHOWN = 3
+
+
+def command(
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="The log; - or nothing reads stdin.")] = "-",
+    trace: Annotated[bool, typer.Option("--trace", help="FILE holds numbers by step instead of a log.")] = False,
+    note: Annotated[str, typer.Option("--note", help="What helped; shown the next time this label appears.")] = "",
+    config: Config = None,
+    name: Name = DEFAULT_NAME,
+    state_dir: State = None,
+    json: Json = False,
+) -> None:
+    """Root cause and fixes from any log. Exit 1: nothing wrong."""
+    if trace:
+        _trace(file, as_json=json)
+        return
+    place = open_place(config, name, state_dir)
+    report = _read(file, place)
+    known = notes.read(place.state)
+    if json:
+        typer.echo(json_module.dumps(report.as_dict(), indent=1, ensure_ascii=False))
+    else:
+        typer.echo(text(report, known, file))
+    if note:
+        _remember(place, report, note)
+    if report.root is None:
+        raise typer.Exit(FAILED)
+
+
+def _trace(file: str, *, as_json: bool) -> None:
+    """The same for numbers; a module of its own, loaded only when asked for."""
+    module = importlib.import_module("miner_guard.cli.explain_trace")
+    module.explain_trace(file, as_json=as_json)
+
+
+def _read(file: str, place: Place) -> Report:
+    redactor = Redactor.from_environment(os.environ)
+    try:
+        with _opened(file) as log:
+            return explain(log, knowledge.load(), _training(place.settings.config.miner), redactor.text)
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Refused(f"{file} can't be read: {reason}; give a log file, or - for stdin", USAGE) from error
+
+
+@contextlib.contextmanager
+def _opened(file: str) -> Iterator[BinaryIO]:
+    if file == "-":
+        if sys.stdin.isatty():
+            raise Refused("give a log file, or pipe one in: miner-guard explain < miner.log", USAGE)
+        yield sys.stdin.buffer
+        return
+    with Path(file).open("rb") as log:
+        if log.peek(2)[:2] == _GZIP:
+            with gzip.open(log) as unpacked:
+                yield cast(BinaryIO, unpacked)
+        else:
+            yield log
+
+
+def _training(miner: MinerSettings) -> Training:
+    return Training(batch_size=miner.batch_size, effective_batch_size=miner.effective_batch_size)
+
+
+def _remember(place: Place, report: Report, note: str) -> None:
+    if report.root is None:
+        raise Refused("there is nothing to note: this log shows no error", FAILED)
+    try:
+        notes.add(place.state, report.root.label, note, SystemClock())
+    except OSError as error:
+        raise Refused(f"the note can't be stored in {place.state.root}: {error.strerror or error}", FAILED) from error
+
+
+def text(report: Report, known: Mapping[str, Sequence[notes.Note]], file: str) -> str:
+    """The report for people: observed, hypothesis, the one change to make."""
+    root = report.root
+    if root is None:
+        return f"Nothing wrong found in {report.lines} lines."
+    where = f"line {root.line}" + (f", rank {root.ranks[0]}" if len(root.ranks) == 1 else "")
+    rows = [
+        f"ROOT CAUSE {root.label} ({where})",
+        f"  Observed    {root.excerpt}",
+        f"  Hypothesis  {root.cause}",
+        f"  Change      {root.fixes[0]}",
+    ]
+    rows += [f"  If not      {fix}" for fix in root.fixes[1:]]
+    rows += [f"  Helped      {n.text} ({n.when[:10]})" for n in list(known.get(root.label, ()))[:_NOTES_SHOWN]]
+    others = [finding for finding in report.findings if not finding.root]
+    rows += ["", "Also seen:"] if others else []
+    rows += [_other(finding) for finding in others]
+    again = "FILE" if file == "-" else file
+    rows += [
+        "",
+        "Make one change, then look again. Write down what helped:",
+        f'  miner-guard explain {again} --note "…"',
+    ]
+    return "\n".join(rows)
+
+
+def _other(finding: Explained) -> str:
+    return f"  line {finding.line}: {finding.label}: {finding.excerpt[:160]}"

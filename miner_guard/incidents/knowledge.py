@@ -1,0 +1,216 @@
+"""What is known of errors, read from the `*.toml` files beside this module.
+
+A file holds one table per label: `severity`, `restart`, `applies`, `role`, `cause`, `fixes`, `follows`,
+`events` and `patterns`. A pattern matches a line (lower-cased, without colour codes and prefixes) that
+contains one of `has`, none of `not`, and in which `regex` is found. `has` is what makes it cheap: a line
+that holds none of these words is never looked at.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from miner_guard.incidents.wordindex import WordIndex
+
+ROLES = ("cause", "uncaught", "remark", "ending", "symptom")
+"""What a line can be in the course of events, the nearest to the cause first.
+
+`cause` says what broke. `uncaught` is an exception or signal that ended a rank. `remark` is something that
+was tried again. `ending` says how a process ended. `symptom` is what others saw of it.
+"""
+
+RESTARTS = ("transient", "once", "hardware", "config", "never")
+"""What the restart policy may do after this root cause.
+
+`transient`: it may pass by itself; restart with backoff. `once`: try again, but the same label again soon
+means that a restart does not mend it. `hardware`: restart only where the startup checks pass. `config`:
+a person must change something first; a restart can't mend it. `never`: it was asked to stop.
+"""
+
+SEVERITIES = ("info", "warning", "error", "critical")
+APPLIES = ("rank", "node", "job")
+
+
+class BadKnowledge(Exception):
+    """A knowledge file is wrong; the message names file, label and key."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """One way in which a label shows itself in a line."""
+
+    label: str
+    role: str
+    has: tuple[str, ...]
+    excludes: tuple[str, ...]
+    regex: re.Pattern[str] | None
+    frames: tuple[str, ...]
+    """Where given, only the last line of a traceback counts, through a file whose path holds one of these."""
+
+    def matches(self, text: str) -> re.Match[str] | bool:
+        """Whether `text`, lower-cased and cleaned, shows it; the match where there is a regex."""
+        if any(word in text for word in self.excludes):
+            return False
+        return True if self.regex is None else self.regex.search(text) or False
+
+
+@dataclass(frozen=True, eq=False)
+class Benign:
+    """A line that sounds bad and is not."""
+
+    pattern: Pattern
+    cancels: tuple[str, ...]
+    """Labels seen just before that this line takes back."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """One kind of incident."""
+
+    name: str
+    severity: str
+    restart: str
+    applies: str
+    cause: str
+    fixes: tuple[str, ...]
+    follows: frozenset[str]
+    """Labels that this one is a consequence of, where both are seen."""
+
+    events: frozenset[str]
+    """The guard's own events that say the same."""
+
+
+class Knowledge:
+    """All labels and patterns. Immutable; safe from any thread."""
+
+    def __init__(
+        self,
+        labels: Mapping[str, Label],
+        patterns: Sequence[Pattern],
+        benign: Sequence[Benign],
+        triggers: Sequence[bytes],
+    ) -> None:
+        self.labels = labels
+        self.patterns = tuple(patterns)
+        self.benign = tuple(benign)
+        self.triggers = tuple(triggers)
+        """Lower-case words without digits of which every line that can match holds one."""
+
+        self._framed = [p for p in patterns if p.frames]
+        self._index: WordIndex[Pattern | Benign] = WordIndex(
+            [(word, p) for p in patterns if not p.frames for word in p.has]
+            + [(word, b) for b in benign for word in b.pattern.has]
+        )
+        self._order = {entry: n for n, entry in enumerate((*benign, *patterns))}
+
+    def match(self, text: str) -> list[Pattern] | Benign:
+        """What a lower-cased, cleaned line shows: that it is benign, or patterns, one a label, causes first."""
+        found: dict[str, Pattern] = {}
+        for entry in sorted(self._index.find(text), key=self._order.__getitem__):
+            if isinstance(entry, Benign):
+                if entry.pattern.matches(text):
+                    return entry
+            elif entry.label not in found and entry.matches(text):
+                found[entry.label] = entry
+        return sorted(found.values(), key=lambda p: ROLES.index(p.role))
+
+    def match_in(self, frames: str, text: str) -> list[Pattern]:
+        """The patterns that an exception shows by the files of its traceback, where its own words say too little."""
+        return [
+            p for p in self._framed
+            if any(f in frames for f in p.frames) and any(word in text for word in p.has) and p.matches(text)
+        ][:1]  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def load() -> Knowledge:
+    """The knowledge that comes with the program. Raises BadKnowledge."""
+    here = resources.files("miner_guard.incidents")
+    files = sorted((f for f in here.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    return parse({f.name: f.read_text(encoding="utf-8") for f in files})
+
+
+def parse(texts: Mapping[str, str]) -> Knowledge:
+    """Knowledge from TOML documents by file name. Raises BadKnowledge."""
+    labels: dict[str, Label] = {}
+    triggers: list[str] = []
+    patterns: list[Pattern] = []
+    benign: list[Benign] = []
+    for file, text in texts.items():
+        try:
+            document = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise BadKnowledge(f"{file}: not valid TOML: {error}") from error
+        triggers += document.pop("triggers", [])
+        for entry in document.pop("benign", []):
+            where = f"{file}: benign"
+            benign.append(Benign(_pattern(where, "benign", "cause", entry), tuple(entry.get("cancels", ()))))
+        for name, table in document.items():
+            if name in labels:
+                raise BadKnowledge(f"{file}: label {name} is defined twice")
+            labels[name] = _label(f"{file}: {name}", name, table)
+            role = table.get("role", "cause")
+            patterns += [_pattern(f"{file}: {name}", name, role, entry) for entry in table["patterns"]]
+    _check_references(labels, benign)
+    return Knowledge(labels, patterns, benign, _triggers(triggers))
+
+
+def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
+    known = {"severity", "restart", "applies", "role", "cause", "fixes", "follows", "events", "patterns"}
+    if unknown := set(table) - known:
+        raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]}; allowed: {', '.join(sorted(known))}")
+    for key, allowed in (("severity", SEVERITIES), ("restart", RESTARTS), ("applies", APPLIES)):
+        if table.get(key) not in allowed:
+            raise BadKnowledge(f"{where}: {key} is {table.get(key)!r}; allowed: {', '.join(allowed)}")
+    for key in ("cause", "fixes", "patterns"):
+        if not table.get(key):
+            raise BadKnowledge(f"{where}: {key} is missing")
+    return Label(
+        name, table["severity"], table["restart"], table["applies"], table["cause"], tuple(table["fixes"]),
+        frozenset(table.get("follows", ())), frozenset(table.get("events", ())),
+    )  # fmt: skip
+
+
+def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pattern:
+    if unknown := set(entry) - {"has", "not", "regex", "frames", "role", "cancels"}:
+        raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]} in a pattern")
+    has, excludes = tuple(entry.get("has", ())), tuple(entry.get("not", ()))
+    if not has or any(len(word) < 2 for word in has):
+        raise BadKnowledge(f"{where}: a pattern needs `has`, words of two letters at least; it has {has}")
+    if loud := [word for word in (*has, *excludes) if word != word.lower()]:
+        raise BadKnowledge(f"{where}: {loud[0]!r} has capitals; lines are compared in lower case")
+    role = entry.get("role", role)
+    if role not in ROLES:
+        raise BadKnowledge(f"{where}: role is {role!r}; allowed: {', '.join(ROLES)}")
+    try:
+        regex = re.compile(entry["regex"]) if "regex" in entry else None
+    except re.error as error:
+        raise BadKnowledge(f"{where}: regex {entry['regex']!r}: {error}") from error
+    return Pattern(label, role, has, excludes, regex, tuple(entry.get("frames", ())))
+
+
+def _check_references(labels: Mapping[str, Label], benign: Iterable[Benign]) -> None:
+    for label in labels.values():
+        if strangers := label.follows - labels.keys():
+            raise BadKnowledge(f"{label.name}: follows {sorted(strangers)[0]}, which is no label")
+    for entry in benign:
+        if unknown := set(entry.cancels) - labels.keys():
+            raise BadKnowledge(f"benign: cancels {sorted(unknown)[0]}, which is no label")
+
+
+def _triggers(words: Iterable[str]) -> tuple[bytes, ...]:
+    if wrong := [word for word in words if word != word.lower() or re.search(r"[0-9.+-]|^$", word)]:
+        raise BadKnowledge(f"trigger {wrong[0]!r}: lower case, no digits, none of . + -")
+    # A word that contains another one is found by it.
+    return tuple(w.encode() for w in words if not any(other != w and other in w for other in words))

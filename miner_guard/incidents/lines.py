@@ -1,0 +1,58 @@
+"""One line of anybody's log, without what stands before and between its words."""
+
+from __future__ import annotations
+
+import re
+
+MAX_LINE = 16384
+"""Longer lines are looked at in pieces of so many bytes."""
+
+OVERLAP = 1024
+"""Bytes that two pieces of one line share, so that no message is cut in two."""
+
+_ANSI = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
+    r"|\[(?:\d{1,3}(?:;\d{1,3})*)?m(?![a-z])"  # the ESC is often lost on the way
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+_PREFIX = re.compile(
+    r"""
+    (?: \d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[\s|]+    # GitHub, journald, loguru
+      | \[\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?\]\s*
+      | \d{1,3}\|[\w.@-]{1,40}\s*\|\s?                                              # pm2
+      | \[(?:default|rank)\s?(?P<rank_a>\d{1,5})\]:\s?                              # torchrun --tee, torch
+      | \[\d+,(?P<rank_b>\d{1,5})\]<(?:stdout|stderr|stddiag)>:\s?                  # mpirun
+      | (?P<rank_c>\d{1,4}):\s(?=\S)                                                # srun -l
+      | \((?:[\w./:-]+\s+)?pid=\d+(?:,\s*ip=[\d.]+)?\)\s?                           # ray, vLLM
+      | (?:stderr|stdout)\s*[|:]\s?
+      | [\w.-]{1,60}\s+\|\s                                                         # docker compose
+      | \|?\s*(?:\[\w+\]\s*)?rank\s(?P<rank_d>\d{1,5})\s*\|\s?                      # subnet 38
+    )
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_RANK_INSIDE = re.compile(r"\[rank\s?(\d{1,5})\]|\brank:?\s(\d{1,5})\s\|", re.IGNORECASE)
+_MOST_PREFIXES = 5
+
+
+def clean(raw: bytes) -> tuple[int | None, str]:
+    """The rank that a line names in its prefix, and its text; leading blanks after the prefix are kept."""
+    text = _CONTROL.sub("", _ANSI.sub("", raw.decode("utf-8", "replace")))
+    rank: int | None = None
+    for _ in range(_MOST_PREFIXES):
+        prefix = _PREFIX.match(text)
+        if prefix is None:
+            break
+        named = next((value for value in prefix.groups() if value is not None), None)
+        rank = int(named) if named is not None else rank
+        text = text[prefix.end() :]
+    if rank is None and (inside := _RANK_INSIDE.search(text, 0, 400)):
+        rank = int(inside.group(1) or inside.group(2))
+    return rank, text.rstrip()
+
+
+def excerpt(text: str, limit: int = 400) -> str:
+    """The line for people: one blank for many, cut at `limit` characters."""
+    short = " ".join(text.split())
+    return short if len(short) <= limit else short[: limit - 1] + "…"

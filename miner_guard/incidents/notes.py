@@ -1,0 +1,50 @@
+"""What helped last time: notes by label, in the state directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from miner_guard import statedir
+from miner_guard.clock import Clock, iso_utc
+
+_FILE = "explain-notes.json"
+_MOST = 20
+"""Notes kept a label; the oldest go first."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a person wrote down about a label."""
+
+    when: str
+    text: str
+
+
+def read(state: statedir.StateDir) -> Mapping[str, Sequence[Note]]:
+    """All notes, newest first. A damaged file counts as none; `add` sets it aside."""
+    document = statedir.read_json(_path(state))
+    labels = document.get("notes") if isinstance(document, dict) else None
+    if not isinstance(labels, dict):
+        return {}
+    return {
+        label: [Note(str(e.get("when", "")), str(e.get("text", ""))) for e in entries if isinstance(e, dict)]
+        for label, entries in labels.items()
+        if isinstance(entries, list)
+    }
+
+
+def add(state: statedir.StateDir, label: str, text: str, clock: Clock) -> None:
+    """Remember what helped against `label`. Raises OSError where the state directory can't be written."""
+    path = _path(state)
+    if path.exists() and not isinstance(statedir.read_json(path), dict):
+        statedir.set_aside(path)
+    notes = {name: list(entries) for name, entries in read(state).items()}
+    notes[label] = [Note(iso_utc(clock.wall()), text), *notes.get(label, [])][:_MOST]
+    document = {name: [{"when": n.when, "text": n.text} for n in entries] for name, entries in notes.items()}
+    statedir.write_json(path, {"notes": document})
+
+
+def _path(state: statedir.StateDir) -> Path:
+    return state.root / _FILE

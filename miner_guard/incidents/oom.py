@@ -1,0 +1,168 @@
+"""The numbers of an out-of-memory error, and what they say should be tried first.
+
+The words are PyTorch's own, of every version since 0.4 (CUDACachingAllocator.cpp), ROCm's and Apple's included.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_UNITS = {"b": 1, "bytes": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE = r"(\d+(?:\.\d+)?) ?(bytes|[kmgt]i?b|b)\b"
+
+_FIELDS = {
+    "tried": (rf"tried to allocate {_SIZE}", rf"(?:failed|trying|unable) to allocate (?:request for )?{_SIZE}",
+              rf"out of memory allocating {_SIZE}"),
+    "total": (rf"total capac?i?ty of {_SIZE}", rf"{_SIZE} total", rf"max allowed: {_SIZE}"),
+    "free": (rf"of which {_SIZE} is free", rf"{_SIZE} free"),
+    "in_use": (rf"this process has {_SIZE} memory in use",),
+    "allocated": (rf"of the allocated memory {_SIZE} is allocated", rf"{_SIZE} (?:already )?allocated",
+                  rf"mps allocated: {_SIZE}"),
+    "reserved": (rf"{_SIZE} reserved in total", rf"{_SIZE} cached", rf"{_SIZE} reserved(?! by)"),
+    "unallocated": (rf"{_SIZE} is reserved by pytorch but unallocated",),
+    "allowed": (rf"{_SIZE} allowed",),
+}  # fmt: skip
+_PATTERNS = {name: tuple(map(re.compile, texts)) for name, texts in _FIELDS.items()}
+_OTHERS = re.compile(rf"process \d+ has {_SIZE} memory in use")
+_GPU = re.compile(r"(?:gpu|xpu|device)[ :](\d+)")
+
+_NOTABLE_RATIO = 0.1
+"""Shares of the GPU's memory below this explain nothing."""
+
+_ONE_TENSOR_RATIO = 0.25
+"""A single request above this share of the GPU is a matter of one tensor's shape."""
+
+
+@dataclass(frozen=True)
+class Oom:
+    """Numbers of one error, in bytes; None where the message does not say."""
+
+    gpu: int | None
+    tried: int | None
+    total: int | None
+    free: int | None
+    in_use: int | None
+    allocated: int | None
+    reserved: int | None
+    unallocated: int | None
+    allowed: int | None
+    others: int | None
+    """What other processes hold."""
+
+    @property
+    def kind(self) -> str:
+        """`fragmentation`, `others`, `one_tensor`, `capped` or `full`; `unknown` without numbers."""
+        if self.tried is None or self.total is None:
+            return "unknown"
+        if self.unallocated is not None and self.unallocated >= max(self.tried, _NOTABLE_RATIO * self.total):
+            return "fragmentation"
+        if self.others is not None and self.others > _NOTABLE_RATIO * self.total:
+            return "others"
+        if self.allowed is not None and self.free is not None and self.free > self.tried:
+            return "capped"
+        return "one_tensor" if self.tried > _ONE_TENSOR_RATIO * self.total else "full"
+
+
+@dataclass(frozen=True)
+class Training:
+    """The run's settings that a fix can name; None where not known."""
+
+    batch_size: int | None = None
+    effective_batch_size: int | None = None
+    world_size: int | None = None
+
+
+def parse(text: str) -> Oom:
+    """The numbers of a message, in whatever version's words."""
+    low = text.lower()
+    values = {name: _first(patterns, low) for name, patterns in _PATTERNS.items()}
+    if values["unallocated"] is None and values["reserved"] is not None and values["allocated"] is not None:
+        values["unallocated"] = max(0, values["reserved"] - values["allocated"])
+    gpu = _GPU.search(low)
+    listed = [_size(*match) for match in _OTHERS.findall(low)]
+    others = sum(listed) if listed else None
+    if others is None and values["total"] and values["free"] is not None and values["in_use"] is not None:
+        others = max(0, values["total"] - values["free"] - values["in_use"])
+    return Oom(gpu=int(gpu[1]) if gpu else None, others=others, **values)
+
+
+def describe(oom: Oom) -> str:
+    """One sentence with the numbers that are known; empty without any."""
+    parts = [
+        f"{words} {gib(value)}"
+        for words, value in (
+            ("tried to allocate", oom.tried), ("of", oom.total), ("free", oom.free),
+            ("allocated by PyTorch", oom.allocated), ("reserved but unallocated", oom.unallocated),
+            ("other processes", oom.others),
+        )
+        if value is not None
+    ]  # fmt: skip
+    return ", ".join(parts)
+
+
+_MEANING = {
+    "fragmentation": "Memory is free inside PyTorch's cache, but in pieces that are too small: fragmentation.",
+    "others": "Another process holds a large part of this GPU.",
+    "capped": "The GPU has room, but this process is limited to a part of it.",
+    "one_tensor": "One single request is a large part of the GPU: the shape of one tensor.",
+    "full": "The GPU is truly full.",
+    "unknown": "",
+}
+
+
+def meaning(oom: Oom) -> str:
+    """What the numbers say; empty where there are none."""
+    return _MEANING[oom.kind]
+
+
+def fixes(oom: Oom, usual: list[str], training: Training) -> list[str]:
+    """The usual fixes, made concrete by the run's settings, with what the numbers point at put first."""
+    ordered = [_smaller_batch(training) or usual[0], *usual[1:]]
+    first = {
+        "fragmentation": f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {gib(oom.unallocated)} lie reserved "
+        "but in pieces (before torch 2.1: max_split_size_mb:128).",
+        "others": f"End the other process: `nvidia-smi` shows who holds {gib(oom.others)} of GPU "
+        f"{'?' if oom.gpu is None else oom.gpu} (an orphan of an earlier run, or a second miner).",
+        "capped": "Raise or remove the limit (torch.cuda.set_per_process_memory_fraction, --gpu-memory-utilization).",
+        "one_tensor": f"Find the tensor of {gib(oom.tried)}: shorten the sequence, compute the loss over logits in "
+        "chunks, or use flash attention, so that no such tensor is made.",
+    }.get(oom.kind)
+    if first is None:
+        return ordered
+    return [first, *(fix for fix in ordered if not (oom.kind == "others" and "nvidia-smi" in fix))]
+
+
+def _smaller_batch(training: Training) -> str | None:
+    batch, effective = training.batch_size, training.effective_batch_size
+    if batch is None:
+        return None
+    if batch == 1:
+        return "The micro-batch is 1 already: turn on gradient checkpointing, or shorten the sequence."
+    smaller = batch // 2
+    if effective is None:
+        return f"Lower the micro-batch from {batch} to {smaller}, and double gradient accumulation."
+    ranks = training.world_size or 1
+    before, after = effective // (batch * ranks), effective // (smaller * ranks)
+    return (
+        f"Lower the micro-batch from {batch} to {smaller}: gradient accumulation goes from {before} to {after}, "
+        f"the effective batch stays {effective}."
+    )
+
+
+def gib(value: int | None) -> str:
+    """`3.15 GiB`, `512 MiB`."""
+    if value is None:
+        return "unknown"
+    return f"{value / (1 << 30):.2f} GiB" if value >= 1 << 30 else f"{value / (1 << 20):.0f} MiB"
+
+
+def _first(patterns: tuple[re.Pattern[str], ...], text: str) -> int | None:
+    for pattern in patterns:
+        if match := pattern.search(text):
+            return _size(match[1], match[2])
+    return None
+
+
+def _size(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS["bytes" if unit == "bytes" else unit[0]])

@@ -1,0 +1,100 @@
+"""A whole log explained: one pass, flat memory, an answer to anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from miner_guard.incidents import oom
+from miner_guard.incidents.case import Case, Incident
+from miner_guard.incidents.knowledge import Knowledge
+from miner_guard.incidents.scanner import Scanner
+
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One label of a log, in words for people."""
+
+    label: str
+    severity: str
+    restart: str
+    line: int
+    excerpt: str
+    cause: str
+    fixes: tuple[str, ...]
+    count: int
+    ranks: tuple[int, ...]
+    root: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `explain --json` gives it."""
+        return {
+            "label": self.label, "line": self.line, "excerpt": self.excerpt, "cause": self.cause,
+            "fixes": list(self.fixes), "root": self.root,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a log says went wrong."""
+
+    findings: tuple[Explained, ...]
+    lines: int
+    size: int
+    """Bytes."""
+
+    @property
+    def root(self) -> Explained | None:
+        """The cause of the others; None where nothing is wrong."""
+        return next((finding for finding in self.findings if finding.root), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `explain --json` gives it."""
+        return {
+            "root_cause": None if self.root is None else self.root.label,
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+
+def explain(log: BinaryIO, knowledge: Knowledge, training: oom.Training, redact: Callable[[str], str] = str) -> Report:
+    """Read `log` to its end. Raises OSError where it can't be read, nothing else."""
+    scanner, case, size = Scanner(knowledge), Case(knowledge), 0
+    while chunk := log.read(_CHUNK):
+        size += len(chunk)
+        case.add(scanner.feed(chunk))
+    case.add(scanner.finish())
+    found = [in_words(incident, knowledge, training, redact) for incident in case.incidents(scanner.line)]
+    return Report(tuple(found), scanner.line, size)
+
+
+def in_words(
+    incident: Incident, knowledge: Knowledge, training: oom.Training, redact: Callable[[str], str] = str
+) -> Explained:
+    """Cause and fixes of one incident, with its own numbers in them."""
+    label, sighting = knowledge.labels[incident.label], incident.first
+    cause, fixes = label.cause, list(label.fixes)
+    if incident.label == "cuda_oom":
+        cause, fixes = _out_of_memory(incident, cause, fixes, training)
+    return Explained(
+        incident.label, label.severity, label.restart, sighting.line, redact(sighting.text),
+        f"{cause}{_where(incident)}", tuple(fixes), incident.count, tuple(incident.ranks), incident.root,
+    )  # fmt: skip
+
+
+def _out_of_memory(incident: Incident, cause: str, fixes: list[str], training: oom.Training) -> tuple[str, list[str]]:
+    told = [oom.parse(f"{s.text} {s.more}") for s in (incident.first, *incident.kept)]
+    numbers = next((numbers for numbers in told if numbers.kind != "unknown"), told[0])
+    said = oom.describe(numbers)
+    parts = [cause, f"It {said}." if said else "", oom.meaning(numbers)]
+    return " ".join(part for part in parts if part), oom.fixes(numbers, fixes, training)
+
+
+def _where(incident: Incident) -> str:
+    ranks = ", ".join(map(str, incident.ranks[:8])) + ("…" if len(incident.ranks) > 8 else "")
+    seen = f"seen {incident.count} times" if incident.count > 1 else ""
+    on = f"on rank {ranks}" if len(incident.ranks) == 1 else f"on ranks {ranks}" if ranks else ""
+    words = " ".join(part for part in (seen, on) if part)
+    return f" ({words})" if words else ""

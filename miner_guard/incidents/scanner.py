@@ -1,0 +1,234 @@
+"""From raw bytes to sightings, in one pass and with bounded memory.
+
+The same bytes give the same sightings however they are cut. A miner prints the same lines over and over
+with other numbers: lines are compared without their numbers, and only a new shape is searched for the
+words that every known error holds. Only lines with such a word are looked at one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Union
+
+from miner_guard.incidents.knowledge import Benign, Knowledge, Pattern
+from miner_guard.incidents.lines import MAX_LINE, OVERLAP, clean, excerpt
+
+_EXCEPTION = re.compile(
+    r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
+    r"|[A-Z]\w*(?:Error|Exception)\w*)(?::\s|\s*$|:$|\()"
+)
+_IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*)(?::\s|$)")
+"""An exception whose name does not say so, such as `queue.Empty`."""
+
+_FRAME = re.compile(r'file "([^"]+)", line \d')
+_TRACEBACK = "traceback (most recent call last)"
+_TRIED_AGAIN = re.compile(
+    r"\bretry|\bretries\b|retrying|will try again|trying again|reconnect|attempt \d+ ?(?:/|of) ?\d+"
+    r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
+)
+_NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
+_LAUNCHERS = frozenset({"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"})
+_LOWER = bytes(range(256)).lower()
+_NUMBERS = b"0123456789+-."
+_MOST_SHAPES = 4096
+_LONGEST_SHAPE = 1024
+_MOST_STREAMS = 256
+_TRACEBACK_LINES = 2000
+"""A traceback that is still open after so many lines was cut off."""
+
+_MOST_FRAMES = 8192
+"""Characters kept of the paths in one traceback."""
+
+_TAIL_LINES = 3
+"""Lines after an out-of-memory error in which its numbers may stand."""
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A line that shows a label."""
+
+    label: str
+    role: str
+    line: int
+    """From 1, as an editor counts."""
+
+    text: str
+    rank: int | None
+    more: str = ""
+    """The lines after it, where the message goes on there."""
+
+
+@dataclass(frozen=True)
+class Retraction:
+    """A line that takes back what was seen just before: the program coped with it."""
+
+    labels: tuple[str, ...]
+    line: int
+
+
+@dataclass
+class _Traceback:
+    line: int
+    frames: str = ""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    name: str
+    frames: str
+
+
+_UNCAUGHT = Pattern("code_bug", "uncaught", (), (), None, ())
+_LAUNCHED = Pattern("code_bug", "symptom", (), (), None, ())
+
+Seen = Union[Sighting, Retraction]
+
+
+class Scanner:
+    """Feed it a log in pieces of any size."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._knowledge = knowledge
+        self._carry = b""
+        self._open: dict[int | None, _Traceback] = {}
+        self._tail: Sighting | None = None
+        self._tail_line = 0
+        self._quiet: set[bytes] = set()
+        """Shapes of lines that hold none of the words."""
+
+        self.line = 1
+        """The line that comes next."""
+
+    def feed(self, chunk: bytes) -> list[Seen]:
+        """What the next piece of the log shows, as far as its lines are complete."""
+        data = self._carry + chunk if self._carry else chunk
+        cut = data.rfind(b"\n") + 1
+        seen = self._block(data[:cut]) if cut else []
+        *complete, self._carry = _pieces(data[cut:])
+        for piece in complete:
+            seen += self._block(piece)
+        return seen
+
+    def finish(self) -> list[Seen]:
+        """What an unfinished last line shows. A traceback that the log breaks off in counts as a symptom."""
+        rest, self._carry = self._carry, b""
+        seen = self._block(rest)
+        cut_off = {rank: t.line for rank, t in self._open.items() if self.line - t.line < _TRACEBACK_LINES}
+        if cut_off:
+            rank = max(cut_off, key=cut_off.__getitem__)
+            seen.append(Sighting("code_bug", "symptom", cut_off[rank], "a traceback that the log breaks off in", rank))
+        return seen
+
+    def _block(self, block: bytes) -> list[Seen]:
+        """Look at whole lines. The text after the last newline is a piece of a line whose number stays the same."""
+        seen: list[Seen] = []
+        shapes = block.translate(_LOWER, _NUMBERS).split(b"\n")
+        hits = self._hits(shapes)
+        wanted = hits | self._tails(shapes, hits)
+        if wanted:
+            lines = block.split(b"\n")
+            for index in sorted(wanted):
+                self._go_on(lines[index], self.line + index, seen)
+                if index in hits:
+                    self._line(lines[index], self.line + index, seen)
+        self.line += len(shapes) - 1
+        return seen
+
+    def _hits(self, shapes: list[bytes]) -> set[int]:
+        """Which of the lines hold one of the words."""
+        new = set(shapes) - self._quiet
+        if not new:
+            return set()
+        together = b"\n".join(new)
+        words = [word for word in self._knowledge.triggers if word in together]
+        loud = {shape for shape in new if any(word in shape for word in words)}
+        self._remember(new - loud)
+        return {index for index, shape in enumerate(shapes) if shape in loud} if loud else set()
+
+    def _remember(self, quiet: set[bytes]) -> None:
+        if len(self._quiet) > _MOST_SHAPES:
+            self._quiet.clear()
+        self._quiet.update(shape for shape in islice(quiet, _MOST_SHAPES) if len(shape) <= _LONGEST_SHAPE)
+
+    def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
+        """Which lines may go on with an out-of-memory message."""
+        starts = {index for index in hits if b"out of memory" in shapes[index]} | ({-1} if self._tail else set())
+        return {index for start in starts for index in range(start + 1, min(start + 1 + _TAIL_LINES, len(shapes)))}
+
+    def _line(self, line: bytes, number: int, seen: list[Seen]) -> None:
+        pieces = [piece for part in _pieces(line) for piece in part.split(b"\r") if piece]
+        for piece in pieces:
+            if len(pieces) == 1 or self._is_loud(piece.translate(_LOWER, _NUMBERS)):
+                self._piece(piece, number, seen)
+
+    def _is_loud(self, shape: bytes) -> bool:
+        return any(word in shape for word in self._knowledge.triggers)
+
+    def _piece(self, raw: bytes, number: int, seen: list[Seen]) -> None:
+        rank, text = clean(raw)
+        lowered = text.lower()
+        self._follow(rank, lowered, number)
+        matches = self._knowledge.match(lowered)
+        if isinstance(matches, Benign):
+            if matches.cancels:
+                seen.append(Retraction(matches.cancels, number))
+            return
+        ended = self._ends(text, number, rank)
+        if ended is not None and not matches:
+            matches = self._knowledge.match_in(ended.frames, lowered) or self._unknown(ended.name)
+        again = bool(matches) and _TRIED_AGAIN.search(lowered) is not None
+        for pattern in matches:
+            role = "remark" if again and pattern.role == "cause" else pattern.role
+            sighting = Sighting(pattern.label, role, number, excerpt(text), rank)
+            seen.append(sighting)
+            if pattern.label == "cuda_oom" and "total" not in lowered:
+                self._tail = sighting
+
+    def _go_on(self, line: bytes, number: int, seen: list[Seen]) -> None:
+        """Add a line to the message that goes on in it."""
+        sighting = self._tail
+        if sighting is None or number <= max(sighting.line, self._tail_line) or not line.strip():
+            return
+        self._tail_line = number
+        if number > sighting.line + _TAIL_LINES:
+            self._tail = None
+            return
+        self._tail = replace(sighting, more=excerpt(f"{sighting.more} {clean(line[:MAX_LINE])[1]}"))
+        seen.append(self._tail)
+
+    def _follow(self, rank: int | None, lowered: str, number: int) -> None:
+        """Keep track of the traceback that this rank prints; a log may begin in the middle of one."""
+        starts, frame = _TRACEBACK in lowered, _FRAME.search(lowered)
+        opened = self._open.get(rank)
+        if (starts or (frame and opened is None)) and (opened is not None or len(self._open) < _MOST_STREAMS):
+            self._open[rank] = opened = _Traceback(number)
+        if frame and opened is not None and len(opened.frames) < _MOST_FRAMES:
+            opened.frames += frame[1] + " "
+
+    def _ends(self, text: str, number: int, rank: int | None) -> _Ended | None:
+        """The exception that this line ends a traceback with, or names without one."""
+        opened = self._open.get(rank)
+        inside = opened is not None and 0 < number - opened.line < _TRACEBACK_LINES
+        match = _EXCEPTION.match(text) or (_IN_TRACEBACK.match(text) if inside else None)
+        if match is None:
+            return None
+        self._open.pop(rank, None)
+        return _Ended(match["name"], opened.frames if inside and opened is not None else "")
+
+    def _unknown(self, name: str) -> list[Pattern]:
+        """A fault of the program: what an exception is where nothing else is known of it."""
+        if name in _NOT_A_FAULT:
+            return []
+        return [_LAUNCHED if name in _LAUNCHERS else _UNCAUGHT]
+
+
+def _pieces(line: bytes) -> Iterator[bytes]:
+    """A line in pieces that overlap; where they are cut depends on the line alone, not on how it arrived."""
+    start = 0
+    while len(line) - start > MAX_LINE:
+        yield line[start : start + MAX_LINE]
+        start += MAX_LINE - OVERLAP
+    yield line[start:]

@@ -1,0 +1,162 @@
+"""Incidents: what the miner's output says went wrong, named once, by its root cause."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from miner_guard import statedir
+from miner_guard.clock import iso_utc
+from miner_guard.events import Finding, found
+from miner_guard.incidents import knowledge, report
+from miner_guard.incidents.case import Case, Incident
+from miner_guard.incidents.oom import Training
+from miner_guard.incidents.report import Explained
+from miner_guard.incidents.scanner import Scanner
+from miner_guard.rank.flight import Now
+from miner_guard.redact import Redactor
+from miner_guard.supervisor.parts import Context, Exit, Launch, Part
+
+SETTLE_S = 2.0
+"""Quiet for so long: the cascade is complete, its root can be named."""
+
+LONGEST_S = 10.0
+"""Named after so long at the latest, while further lines still come."""
+
+EPISODE_S = 120.0
+"""What comes later than this is an incident of its own, unless it is only a symptom."""
+
+SYMPTOMS_S = 3600.0
+"""Ranks wait for as long as their collective's timeout before they notice that one is gone."""
+
+COOLDOWN_S = 900.0
+"""The same label within one launch is not said again sooner."""
+
+_OUTPUT_TAIL = 64 * 1024
+
+
+class Incidents(Part):
+    """Feeds the output to a scanner and says what it makes of it."""
+
+    name = "incidents"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._knowledge = knowledge.load()
+        self._redactor = Redactor.from_environment(os.environ)
+        miner = context.config.miner
+        self._training = Training(miner.batch_size, miner.effective_batch_size)
+        self._counts: Counter[str] = Counter()
+        self._latest: Explained | None = None
+        self._events: dict[str, float] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._scanner, self._case = Scanner(self._knowledge), Case(self._knowledge)
+        self._tail = b""
+        self._first_s: float | None = None
+        self._last_s = self._named_s = float("-inf")
+        self._said: dict[str, float] = {}
+        self._root: Explained | None = None
+        self._stopping = False
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._begin()
+        return ()
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") == "training":
+            self._training = Training(
+                entry.get("batch_size"), entry.get("effective_batch_size"), entry.get("world_size")
+            )
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        if not self.context.config.logs.classify:
+            return ()
+        self._tail = (self._tail + chunk)[-_OUTPUT_TAIL:]
+        seen = self._scanner.feed(chunk)
+        if seen:
+            now = self.context.clock.monotonic()
+            if self._first_s is None and now - self._last_s > EPISODE_S:
+                self._case = Case(self._knowledge)
+            self._first_s = now if self._first_s is None else self._first_s
+            self._last_s = now
+            self._case.add(seen)
+        return ()
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        self._events[finding.event] = self.context.clock.monotonic()
+        if finding.event == "miner_stopping":
+            self._stopping = True
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if self._first_s is None or (now - self._last_s < SETTLE_S and now - self._first_s < LONGEST_S):
+            return ()
+        return self._name(now)
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        now = self.context.clock.monotonic()
+        self._case.add(self._scanner.finish())
+        return () if end.asked or end.finished else self._name(now)
+
+    def root_cause(self) -> Explained | None:
+        """What the latest incident of this launch was; None where nothing was seen."""
+        return self._root
+
+    def _name(self, now: float) -> Iterable[Finding]:
+        """Say the root of what was seen, unless it was said."""
+        self._first_s = None
+        root = next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
+        if self._stopping or root is None or self._is_known(root, now):
+            return ()
+        self._root = self._latest = explained = report.in_words(
+            root, self._knowledge, self._training, self._redactor.text
+        )
+        self._said[root.label] = self._named_s = now
+        self._counts[root.label] += 1
+        return [self._finding(explained, root)]
+
+    def _is_known(self, root: Incident, now: float) -> bool:
+        label = self._knowledge.labels[root.label]
+        said = self._said.get(root.label)
+        if said is not None and now - said < COOLDOWN_S:
+            return True
+        if root.first.role in ("symptom", "ending") and self._root is not None and now - self._named_s < SYMPTOMS_S:
+            return True
+        return any(now - self._events.get(event, float("-inf")) < EPISODE_S for event in label.events)
+
+    def _finding(self, explained: Explained, root: Incident) -> Finding:
+        folder = self.context.state.incidents / f"{self._stamp()}-{explained.label}"
+        story = {**explained.as_dict(), "count": explained.count, "ranks": list(explained.ranks)}
+        output = self._tail
+        self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
+        return found(
+            "incident", rank=explained.ranks[0] if len(explained.ranks) == 1 else None, level=explained.severity,
+            label=explained.label, cause=explained.cause, fix=explained.fixes[0], fixes=list(explained.fixes),
+            excerpt=explained.excerpt, restart=explained.restart, ranks=list(explained.ranks), evidence=str(folder),
+        )  # fmt: skip
+
+    def _stamp(self) -> str:
+        return iso_utc(self.context.clock.wall())[:19].replace(":", "").replace("-", "")
+
+    def _store(self, folder: Any, story: Mapping[str, Any], output: bytes) -> None:
+        """In a job's thread."""
+        try:
+            statedir.write_json(folder / "incident.json", {**story, "status": dict(self.context.status())})
+            statedir.write_atomic(folder / "output.log", self._redactor.text(output.decode("utf-8", "replace")))
+        except OSError as error:
+            what = f"the evidence of {story['label']} could not be stored: {error.strerror or error}"
+            self.context.emit(found("guard_degraded", what=what))
+
+    def snapshot(self) -> Mapping[str, Any]:
+        latest = self._latest
+        return {
+            "classify": self.context.config.logs.classify,
+            "root_cause": None if self._root is None else self._root.label,
+            "latest": None if latest is None else {**latest.as_dict(), "restart": latest.restart},
+            "counts": dict(self._counts),
+        }

@@ -1,0 +1,24 @@
+"""One log through scanner and case, whole or in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from miner_guard.incidents import knowledge
+from miner_guard.incidents.case import Case, Incident
+from miner_guard.incidents.scanner import Scanner
+
+
+def incidents(log: bytes | Iterable[bytes]) -> list[Incident]:
+    """The incidents of a log, given whole or in pieces."""
+    scanner, case = Scanner(knowledge.load()), Case(knowledge.load())
+    for chunk in [log] if isinstance(log, bytes) else log:
+        case.add(scanner.feed(chunk))
+    case.add(scanner.finish())
+    return case.incidents(scanner.line)
+
+
+def root(log: str | bytes) -> str | None:
+    """The root's label, None where nothing is wrong."""
+    found = incidents(log if isinstance(log, bytes) else log.encode())
+    return next((incident.label for incident in found if incident.root), None)

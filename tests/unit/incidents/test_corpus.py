@@ -1,0 +1,33 @@
+"""The corpus beside the repository: real excerpts, each with its root cause. Prints the confusion table."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from tests import needs
+from tests.unit.incidents.helpers import root
+
+BENIGN = "BENIGN"
+
+
+def test_root_causes_of_the_corpus_and_silence_on_the_benign() -> None:
+    """Guards against a pattern that mends one label and breaks another."""
+    rows = [json.loads(line) for line in needs.corpus("incidents.jsonl").read_text(encoding="utf-8").splitlines()]
+    pairs = Counter((row["label"], root(row["text"]) or BENIGN) for row in rows)
+    print(confusion(pairs))
+    faults = sum(n for (label, _), n in pairs.items() if label != BENIGN)
+    right = sum(n for (label, answer), n in pairs.items() if label != BENIGN and label == answer)
+    flagged = sum(n for (label, answer), n in pairs.items() if label == BENIGN and answer != BENIGN)
+    assert right / faults >= 0.95
+    assert flagged <= 1
+
+
+def confusion(pairs: Counter[tuple[str, str]]) -> str:
+    """One row a label: excerpts, how many were named right, and what the others were taken for."""
+    rows = [f"{'label':28} {'n':>4} {'right':>5}  taken for"]
+    for label in sorted({label for label, _ in pairs}):
+        answers = {answer: n for (name, answer), n in pairs.items() if name == label}
+        wrong = ", ".join(f"{answer} {n}" for answer, n in sorted(answers.items()) if answer != label)
+        rows.append(f"{label:28} {sum(answers.values()):4} {answers.get(label, 0):5}  {wrong}")
+    return "\n".join(rows)

@@ -1,0 +1,62 @@
+"""The knowledge files: complete, checked at load, and with messages that say what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from miner_guard.incidents import knowledge
+from miner_guard.incidents.knowledge import BadKnowledge
+
+GOOD = """
+triggers = ["boom"]
+[broken]
+severity = "error"
+restart = "once"
+applies = "rank"
+cause = "It broke."
+fixes = ["Mend it."]
+patterns = [{ has = ["boom"], regex = 'boom \\d' }]
+"""
+
+
+def test_every_label_has_a_cause_fixes_and_a_class_for_the_restart_policy() -> None:
+    for label in knowledge.load().labels.values():
+        assert label.cause.endswith("."), label.name
+        assert label.fixes, label.name
+        assert label.restart in knowledge.RESTARTS
+
+
+def test_corpus_and_subnet_labels_are_all_there() -> None:
+    assert {
+        "cuda_oom", "host_oom_kill", "user_interrupt", "hub_or_storage_unavailable", "gpu_hardware",
+        "cuda_device_assert", "cuda_unavailable", "version_mismatch", "nccl_timeout", "port_in_use", "nccl_network_error", "hf_auth",
+        "cuda_illegal_memory_access", "storage_access_denied", "nan_loss", "code_bug", "hf_rate_limit", "clock_skew",
+        "disk_full", "state_dict_mismatch", "rendezvous_timeout", "dataset_fetch_failed", "too_many_open_files",
+        "shm_exhausted", "chain_unreachable", "wallet_permission", "dht_unreachable", "hotkey_not_registered",
+        "training_loop_failed", "upload_failed", "upload_worker_died", "upload_cancelled", "allreduce_failed",
+        "state_load_failed", "chain_frozen", "collective_desync",
+    } <= knowledge.load().labels.keys()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('restart = "once"', 'restart = "maybe"', "restart is 'maybe'; allowed: transient"),
+        ('cause = "It broke."', "", "cause is missing"),
+        ('has = ["boom"]', 'has = ["Boom"]', "'Boom' has capitals"),
+        ("boom \\d", "boom (", "regex 'boom ('"),
+        ('severity = "error"', 'severity = "error"\nfollows = ["nobody"]', "follows nobody, which is no label"),
+        ('severity = "error"', 'severity = "error"\ncolour = "red"', "unknown key colour"),
+        ('triggers = ["boom"]', 'triggers = ["boom 1"]', "no digits"),
+        ("[broken]", "[broken", "not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place(old: str, new: str, message: str) -> None:
+    with pytest.raises(BadKnowledge, match=message.replace("(", r"\(")) as refused:
+        knowledge.parse({"mine.toml": GOOD.replace(old, new)})
+    assert "mine.toml" in str(refused.value) or "broken" in str(refused.value) or "trigger" in str(refused.value)
+
+
+def test_a_label_defined_in_two_files_is_refused() -> None:
+    with pytest.raises(BadKnowledge, match="defined twice"):
+        knowledge.parse({"a.toml": GOOD, "b.toml": GOOD})

@@ -1,0 +1,91 @@
+"""The scanner gives the same answer however the bytes are cut, and an answer to any bytes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tracemalloc
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miner_guard.incidents import knowledge
+from miner_guard.incidents.scanner import Scanner, Seen
+from tests.unit.incidents.helpers import incidents, root
+
+CASCADE = b"""\
+[rank0]: step 10 loss 3.4
+[rank3]: Traceback (most recent call last):
+[rank3]:   File "/srv/miner/train.py", line 88, in step
+[rank3]:     loss.backward()
+[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
+[rank3]: (GPU 3; 23.68 GiB total capacity; 20.1 GiB already allocated; 1.2 GiB free; 20.4 GiB reserved in total)
+[rank0]:[E1 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)
+\x1b[31m0|miner  | [rank1]: RuntimeError: [1] is setting up NCCL communicator, connection closed by peer\x1b[0m
+progress  10%|#         | 1/10\rprogress  20%|##        | 2/10\rprogress 30%
+E0611 failed (exitcode: -9) local_rank: 0 (pid: 3766727) of binary: /opt/venv/bin/python
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+
+
+def seen_of(pieces: list[bytes]) -> list[Seen]:
+    scanner = Scanner(knowledge.load())
+    seen = [item for piece in pieces for item in scanner.feed(piece)]
+    return seen + scanner.finish()
+
+
+def cut(data: bytes, at: list[int]) -> list[bytes]:
+    edges = [0, *sorted(min(a, len(data)) for a in at), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, len(CASCADE)), max_size=12))
+def test_where_the_output_is_cut_changes_nothing(at: list[int]) -> None:
+    assert seen_of(cut(CASCADE, at)) == seen_of([CASCADE])
+
+
+def test_byte_by_byte_is_the_same_as_whole() -> None:
+    assert seen_of([CASCADE[i : i + 1] for i in range(len(CASCADE))]) == seen_of([CASCADE])
+
+
+def test_a_line_longer_than_any_chunk_is_the_same_in_pieces() -> None:
+    """A line of megabytes is looked at in pieces that lie where they lie, not where chunks happen to end."""
+    chance = random.Random(7)
+    filler = bytes(chance.choices(b"abcdefgh ", k=50_000))
+    line = filler + b" RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB " + filler + b"\nnext\n"
+    whole = seen_of([line])
+    assert {getattr(item, "label", None) for item in whole} == {"cuda_oom"}
+    for size in (1000, 4096, 16384, 16385, 65536):
+        assert seen_of([line[i : i + size] for i in range(0, len(line), size)]) == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=3000))
+def test_any_bytes_get_an_answer(data: bytes) -> None:
+    incidents(data)
+
+
+def test_memory_stays_flat_over_a_log_without_newlines_and_over_ever_new_lines() -> None:
+    chance = random.Random(3)
+    block = bytes(chance.choices(b"abcdefghijklmnopqrstuvwxyz", k=65536))
+    scanner = Scanner(knowledge.load())
+    scanner.feed(block)
+    tracemalloc.start()
+    for _ in range(8):
+        scanner.feed(block)
+    for number in range(500):
+        scanner.feed(f"error in part {chance.random()} {'x' * (number % 97)} {chance.choice('abcdef')}\n".encode())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+def test_lines_are_counted_as_an_editor_counts() -> None:
+    log = b"one\ntwo\r\nthree\rstill three\nOSError: [Errno 28] No space left on device\n"
+    assert [i.first.line for i in incidents(log)] == [4]
+
+
+def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
+    """A line is only looked at where it holds a trigger word; each literal that can stand alone must bring one."""
+    assert root("GPU 0000:91:00.0: GPU has fallen off the bus.") == "gpu_hardware"
