@@ -46,6 +46,9 @@ class MinerSettings:
     attach: Literal["sn38", "auto", "log"] | None = None
     """Hook an unmodified miner: `sn38`, `auto` (any script), `log` (read its lines only). None: it calls the hook."""
 
+    log_patterns: tuple[str, ...] = ()
+    """`attach = "log"`: regular expressions of your own step lines, with the groups of attach/patterns.toml."""
+
     finite: bool = False
     """True: an exit code of 0 means that the work is finished, also without `guard.close(finished=True)`."""
 

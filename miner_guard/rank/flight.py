@@ -105,7 +105,10 @@ def process_start(pid: int) -> int:
 class FlightWriter:
     """The rank's side. Nothing here blocks; only the constructor makes system calls and may raise OSError."""
 
-    def __init__(self, path: Path, *, rank: int, local_rank: int, world_size: int, run_id: str) -> None:
+    def __init__(
+        self, path: Path, *, rank: int, local_rank: int, world_size: int, run_id: str, pid: int | None = None
+    ) -> None:
+        """`pid`: whose record it is, where that is not this process. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
@@ -116,7 +119,7 @@ class FlightWriter:
         except OSError:
             draft.unlink(missing_ok=True)
             raise
-        pid = os.getpid()
+        pid = os.getpid() if pid is None else pid
         layout.IDENTITY.pack_into(
             self._map, layout.IDENTITY_OFFSET, layout.MAGIC, layout.VERSION, pid, rank, local_rank, world_size,
             process_start(pid), run_id.encode()[:16], time.time(),

@@ -1,0 +1,141 @@
+"""Steps and pushes out of log lines, for a miner that can't be hooked. Pure: arrival times are handed in.
+
+A line says that a step has ended (or, with micro-batches, how far it is); how long it took is what the line
+says itself, else the time since the line before, shared by the steps between them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_LONGEST_LINE = 2000
+_REMEMBERED = 16
+"""Steps that a repeated line (another rank, a second handler) is recognised by."""
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """Compiled patterns, in the order in which they are tried. The groups are explained in attach/patterns.toml."""
+
+    step: tuple[re.Pattern[str], ...]
+    push: tuple[re.Pattern[str], ...] = ()
+    push_failed: tuple[re.Pattern[str], ...] = ()
+
+    @classmethod
+    def of(cls, *tables: Mapping[str, Iterable[str]]) -> Patterns:
+        """From tables of texts, the first one's first. Raises re.error for what is no pattern."""
+        kinds = {kind: tuple(re.compile(p) for t in tables for p in t.get(kind, ())) for kind in cls.__match_args__}
+        return cls(**kinds)
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """What one line says of a step. None where it says nothing of it."""
+
+    outer: int | None
+    inner: int
+    loss: float | None
+    lr: float | None
+    grad_norm: float | None
+    seconds: float | None
+    gpu_gb: float | None
+    partial: bool
+    """It tells of micro-batches; the step ends when the next one begins."""
+
+
+@dataclass(frozen=True)
+class PushLine:
+    """The miner says that it has pushed, or that it could not."""
+
+    tag: str | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """A step as far as the log shows it. Monotonic seconds."""
+
+    line: StepLine
+    start: float
+    end: float
+
+
+def read(line: str, patterns: Patterns) -> StepLine | PushLine | None:
+    """What a line says, None where it is about something else or another rank."""
+    text = _ANSI.sub("", line[:_LONGEST_LINE])
+    for pattern in patterns.step:
+        if (match := pattern.search(text)) is not None:
+            return _step(match.groupdict())
+    for pattern in patterns.push:
+        if (match := pattern.search(text)) is not None:
+            return PushLine(match.groupdict().get("tag"), None)
+    for pattern in patterns.push_failed:
+        if (match := pattern.search(text)) is not None:
+            return PushLine(None, match.groupdict().get("reason") or match.group(0))
+    return None
+
+
+def _step(groups: Mapping[str, str | None]) -> StepLine | None:
+    number = groups.get("inner") or groups.get("step")
+    if number is None or (groups.get("rank") or "0").lstrip("0"):
+        return None
+    ms = _number(groups.get("ms"))
+    outer = groups.get("outer")
+    return StepLine(
+        outer=None if outer is None else int(outer),
+        inner=int(number),
+        loss=_number(groups.get("loss")),
+        lr=_number(groups.get("lr")),
+        grad_norm=_number(groups.get("grad_norm")),
+        seconds=_number(groups.get("seconds")) if ms is None else ms / 1000,
+        gpu_gb=_number(groups.get("gpu_gb")),
+        partial=groups.get("micro") is not None,
+    )
+
+
+def _number(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text.rstrip(".,;|"))
+    except ValueError:
+        return None
+
+
+class LogSteps:
+    """Steps out of the lines of one launch. O(1) memory."""
+
+    def __init__(self, started: float) -> None:
+        """`started`: when the miner was launched, monotonic."""
+        self._since = started
+        self._pending: StepLine | None = None
+        self._seen: deque[tuple[int | None, int]] = deque(maxlen=_REMEMBERED)
+        self._last: StepLine | None = None
+
+    def observe(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
+        """The steps that ended with this line, which arrived at `now`."""
+        key = (line.outer, line.inner)
+        if line.partial:
+            yield from self._observe_partial(line, now)
+            return
+        if key in self._seen:
+            return
+        self._seen.append(key)
+        yield self._ended(line, now)
+
+    def _observe_partial(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
+        pending = self._pending
+        if pending is not None and (pending.outer, pending.inner) != (line.outer, line.inner):
+            yield self._ended(pending, now)
+        self._pending = line
+
+    def _ended(self, line: StepLine, now: float) -> LoggedStep:
+        last, self._last = self._last, line
+        jump = line.inner - last.inner if last is not None and last.outer == line.outer else 1
+        seconds = line.seconds if line.seconds is not None else (now - self._since) / max(jump, 1)
+        self._since = now
+        return LoggedStep(replace(line, seconds=seconds), now - seconds, now)

@@ -1,0 +1,159 @@
+"""Log-only: the miner's lines, written into a flight record as the hook would, so that every other part sees steps."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miner_guard import attach
+from miner_guard.detectors.log_lines import LoggedStep, LogSteps, Patterns, PushLine, StepLine, read
+from miner_guard.events import Finding, found
+from miner_guard.rank import layout
+from miner_guard.rank.flight import FlightWriter
+from miner_guard.rank.recorder import CLOSED, RUNNING, STARTING
+from miner_guard.supervisor.parts import Context, Exit, Launch, Part
+from validators import profiles
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_NAN = math.nan
+_LONGEST_PARTIAL_LINE = 64 * 1024
+_GENERIC = Path(attach.__file__).with_name("patterns.toml")
+
+
+class LogOnly(Part):
+    """Does nothing unless `[miner] attach = "log"`."""
+
+    name = "log_only"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._active = context.config.miner.attach == "log"
+        self._flight: FlightWriter | None = None
+        self._rest = b""
+        self._findings: list[Finding] = []
+        self._patterns = self._load() if self._active else Patterns(())
+        self._begin(0.0)
+
+    def _begin(self, started: float) -> None:
+        self._steps = LogSteps(started)
+        self._written = 0
+        self._line_at: float | None = None
+        self._longest_gap = 0.0
+        self._last: LoggedStep | None = None
+
+    def _load(self) -> Patterns:
+        miner = self.context.config.miner
+        tables: list[Mapping[str, Any]] = []
+        for text in miner.log_patterns:
+            try:
+                re.compile(text)
+                tables.append({"step": (text,)})
+            except re.error as error:
+                what = f"[miner] log_patterns: {text!r} is no regular expression: {error}; it is left out"
+                self._findings.append(found("guard_degraded", what=what))
+        if miner.profile is not None:
+            tables.append(profiles.load_profile(miner.profile).patterns)
+        tables.append(tomllib.loads(_GENERIC.read_text(encoding="utf-8")))
+        return Patterns.of(*tables)
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        if not self._active:
+            return ()
+        self._begin(launch.started)
+        self._rest = b""
+        said, self._findings = self._findings, []
+        try:
+            self._flight = FlightWriter(
+                self.context.state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=self.context.run_id,
+                pid=launch.pid,
+            )  # fmt: skip
+        except OSError as error:
+            self._flight = None
+            what = f"log-only: no flight record: {error.strerror or error}; steps are not followed"
+            return [*said, found("guard_degraded", what=what)]
+        self._show(STARTING, launch.started)
+        return said
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        if self._flight is None:
+            return ()
+        now = self.context.clock.monotonic()
+        *lines, self._rest = (self._rest + chunk).replace(b"\r", b"\n").split(b"\n")
+        if len(self._rest) > _LONGEST_PARTIAL_LINE:
+            self._rest = b""
+        for raw in lines:
+            self._line(self._flight, raw.decode("utf-8", "replace"), now)
+        return ()
+
+    def _line(self, flight: FlightWriter, text: str, now: float) -> None:
+        said = read(text, self._patterns)
+        if isinstance(said, PushLine):
+            flight.journal(self._upload_entry(said, now))
+        elif isinstance(said, StepLine):
+            if self._line_at is not None:
+                self._longest_gap = max(self._longest_gap, now - self._line_at)
+            self._line_at = now
+            for step in self._steps.observe(said, now):
+                self._write(flight, step)
+            self._show(RUNNING, now)
+
+    def _write(self, flight: FlightWriter, step: LoggedStep) -> None:
+        line = step.line
+        flags = layout.FLAG_FIRST if self._written == 0 else 0
+        self._written += 1
+        self._last = step
+        flight.step(
+            _whole(line.outer), line.inner, self._written, step.start, step.end, self.context.clock.wall(),
+            _real(line.loss), _real(line.lr), _real(line.grad_norm),
+            _NAN if line.gpu_gb is None else line.gpu_gb * 1024**3, _NAN, -1,
+            flags | (0 if line.loss is None else layout.FLAG_LOSS_GIVEN), [0.0] * len(layout.PHASES), 0.0,
+        )  # fmt: skip
+
+    def _show(self, state: int, now: float) -> None:
+        if self._flight is None:
+            return
+        line = self._last.line if self._last is not None else None
+        # A program that prints every hundredth step is not hanging in between.
+        allowance = self._longest_gap * self.context.config.hang.factor
+        self._flight.now(
+            state=state, phase=b"", phase_since=now, heartbeat=now, outer_step=_whole(line.outer if line else None),
+            inner_step=line.inner if line else -1, total_steps=self._written,
+            loss=_real(line.loss if line else None), lr=_real(line.lr if line else None), allocated_bytes=_NAN,
+            allowance_s=allowance or _NAN,
+        )  # fmt: skip
+
+    def _upload_entry(self, push: PushLine, now: float) -> dict[str, Any]:
+        line = self._last.line if self._last is not None else None
+        return {
+            "kind": "upload", "t": now, "phase": "finished" if push.error is None else "failed", "decision_id": "",
+            "outer_step": line.outer if line else None, "inner_step": line.inner if line else None,
+            "upload_kind": "gradient", "tag": push.tag, "seconds": None, "bytes": None, "error": push.error,
+        }  # fmt: skip
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        if self._flight is not None:
+            self._show(CLOSED, self.context.clock.monotonic())
+            self._flight.close()
+            self._flight = None
+        return ()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        if not self._active:
+            return {"active": False}
+        return {"active": True, "steps": self._written}
+
+
+def _whole(value: int | None) -> int:
+    return -1 if value is None else value
+
+
+def _real(value: float | None) -> float:
+    return _NAN if value is None else value
