@@ -24,6 +24,7 @@ from miner_guard.detectors.straggler import Straggler, judge
 from miner_guard.detectors.trend import p_rising
 from miner_guard.detectors.window import SortedWindow
 from miner_guard.events import Finding
+from miner_guard.rank import reports
 from miner_guard.rank.flight import Step
 from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
 from miner_guard.statedir import StateDir
@@ -346,3 +347,14 @@ def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:
     run = Run(tmp_path, replace(Config(), miner=MinerSettings(effective_batch_size=512)))
     run.step(15.0, math.inf)
     assert "halve the learning rate: 0.0002 to 0.0001" in run.of("loss_nan")[0].fields["fixes"]
+
+
+def test_the_entries_of_a_real_diagnosis_are_understood(tmp_path: Path) -> None:
+    """Guards against a format that only one of the two sides knows: the evidence of every rank was lost."""
+    run = Run(tmp_path)
+    found_by_ranks = [{"rank": rank, "model_device": f"cuda:{rank}", "offload": False} for rank in range(2)]
+    for part in reports.pack(found_by_ranks):
+        run.entry(kind="diagnosis", t=1.0, report=part)
+    for _ in range(30):
+        run.step(15.0, 3.0)
+    assert run.alarms() == []

@@ -13,6 +13,7 @@ from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.slow_cause import explain
 from miner_guard.detectors.straggler import Straggler, StragglerWatch
 from miner_guard.events import Finding, found
+from miner_guard.rank import reports
 from miner_guard.rank.flight import Now, Step
 from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
@@ -46,7 +47,7 @@ class RanksPart(Part):
         if entry.get("kind") == "training":
             self._facts = self._facts.with_entry(entry)
         if entry.get("kind") == "diagnosis":
-            for report in entry.get("report") or ():
+            for report in reports.unpack([entry["report"]]):
                 device = report.get("model_device")
                 if device and isinstance(report.get("rank"), int):
                     kind = str(device).partition(":")[0]
