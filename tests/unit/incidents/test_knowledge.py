@@ -29,12 +29,12 @@ def test_every_label_has_a_cause_fixes_and_a_class_for_the_restart_policy() -> N
 def test_corpus_and_subnet_labels_are_all_there() -> None:
     assert {
         "cuda_oom", "host_oom_kill", "user_interrupt", "hub_or_storage_unavailable", "gpu_hardware",
-        "cuda_device_assert", "cuda_unavailable", "version_mismatch", "nccl_timeout", "port_in_use", "nccl_network_error", "hf_auth",
-        "cuda_illegal_memory_access", "storage_access_denied", "nan_loss", "code_bug", "hf_rate_limit", "clock_skew",
-        "disk_full", "state_dict_mismatch", "rendezvous_timeout", "dataset_fetch_failed", "too_many_open_files",
-        "shm_exhausted", "chain_unreachable", "wallet_permission", "dht_unreachable", "hotkey_not_registered",
-        "training_loop_failed", "upload_failed", "upload_worker_died", "upload_cancelled", "allreduce_failed",
-        "state_load_failed", "chain_frozen", "collective_desync",
+        "cuda_device_assert", "cuda_unavailable", "version_mismatch", "nccl_timeout", "port_in_use",
+        "nccl_network_error", "hf_auth", "cuda_illegal_memory_access", "storage_access_denied", "nan_loss",
+        "code_bug", "hf_rate_limit", "clock_skew", "disk_full", "state_dict_mismatch", "rendezvous_timeout",
+        "dataset_fetch_failed", "too_many_open_files", "shm_exhausted", "chain_unreachable", "wallet_permission",
+        "dht_unreachable", "hotkey_not_registered", "training_loop_failed", "upload_failed", "upload_worker_died",
+        "upload_cancelled", "allreduce_failed", "state_load_failed", "chain_frozen", "collective_desync",
     } <= knowledge.load().labels.keys()  # fmt: skip
 
 

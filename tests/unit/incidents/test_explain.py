@@ -1,0 +1,119 @@
+"""`miner-guard explain`: the exact JSON, the exit codes, and an answer to anything."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.cli import main
+from tests.unit.incidents.test_scanner import CASCADE
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINER_GUARD_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def write(tmp_path: Path, content: bytes) -> str:
+    path = tmp_path / "miner.log"
+    path.write_bytes(content)
+    return str(path)
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main.run(["explain", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = explained(capsys, write(tmp_path, CASCADE))
+    assert code == 0
+    assert document["root_cause"] == "cuda_oom"
+    assert set(document) == {"root_cause", "findings"}
+    for finding in document["findings"]:
+        assert set(finding) == {"label", "line", "excerpt", "cause", "fixes", "root"}
+    assert [f["label"] for f in document["findings"] if f["root"]] == ["cuda_oom"]
+    assert next(f["line"] for f in document["findings"] if f["root"]) == 5
+
+
+def test_nothing_wrong_exits_1_and_says_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = explained(capsys, write(tmp_path, b"step 1 loss 3.2\nerror: 0\n"))
+    assert (code, document) == (1, {"root_cause": None, "findings": []})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe\x00\x80 invalid \xc3\x28 utf-8 \xf0\x9f\n",
+        random.Random(1).randbytes(1 << 20),
+        b"x" * (3 << 20),
+        b"\n" * 100_000,
+        b"\x1b[31m" * 10_000,
+    ],
+    ids=["empty", "invalid utf-8", "random", "one line", "blank lines", "colour codes"],
+)
+def test_any_content_gets_an_answer(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = explained(capsys, write(tmp_path, content))
+    assert code == (1 if document["root_cause"] is None else 0)
+
+
+def test_a_rotated_log_is_unpacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explained(capsys, write(tmp_path, gzip.compress(CASCADE)))[1]["root_cause"] == "cuda_oom"
+
+
+def test_a_torn_archive_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain", write(tmp_path, gzip.compress(CASCADE)[:60])]) == 64
+    assert "can't be read" in capsys.readouterr().err
+
+
+def test_stdin_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CASCADE)))
+    assert explained(capsys, "-")[1]["root_cause"] == "cuda_oom"
+
+
+@pytest.mark.parametrize("what", ["missing.log", "."])
+def test_a_file_that_cannot_be_read_is_refused(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain", what]) == 64
+    assert f"{what} can't be read" in capsys.readouterr().err
+
+
+def test_it_names_one_change_and_remembers_what_helped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = write(tmp_path, CASCADE)
+    assert main.run(["explain", log]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("ROOT CAUSE cuda_oom (line 5, rank 3)\n  Observed ")
+    assert out.count("  Change ") == 1
+    assert "Helped" not in out
+    assert main.run(["explain", log, "--note", "batch 1 and checkpointing"]) == 0
+    capsys.readouterr()
+    assert main.run(["explain", log]) == 0
+    assert "Helped      batch 1 and checkpointing" in capsys.readouterr().out
+
+
+def test_a_note_about_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain", write(tmp_path, b"all well\n"), "--note", "x"]) == 1
+    assert not (tmp_path / "state").exists()
+
+
+def test_damaged_notes_are_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "explain-notes.json").write_text("{torn")
+    assert main.run(["explain", write(tmp_path, CASCADE), "--note", "smaller batch"]) == 0
+    assert len(list(state.glob("explain-notes.json.damaged-*"))) == 1
+
+
+def test_secrets_in_the_observed_line_are_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = b"RuntimeError: 401 Client Error: Unauthorized for url https://huggingface.co/x token=hf_" + b"a" * 34 + b"\n"
+    _, document = explained(capsys, write(tmp_path, log))
+    assert document["root_cause"] == "hf_auth"
+    assert "hf_aaaa" not in json.dumps(document)

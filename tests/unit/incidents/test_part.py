@@ -1,0 +1,189 @@
+"""The live part: one line per incident, the root and not its consequences; silent while the guard stops the miner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from miner_guard import events
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config, LogSettings, MinerSettings
+from miner_guard.events import Finding, found
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context, Exit, Launch
+from miner_guard.supervisor.parts.incidents import COOLDOWN_S, EPISODE_S, SETTLE_S, Incidents
+
+OOM = (
+    b"[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has a total capacity of "
+    b"24.00 GiB of which 1.00 GiB is free.\n"
+)
+WATCHDOG = b"[rank0]:[E] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)\n"
+BUG = b"Traceback (most recent call last):\n  File \"/srv/miner/train.py\", line 3, in <module>\nKeyError: 'loss'\n"
+
+
+class _Jobs:
+    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+        raise AssertionError("not used")
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        work()
+
+
+class _Control:
+    def restart(self, cause: str) -> None:
+        raise AssertionError("not used")
+
+    def stop(self, cause: str, exit_code: int) -> None:
+        raise AssertionError("not used")
+
+    def checkpoint(self) -> None:
+        raise AssertionError("not used")
+
+
+class Live:
+    """The part under a clock that the test moves."""
+
+    def __init__(self, tmp_path: Path, config: Config | None = None) -> None:
+        self.clock = FakeClock()
+        self.said: list[Finding] = []
+        self.state = StateDir(tmp_path)
+        context = Context(
+            config or Config(),
+            self.state,
+            self.clock,
+            "r1",
+            self.said.append,
+            _Jobs(),
+            _Control(),
+            lambda: {"steps": 1},
+        )
+        self.part = Incidents(context)
+        self.launch()
+
+    def launch(self, attempt: int = 0) -> None:
+        self.said += self.part.on_launch(Launch(["miner"], 1, attempt, self.clock.monotonic()))
+
+    def prints(self, text: bytes) -> None:
+        self.said += self.part.on_output(text)
+
+    def after(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.said += self.part.on_tick(self.clock.monotonic(), {})
+
+    def ends(self, *, code: int = 1, asked: bool = False) -> None:
+        self.said += self.part.on_exit(Exit(code, None, asked, False, 10.0))
+
+    @property
+    def labels(self) -> list[str]:
+        return [str(f.fields["label"]) for f in self.said if f.event == "incident"]
+
+
+def test_one_line_names_the_root_with_its_first_fix(tmp_path: Path) -> None:
+    live = Live(tmp_path, Config(miner=MinerSettings(batch_size=4)))
+    live.prints(OOM)
+    live.prints(WATCHDOG)
+    live.after(SETTLE_S)
+    assert live.labels == ["cuda_oom"]
+    line = events.line(live.said[0])
+    assert line.startswith("INCIDENT cuda_oom: ")
+    assert "from 4 to 2" in line
+    assert live.said[0].rank == 2
+    assert live.said[0].fields["restart"] == "once"
+
+
+def test_a_consequence_that_is_printed_first_does_not_take_the_roots_place(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.prints(WATCHDOG)
+    live.after(SETTLE_S / 2)
+    live.prints(OOM)
+    live.after(SETTLE_S)
+    assert live.labels == ["cuda_oom"]
+
+
+def test_ranks_that_time_out_ten_minutes_later_are_the_same_incident(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.prints(BUG)
+    live.after(SETTLE_S)
+    live.after(600)
+    live.prints(WATCHDOG)
+    live.after(SETTLE_S)
+    live.ends()
+    assert live.labels == ["code_bug"]
+    root = live.part.root_cause()
+    assert root is not None
+    assert root.label == "code_bug"
+
+
+def test_the_exit_does_not_wait_for_the_cascade_to_settle(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.prints(OOM.rstrip(b"\n"))
+    live.ends()
+    assert live.labels == ["cuda_oom"]
+
+
+def test_the_same_label_again_is_said_after_the_cooldown_only_and_in_each_launch(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    for _ in range(5):
+        live.prints(OOM)
+        live.after(SETTLE_S)
+        live.after(EPISODE_S + 1)
+    assert live.labels == ["cuda_oom"]
+    live.after(COOLDOWN_S)
+    live.prints(OOM)
+    live.after(SETTLE_S)
+    assert live.labels == ["cuda_oom"] * 2
+    live.launch(attempt=1)
+    live.prints(OOM)
+    live.ends()
+    assert live.labels == ["cuda_oom"] * 3
+
+
+def test_what_a_stop_by_the_guard_prints_is_no_incident(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.said += live.part.on_finding(found("miner_stopping", reason="SIGTERM", grace_s=45.0))
+    live.prints(
+        b"W1 torch/distributed/elastic/agent/server/api.py:752] Received 15 death signal, shutting down workers\n"
+    )
+    live.after(SETTLE_S)
+    live.prints(b"KeyboardInterrupt\n")
+    live.ends(asked=True)
+    assert live.labels == []
+
+
+def test_a_loss_that_the_guard_has_called_nan_itself_is_not_said_twice(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.said += live.part.on_finding(found("loss_nan", step=512, loss=float("nan")))
+    live.prints(b"step 512 | loss: nan\n")
+    live.after(SETTLE_S)
+    assert live.labels == []
+
+
+def test_the_evidence_is_stored_without_secrets(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.prints(b"token=hf_abcdefghijklmnopqrstuvwxyz012345\n" + OOM)
+    live.after(SETTLE_S)
+    [folder] = list(live.state.incidents.iterdir())
+    assert folder.name.endswith("-cuda_oom")
+    story = json.loads((folder / "incident.json").read_text())
+    assert (story["label"], story["status"]) == ("cuda_oom", {"steps": 1})
+    kept = (folder / "output.log").read_text()
+    assert "Tried to allocate" in kept
+    assert "hf_abc" not in kept
+
+
+def test_ordinary_output_says_nothing_and_the_snapshot_says_so(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    for step in range(500):
+        live.prints(f"Rank 0 | Inner Step: {step} | Average Loss: 3.{step} | 0 errors\n".encode())
+        live.after(0.1)
+    live.ends(code=0)
+    assert live.said == []
+    assert live.part.snapshot() == {"classify": True, "root_cause": None, "latest": None, "counts": {}}
+
+
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    live = Live(tmp_path, Config(logs=LogSettings(classify=False)))
+    live.prints(OOM)
+    live.ends()
+    assert live.labels == []
