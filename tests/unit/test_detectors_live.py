@@ -206,8 +206,9 @@ def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) ->
 def test_diagnosis_makes_it_certain_unless_the_cpu_was_asked_for(tmp_path: Path) -> None:
     for expect, said in ((2, 1), (0, 0), ("auto", 0)):
         run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=expect)))
-        report = [{"rank": r, "model_device": "cpu", "offload": False} for r in range(2)]
-        run.entry(kind="diagnosis", report=report)
+        found_by_ranks = [{"rank": r, "model_device": "cpu", "offload": False} for r in range(2)]
+        for part in reports.pack(found_by_ranks):
+            run.entry(kind="diagnosis", report=part)
         for _ in range(20):
             run.step(0.3, 3.0, allocated_bytes=None)
         assert len(run.of("cpu_fallback")) == said
