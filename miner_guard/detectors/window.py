@@ -25,9 +25,13 @@ class SortedWindow:
     def add(self, value: float) -> None:
         """Take `value` in, and the oldest out where the window is full."""
         if len(self._order) == self.size:
-            del self._sorted[bisect_left(self._sorted, self._order.popleft())]
+            self.drop_oldest()
         self._order.append(value)
         insort(self._sorted, value)
+
+    def drop_oldest(self) -> None:
+        """Take the oldest value out. Raises IndexError where the window is empty."""
+        del self._sorted[bisect_left(self._sorted, self._order.popleft())]
 
     def clear(self) -> None:
         """Forget everything."""

@@ -1,0 +1,89 @@
+"""`miner-guard explain --trace FILE [--json]`: what the numbers of a run show, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import typer
+
+from miner_guard.cli import exits
+from miner_guard.detectors.advice import Anomaly
+from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.trace import judge, reading
+from miner_guard.detectors.trace.series import Trace
+
+_ALIKE = 3
+"""So many findings of one type are printed in full; the rest as a list of steps."""
+
+_STEPS_SHOWN = 20
+
+
+def explain_trace(source: str, *, as_json: bool, facts: TrainingFacts | None = None) -> None:
+    """Explain the trace in the file `source` (`-`: standard input). Exits with 1 where it is healthy.
+
+    `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) for what can't be read.
+    A remark (severity info) alone is no alarm: the run counts as healthy.
+    """
+    with _lines(source) as lines:
+        trace = reading.read(lines)
+    found = judge.judge(trace, facts)
+    if as_json:
+        typer.echo(json.dumps({"findings": [document(a) for a in found]}, ensure_ascii=False))
+    else:
+        for line in report(trace, found):
+            typer.echo(line)
+    if not trace.used:
+        typer.echo(f"miner-guard: {source}: none of {trace.lines} lines is a trace line; nothing was judged", err=True)
+    if all(a.severity == "info" for a in found):
+        raise typer.Exit(exits.FAILED)
+
+
+def document(anomaly: Anomaly) -> Mapping[str, Any]:
+    """One finding as `--json` gives it."""
+    return {
+        "type": anomaly.type, "at_step": anomaly.at_step, "severity": anomaly.severity, "detail": anomaly.detail,
+        "fixes": list(anomaly.fixes),
+    }  # fmt: skip
+
+
+@contextmanager
+def _lines(source: str) -> Iterator[TextIO]:
+    if source == "-":
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+        yield sys.stdin
+        return
+    try:
+        with Path(source).open(encoding="utf-8", errors="replace") as file:
+            yield file
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise exits.Refused(
+            f"{source}: cannot be read: {reason}; give a trace file, or -", exits.UNAVAILABLE
+        ) from error
+
+
+def report(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
+    """The findings for people: each type once with its evidence and fixes, what is alike as a list of steps."""
+    counts = ", ".join(f"{len(series)} {name}" for name, series in trace.series.items() if len(series))
+    yield f"{trace.used} of {trace.lines} lines read: {counts or 'no numbers'}"
+    if not found:
+        yield "Nothing wrong." if trace.used else "Nothing to judge."
+    for kind in dict.fromkeys(a.type for a in found):
+        alike = [a for a in found if a.type == kind]
+        for anomaly in alike[:_ALIKE]:
+            yield f"{anomaly.severity.upper():8} {kind} at step {anomaly.at_step}: {anomaly.detail}"
+        if len(alike) > _ALIKE:
+            steps = [str(a.at_step) for a in alike[_ALIKE:]]
+            more = f" and {len(steps) - _STEPS_SHOWN} more" if len(steps) > _STEPS_SHOWN else ""
+            yield f"         the same at steps {', '.join(steps[:_STEPS_SHOWN])}{more}"
+        if alike[0].cause:
+            yield f"         likely cause: {alike[0].cause}"
+        for place, fix in enumerate(alike[0].fixes, 1):
+            yield f"         {place}. {fix}"
+    if found:
+        yield "Make one change at a time, and note what helped."

@@ -1,0 +1,163 @@
+"""`miner-guard plan`: what the training settings imply; the reckoning is `miner_guard.planning`."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any, Optional
+
+import typer
+
+from miner_guard import planning
+from miner_guard.cli.exits import USAGE, Refused
+from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, State, open_place
+from miner_guard.detectors.step_time import grade
+
+_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def _params(text: str) -> float:
+    """`4e9` or `4B`."""
+    factor = _SUFFIXES.get(text[-1:].lower())
+    try:
+        return float(text[:-1]) * factor if factor else float(text)
+    except ValueError as error:
+        raise Refused(f"--params {text!r} is no number of parameters; such as 4e9 or 4B", USAGE) from error
+
+
+def command(
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the miner (world size).")] = 4,
+    batch: Annotated[
+        Optional[int], typer.Option(min=1, help="Samples per micro-batch; else [miner] batch_size, else 2.")
+    ] = None,
+    effective: Annotated[
+        Optional[int], typer.Option(min=1, help="Effective batch size; else [miner] effective_batch_size, else 512.")
+    ] = None,
+    params: Annotated[str, typer.Option(metavar="N", help="Parameters, such as 4e9 or 4B.")] = "4e9",
+    seq: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 1024,
+    upload_steps: Annotated[
+        Optional[int], typer.Option(min=1, help="Inner steps between uploads; else [miner] upload_steps, else 3.")
+    ] = None,
+    micro_batch_ms: Annotated[
+        Optional[float], typer.Option(min=0.001, help="Time of one micro-batch, measured or assumed.")
+    ] = None,
+    step_s: Annotated[Optional[float], typer.Option(min=0.001, help="Measured time of an inner step, instead.")] = None,
+    gpu_memory_gb: Annotated[
+        Optional[float], typer.Option(min=0.1, help="Memory of one GPU, to say whether it fits.")
+    ] = None,
+    config: Config = None,
+    name: Name = DEFAULT_NAME,
+    state_dir: State = None,
+    json: Json = False,
+) -> None:
+    """Batch, accumulation, memory, step time, upload cadence: what the settings imply."""
+    known = open_place(config, name, state_dir).settings.config
+    try:
+        plan = planning.plan(
+            planning.Settings(
+                gpus=gpus,
+                batch=batch or known.miner.batch_size or 2,
+                effective=effective or known.miner.effective_batch_size or 512,
+                params=_params(params),
+                seq=seq,
+                upload_steps=upload_steps or known.miner.upload_steps or 3,
+                micro_batch_s=None if micro_batch_ms is None else micro_batch_ms / 1000,
+                step_s=step_s,
+                min_inner_step=known.gate.min_inner_step,
+                repo_age_target_s=known.gate.repo_age_target_s,
+                repo_age_limit_s=known.gate.repo_age_limit_s,
+                gpu_memory_gb=gpu_memory_gb,
+            )
+        )
+    except planning.BadPlan as error:
+        raise Refused(str(error), USAGE) from error
+    if json:
+        typer.echo(json_module.dumps(document(plan)))
+        return
+    for line in text(plan, known.steps):
+        typer.echo(line)
+
+
+def document(plan: planning.Plan) -> dict[str, Any]:
+    """The plan for `--json`; the document's reckoning at the top, what the miner does under `actual`."""
+    return {
+        **_way(plan.document),
+        "actual": _way(plan.actual),
+        "fits": fits(plan),
+        "simplifications": list(plan.simplifications),
+        "changes": [asdict(change) for change in plan.changes],
+        "settings": asdict(plan.settings),
+    }
+
+
+def _way(way: planning.Way) -> dict[str, Any]:
+    return {
+        "accumulation_steps": way.accumulation_steps, "micro_batches": way.micro_batches, "samples": way.samples,
+        "memory_gb": way.memory.as_dict(), "inner_step_s": way.inner_step_s, "upload": asdict(way.upload),
+    }  # fmt: skip
+
+
+def fits(plan: planning.Plan) -> bool | None:
+    """Whether what the miner needs fits the GPU; None where its memory was not given."""
+    memory = plan.settings.gpu_memory_gb
+    return None if memory is None else plan.actual.memory.total <= memory
+
+
+def text(plan: planning.Plan, steps: Any) -> Iterator[str]:
+    """The plan for people."""
+    s, doc, actual = plan.settings, plan.document, plan.actual
+    yield f"{s.gpus} GPUs, batch {s.batch}, effective batch {s.effective}, {s.params:.3g} parameters, sequence {s.seq}"
+    yield ""
+    yield f"{'':34}{'as the document':>18}{'as the miner does':>20}"
+    for title, one, two in (
+        ("Gradient accumulation steps", str(doc.accumulation_steps), str(actual.accumulation_steps)),
+        ("Micro-batches per inner step", str(doc.micro_batches), str(actual.micro_batches)),
+        ("Samples per inner step", str(doc.samples), str(actual.samples)),
+        *_memory_rows(doc.memory, actual.memory),
+        ("Time per inner step", _seconds(doc.inner_step_s), _seconds(actual.inner_step_s)),
+        ("  grade", *(("unknown" if w.inner_step_s is None else grade(w.inner_step_s, steps)) for w in (doc, actual))),
+        (
+            "First valid upload, inner step",
+            str(doc.upload.first_valid_inner_step),
+            str(actual.upload.first_valid_inner_step),
+        ),
+        ("  after", _seconds(doc.upload.first_valid_s), _seconds(actual.upload.first_valid_s)),
+        ("Upload every", _seconds(doc.upload.every_s), _seconds(actual.upload.every_s)),
+        ("Repo stays fresh", _yes(doc.upload.fresh), _yes(actual.upload.fresh)),
+    ):
+        yield f"{title:34}{one:>18}{two:>20}"
+    yield f"Uploads: every {s.upload_steps} inner steps, {doc.upload.cadence}; repo: {doc.upload.why}"
+    if s.gpu_memory_gb is not None:
+        verdict = "fits" if fits(plan) else "does NOT fit"
+        yield f"GPU memory: {actual.memory.total:.1f} of {s.gpu_memory_gb:g} GB, {verdict}"
+    yield ""
+    yield "Where the document simplifies:"
+    for line in plan.simplifications:
+        yield f"  - {line}"
+    yield ""
+    yield "What each change would do (as the document reckons):"
+    for change in plan.changes:
+        yield (
+            f"  - {change.what} ({change.arguments}): {change.accumulation_steps} accumulation steps, "
+            f"{change.micro_batches} micro-batches, ~{change.memory_gb:.0f} GB, {_seconds(change.inner_step_s)}: "
+            f"{change.effect}"
+        )
+
+
+def _memory_rows(one: planning.Memory, two: planning.Memory) -> Iterator[tuple[str, str, str]]:
+    for title, name in (
+        ("Memory: weights (bf16)", "weights"), ("  optimizer (AdamW)", "optimizer"), ("  gradients", "gradients"),
+        ("  activations", "activations"), ("  FSDP overhead", "fsdp"), ("  total per GPU", "total"),
+    ):  # fmt: skip
+        yield title, f"~{getattr(one, name):.1f} GB", f"~{getattr(two, name):.1f} GB"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.2f}s" if value < 600 else f"{value:.0f}s ({value / 60:.0f} min)"
+
+
+def _yes(value: bool | None) -> str:
+    return "unknown" if value is None else "yes" if value else "NO"

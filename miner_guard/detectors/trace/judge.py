@@ -1,0 +1,184 @@
+"""What a whole trace shows, as `explain --trace` says it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from miner_guard.detectors import advice
+from miner_guard.detectors.advice import Anomaly
+from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.trace import evaluation, levels, memory_curve
+from miner_guard.detectors.trace.outliers import SLOW, SPIKE, Outlier, outliers, runs
+from miner_guard.detectors.trace.restarts import restarts
+from miner_guard.detectors.trace.series import Series, Trace, median
+
+_SAME_SPIKE = 8
+_NEAR_RESTART = 3
+_LEAST_SHARE = 0.05
+"""A spike is at least this share of what the loss has fallen in all: near zero, tiny losses jump about."""
+
+_MOST_NAN = 5
+_ZEROS = 3
+
+
+def judge(trace: Trace, facts: TrainingFacts | None = None) -> list[Anomaly]:
+    """All anomalies of a trace, in the order of their steps."""
+    known = facts or TrainingFacts()
+    found = [*_not_finite(trace, known)]
+    has_nan = bool(found)
+    found += _loss(trace, known, has_nan)
+    found += _step_time(trace["step_time"].finite(), known)
+    found += _memory(trace["gpu_mem_gb"].finite())
+    return sorted(found, key=lambda a: (a.at_step, a.type))
+
+
+def _not_finite(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
+    """The first step of each stretch of losses that are not finite, in training or evaluation."""
+    said: set[int] = set()
+    for name, words in (("loss", "loss"), ("eval_loss", "evaluation loss")):
+        series = trace[name]
+        # An evaluation that is NaN from its first record on may simply not have been one.
+        finite = name == "loss"
+        for step, value in zip(series.steps, series.values, strict=True):
+            if not math.isfinite(value) and finite and step not in said and len(said) < _MOST_NAN:
+                said.add(step)
+                yield _nan(trace, facts, step, f"{words} is {value} at step {step}")
+            finite = math.isfinite(value)
+        if said:
+            return
+    for step in [*trace.nan_said[:1], *_hidden_nan(trace)][:1]:
+        yield _nan(trace, facts, step, f"loss is printed as 0 or not at all at step {step}, which stands for NaN")
+
+
+def _hidden_nan(trace: Trace) -> Iterator[int]:
+    """HF Trainer prints loss 0.0 after NaN: with grad_norm NaN, or all at once after losses far from 0."""
+    norms = dict(zip(trace["grad_norm"].steps, trace["grad_norm"].values, strict=True))
+    loss = trace["loss"]
+    for place, (step, value) in enumerate(zip(loss.steps, loss.values, strict=True)):
+        if value != 0.0:
+            continue
+        following = loss.values[place : place + _ZEROS]
+        before = loss.values[max(0, place - 5) : place]
+        fell_at_once = len(following) == _ZEROS and not any(following) and bool(before) and min(before) > 0.1
+        if not math.isfinite(norms.get(step, 0.0)) or fell_at_once:
+            yield step
+            return
+
+
+def _nan(trace: Trace, facts: TrainingFacts, step: int, detail: str) -> Anomaly:
+    cause, fixes = advice.for_nan(facts, step, trace.nearest("lr", step))
+    return Anomaly("nan", step, "critical", detail, fixes, cause)
+
+
+def _loss(trace: Trace, facts: TrainingFacts, has_nan: bool) -> Iterator[Anomaly]:
+    loss = trace["loss"].finite()
+    if not len(loss):
+        # Some trainers log the evaluation alone.
+        loss = trace["eval_loss"].finite()
+    again = restarts(loss.values)
+    start = again[-1] if again else 0
+    climbed = levels.climb(loss.values[start:])
+    if climbed is not None:
+        yield _climb(trace, loss, start + climbed.index, climbed)
+    until = len(loss) if climbed is None else start + climbed.index
+    yield from spikes(trace, loss, [o for o in outliers(loss.values, SPIKE) if o.index < until], facts)
+    if not has_nan and climbed is None and (flat := levels.flat(loss.values)) is not None:
+        yield _plateau(trace, loss, flat)
+    over = evaluation.overfit(trace["eval_loss"].finite(), trace["loss"].finite())
+    if over is not None and climbed is None:
+        yield _overfit(over)
+
+
+def spikes(
+    trace: Trace, loss: Series, found: Sequence[Outlier], facts: TrainingFacts | None = None
+) -> Iterator[Anomaly]:
+    """The outliers of the loss that are spikes: one per group, no restart, and more than the jumping of a tiny loss."""
+    again = restarts(loss.values)
+    least = _LEAST_SHARE * levels.fall(loss.values)
+    for group in runs(found, _SAME_SPIKE):
+        top = max(group, key=lambda o: o.value)
+        restarted = any(-1 <= top.index - place <= _NEAR_RESTART for place in again)
+        if restarted or top.value - top.level < least:
+            continue
+        step = loss.steps[top.index]
+        cause, fixes = advice.for_spike(facts or TrainingFacts(), step, trace.nearest("lr", step))
+        detail = (
+            f"loss {top.value:.4g} against {top.level:.4g} on both sides ({top.ratio:.2f} times), "
+            f"{top.sigmas:.0f} sigma of the noise there, {len(group)} value{'s' if len(group) > 1 else ''}"
+        )
+        yield Anomaly("spike", step, "warning", detail, fixes, cause, {"loss": top.value, "level": top.level})
+
+
+def _climb(trace: Trace, loss: Series, index: int, seen: levels.Climb) -> Anomaly:
+    step = loss.steps[index]
+    cause, fixes = advice.for_divergence(trace.nearest("lr", step), loss.steps[index - 1])
+    detail = f"loss left its level of {seen.best:.4g} at step {step} for good and ends at {seen.level:.4g}"
+    return Anomaly("divergence", step, "critical", detail, fixes, cause, {"best": seen.best, "level": seen.level})
+
+
+def _plateau(trace: Trace, loss: Series, seen: levels.Flat) -> Anomaly:
+    step = loss.steps[seen.index]
+    cause, fixes = advice.for_plateau(trace.nearest("lr", step))
+    detail = (
+        f"loss {seen.first:.4g} at first and {seen.level:.4g} at the end, within {seen.band:.1%} over "
+        f"{len(loss)} values from step {loss.steps[0]} to {loss.steps[-1]}"
+    )
+    return Anomaly("plateau_high", step, "warning", detail, fixes, cause, {"first": seen.first, "level": seen.level})
+
+
+def _overfit(seen: evaluation.Overfit) -> Anomaly:
+    cause, fixes = advice.for_overfit(seen.step)
+    detail = (
+        f"evaluation loss was best at step {seen.step} ({seen.best:.4g}) and ends at {seen.last:.4g}, "
+        f"while training loss went from {seen.train_then:.4g} to {seen.train_last:.4g}"
+    )
+    return Anomaly("overfit", seen.step, "warning", detail, fixes, cause, {"best": seen.best, "last": seen.last})
+
+
+def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
+    values = times.values
+    slow = outliers(values, SLOW)
+    period = _period(slow)
+    for seen in slow:
+        regular = "" if period is None else f"; every {period} values: scheduled work?"
+        yield Anomaly(
+            "slow_steps", times.steps[seen.index], "warning",
+            f"step time {seen.value:.4g} against {seen.level:.4g} around it ({seen.ratio:.2f} times){regular}",
+            advice.for_slow(facts), "", {"step_time": seen.value, "level": seen.level},
+        )  # fmt: skip
+    for shift in levels.shifts(values):
+        slower = shift.after > shift.before
+        yield Anomaly(
+            "regime_change", times.steps[shift.index], "warning" if slower else "info",
+            f"step time went from {shift.before:.4g} to {shift.after:.4g} "
+            + ("at this step and stayed there" if shift.sharp else "in a slow drift, half of it by this step"),
+            advice.for_slow(facts) if slower else (), "", {"before": shift.before, "after": shift.after},
+        )  # fmt: skip
+
+
+def _period(slow: Sequence[Outlier]) -> int | None:
+    """Steps between slow steps that come regularly."""
+    gaps = [b.index - a.index for a, b in itertools.pairwise(slow) if b.index - a.index > 1]
+    if len(gaps) < 3:
+        return None
+    middle = median(gaps)
+    regular = sum(abs(g - middle) <= max(2, 0.05 * middle) for g in gaps)
+    return round(middle) if regular >= 0.7 * len(gaps) else None
+
+
+def _memory(memory: Series) -> Iterator[Anomaly]:
+    for change in memory_curve.changes(memory.values):
+        step = memory.steps[change.index]
+        text = f"GPU memory went from {change.before:.4g} to {change.after:.4g}"
+        if change.kind == "memory_leak":
+            cause, fixes = advice.for_leak()
+            text += " and never came back"
+        elif change.kind == "memory_drop":
+            cause, fixes = advice.for_drop()
+            text += ", and back soon after" if change.recovered else " and stayed there"
+        else:
+            cause, fixes = "another process, another stage, or other batch sizes", ()
+        evidence = {"before": change.before, "after": change.after}
+        yield Anomaly(change.kind, step, "warning", text, fixes, cause, evidence)

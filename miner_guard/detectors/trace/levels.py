@@ -1,0 +1,181 @@
+"""Lasting changes of level: regime changes of step time and memory, a loss that climbs, or never falls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miner_guard.detectors.trace.series import median, step_noise
+
+_SIDE = 32
+_LEAST_SIDE = 8
+_START_UP = 16
+"""Values before the first judged change: the first steps compile and fill caches."""
+
+_LEAST_CHANGE = math.log(1.18)
+_CHANGE_SIGMAS = 2.0
+_DRIFT_BLOCKS = 20
+_LEAST_DRIFT = math.log(1.12)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A new level from `index` on."""
+
+    index: int
+    before: float
+    after: float
+    sharp: bool
+
+
+def shifts(values: Sequence[float]) -> list[Shift]:
+    """Changes of the level of positive `values`: medians of 32 before and after, further apart than noise.
+
+    Where there is no sharp one, a slow drift of more than 12 % over the run is one at its middle.
+    """
+    if len(values) < _START_UP + _LEAST_SIDE or min(values) <= 0:
+        return []
+    logs = [math.log(v) for v in values]
+    found: list[Shift] = []
+    place = _START_UP
+    while place <= len(logs) - _LEAST_SIDE:
+        if not _changes(logs, place):
+            place += max(1, _LEAST_SIDE // 4)
+            continue
+        best = _sharpest(logs, place)
+        if not found or best - found[-1].index > _LEAST_SIDE:
+            left, right = _sides(logs, best)
+            if abs(median(right) - median(left)) >= _LEAST_CHANGE:
+                found.append(Shift(best, math.exp(median(left)), math.exp(median(right)), True))
+        place = max(place, best) + _SIDE // 2
+    return found or _drift(logs)
+
+
+def _sides(logs: Sequence[float], place: int) -> tuple[Sequence[float], Sequence[float]]:
+    return logs[max(0, place - _SIDE) : place], logs[place : place + _SIDE]
+
+
+def _changes(logs: Sequence[float], place: int) -> bool:
+    left, right = _sides(logs, place)
+    low, high = median(left), median(right)
+    noise = 1.4826 * median([abs(v - low) for v in left] + [abs(v - high) for v in right])
+    return abs(high - low) >= max(_LEAST_CHANGE, _CHANGE_SIGMAS * noise)
+
+
+def _sharpest(logs: Sequence[float], place: int) -> int:
+    """The split near `place` that leaves the least absolute deviation on both its sides."""
+    first, last = max(_START_UP, place - _LEAST_SIDE), min(len(logs) - _LEAST_SIDE, place + _SIDE)
+    low, high = max(0, first - _SIDE), min(len(logs), last + _SIDE)
+
+    def cost(split: int) -> float:
+        left, right = logs[low:split], logs[split:high]
+        middle_left, middle_right = median(left), median(right)
+        return sum(abs(v - middle_left) for v in left) + sum(abs(v - middle_right) for v in right)
+
+    return min(range(first, last + 1), key=cost)
+
+
+def _drift(logs: Sequence[float]) -> list[Shift]:
+    size = len(logs) // _DRIFT_BLOCKS
+    if size < _SIDE:
+        return []
+    blocks = [median(logs[n * size : (n + 1) * size]) for n in range(_DRIFT_BLOCKS)]
+    furthest = max(range(_DRIFT_BLOCKS), key=lambda n: abs(blocks[n] - blocks[0]))
+    change = blocks[furthest] - blocks[0]
+    if abs(change) < _LEAST_DRIFT:
+        return []
+    half = next(n for n in range(_DRIFT_BLOCKS) if abs(blocks[n] - blocks[0]) >= abs(change) / 2)
+    return [Shift(half * size, math.exp(blocks[0]), math.exp(blocks[furthest]), False)]
+
+
+def fall(values: Sequence[float]) -> float:
+    """How far the level of the first tenth lies above the lowest later level; 0 where it does not."""
+    part = max(3, len(values) // 10)
+    blocks = _block_medians(values, part)
+    return max(0.0, blocks[0] - min(blocks)) if blocks else 0.0
+
+
+@dataclass(frozen=True)
+class Climb:
+    """A loss that has left its best level for good."""
+
+    index: int
+    best: float
+    level: float
+
+
+_CLIMB_RATIO = 1.25
+_LASTING = 4
+
+
+def climb(values: Sequence[float]) -> Climb | None:
+    """A loss at least 25 % above its best level at the end, and for good.
+
+    The rise must be a tenth of what the loss had fallen before (a loss near zero doubles by noise alone)
+    and four sigmas of the noise from value to value.
+    """
+    if len(values) < 8:
+        return None
+    width = 5 if len(values) >= 15 else 3
+    smooth = [median(values[max(0, n - width // 2) : n + width // 2 + 1]) for n in range(len(values))]
+    tail = median(values[-max(_LASTING, len(values) // 10) :])
+    best = min(smooth)
+    if best <= 0 or tail < _CLIMB_RATIO * best:
+        return None
+    fallen = max(0.0, max(values[:3]) - best)
+    noise = step_noise([math.log(v) for v in values if v > 0])
+    if tail - best < 0.1 * fallen or math.log(tail / best) < 4 * noise:
+        return None
+    limit = min(best + 0.25 * (tail - best), best * math.exp(3 * noise), 1.5 * best)
+    limit = max(limit, best * 1.02)
+    last_low = max((n for n, v in enumerate(values) if v <= limit), default=-1)
+    onset = last_low + 1
+    if onset < 1 or len(values) - onset < _LASTING:
+        return None
+    return Climb(onset, best, tail)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A loss that never fell."""
+
+    index: int
+    first: float
+    level: float
+    band: float
+
+
+_FLAT_LEAST = 9
+_FLAT_FALL = 0.03
+_FLAT_FIRST = 0.045
+_FLAT_ERROR = 0.02
+
+
+def flat(values: Sequence[float]) -> Flat | None:
+    """A loss that stays within 3 % of its first level to the end, with so little noise that this is sure.
+
+    One that fell at its start and then stays is converged, and not this.
+    """
+    count = len(values)
+    if count < _FLAT_LEAST:
+        return None
+    part = max(3, count // 10)
+    first, last = median(values[:part]), median(values[-part:])
+    scale = abs(median(values))
+    if scale == 0:
+        return None
+    middle = median(values)
+    noise = 1.4826 * median([abs(v - middle) for v in values])
+    blocks = _block_medians(values, part)
+    fell = max(first, values[0], *values[1:2]) - min(blocks)
+    error = noise / math.sqrt(part) / scale
+    if fell > _FLAT_FIRST * scale + noise or first - min(blocks) > _FLAT_FALL * scale:
+        return None
+    if abs(last - first) > _FLAT_FALL * scale or error > _FLAT_ERROR or max(values[:3]) > 1.06 * middle:
+        return None
+    return Flat(min(count - 1, max(_FLAT_LEAST - 1, count // 2)), first, last, (max(blocks) - min(blocks)) / scale)
+
+
+def _block_medians(values: Sequence[float], size: int) -> list[float]:
+    return [median(values[n : n + size]) for n in range(0, len(values) - size + 1, size)]

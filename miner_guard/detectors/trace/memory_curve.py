@@ -1,0 +1,136 @@
+"""GPU memory of a whole run: growth that goes on after the start, drops, and other changes of level."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miner_guard.detectors.trace.series import median
+
+_JUMP = 0.10
+"""Relative change from one sample to the next that is a jump."""
+
+_DROP = 0.25
+"""A fall by this share below the usual level is a drop (source 002: 76 % to 45 %)."""
+
+_TRANSIENT = 6
+_START_UP = 0.10
+_LEVEL_RISE = 0.03
+_LEAST_RISE = 0.05
+_LEAST_GB = 1.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """One event of a memory curve."""
+
+    index: int
+    kind: str
+    """`memory_drop`, `memory_leak` or `regime_change`."""
+
+    before: float
+    after: float
+    recovered: bool = False
+
+
+def changes(values: Sequence[float]) -> list[Change]:
+    """All events, in order. `values` are finite and in GiB (or per cent of the GPU's memory)."""
+    if len(values) < 8:
+        return []
+    leak = steps_of_growth(values)
+    if leak:
+        return leak
+    return _drops_and_levels(values) or gradual_growth(values)
+
+
+def _drops_and_levels(values: Sequence[float]) -> list[Change]:
+    found: list[Change] = []
+    since = _settled(values)
+    place = since + 2
+    while place < len(values):
+        usual = median(values[max(since, place - 16) : place])
+        value = values[place]
+        if usual > 0 and abs(value - usual) > _JUMP * usual:
+            end = _until_back(values, place, usual)
+            if end is not None and value < usual:
+                lowest = min(range(place, end), key=lambda n: values[n])
+                if values[lowest] < (1 - _DROP) * usual:
+                    found.append(Change(lowest, "memory_drop", usual, values[lowest], True))
+                place = end
+                continue
+            if end is None:
+                found += _edge(values, place, usual)
+                since = place + 1
+                place += 3
+                continue
+        place += 1
+    return found
+
+
+def _settled(values: Sequence[float]) -> int:
+    """Where the ramp of the start-up ends: the first value that the next eight stay within 10 % of."""
+    for place in range(len(values) - 8):
+        part = values[place : place + 8]
+        if max(part) - min(part) <= _JUMP * max(part):
+            return place
+    return len(values)
+
+
+def _until_back(values: Sequence[float], place: int, usual: float) -> int | None:
+    """Index at which the level is back, where that is soon; None for a change that lasts."""
+    for index in range(place + 1, min(len(values), place + _TRANSIENT + 1)):
+        if abs(values[index] - usual) <= _JUMP * usual / 2:
+            return index
+    return None
+
+
+def _edge(values: Sequence[float], place: int, usual: float) -> list[Change]:
+    """A lasting change, with the sample on the way as an event of its own; a fall below all before is a drop."""
+    after = median(values[place + 1 : place + 1 + _TRANSIENT]) if place + 1 < len(values) else values[place]
+    start = min(_settled(values), place - 1)
+    lowest_before = min(median(values[n : n + 4]) for n in range(start, max(start + 1, place - 3), 4))
+    if after < (1 - _DROP) * lowest_before:
+        return [Change(place, "memory_drop", usual, after)]
+    if abs(after - usual) <= _JUMP * usual:
+        return []
+    edge = [Change(place, "regime_change", usual, after)]
+    on_the_way = abs(values[place] - after) > _JUMP * max(after, usual) and place + 1 < len(values)
+    return [*edge, Change(place + 1, "regime_change", values[place], after)] if on_the_way else edge
+
+
+def steps_of_growth(values: Sequence[float]) -> list[Change]:
+    """Growth in steps that never comes back: each rise of 3 %, where at least two came after the start-up."""
+    rises: list[Change] = []
+    highest = values[0]
+    place = 1
+    while place < len(values):
+        ahead = values[place : place + _TRANSIENT]
+        level = median(ahead)
+        if values[place] > highest * (1 + _LEVEL_RISE / 3) and level > highest * (1 + _LEVEL_RISE):
+            rises.append(Change(place, "memory_leak", highest, level))
+            highest = max(highest, values[place])
+        else:
+            highest = max(highest, min(values[place], level))
+        place += 1
+    settled = max(8, int(_START_UP * 0.1 * len(values)))
+    late = [r for r in rises if r.index > settled]
+    last = median(values[-min(len(values), 9) :])
+    grown = last - values[min(settled, len(values) - 1)]
+    stays = last >= 0.97 * highest
+    enough = grown > max(_LEAST_RISE * last, _LEAST_GB)
+    return rises if len(late) >= 2 and stays and enough else []
+
+
+def gradual_growth(values: Sequence[float]) -> list[Change]:
+    """Growth without steps: the minima of 8 blocks after the start-up, 6 of 7 rising, more than 5 % and 1 GiB."""
+    rest = values[max(4, int(_START_UP * len(values))) :]
+    size = len(rest) // 8
+    if size < 4:
+        return []
+    minima = [min(rest[n * size : (n + 1) * size]) for n in range(8)]
+    rising = sum(later > earlier for earlier, later in itertools.pairwise(minima))
+    grown = minima[-1] - minima[0]
+    if rising < 6 or grown <= max(_LEAST_RISE * minima[0], _LEAST_GB):
+        return []
+    return [Change(len(values) - len(rest), "memory_leak", minima[0], minima[-1])]

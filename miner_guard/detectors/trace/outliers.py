@@ -1,0 +1,127 @@
+"""Single values that stand out from both their sides: loss spikes and slow steps.
+
+A value is compared with the medians of what comes before and of what comes after it, and must exceed the
+higher of the two: the edge of a lasting change is then no outlier. The noise is the MAD of both sides
+around their own medians, of logarithms where all values are positive (noise of losses and times grows
+with their level).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from miner_guard.detectors.trace.series import median
+from miner_guard.detectors.window import SortedWindow
+
+_LEAST_NOISE = 0.0005
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What counts as standing out."""
+
+    window: int
+    least_before: int
+    """Values that must precede; 0 judges the first step by what follows it."""
+
+    ratio: float
+    sigmas: float
+    quiet_ratio: float
+    quiet_sigmas: float
+    """A smaller ratio counts as well where it is this many sigmas: a run almost without noise."""
+
+    longest: int
+    """More than this many in a row are a change of level, not outliers."""
+
+
+SPIKE = Rule(window=32, least_before=5, ratio=1.3, sigmas=6.0, quiet_ratio=1.03, quiet_sigmas=25.0, longest=8)
+SLOW = Rule(window=25, least_before=0, ratio=1.3, sigmas=3.4, quiet_ratio=1.15, quiet_sigmas=5.0, longest=8)
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """One value that stands out."""
+
+    index: int
+    value: float
+    level: float
+    sigmas: float
+
+    @property
+    def ratio(self) -> float:
+        """Value over level."""
+        return self.value / self.level if self.level else math.inf
+
+
+def outliers(values: Sequence[float], rule: Rule) -> list[Outlier]:
+    """All of them, in order. `values` are finite."""
+    return select(candidates(values, rule), rule)
+
+
+def select(every: Iterable[Outlier], rule: Rule) -> list[Outlier]:
+    """Those of `candidates` that the rule calls outliers."""
+    found = [o for o in every if o.sigmas >= _needed(o.ratio, rule)]
+    return [o for run in runs(found, 1) if len(run) <= rule.longest for o in run]
+
+
+def runs(found: Sequence[Outlier], gap: int) -> Iterator[list[Outlier]]:
+    """Outliers that follow each other within `gap` places, as groups."""
+    group: list[Outlier] = []
+    for outlier in found:
+        if group and outlier.index - group[-1].index > gap:
+            yield group
+            group = []
+        group.append(outlier)
+    if group:
+        yield group
+
+
+def _needed(ratio: float, rule: Rule) -> float:
+    if ratio >= rule.ratio:
+        return rule.sigmas
+    return rule.quiet_sigmas if ratio >= rule.quiet_ratio else math.inf
+
+
+def candidates(values: Sequence[float], rule: Rule) -> Iterator[Outlier]:
+    """Values above the quiet ratio of both sides' medians, with how many sigmas."""
+    size, count = rule.window, len(values)
+    before, after = SortedWindow(size), SortedWindow(size)
+    for value in values[1 : size + 1]:
+        after.add(value)
+    least = min(rule.quiet_ratio, rule.ratio)
+    for place, value in enumerate(values):
+        enough = len(before) + min(size, count - 1 - place) >= 8 and len(before) >= rule.least_before
+        if enough:
+            level = _level(before, after, count - 1 - place)
+            if level is not None and (value > least * level if level > 0 else value > level):
+                sigmas = _sigmas(values, place, size, level)
+                yield Outlier(place, value, level, sigmas)
+        before.add(value)
+        following = place + 1 + size
+        if following < count:
+            after.add(values[following])
+        elif len(after):
+            after.drop_oldest()
+
+
+def _level(before: SortedWindow, after: SortedWindow, left: int) -> float | None:
+    sides = [side.median for side, length in ((before, len(before)), (after, left)) if length >= 4]
+    return max(sides) if sides else None
+
+
+def _sigmas(values: Sequence[float], place: int, size: int, level: float) -> float:
+    sides = [values[max(0, place - size) : place], values[place + 1 : place + 1 + size]]
+    positive = values[place] > 0 and level > 0 and all(v > 0 for side in sides for v in side)
+    scale = math.log if positive else float
+    rest: list[float] = []
+    for side in sides:
+        scaled = [scale(v) for v in side]
+        if len(scaled) >= 4:
+            middle = median(scaled)
+            rest += [abs(v - middle) for v in scaled]
+    noise = 1.4826 * median(rest) if rest else 0.0
+    if positive:
+        return math.log(values[place] / level) / max(noise, _LEAST_NOISE)
+    return (values[place] - level) / max(noise, _LEAST_NOISE * abs(level), 1e-12)

@@ -1,0 +1,188 @@
+"""Reading a trace: JSON lines, guard.jsonl, or the plain lines that trainers print. One pass, never raises.
+
+A line may be of any of these kinds, mixed:
+
+- `{"step": 10, "loss": 2.45, "eval_loss": null, …}`, non-finite numbers as NaN, Infinity or those strings;
+- an event of guard.jsonl (`inner_step`, `loss_nan`);
+- `Step 10: loss=2.45, lr=6.67e-05`, `Outer Step: 56 | Inner Step: 84 | LR: … | Loss: … | Step Time: 15.2s`,
+  `{'loss': 2.3, 'learning_rate': 5e-05}` (HF Trainer, which prints no step: its records are counted).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from miner_guard.detectors.trace.series import Trace
+
+_MOST_LINE = 100_000
+"""Characters of a line that are looked at; what is longer is no trace line."""
+
+_JSON_NAMES = {
+    "loss": "loss",
+    "train_loss": "loss",
+    "eval_loss": "eval_loss",
+    "val_loss": "eval_loss",
+    "lr": "lr",
+    "learning_rate": "lr",
+    "grad_norm": "grad_norm",
+    "step_time": "step_time",
+    "step_time_s": "step_time",
+    "gpu_mem_gb": "gpu_mem_gb",
+}
+_NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
+_PLAIN_NAMES = {
+    "loss": "loss",
+    "average loss": "loss",
+    "avg loss": "loss",
+    "train loss": "loss",
+    "train_loss": "loss",
+    "training loss": "loss",
+    "eval loss": "eval_loss",
+    "eval_loss": "eval_loss",
+    "val loss": "eval_loss",
+    "val_loss": "eval_loss",
+    "validation loss": "eval_loss",
+    "lr": "lr",
+    "learning rate": "lr",
+    "learning_rate": "lr",
+    "grad norm": "grad_norm",
+    "grad_norm": "grad_norm",
+    "gnorm": "grad_norm",
+    "step time": "step_time",
+    "step_time": "step_time",
+    "gpu mem": "gpu_mem_gb",
+    "gpu_mem_gb": "gpu_mem_gb",
+}
+_PLAIN = re.compile(
+    r"(?<![\w-])(" + "|".join(sorted((re.escape(n) for n in _PLAIN_NAMES), key=len, reverse=True)) + r")\s*[:=]\s*"
+    + _NUMBER + r"(?=\s?(?:s|sec|GB|GiB|%)?(?:[^\w.]|\.(?!\d)|$))",
+    re.IGNORECASE,
+)  # fmt: skip
+_STEP = re.compile(
+    r"(?:inner[ _]step|global[ _]step|\bstep|\biter(?:ation)?)\s*[:=#]?\s*\[?\s*(\d[\d,]*)", re.IGNORECASE
+)
+_OUTER = re.compile(r"outer[ _]step\s*[:=]?\s*(\d+)", re.IGNORECASE)
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def read(lines: Iterable[str]) -> Trace:
+    """The trace in `lines`. `Trace.used` says how many lines had something to say."""
+    trace = Trace()
+    counter = _Counter()
+    for line in lines:
+        trace.lines += 1
+        text = _ANSI.sub("", line[:_MOST_LINE]).strip()
+        if text and len(line) <= _MOST_LINE and _take(trace, counter, text):
+            trace.used += 1
+    return trace
+
+
+class _Counter:
+    """Step numbers for records that have none, and a step number over outer steps for those that start anew."""
+
+    def __init__(self) -> None:
+        self.records = 0
+
+    def next(self) -> int:
+        self.records += 1
+        return self.records
+
+
+def _take(trace: Trace, counter: _Counter, text: str) -> bool:
+    document = _document(text)
+    if document is None:
+        return _take_plain(trace, counter, text)
+    if isinstance(document.get("event"), str) and "msg" in document:
+        return _take_event(trace, document)
+    step = _whole(document.get("step", document.get("global_step")))
+    values = [(n, v) for k, n in _JSON_NAMES.items() if (v := number(document.get(k))) is not None]
+    if not values:
+        return False
+    _add(trace, counter.next() if step is None else step, values)
+    return True
+
+
+def _document(text: str) -> Mapping[str, Any] | None:
+    start = text.find("{")
+    if start < 0 or not text.endswith("}"):
+        return None
+    try:
+        # Numbers beyond what a float holds become infinite here, as they do in a trainer.
+        document = json.loads(text[start:], parse_int=float)
+    except (ValueError, RecursionError):
+        document = _literal(text[start:])
+    return document if isinstance(document, dict) else None
+
+
+def _literal(text: str) -> Any:
+    """HF Trainer prints Python's dictionaries; `nan` is no literal there."""
+    try:
+        return ast.literal_eval(re.sub(r"(?<=[:\s])(-?)(nan|inf)\b", r"'\1\2'", text))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _take_event(trace: Trace, document: Mapping[str, Any]) -> bool:
+    event = document["event"]
+    if event == "loss_nan":
+        step = _whole(document.get("step"))
+        if step is not None:
+            trace.nan_said.append(step)
+        return step is not None
+    if event != "inner_step":
+        return False
+    step = _whole(document.get("total_steps"))
+    step = _whole(document.get("inner_step")) if step is None else step
+    values = [(n, v) for k, n in _JSON_NAMES.items() if (v := number(document.get(k))) is not None]
+    if step is None or not values:
+        return False
+    _add(trace, step, values)
+    return True
+
+
+def _take_plain(trace: Trace, counter: _Counter, text: str) -> bool:
+    values = list(_plain_values(text))
+    if not values:
+        return False
+    found = _STEP.search(_OUTER.sub(" ", text))
+    _add(trace, counter.next() if found is None else int(found[1].replace(",", "")), values)
+    return True
+
+
+def _plain_values(text: str) -> Iterator[tuple[str, float]]:
+    seen: set[str] = set()
+    for match in _PLAIN.finditer(text):
+        name = _PLAIN_NAMES[match[1].lower()]
+        value = number(match[2].replace(",", ""))
+        if name not in seen and value is not None:
+            seen.add(name)
+            yield name, value
+
+
+def _add(trace: Trace, step: int, values: Iterable[tuple[str, float]]) -> None:
+    for name, value in values:
+        trace[name].add(step, value)
+
+
+def number(value: Any) -> float | None:
+    """A number, or one of the strings for what JSON has no word for; None for anything else."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return None
+
+
+def _whole(value: Any) -> int | None:
+    found = number(value)
+    return int(found) if found is not None and math.isfinite(found) and abs(found) < 2**63 else None

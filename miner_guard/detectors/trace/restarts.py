@@ -1,0 +1,41 @@
+"""Where a curve starts anew by design: a resumed run, the next fold of a cross-validation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+_ALIKE = 0.10
+_COMPARED = 5
+_LEAST_FALL = 1.02
+_LEAST_RUN = 5
+
+
+def restarts(values: Sequence[float]) -> list[int]:
+    """Indices at which the values go through the run's first descent again.
+
+    The first values after a restart follow the first values of the run (within 10 %, over five values), which
+    fall; a spike comes back at once instead.
+    """
+    opening = values[:_COMPARED]
+    if len(values) < 3 * _COMPARED or min(opening) <= 0 or opening[0] < _LEAST_FALL * min(values[:20]):
+        return []
+    found: list[int] = []
+    last = 0
+    for place in range(_LEAST_RUN, len(values) - 2):
+        if place - last < _LEAST_RUN or not _jumps(values, place, last):
+            continue
+        again = values[place : place + _COMPARED]
+        far = [abs(math.log(b / a)) if b > 0 else math.inf for a, b in zip(opening, again, strict=False)]
+        falls = sum(b <= a for a, b in itertools.pairwise(again)) >= len(again) // 2
+        if far[0] <= _ALIKE and sorted(far)[len(far) // 2] <= _ALIKE and falls:
+            found.append(place)
+            last = place
+    return found
+
+
+def _jumps(values: Sequence[float], place: int, last: int) -> bool:
+    """Whether the value is clearly above the ones before it."""
+    before = sorted(values[max(last, place - 4) : place])
+    return bool(before) and values[place] > _LEAST_FALL * before[len(before) // 2]

@@ -1,0 +1,80 @@
+"""A trace as it was read: one series per quantity, in the order of the file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+QUANTITIES = ("loss", "eval_loss", "lr", "grad_norm", "step_time", "gpu_mem_gb")
+
+
+@dataclass
+class Series:
+    """Values of one quantity with their steps; non-finite ones are kept."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def add(self, step: int, value: float) -> None:
+        """Append one value."""
+        self.steps.append(step)
+        self.values.append(value)
+
+    def finite(self) -> Series:
+        """The same without what is not finite."""
+        kept = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
+        return Series([s for s, _ in kept], [v for _, v in kept])
+
+
+@dataclass
+class Trace:
+    """All series of a run."""
+
+    series: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in QUANTITIES})
+    nan_said: list[int] = field(default_factory=list)
+    """Steps at which a guard.jsonl already says that the loss was NaN (its JSON has null there)."""
+
+    lines: int = 0
+    used: int = 0
+
+    def __getitem__(self, name: str) -> Series:
+        return self.series[name]
+
+    def nearest(self, name: str, step: int) -> float | None:
+        """The last value of `name` at or before `step`, in the order of steps; None where there is none."""
+        series = self.series[name]
+        found = [v for s, v in zip(series.steps, series.values, strict=True) if s <= step and math.isfinite(v)]
+        return found[-1] if found else None
+
+
+def median(values: Sequence[float]) -> float:
+    """Median of a non-empty sequence."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def centred(values: Sequence[float], width: int) -> list[float]:
+    """Means over `width` values around each; an even window reaches one further to the right."""
+    left, right = (width - 1) // 2, width // 2 + 1
+    means = []
+    for place in range(len(values)):
+        part = values[max(0, place - left) : place + right]
+        means.append(math.fsum(part) / len(part))
+    return means
+
+
+def step_noise(values: Sequence[float]) -> float:
+    """Standard deviation of the noise from value to value: 1.4826 · median |difference| / sqrt 2."""
+    if len(values) < 2:
+        return 0.0
+    return 1.4826 * median([abs(b - a) for a, b in _pairs(values)]) / math.sqrt(2)
+
+
+def _pairs(values: Sequence[float]) -> Iterator[tuple[float, float]]:
+    return itertools.pairwise(values)

@@ -1,0 +1,213 @@
+"""`explain --trace`: each kind of anomaly at its step, silence on healthy curves, and every way to write a trace."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miner_guard.cli import exits
+from miner_guard.cli.explain_trace import explain_trace
+from miner_guard.detectors.advice import Anomaly
+from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.trace import reading
+from miner_guard.detectors.trace.judge import judge
+from miner_guard.detectors.trace.series import Trace
+
+
+def trace_of(facts: TrainingFacts | None = None, **series: Sequence[float]) -> list[Anomaly]:
+    """Judge series given by name, at steps 0, 1, 2, …"""
+    trace = Trace()
+    for name, values in series.items():
+        for step, value in enumerate(values):
+            trace[name].add(step, value)
+    return judge(trace, facts)
+
+
+def healthy(count: int = 600, seed: int = 1, noise: float = 0.02) -> list[float]:
+    """A power-law descent with noise in proportion to the loss."""
+    source = random.Random(seed)
+    return [(2 + 6 * (n + 1) ** -0.4) * source.gauss(1, noise) for n in range(count)]
+
+
+def changed(values: Sequence[float], change: Callable[[int, float], float]) -> list[float]:
+    return [change(n, v) for n, v in enumerate(values)]
+
+
+def found(anomalies: Sequence[Anomaly]) -> list[tuple[str, int]]:
+    return [(a.type, a.at_step) for a in anomalies if a.severity != "info"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("noise", [0.005, 0.02, 0.08])
+def test_healthy_curves_are_healthy(seed: int, noise: float) -> None:
+    source = random.Random(seed)
+    evaluation = [(2.2 + 4 * (n + 1) ** -0.5) * source.gauss(1, 0.01) for n in range(60)]
+    seen = trace_of(
+        loss=healthy(800, seed, noise), eval_loss=evaluation,
+        step_time=[15 * source.gauss(1, 0.04) for _ in range(800)],
+        gpu_mem_gb=[*range(3, 18, 3), *[18.4 + 0.05 * source.random() for _ in range(700)]],
+    )  # fmt: skip
+    assert found(seen) == []
+
+
+def test_nan_at_its_step_with_the_examples() -> None:
+    facts = TrainingFacts(batch_size=4, accumulation_steps=4)
+    seen = trace_of(facts, loss=changed(healthy(), lambda n, v: math.nan if n >= 300 else v))
+    assert found(seen) == [("nan", 300)]
+    assert "check examples 4800 to 4815" in seen[0].fixes[2]
+
+
+def test_hf_trainers_zero_after_nan() -> None:
+    loss = changed(healthy(100), lambda n, v: 0.0 if n >= 60 else v)
+    norm = [1.0] * 60 + [math.nan] * 40
+    assert ("nan", 60) in found(trace_of(loss=loss, grad_norm=norm))
+    assert ("nan", 60) in found(trace_of(loss=loss))
+
+
+@pytest.mark.parametrize("at", [40, 300, 597])
+def test_one_spike_is_a_warning(at: int) -> None:
+    seen = trace_of(loss=changed(healthy(), lambda n, v: 1.6 * v if n == at else v))
+    assert found(seen) == [("spike", at)]
+
+
+def test_divergence_at_its_onset() -> None:
+    seen = trace_of(loss=changed(healthy(), lambda n, v: v * (1 + 0.02 * max(0, n - 400))))
+    assert [a.type for a in seen] == ["divergence"]
+    assert 400 <= seen[0].at_step <= 420
+
+
+def test_a_loss_that_never_falls_is_a_plateau_and_a_converged_one_is_not() -> None:
+    source = random.Random(3)
+    stuck = [10.8 * source.gauss(1, 0.003) for _ in range(200)]
+    converged = [(2 + 6 * math.exp(-n / 20)) * source.gauss(1, 0.01) for n in range(600)]
+    assert [t for t, _ in found(trace_of(loss=stuck))] == ["plateau_high"]
+    assert found(trace_of(loss=converged)) == []
+
+
+def test_overfit_at_the_best_evaluation() -> None:
+    training = [3 * math.exp(-n / 15) + 0.1 for n in range(60)]
+    evaluation = [2 + 0.001 * (n - 20) ** 2 for n in range(60)]
+    seen = trace_of(loss=training, eval_loss=evaluation)
+    assert [t for t, _ in found(seen)] == ["overfit"]
+    assert abs(seen[0].at_step - 20) <= 2
+
+
+def test_flat_evaluation_while_training_falls_is_not_overfitting() -> None:
+    source = random.Random(3)
+    training = [3 * math.exp(-n / 15) + 0.1 for n in range(60)]
+    evaluation = [max(2.0, 3 - 0.1 * n) * source.gauss(1, 0.01) for n in range(60)]
+    assert found(trace_of(loss=training, eval_loss=evaluation)) == []
+
+
+def test_slow_steps_and_a_regime_change_are_told_apart() -> None:
+    source = random.Random(3)
+    times = [15 * source.gauss(1, 0.03) for _ in range(600)]
+    single = changed(times, lambda n, v: 2 * v if n in (100, 350) else v)
+    assert found(trace_of(step_time=single)) == [("slow_steps", 100), ("slow_steps", 350)]
+    lasting = found(trace_of(step_time=changed(times, lambda n, v: 1.5 * v if n >= 300 else v)))
+    assert lasting == [("regime_change", 300)]
+    faster = trace_of(step_time=changed(times, lambda n, v: v / 2 if n >= 300 else v))
+    assert [(a.type, a.at_step, a.severity) for a in faster] == [("regime_change", 300, "info")]
+
+
+def test_scheduled_slow_steps_are_said_to_come_regularly() -> None:
+    seen = trace_of(step_time=[30.0 if n % 50 == 0 and n else 15.0 for n in range(600)])
+    assert {a.type for a in seen} == {"slow_steps"}
+    assert "every 50 values" in seen[0].detail
+
+
+def test_memory_drop_leak_and_start_up() -> None:
+    assert found(trace_of(gpu_mem_gb=[1, 5, 9, 14, *[18.0] * 100])) == []
+    assert found(trace_of(gpu_mem_gb=[18.0] * 60 + [2.0] + [18.0] * 60)) == [("memory_drop", 60)]
+    assert [t for t, _ in found(trace_of(gpu_mem_gb=[18.0] * 60 + [2.0] * 60))] == ["memory_drop"]
+    assert [t for t, _ in found(trace_of(gpu_mem_gb=[18 + 0.02 * n for n in range(400)]))][:1] == ["memory_leak"]
+    assert found(trace_of(gpu_mem_gb=[18.0 + (n > 100) for n in range(400)])) == []
+
+
+LINES = [
+    ('{"step": 10, "loss": "NaN", "lr": 6.67e-5}', "loss", 10, math.nan),
+    ('{"step": 10, "loss": Infinity}', "loss", 10, math.inf),
+    ('{"step": 10, "loss": null, "eval_loss": 2.5, "other": {"a": 1}}', "eval_loss", 10, 2.5),
+    ('{"step": 10, "step_time": 15.2, "gpu_mem_gb": 18.4}', "gpu_mem_gb", 10, 18.4),
+    ('{"ts": "x", "event": "inner_step", "msg": "m", "inner_step": 84, "step_time_s": 15.2}', "step_time", 84, 15.2),
+    ("Step 10: loss=2.45, lr=6.67e-05", "lr", 10, 6.67e-05),
+    ("Step 10: loss=nan, lr=6.67e-05", "loss", 10, math.nan),
+    (
+        "2026-01-02T03:04:05Z | INFO | Rank 0 | Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40"
+        " | Step Time: 15.2s | GPU Mem: 18.45GB", "step_time", 84, 15.2,
+    ),
+    ("\x1b[34mINFO\x1b[0m | Outer Step: 5 | Inner Step: 3 | Average Loss: 3.40", "loss", 3, 3.4),
+    ("{'loss': 2.3, 'grad_norm': nan, 'learning_rate': 5e-05}", "grad_norm", 1, math.nan),
+    ("step:100/5000 val_loss:3.28 train_time:1ms", "eval_loss", 100, 3.28),
+    ("iter 500: loss 2.1, train loss: 2.2", "loss", 500, 2.2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "name", "step", "value"), LINES)
+def test_every_way_to_write_a_trace(line: str, name: str, step: int, value: float) -> None:
+    series = reading.read([line])[name]
+    assert series.steps == [step]
+    assert series.values == pytest.approx([value], nan_ok=True)
+
+
+def test_a_guards_own_log_says_nan_by_its_event() -> None:
+    lines = [
+        json.dumps({"event": "inner_step", "msg": "", "inner_step": n, "loss": 2.0 if n < 50 else None})
+        for n in range(60)
+    ]
+    lines.append(json.dumps({"event": "loss_nan", "msg": "Loss is NaN or Inf at step 50", "step": 50, "loss": "nan"}))
+    assert found(judge(reading.read(lines)))[0] == ("nan", 50)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.one_of(st.text(max_size=60), st.sampled_from([line for line, *_ in LINES])), max_size=40))
+def test_no_text_whatever_makes_it_raise(lines: list[str]) -> None:
+    judge(reading.read(lines))
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60),
+    st.sampled_from(["loss", "eval_loss", "step_time", "gpu_mem_gb"]),
+)
+def test_no_numbers_whatever_make_it_raise(values: list[float], name: str) -> None:
+    trace_of(**{name: values})
+
+
+def run(path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool = True) -> tuple[int, Any]:
+    code = 0
+    try:
+        explain_trace(str(path), as_json=as_json)
+    except typer.Exit as end:
+        code = end.exit_code
+    out = capsys.readouterr().out
+    return code, json.loads(out) if as_json else out
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sick, well, empty, noise = (tmp_path / name for name in ("sick", "well", "empty", "noise"))
+    sick.write_text("".join(f"Step {n}: loss={v if n != 50 else 9.0}, lr=2e-4\n" for n, v in enumerate(healthy())))
+    well.write_text("".join(f'{{"step": {n}, "loss": {v}}}\n' for n, v in enumerate(healthy())))
+    empty.touch()
+    noise.write_bytes(random.Random(1).randbytes(100_000))
+    code, document = run(sick, capsys)
+    assert code == 0
+    assert [sorted(f) for f in document["findings"]] == [["at_step", "detail", "fixes", "severity", "type"]]
+    assert (document["findings"][0]["type"], document["findings"][0]["at_step"]) == ("spike", 50)
+    assert run(well, capsys) == (1, {"findings": []})
+    assert run(empty, capsys) == (1, {"findings": []})
+    assert run(noise, capsys) == (1, {"findings": []})
+    code, text = run(sick, capsys, as_json=False)
+    assert "spike at step 50" in text
+    assert "halve the learning rate" in text
+    with pytest.raises(exits.Refused, match="cannot be read"):
+        explain_trace(str(tmp_path / "absent"), as_json=True)
