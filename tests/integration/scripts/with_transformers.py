@@ -1,0 +1,40 @@
+"""A run of Hugging Face's Trainer, small enough for a CPU."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(inputs)
+        return {"loss": torch.nn.functional.mse_loss(logits, labels), "logits": logits}
+
+
+class Data(torch.utils.data.Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        inputs = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return {"inputs": inputs, "labels": inputs.sum(0, keepdim=True)}
+
+
+torch.manual_seed(1)
+arguments = TrainingArguments(
+    output_dir=sys.argv[1], max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1,
+    report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", learning_rate=1e-2,
+)  # fmt: skip
+trainer = Trainer(model=Model(), args=arguments, train_dataset=Data())
+trainer.train()
+for row in trainer.state.log_history:
+    if "loss" in row:
+        print(f"iter {row['step']}: loss {float(row['loss']):.4f}", flush=True)

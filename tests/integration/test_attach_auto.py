@@ -1,0 +1,134 @@
+"""Training scripts that know nothing of the guard, under `--attach auto`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miner_guard import attach
+from miner_guard.rank.flight import FlightReader, Now, Step
+from miner_guard.rank.reports import unpack
+from miner_guard.statedir import StateDir
+from tests import needs
+
+SCRIPTS = Path(__file__).with_name("scripts")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a script."""
+
+    state: StateDir
+    printed: str
+
+    def steps(self, rank: int = 0) -> list[Step]:
+        return list(FlightReader(self.state.flight_of(rank)).steps())
+
+    def entries(self, kind: str) -> list[dict[str, Any]]:
+        return [e for _, e in FlightReader(self.state.flight_of(0)).entries() if e["kind"] == kind]
+
+    def now(self) -> Now:
+        now = FlightReader(self.state.flight_of(0)).now()
+        assert now is not None
+        return now
+
+    def losses(self) -> list[str]:
+        return re.findall(r"loss ([\d.]+)", self.printed)
+
+
+def run(folder: Path, script: str, *arguments: str, ranks: int = 0, mode: str | None = "auto") -> Run:
+    """The script in `folder`; under torchrun where `ranks` is given."""
+    needs.module("torch")
+    state = StateDir(folder / "state")
+    state.root.mkdir(parents=True)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        # It never reads; that it is there keeps the hook from printing by itself.
+        supervisor.bind(str(state.socket))
+        done = subprocess.run(
+            [sys.executable, *torchrun, str(SCRIPTS / script), *arguments],
+            cwd=folder, capture_output=True, text=True, timeout=150, check=False,
+            env={
+                **attach.environment(mode, {**env, "OMP_NUM_THREADS": "1"}), "_MINER_GUARD_STATE_DIR": str(state.root),
+            },
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "GUARD DEGRADED" not in done.stderr
+    return Run(state, done.stdout)
+
+
+def test_a_plain_script_is_followed_and_prints_the_same(tmp_path: Path) -> None:
+    attached = run(tmp_path / "attached", "plain.py")
+    alone = run(tmp_path / "alone", "plain.py", mode=None)
+    assert attached.printed == alone.printed
+    assert not alone.state.flight.exists()
+    steps = attached.steps()
+    assert [s.inner_step for s in steps] == [1, 2, 3, 4, 5, 6]
+    assert [f"{s.loss:.4f}" for s in steps] == attached.losses(), "the mean of the micro-batches, not of loss / 4"
+    assert all(s.lr == 0.01 and s.seconds > 0 for s in steps)
+    (training,) = attached.entries("training")
+    assert (training["accumulation_steps"], training["model_name"]) == (4, "plain.py")
+    assert attached.now().state == "running", "a plain script's end is not known to be its configured end"
+
+
+def test_every_rank_of_torchrun_is_followed(tmp_path: Path) -> None:
+    attached = run(tmp_path / "run", "plain.py", ranks=2)
+    for rank in (0, 1):
+        assert len(attached.steps(rank)) == 6
+    rows = unpack([e["report"] for e in attached.entries("diagnosis")])
+    assert [(row["rank"], row["world_size"], row["shard_params"]) for row in rows] == [(0, 2, 321), (1, 2, 321)]
+    assert attached.entries("finding") == [], "nothing is degraded"
+
+
+def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> None:
+    needs.module("transformers")
+    needs.module("accelerate")
+    attached = run(tmp_path / "attached", "with_transformers.py", "out")
+    steps = attached.steps()
+    assert [s.inner_step for s in steps] == [1, 2, 3, 4, 5, 6]
+    assert [f"{s.loss:.4f}" for s in steps] == attached.losses()
+    assert attached.now().state == "finished"
+
+
+def test_lightning_is_followed_by_its_callbacks(tmp_path: Path) -> None:
+    needs.module("lightning")
+    attached = run(tmp_path / "attached", "with_lightning.py")
+    steps = attached.steps()
+    assert [s.inner_step for s in steps] == [1, 2, 3, 4, 5, 6]
+    assert [f"{s.loss:.4f}" for s in steps] == attached.losses()
+    assert attached.now().state == "finished"
+
+
+def test_a_python_that_does_not_train_leaves_no_record(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    env = {**attach.environment("auto", os.environ), "_MINER_GUARD_STATE_DIR": str(state.root)}
+    script = "import torch, sys; sys.exit('sitecustomize' not in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=60)
+    assert not state.flight.exists()
+
+
+def test_an_existing_sitecustomize_still_runs_and_children_of_a_rank_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.chained = True\n")
+    env = attach.environment("sn38", {**os.environ, "PYTHONPATH": str(tmp_path)})
+    watching = "import json, sys; print(json.dumps([sys.chained, [type(f).__name__ for f in sys.meta_path], sys.path]))"
+
+    def seen(env: dict[str, str]) -> tuple[bool, list[str], list[str]]:
+        done = subprocess.run([sys.executable, "-c", watching], env=env, check=True, capture_output=True, timeout=60)
+        chained, finders, path = json.loads(done.stdout)
+        return chained, finders, path
+
+    chained, finders, path = seen(env)
+    assert chained
+    assert finders[0] == "Watch"
+    assert not any("attach/site" in entry for entry in path), "the program's own sys.path is as it was"
+    chained, finders, _ = seen({**env, attach.ATTACHED: "1"})
+    assert chained
+    assert "Watch" not in finders
