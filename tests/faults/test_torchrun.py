@@ -1,0 +1,111 @@
+"""The same with the real thing: torchrun, two FSDP ranks of the demo miner, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import needs
+from tests.faults.guarded import Guarded, living, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FAST = {
+    "miner.stop_timeout_s": 40, "restart.backoff_s": 0.1, "hang.min_s": 4, "hang.factor": 2, "hang.first_step_s": 120,
+    "health.snapshot_every_s": 600, "logs.step_lines_per_s": 100,
+}  # fmt: skip
+SLOWEST = 150.0
+
+
+def demo(guarded: Guarded, tmp_path: Path, *flags: str, steps: int = 30) -> list[str]:
+    needs.module("torch")
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
+        "miner_guard.demo.train", "--work", str(tmp_path / f"work-{guarded.token}"), "--steps", str(steps),
+        "--effective-batch-size", "8", "--batch-size", "4", "--checkpoint-every", "5", "--upload-steps", "1000",
+        "--inner-steps-per-outer", "1000", *flags,
+    ]  # fmt: skip
+
+
+def ranks(guarded: Guarded) -> dict[int, int]:
+    """Rank to pid, as the running guard says."""
+
+    def ask() -> dict[int, int]:
+        document = json.loads(guarded.state.status.read_text())
+        found = {int(rank): known["pid"] for rank, known in document["ranks"].items()}
+        return found if len(found) == 2 else {}
+
+    result: dict[int, int] = until(ask, 30, "both ranks in status.json")
+    return result
+
+
+def stepping(guarded: Guarded, count: int = 3) -> None:
+    guarded.wait_for("inner_step", count, seconds=SLOWEST)
+
+
+def finished(guarded: Guarded) -> None:
+    assert guarded.processes[0].wait(SLOWEST) == 0, guarded.tail()
+    assert guarded.named("miner_finished")
+    guarded.assert_nothing_left()
+
+
+def test_a_hung_rank_is_named_and_the_miner_goes_on_from_its_checkpoint(guarded: Guarded, tmp_path: Path) -> None:
+    guarded.start(demo(guarded, tmp_path, "--fault", "hang@12:1", steps=16), settings=FAST)
+    hang = guarded.wait_for("hang_detected", seconds=SLOWEST)
+    assert hang["culprits"] == [1]
+    assert "rank 1 in data for" in hang["detail"]
+    assert "rank 0 waiting" in hang["detail"]
+    folder = Path(guarded.wait_for("stack_dump")["path"])
+    assert "train" in (folder / "stacks-rank-0001.txt").read_text()
+    finished(guarded)
+    assert len(guarded.named("miner_started")) == 2
+
+
+def test_every_rank_exiting_with_0_too_early_is_a_failure(guarded: Guarded, tmp_path: Path) -> None:
+    guarded.start(demo(guarded, tmp_path, "--fault", "exit0@6", steps=9), settings=FAST)
+    ended = guarded.wait_for("miner_exited", seconds=SLOWEST)
+    assert "MINER EXITED: code 0 without being asked" in ended["msg"]
+    finished(guarded)
+
+
+@pytest.mark.parametrize("fault", ["sigkill@6:1", "crash@6:0"])
+def test_a_rank_that_dies_takes_the_launch_with_it_and_the_next_one_finishes(
+    guarded: Guarded, tmp_path: Path, fault: str
+) -> None:
+    guarded.start(demo(guarded, tmp_path, "--fault", fault, steps=9), settings=FAST)
+    guarded.wait_for("miner_exited", seconds=SLOWEST)
+    finished(guarded)
+
+
+def test_torchrun_killed_leaves_no_rank_behind(guarded: Guarded, tmp_path: Path) -> None:
+    guarded.start(demo(guarded, tmp_path, steps=100000), settings=FAST)
+    stepping(guarded)
+    pids = ranks(guarded)
+    os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
+    guarded.wait_for("miner_started", 2, seconds=60)
+    assert not [pid for pid, _ in living(guarded.token) if pid in pids.values()]
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_a_stop_gives_the_ranks_time_for_their_checkpoint(guarded: Guarded, tmp_path: Path) -> None:
+    guarded.start(demo(guarded, tmp_path, steps=100000), settings=FAST)
+    stepping(guarded, 7)
+    assert guarded.stop(signal.SIGTERM) == 0
+    work = next(tmp_path.glob("work-*"))
+    assert list(work.rglob("*checkpoint*")), sorted(work.rglob("*"))
+    assert not guarded.named("orphan_killed")
+    guarded.assert_nothing_left()
+
+
+def test_the_guard_killed_takes_torchrun_and_its_ranks_with_it(guarded: Guarded, tmp_path: Path) -> None:
+    guarded.start(demo(guarded, tmp_path, steps=100000), settings=FAST)
+    stepping(guarded)
+    guarded.processes[0].kill()
+    guarded.processes[0].wait()
+    guarded.assert_nothing_left(60)
