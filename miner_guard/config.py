@@ -290,6 +290,9 @@ class HangSettings:
     pause_s: Positive = 1800.0
     """Allowance of the phase `pause`."""
 
+    exit_s: Positive = 300.0
+    """How long the miner's process may live on after all ranks have ended their training."""
+
     phases: dict[str, float] = field(default_factory=dict)
     """Allowances of other phases, by name, in seconds."""
 

@@ -39,9 +39,20 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
         f"run        {document.get('run_id')}, guard pid {document.get('pid')}, miner pid {document.get('miner_pid')}",
         f"attempt    {document.get('attempt')}, restarts in a row {document.get('restarts')}",
         f"started    {document.get('started') or 'not running'}",
-        f"ranks      {', '.join(sorted(document.get('ranks') or {}, key=int)) or 'none yet'}",
+        f"ranks      {', '.join(sorted(document.get('rank_processes') or {}, key=int)) or 'none yet'}",
     ]
-    own = {"state", "paused", "run_id", "pid", "miner_pid", "attempt", "restarts", "started", "ranks", "command"}
+    own = {
+        "state",
+        "paused",
+        "run_id",
+        "pid",
+        "miner_pid",
+        "attempt",
+        "restarts",
+        "started",
+        "rank_processes",
+        "command",
+    }
     for key, value in document.items():
         if key not in own and value not in (None, {}, []):
             lines.append(f"{key:<10} {json.dumps(value, ensure_ascii=False)}")

@@ -107,11 +107,11 @@ class HangDetector:
 
     def _after_the_end(self, now: float, ranks: Mapping[int, Now]) -> Hang | None:
         idle = now - max(rank.heartbeat for rank in ranks.values())
-        if idle <= self._settings.min_s:
+        if idle <= self._settings.exit_s:
             return None
         self._said = True
         detail = f"all ranks ended their training {idle:.0f}s ago, but the miner's process lives on"
-        return Hang((), detail, idle, self._settings.min_s)
+        return Hang((), detail, idle, self._settings.exit_s)
 
     def _within_allowance(self, now: float, rank: Now) -> bool:
         allowance = self._allowance_s(rank)

@@ -25,7 +25,7 @@ def assemble(
             "pid": status.get("miner_pid"),
             "attempt": status.get("attempt"),
             "restarts": status.get("restarts"),
-            "ranks": len(status.get("ranks") or ()),
+            "ranks": len(status.get("rank_processes") or ()),
             "outer_step": steps.get("outer_step"),
             "inner_step": steps.get("inner_step"),
             "total_steps": steps.get("total_steps"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import signal
@@ -27,6 +28,7 @@ from miner_guard.supervisor.gather import Question
 from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.lock import Lock
 from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.manager import Manager, managers
 from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.processes import HELPER
 from miner_guard.supervisor.reaper import Reaper
@@ -59,6 +61,7 @@ class Assembly:
         self.clock = clock or SystemClock()
         self.run_id = secrets.token_hex(6)
         self._defects: set[str] = set()
+        self._ended = self._ready = False
         self.env = dict(os.environ if request.env is None else request.env)
         # Everything that this process starts for itself is known by this, and never taken for the miner's.
         os.environ[HELPER] = str(os.getpid())
@@ -80,6 +83,7 @@ class Assembly:
         self.host.on_finding = self.supervisor.blame
         self.jobs = Scheduler(self.clock, self.report)
         self.status = Status(request.state, self.clock, self.log)
+        self.managers: list[Manager] = []
         self._closers: list[Callable[[], None]] = []
 
     def _question(self) -> Question:
@@ -92,6 +96,8 @@ class Assembly:
     def _stopping(self) -> None:
         self.startup.cancel()
         self.lock.stopping()
+        for manager in self.managers:
+            manager.stopping()
 
     def _emitter(self) -> Emitter:
         logs = self.request.config.logs
@@ -117,7 +123,10 @@ class Assembly:
 
     def report(self, finding: Finding) -> None:
         """Write one finding and show it to the parts. Safe from any thread."""
-        self.loop.soon(lambda: self.host.finding(finding))
+        if self._ended:
+            self.log(finding)
+        else:
+            self.loop.soon(lambda: self.host.finding(finding))
 
     def run(self) -> int:
         """Supervise to the end; returns the exit code."""
@@ -135,6 +144,8 @@ class Assembly:
         return code
 
     def _prepare(self) -> None:
+        self._hear_signals()
+        self.managers = managers(self.env, self.loop, self._stop)
         if not become_subreaper():
             self.log(found("guard_degraded", what="the kernel refuses PR_SET_CHILD_SUBREAPER; orphans may escape"))
         sweep.sweep(self.request.state, _SWEEP_GRACE_S, self.log)
@@ -143,13 +154,17 @@ class Assembly:
         self.flights.leftovers(self.host)
         self._try("guard.sock", self._open_bell)
         self._try("control.sock", self._open_control)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            name = signal.Signals(number).name
-            self.loop.on_signal(number, lambda name=name: self.supervisor.want(Wish(name, "stop")))  # type: ignore[misc]
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            self.loop.on_signal(number, lambda number=number: self._forward(number))  # type: ignore[misc]
         self.loop.after(0.0, self._start_jobs)
         self.loop.after(0.0, self._pulse)
+
+    def _hear_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self.loop.on_signal(number, functools.partial(self._stop, signal.Signals(number).name))
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            self.loop.on_signal(number, functools.partial(self._forward, number))
+
+    def _stop(self, why: str) -> None:
+        self.supervisor.want(Wish(why, "stop"))
 
     def _context(self) -> Context:
         return Context(
@@ -207,7 +222,14 @@ class Assembly:
     def _pulse(self) -> None:
         self.loop.after(1.0, self._pulse)
         self.jobs.tick()
-        self.status.update(self._document())
+        document = self._document()
+        self.status.update(document)
+        if not self._ready and self.supervisor.launches:
+            self._ready = True
+            for manager in self.managers:
+                manager.ready()
+        for manager in self.managers:
+            manager.pulse(document, self.clock.monotonic())
 
     def _document(self) -> dict[str, Any]:
         # The command line may hold a secret, and what a part quotes may too.
@@ -215,6 +237,8 @@ class Assembly:
         return document
 
     def _take_apart(self) -> None:
+        self.loop.drain()
+        self._ended = True
         self.host.stop()
         self.status.update(self._document())
         self.jobs.close()

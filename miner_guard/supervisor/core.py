@@ -379,7 +379,7 @@ class Supervisor:
                 "code": last.code, "signal": last.signal, "asked": last.asked, "finished": last.finished,
                 "runtime_s": round(last.runtime_s, 3),
             },
-            "ranks": {
+            "rank_processes": {
                 str(rank): {"pid": identity.pid, "local_rank": identity.local_rank}
                 for rank, identity in self.flights.identities().items()
             },

@@ -86,13 +86,17 @@ class Loop:
             # A handler before this one may have closed it.
             if self._selector.get_map().get(key.fd) is key and not self._safely(key.data):
                 self.unwatch(key.fd)
-        while self._calls:
-            self._safely(self._calls.popleft())
+        self.drain()
         now = self._clock.monotonic()
         while self._timers and self._timers[0].when <= now:
             timer = heapq.heappop(self._timers)
             if not timer.cancelled:
                 self._safely(timer.call)
+
+    def drain(self) -> None:
+        """Do what other threads have asked for, without waiting."""
+        while self._calls:
+            self._safely(self._calls.popleft())
 
     def _safely(self, call: Callable[[], None]) -> bool:
         try:

@@ -14,7 +14,7 @@ from tests.faults.guarded import Guarded, until
 
 FAST = {
     "miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "hang.min_s": 2, "hang.factor": 1, "hang.first_step_s": 20,
-    "hang.stack_timeout_s": 10,
+    "hang.stack_timeout_s": 10, "hang.exit_s": 3,
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def ranks(guarded: Guarded) -> dict[int, int]:
 
     def ask() -> dict[int, int]:
         document = json.loads(guarded.state.status.read_text())
-        found = {int(rank): known["pid"] for rank, known in document["ranks"].items()}
+        found = {int(rank): known["pid"] for rank, known in document["rank_processes"].items()}
         return found if len(found) == 2 else {}
 
     result: dict[int, int] = until(ask, 30, "both ranks in status.json")
@@ -66,6 +66,7 @@ def test_a_hung_rank_is_named_and_the_miner_goes_on_from_its_checkpoint(guarded:
     assert len(guarded.named("miner_started")) == 2
 
 
+@pytest.mark.long
 def test_every_rank_exiting_with_0_too_early_is_a_failure(guarded: Guarded, tmp_path: Path) -> None:
     guarded.start(demo(guarded, tmp_path, "--fault", "exit0@6", steps=9), settings=FAST)
     ended = guarded.wait_for("miner_exited", seconds=SLOWEST)
@@ -73,6 +74,7 @@ def test_every_rank_exiting_with_0_too_early_is_a_failure(guarded: Guarded, tmp_
     finished(guarded)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["sigkill@6:1", "crash@6:0"])
 def test_a_rank_that_dies_takes_the_launch_with_it_and_the_next_one_finishes(
     guarded: Guarded, tmp_path: Path, fault: str

@@ -180,7 +180,7 @@ def test_unknown_figures_are_no_warning() -> None:
 
 def _status() -> dict[str, Any]:
     return {
-        "state": "running", "miner_pid": 4711, "attempt": 1, "restarts": 1, "ranks": {"0": {}, "1": {}},
+        "state": "running", "miner_pid": 4711, "attempt": 1, "restarts": 1, "rank_processes": {"0": {}, "1": {}},
         "steps": {"steps": 900, "outer_step": 56, "inner_step": 84, "loss": 3.4012, "p50_s": 15.23, "p95_s": 18.0,
                   "goodput": {"training": 0.934, "upload": 0.06}},
         "costs": {"share_pct": 0.12, "budget_pct": 5.0, "guard_blocking_pct": 0.001},
