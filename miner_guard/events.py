@@ -170,6 +170,7 @@ _SPECS = (
     Spec("monitoring_throttled", "warning", _WARN, "MONITORING THROTTLED: {operation} every {interval_s:.0f}s instead of {asked_s:.0f}s", ("operation", "interval_s", "asked_s")),
     Spec("monitoring_relaxed", "info", _OK, "MONITORING RELAXED: {operation} every {interval_s:.0f}s again", ("operation", "interval_s")),
     Spec("chain_status", "info", "", "CHAIN {summary}", ("summary",)),
+    Spec("chain_unknown", "warning", _WARN, "CHAIN unknown: {reason}", ("reason",)),
     Spec("chain_unregistered", "critical", _BAD, "CHAIN UNREGISTERED: {detail}", ("detail",)),
     Spec("alert_sent", "info", "", "ALERT SENT: {alert} to {targets} targets", ("alert", "targets")),
     Spec("alert_failed", "warning", _WARN, "ALERT FAILED: {alert}: {reason}", ("alert", "reason")),

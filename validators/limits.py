@@ -80,6 +80,9 @@ class Limits:
     commitment_form: tuple[int, ...] = ()
     """Lengths of its parts: account id, read key id, read secret."""
 
+    endpoint: str | None = None
+    """The storage's URL with `{account}`, as validators make it from a commitment."""
+
     gradients_metadata_key: str | None = None
     """A key that gradients.pt must have beside the tensors."""
 

@@ -12,7 +12,7 @@ from miner_guard.supervisor import parts as parts_package
 from miner_guard.supervisor.parts import Context, Part
 
 PARTS = (
-    "log_only", "steps", "curves", "ranks", "incidents", "diagnosis", "uploads", "health", "gpu", "hang",
+    "log_only", "steps", "curves", "ranks", "incidents", "diagnosis", "chain", "uploads", "health", "gpu", "hang",
     "costs", "alerts",
 )  # fmt: skip
 """Modules of `miner_guard.supervisor.parts`; each defines exactly one `Part`."""

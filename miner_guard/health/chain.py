@@ -1,0 +1,89 @@
+"""The chain as the guard knows it: one look through a child with a deadline."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from miner_guard import probe
+from miner_guard.config import ChainSettings
+from miner_guard.redact import SECRET_NAME
+
+
+@dataclass(frozen=True)
+class ChainLook:
+    """What one look found. Everything is None where `reason` says why nothing is known."""
+
+    reason: str | None = None
+    block: int | None = None
+    registered: bool | None = None
+    """None where no hotkey is configured or the question failed."""
+
+    uid: int | None = None
+    incentive: float | None = None
+    trust: float | None = None
+    rank: float | None = None
+    emission: float | None = None
+    stake: float | None = None
+    last_update: int | None = None
+    """Block of the neuron's last update."""
+
+    commitment: str | None = None
+    """As committed; public, but it holds the read keys: never logged or stored."""
+
+    master_commitment: str | None = None
+    neurons: int | None = None
+    bittensor: str | None = None
+    errors: Mapping[str, str] | None = None
+    """What could not be read, each with its reason."""
+
+
+_FIELDS = ChainLook.__dataclass_fields__
+
+
+def look(settings: ChainSettings, *, python: str = sys.executable) -> ChainLook:
+    """One look, `settings.timeout_s` at most. Never raises."""
+    if settings.network is None or settings.netuid is None:
+        return ChainLook(reason="no [chain] network and netuid configured")
+    request = {
+        "network": settings.network, "netuid": settings.netuid, "hotkey": settings.hotkey,
+        "master_uid": settings.master_uid,
+    }  # fmt: skip
+    # Public data only: what is secret here has no business in a process that runs third-party code.
+    env = {name: value for name, value in os.environ.items() if not SECRET_NAME.search(name)}
+    answer = probe.ask("miner_guard.health.chain_probe", request, settings.timeout_s, python=python, env=env)
+    if answer.reason is not None or not isinstance(answer.value, dict):
+        return ChainLook(reason=answer.reason or "the look gave no answer")
+    return ChainLook(**{name: value for name, value in answer.value.items() if name in _FIELDS})
+
+
+def summary(look: ChainLook, outer_step: int | None = None) -> str:
+    """The words after `CHAIN `."""
+    if look.reason is not None:
+        return f"unknown: {look.reason}"
+    said = [f"block {look.block}"]
+    if look.registered is not None:
+        said.append(f"registered as uid {look.uid}" if look.registered else "NOT registered")
+    for name, value in (("incentive", look.incentive), ("trust", look.trust), ("rank", look.rank)):
+        if value is not None:
+            said.append(f"{name} {value:.4f}")
+    if look.emission is not None:
+        said.append(f"emission {look.emission:.4g}")
+    if look.last_update is not None and look.block is not None:
+        said.append(f"updated {look.block - look.last_update} blocks ago")
+    if look.registered:
+        said.append("nothing committed" if look.commitment is None else f"commitment {len(look.commitment)} characters")
+    if outer_step is not None:
+        said.append(f"network outer step {outer_step}")
+    said += [f"{what} unknown ({why})" for what, why in (look.errors or {}).items()]
+    return ", ".join(said)
+
+
+def as_fields(look: ChainLook) -> dict[str, Any]:
+    """The look for an event: everything but the commitments."""
+    left_out = {"commitment", "master_commitment", "reason", "rank"}
+    # An event's `rank` is the process that it is about.
+    return {name: getattr(look, name) for name in _FIELDS if name not in left_out} | {"chain_rank": look.rank}

@@ -1,0 +1,196 @@
+"""The child that reads the chain through bittensor 9.10 to 11: `python -m miner_guard.health.chain_probe`.
+
+In a child, because bittensor may hang for minutes on a silent node, reads the command line, prints, takes over
+the logging of its process, and weighs up to 160 MB. Only public data is read and no wallet is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from miner_guard import probe
+
+
+class Chain(Protocol):
+    """The same questions to every generation of bittensor. Any of them may raise anything."""
+
+    def block(self) -> int: ...
+    def uid(self, netuid: int, hotkey: str) -> int | None: ...
+    def commitment(self, netuid: int, uid: int, hotkey: str) -> str | None: ...
+    def neurons(self, netuid: int) -> list[dict[str, Any]]: ...
+
+
+class BeforeEleven:
+    """bittensor 9 and 10: flat methods on Subtensor."""
+
+    def __init__(self, subtensor: Any) -> None:
+        self._subtensor = subtensor
+
+    def block(self) -> int:
+        return int(self._subtensor.get_current_block())
+
+    def uid(self, netuid: int, hotkey: str) -> int | None:
+        uid = self._subtensor.get_uid_for_hotkey_on_subnet(hotkey_ss58=hotkey, netuid=netuid)
+        return None if uid is None else int(uid)
+
+    def commitment(self, netuid: int, uid: int, hotkey: str) -> str | None:
+        # Not get_commitment: it fetches the whole metagraph for one key, and answers "" for every error.
+        stored = self._subtensor.substrate.query("Commitments", "CommitmentOf", [netuid, hotkey])
+        return committed_text(getattr(stored, "value", stored))
+
+    def neurons(self, netuid: int) -> list[dict[str, Any]]:
+        # Not metagraph: it makes three more runtime calls, of which one has changed its name between versions.
+        return [
+            {
+                "uid": int(n.uid), "hotkey": str(n.hotkey), "incentive": _number(n.incentive),
+                "trust": _number(getattr(n, "trust", None)), "rank": _number(getattr(n, "rank", None)),
+                "emission": _number(n.emission), "stake": _number(n.total_stake), "last_update": _whole(n.last_update),
+            }
+            for n in self._subtensor.neurons_lite(netuid=netuid)
+        ]  # fmt: skip
+
+
+class Eleven:
+    """bittensor 11: namespaces on Subtensor, one object per neuron."""
+
+    def __init__(self, subtensor: Any) -> None:
+        self._subtensor = subtensor
+
+    def block(self) -> int:
+        return int(self._subtensor.block)
+
+    def uid(self, netuid: int, hotkey: str) -> int | None:
+        uid = self._subtensor.neurons.uid(hotkey_ss58=hotkey, netuid=netuid)
+        return None if uid is None else int(uid)
+
+    def commitment(self, netuid: int, uid: int, hotkey: str) -> str | None:
+        found = self._subtensor.identity.commitment(netuid=netuid, hotkey_ss58=hotkey)
+        return found.data if found else None
+
+    def neurons(self, netuid: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "uid": int(n.uid), "hotkey": str(n.hotkey), "incentive": _number(n.incentive),
+                "trust": _number(n.trust), "rank": _number(n.rank), "emission": _amount(n.emission),
+                "stake": _amount(n.total_stake), "last_update": _whole(n.last_update),
+            }
+            for n in self._subtensor.subnets.metagraph(netuid, commitments=False)
+        ]  # fmt: skip
+
+
+def connect(network: str) -> tuple[Chain, str]:
+    """A connection and bittensor's version. Raises whatever bittensor raises; ImportError where it is not there."""
+    # 9.x parses the command line when imported and again in Subtensor(): `--help` there would end this process.
+    sys.argv = sys.argv[:1]
+    import bittensor
+
+    version = str(bittensor.__version__)
+    subtensor = bittensor.Subtensor(network)
+    return (Eleven(subtensor) if int(version.split(".")[0]) >= 11 else BeforeEleven(subtensor)), version
+
+
+def look(chain: Chain, netuid: int, hotkey: str | None, master_uid: int | None) -> dict[str, Any]:
+    """What the chain says; what could not be read is null and its reason stands under `errors`."""
+    errors: dict[str, str] = {}
+
+    def ask(what: str, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except Exception as error:  # noqa: BLE001 -- bittensor raises anything; the reason is reported with the answer
+            errors[what] = f"{type(error).__name__}: {error}"[:200]
+            return None
+
+    block = ask("block", chain.block)
+    neurons = ask("metagraph", lambda: chain.neurons(netuid))
+    answer: dict[str, Any] = {"block": block, "neurons": None if neurons is None else len(neurons), "errors": errors}
+    rows = {n["uid"]: n for n in neurons or ()}
+    if hotkey is not None:
+        answer |= _own(chain, netuid, hotkey, rows, ask, errors)
+    if master_uid is not None and master_uid in rows:
+        master = str(rows[master_uid]["hotkey"])
+        answer["master_commitment"] = ask("master", lambda: chain.commitment(netuid, master_uid, master))
+    return answer
+
+
+def _own(
+    chain: Chain, netuid: int, hotkey: str, rows: Mapping[int, Mapping[str, Any]],
+    ask: Callable[[str, Callable[[], Any]], Any], errors: Mapping[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    uid = ask("uid", lambda: chain.uid(netuid, hotkey))
+    listed = next((u for u, row in rows.items() if row["hotkey"] == hotkey), None)
+    if uid is None and listed is not None:
+        uid = listed
+    if uid is not None:
+        row = rows.get(uid, {})
+        # A uid is given to the next hotkey when its own is deregistered.
+        same = not row or row.get("hotkey") == hotkey
+        own = (
+            {k: row.get(k) for k in ("incentive", "trust", "rank", "emission", "stake", "last_update")} if same else {}
+        )
+        return {
+            "uid": uid,
+            "registered": same,
+            **own,
+            "commitment": ask("commitment", lambda: chain.commitment(netuid, uid, hotkey)),
+        }
+    return {"uid": None, "registered": None if "uid" in errors else False}
+
+
+def committed_text(stored: Any) -> str | None:
+    """The text of a `CommitmentOf` entry: `{"info": {"fields": [[{"Raw5": …}]]}}`; None where nothing is committed.
+
+    Raises TypeError for another shape.
+    """
+    return None if stored is None else _data_of(stored["info"]["fields"]).decode("utf-8", "replace")
+
+
+def _data_of(value: Any) -> bytes:
+    """The bytes are hexadecimal or numbers, in as many lists as the decoder's version likes."""
+    if isinstance(value, Mapping) and value:
+        return _data_of(next(iter(value.values())))
+    if isinstance(value, str):
+        return bytes.fromhex(value[2:]) if value.startswith("0x") else value.encode()
+    if isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value):
+        return bytes(value)
+    if isinstance(value, (list, tuple)):
+        return _data_of(value[0])
+    raise TypeError(f"a commitment of {type(value).__name__}")
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _amount(balance: Any) -> float | None:
+    return None if balance is None else balance.rao / 1e9
+
+
+def main() -> None:
+    """Answer with what `look` says."""
+    request = probe.request()
+    # 9.x makes ~/.bittensor otherwise.
+    os.environ["READ_ONLY"] = "1"
+    try:
+        chain, version = connect(request["network"])
+    except ImportError as error:
+        probe.reply(error=f"bittensor is not there ({error}); install miner-guard[chain]")
+        return
+    except Exception as error:  # noqa: BLE001 -- bittensor raises anything when imported or connected; it is the answer
+        probe.reply(error=f"no connection to {request['network']}: {type(error).__name__}: {error}"[:400])
+        return
+    answer = look(chain, request["netuid"], request["hotkey"], request["master_uid"])
+    if answer["block"] is None:
+        probe.reply(error=f"{request['network']} did not tell its block: {answer['errors'].get('block')}")
+        return
+    probe.reply({**answer, "bittensor": version})
+
+
+if __name__ == "__main__":
+    main()

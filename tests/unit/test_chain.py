@@ -1,0 +1,200 @@
+"""The chain: the same answers from every generation of bittensor, and a node that hangs costs its deadline only."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.clock import FakeClock
+from miner_guard.config import ChainSettings, Config
+from miner_guard.events import Finding, line
+from miner_guard.health import chain
+from miner_guard.health.chain import ChainLook
+from miner_guard.health.chain_probe import committed_text
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context
+from miner_guard.supervisor.parts.chain import ChainPart
+from uploads.network import Progress, master_bucket
+
+SETTINGS = ChainSettings(network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0, timeout_s=20.0)
+
+NINE = """
+__version__ = "9.12.2"
+import sys
+assert len(sys.argv) == 1, "it parses the command line"
+print("bittensor prints to stdout")
+class Neuron:
+    def __init__(self, uid, hotkey):
+        self.uid, self.hotkey, self.incentive, self.trust, self.rank = uid, hotkey, 0.25, 0.5, 0.125
+        self.emission, self.stake, self.total_stake, self.last_update = 1.5, 9.0, 6.0, 990
+class Substrate:
+    def query(self, pallet, entry, params):
+        class Scale: value = {"info": {"fields": [[{"Raw5": [tuple(b"hello")]}]]}}
+        return Scale()
+class Subtensor:
+    substrate = Substrate()
+    def __init__(self, network): pass
+    def get_current_block(self): return 1000
+    def get_uid_for_hotkey_on_subnet(self, hotkey_ss58, netuid): return UID
+    def neurons_lite(self, netuid): return [Neuron(0, "5master"), Neuron(1, "5own")]
+"""
+ELEVEN = """
+__version__ = "11.3.0"
+from types import SimpleNamespace as S
+class Subtensor:
+    block = 1000
+    def __init__(self, network):
+        amount = lambda rao: S(rao=rao)
+        row = lambda uid, hotkey: S(uid=uid, hotkey=hotkey, incentive=0.25, trust=0.5, rank=0.125,
+            emission=amount(1_500_000_000), total_stake=amount(6_000_000_000), last_update=990)
+        self.neurons = S(uid=lambda hotkey_ss58, netuid: UID)
+        self.subnets = S(metagraph=lambda netuid, commitments: [row(0, "5master"), row(1, "5own")])
+        self.identity = S(commitment=lambda netuid, hotkey_ss58: S(data="hello"))
+"""
+
+
+def with_bittensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> ChainLook:
+    (tmp_path / "bittensor.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return chain.look(SETTINGS)
+
+
+@pytest.mark.parametrize("source", [NINE, ELEVEN], ids=["9.12.2", "11.3.0"])
+def test_every_generation_gives_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    look = with_bittensor(tmp_path, monkeypatch, source.replace("UID", "1"))
+    assert look.errors == {}
+    assert (look.block, look.registered, look.uid, look.incentive, look.trust) == (1000, True, 1, 0.25, 0.5)
+    assert (look.rank, look.emission, look.stake, look.last_update) == (0.125, 1.5, 6.0, 990)
+    assert (look.commitment, look.master_commitment) == ("hello", "hello")
+    assert chain.summary(look, 57) == (
+        "block 1000, registered as uid 1, incentive 0.2500, trust 0.5000, rank 0.1250, emission 1.5, "
+        "updated 10 blocks ago, commitment 5 characters, network outer step 57"
+    )
+    assert "hello" not in str(chain.as_fields(look))
+
+
+def test_a_uid_that_went_to_another_hotkey_is_a_lost_registration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = with_bittensor(tmp_path, monkeypatch, NINE.replace("UID", "None").replace("5own", "5other"))
+    assert look.registered is False
+    assert chain.summary(look).startswith("block 1000, NOT registered")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import sys; sys.exit('usage: bittensor')", "ended with 1: usage: bittensor"),
+        ("raise ImportError('scalecodec')", "bittensor is not there (scalecodec); install miner-guard[chain]"),
+        ("raise RuntimeError('wallets')", "no connection to ws://127.0.0.1:1: RuntimeError: wallets"),
+        (NINE.replace("return 1000", "raise TimeoutError('ws')").replace("UID", "1"), "its block: TimeoutError"),
+    ],
+)  # fmt: skip
+def test_whatever_bittensor_does_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: str
+) -> None:
+    look = with_bittensor(tmp_path, monkeypatch, source)
+    assert words in str(look.reason)
+    assert look.registered is None
+
+
+def test_one_question_that_fails_leaves_the_others_their_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = NINE.replace("UID", "1").replace(
+        "def neurons_lite(self, netuid): return", "def neurons_lite(self, netuid): raise"
+    )
+    look = with_bittensor(tmp_path, monkeypatch, source)
+    assert (look.block, look.registered, look.uid, look.incentive) == (1000, True, 1, None)
+    assert "metagraph unknown (TypeError" in chain.summary(look)
+
+
+def test_a_node_that_accepts_and_never_answers_costs_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bittensor.py").write_text(
+        "import time\n__version__ = '11.3.0'\ndef Subtensor(network): time.sleep(300)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    start = time.monotonic()
+    look = chain.look(ChainSettings(network="ws://127.0.0.1:1", netuid=38, timeout_s=1.0))
+    assert look.reason == "no answer within 1 s"
+    assert time.monotonic() - start < 5.0
+
+
+def test_no_secret_reaches_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", "planted")
+    look = with_bittensor(
+        tmp_path, monkeypatch, "import os\nraise RuntimeError(f\"seen {os.environ.get('R2_WRITE_SECRET_ACCESS_KEY')}\")"
+    )
+    assert "seen None" in str(look.reason)
+
+
+@pytest.mark.parametrize(
+    "fields", [[[{"Raw5": "0x" + b"hello".hex()}]], [[{"Raw5": [list(b"hello")]}]], [({"Raw5": tuple(b"hello")},)]]
+)
+def test_a_commitment_in_every_decoders_shape(fields: Any) -> None:
+    assert committed_text({"info": {"fields": fields}}) == "hello"
+    assert committed_text(None) is None
+
+
+def test_the_masters_bucket_is_ours_without_the_uid() -> None:
+    pattern = r".+-(?P<uid>\d{3,})"
+    assert master_bucket("llama-4b-ws-4-007", pattern) == "llama-4b-ws-4"
+    assert master_bucket("mine", pattern) is None
+    assert master_bucket(None, pattern) is None
+
+
+class Jobs:
+    def every(self, *_: Any, **__: Any) -> None: ...
+
+    def once(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> ChainPart:
+    unused: Any = None
+    context = Context(Config(chain=SETTINGS), StateDir(tmp_path), FakeClock(), "r", unused, Jobs(), unused, dict)
+    return ChainPart(context)
+
+
+def said(findings: Any) -> list[Finding]:
+    return [f for f in findings if f.severity != "debug"]
+
+
+GOOD = ChainLook(block=1000, registered=True, uid=1, commitment="a" * 128, errors={})
+
+
+def test_a_lost_registration_is_critical_and_repeated(part: ChainPart) -> None:
+    ahead = Progress(57, 900)
+    (first,) = said(part.looked(GOOD, ahead, 0.0))
+    assert first.fields["network"]["outer_step"] == 57
+    assert first.fields["network"]["blocks_since_allreduce"] == 100
+    assert first.fields["network"]["commitment"].startswith("128:")
+    lost = ChainLook(block=1010, registered=False, errors={})
+    status, critical = said(part.looked(lost, ahead, 120.0))
+    assert status.event == "chain_status"
+    assert critical.severity == "critical"
+    assert line(critical).startswith("CHAIN UNREGISTERED: the hotkey is not registered on subnet 38 at block 1010")
+    assert [f.event for f in said(part.looked(ChainLook(block=1020, registered=False, errors={}), ahead, 240.0))] == []
+    again = said(part.looked(ChainLook(block=1100, registered=False, errors={}), ahead, 1100.0))
+    assert "chain_unregistered" in [f.event for f in again]
+
+
+def test_an_unknown_registration_is_never_called_lost(part: ChainPart) -> None:
+    silent = ChainLook(reason="no answer within 30 s")
+    (unknown,) = said(part.looked(silent, Progress(), 0.0))
+    assert line(unknown) == "CHAIN unknown: no answer within 30 s"
+    assert unknown.fields["network"]["reason"] == "no answer within 30 s"
+    assert said(part.looked(silent, Progress(), 120.0)) == []
+
+
+def test_a_frozen_node_is_said(part: ChainPart) -> None:
+    list(part.looked(GOOD, Progress(), 0.0))
+    assert said(part.looked(GOOD, Progress(), 60.0)) == []
+    (frozen,) = said(part.looked(GOOD, Progress(), 121.0))
+    assert "the block has not moved for 121s" in line(frozen)
+    assert frozen.severity == "warning"

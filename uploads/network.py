@@ -1,0 +1,62 @@
+"""The network's progress: what the master validator publishes of its outer step.
+
+Read as miners read it: with the read keys that the master committed on chain, from the bucket that is named as ours
+is, without the uid. Goes through the same child as any other look at a repo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from miner_guard import probe
+from miner_guard.config import RepoSettings
+from miner_guard.redact import SECRET_NAME
+from uploads.commitments import keys_of
+from validators.limits import Limits
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the master's repo says; `reason` where it says nothing."""
+
+    outer_step: int | None = None
+    last_allreduce_block: int | None = None
+    reason: str | None = None
+
+
+def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) -> Progress:
+    """One look at the master's repo, `repo.timeout_s` at most. Never raises."""
+    if master_commitment is None:
+        return Progress(reason="the master has committed nothing, or [chain] master_uid is not set")
+    keys = keys_of(master_commitment, limits.commitment_form)
+    bucket = master_bucket(repo.bucket, limits.bucket_pattern)
+    if keys is None or bucket is None or limits.endpoint is None:
+        return Progress(reason="the profile does not say how the master's repo is found, or [repo] bucket is not set")
+    settings = dataclasses.replace(
+        repo, kind="s3", bucket=bucket, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]),
+        credentials="env", credentials_file=None,
+    )  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if not SECRET_NAME.search(name)} | keys
+    answer = probe.ask("uploads.repos.look", {"repo": dataclasses.asdict(settings)}, repo.timeout_s, env=env)
+    if answer.reason is not None or not isinstance(answer.value, Mapping):
+        return Progress(reason=f"the master's repo: {answer.reason or 'no answer'}")
+    # Its metadata alone counts: the master need not publish gradients.
+    metadata = answer.value.get("metadata") or {}
+    config = answer.value.get("config") or {}
+    outer = metadata.get("outer_step")
+    if not isinstance(outer, int):
+        return Progress(reason=f"the master's repo names no outer step: {answer.value.get('reason')}")
+    block = config.get("last_allreduce_block")
+    return Progress(outer, block if isinstance(block, int) else None)
+
+
+def master_bucket(own: str | None, pattern: str | None) -> str | None:
+    """The global model's bucket: ours without `-{uid}`."""
+    match = re.fullmatch(pattern, own) if own is not None and pattern is not None else None
+    if own is None or match is None or "uid" not in match.groupdict():
+        return None
+    return own[: match.start("uid")].rstrip("-") or None
