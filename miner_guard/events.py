@@ -114,6 +114,7 @@ _SPECS = (
     Spec("gpu_usage", "info", "", blocks.gpu_usage, ("used_gb", "total_gb", "share_pct", "verdict")),
     Spec("gpu_drop", "warning", _WARN, "GPU DROP: {from_pct:.0f}% -> {to_pct:.0f}% at step {step}", ("from_pct", "to_pct", "step")),
     Spec("gpu_fault", "critical", _BAD, "GPU FAULT: GPU {gpu} {what}; {next_step}", ("gpu", "what", "next_step")),
+    Spec("gpu_recovered", "info", _OK, "GPU RECOVERED: GPU {gpu} {what}", ("gpu", "what")),
     Spec("gpu_relaunch", "warning", _WARN, "GPU RELAUNCH: {argument} {old} -> {new}: {why}", ("argument", "old", "new", "why")),
     Spec("loss_nan", "critical", _BAD, "Loss is NaN or Inf at step {step}", ("step", "loss")),
     Spec("loss_spike", "warning", _WARN, "LOSS SPIKE: {loss:.4g} at step {step} (median {median:.4g}, limit {limit:.4g})", ("step", "loss", "median", "limit")),

@@ -38,8 +38,10 @@ class NvmlSampler:
     Safe from any thread; a second `sample` waits for the first one.
     """
 
-    def __init__(self, timeout_s: float, env: Mapping[str, str] | None = None) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float, env: Mapping[str, str] | None = None, renew_s: float = 30.0) -> None:
+        """`renew_s`: the least time between two new children that are started because a sample was bad."""
+        self._timeout_s, self._renew_s = timeout_s, renew_s
+        self._renewed = -renew_s
         self._env = dict(os.environ if env is None else env)
         self._one_at_a_time = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -61,11 +63,19 @@ class NvmlSampler:
             for row in document["gpus"]:
                 if row.get("uuid"):
                     self._known[row["uuid"]] = {k: row[k] for k in ("index", "uuid", "name", "pci_bus")}
-            if document["state"] != "ok" or any(r["state"] in _BAD_ROWS for r in rows):
-                # Only a new process recovers after a driver reload, and a hung thread never comes back.
-                self._end_child()
+            self._renew(document["state"] not in ("ok", "absent") or any(r["state"] in _BAD_ROWS for r in rows))
             self._latest = sample
         return sample
+
+    def _renew(self, bad: bool) -> None:
+        """Only a new process recovers after a driver reload, and a hung thread never comes back.
+
+        Not after every bad sample: a GPU that stays lost would cost a process each time, and the others' Xid events.
+        """
+        now = time.monotonic()
+        if bad and now - self._renewed >= self._renew_s:
+            self._renewed = now
+            self._end_child()
 
     def memory_levels(self, timeout_s: float | None = None) -> dict[str, int] | None:
         """Used bytes by UUID, freshly read; None where NVML gives none. Blocks as `sample` does."""

@@ -257,6 +257,12 @@ class _Control:
     def restart(self, cause: str) -> None:
         self._assembly.supervisor.want(Wish(cause, "restart"))
 
+    def use_command(self, command: Sequence[str]) -> None:
+        self._assembly.loop.soon(lambda: self._assembly.supervisor.use_command(command))
+
+    def relaunch(self, cause: str) -> None:
+        self._assembly.supervisor.want(Wish(cause, "relaunch"))
+
     def stop(self, cause: str, exit_code: int) -> None:
         self._assembly.supervisor.want(Wish(cause, "stop", exit_code))
 

@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miner_guard.clock import Clock, iso_utc
@@ -113,6 +113,10 @@ class Supervisor:
         self._wish = wish
         if self.state == "running":
             self._stop_child(wish.cause)
+
+    def use_command(self, command: Sequence[str]) -> None:
+        """The miner's command from the next launch on."""
+        self.order = replace(self.order, command=tuple(command))
 
     def pause(self) -> None:
         """A miner that ends is not started again until `resume`."""

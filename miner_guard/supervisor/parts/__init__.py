@@ -67,6 +67,14 @@ class Control(Protocol):
         """Stop the miner and start it again by the restart policy."""
         ...
 
+    def use_command(self, command: Sequence[str]) -> None:
+        """The miner's command from the next launch on."""
+        ...
+
+    def relaunch(self, cause: str) -> None:
+        """Stop the miner and start it again at once, not counted as a failure."""
+        ...
+
     def stop(self, cause: str, exit_code: int) -> None:
         """Stop the miner and end the guard."""
         ...

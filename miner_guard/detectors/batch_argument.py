@@ -1,0 +1,78 @@
+"""A larger batch by rewriting the one argument that the settings name. Pure.
+
+Source 002 relaunches an under-used GPU with a larger batch; three times at most, and never past a batch
+that ran out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def value_of(command: Sequence[str], argument: str) -> int | None:
+    """The argument's whole-number value; None where it is not there or is none. The last one counts, as parsers do."""
+    place = _place(command, argument)
+    if place is None:
+        return None
+    text = command[place].partition("=")[2] if command[place].startswith(argument + "=") else command[place]
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def rewritten(command: Sequence[str], argument: str, value: int) -> tuple[str, ...]:
+    """The command with the argument's last value replaced. Raises ValueError where it is not there."""
+    place = _place(command, argument)
+    if place is None:
+        raise ValueError(f"{argument} is not in the command")
+    words = list(command)
+    words[place] = f"{argument}={value}" if words[place].startswith(argument + "=") else str(value)
+    return tuple(words)
+
+
+def _place(command: Sequence[str], argument: str) -> int | None:
+    """Index of the word that holds the value."""
+    for index in range(len(command) - 1, -1, -1):
+        if command[index].startswith(argument + "="):
+            return index
+        if command[index] == argument and index + 1 < len(command):
+            return index + 1
+    return None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A new value and why."""
+
+    old: int
+    new: int
+    why: str
+
+
+class BatchPolicy:
+    """Decides on larger batches for one run of the guard."""
+
+    def __init__(self, most_relaunches: int) -> None:
+        self._most = most_relaunches
+        self._done = 0
+        self._too_large: int | None = None
+        self._last_good: int | None = None
+
+    def larger(self, current: int, factor: float, why: str) -> Change | None:
+        """The next batch, None where the number of relaunches is used up or the next one is known not to fit."""
+        new = max(int(current * factor), current + 1)
+        if self._too_large is not None:
+            # Half-way to what did not fit, once there is such a thing; never as far.
+            new = min(new, (current + self._too_large) // 2)
+        if factor <= 1 or self._done >= self._most or new <= current:
+            return None
+        self._done += 1
+        self._last_good = current
+        return Change(current, new, f"{why} (relaunch {self._done} of {self._most})")
+
+    def out_of_memory(self, current: int) -> Change | None:
+        """It does not fit: never so large again. Back to the last batch that did, where this guard had raised it."""
+        self._too_large = current if self._too_large is None else min(self._too_large, current)
+        self._done = self._most
+        if self._last_good is None or self._last_good >= current:
+            return None
+        return Change(current, self._last_good, f"batch {current} ran out of memory; no further increase in this run")

@@ -1,0 +1,181 @@
+"""Source 002: is the GPU's memory used as it should be for a model of this size, and does that change over time.
+
+Pure. A reading is a share of the GPU's memory in per cent; the caller says when and at which step it was taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from miner_guard.config import GpuSettings
+from miner_guard.detectors.model_sizes import LARGE, SMALL, UNKNOWN
+from miner_guard.events import Finding, found
+
+MIDDLE_PCT = 60.0
+"""Source 002's matrix splits 50-70 % here."""
+
+STABLE_POINTS = 2.0
+"""Movements within so many points are called stable ("GPU stable at 75-76%")."""
+
+HISTORY = 256
+"""Checks that are kept: at one every 150 s about ten hours."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of source 002's decision matrix."""
+
+    at_least: float
+    below: float
+    sizes: tuple[str, ...]
+    factor: float
+    """What to multiply the batch by: 2 severe, 1.5 optional, 1 leave it."""
+
+    verdict: str
+    level: str = "info"
+
+
+_ANY = (SMALL, LARGE, UNKNOWN)
+
+
+def matrix(settings: GpuSettings) -> tuple[Row, ...]:
+    """The decision matrix with the settings' limits. The upper end of the optimal range belongs to it."""
+    severe, optimal, near = settings.severe_pct, settings.optimal_pct, settings.near_limit_pct
+    past_near = near + 1e-9
+    middle, end = MIDDLE_PCT, float("inf")
+    return (
+        Row(0.0, severe, _ANY, 2.0, "is LOW for {model}. Severe underutilization: increase the batch 2x", "warning"),
+        Row(severe, middle, (SMALL,), 1.0, "is acceptable for {model}. Proceeding without adjustment"),
+        Row(severe, middle, (LARGE,), 1.5, "is LOW for {model}. Should be {goal}: batch 1.5x is optional", "warning"),
+        Row(severe, middle, (UNKNOWN,), 1.0, "is acceptable for a small model, LOW for a large one; {model}"),
+        Row(middle, optimal, (SMALL,), 1.0, "is good for {model}. Proceeding"),
+        Row(middle, optimal, (LARGE,), 1.0, "is suboptimal for {model}, which should be at {goal}. Proceeding"),
+        Row(middle, optimal, (UNKNOWN,), 1.0, "is good for a small model, suboptimal for a large one; {model}"),
+        Row(optimal, past_near, _ANY, 1.0, "is optimal for {model}. Proceeding"),
+        Row(past_near, end, _ANY, 1.0, "is near the limit for {model}. Proceeding; an out-of-memory is close"),
+    )
+
+
+def decide(share_pct: float, size: str, settings: GpuSettings) -> Row:
+    """The row of the matrix for a share of the memory and a size of the model."""
+    share = max(share_pct, 0.0)
+    return next(r for r in matrix(settings) if r.at_least <= share < r.below and size in r.sizes)
+
+
+def described(size: str, name: str | None) -> str:
+    """`large model (EfficientNet-B4)`, as the document puts it."""
+    if size == UNKNOWN:
+        return "the model's size is not known: set gpu.model_name"
+    return f"{size} model ({name})" if name else f"{size} model"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Memory of one GPU at one check."""
+
+    gpu: str
+    """Rank or GPU, for people."""
+
+    used_gb: float
+    total_gb: float
+    source: str
+    """`hook` (torch's allocated bytes), `printed` (a line of the miner), `nvml` (everybody's bytes on that GPU)."""
+
+    @property
+    def share_pct(self) -> float:
+        return 100 * self.used_gb / self.total_gb
+
+
+class GpuUse:
+    """The history of one launch: judged at each check, a sudden drop told from a gradual decline."""
+
+    def __init__(self, settings: GpuSettings) -> None:
+        self._settings = settings
+        self._history: dict[str, deque[float]] = {}
+
+    def check(
+        self, readings: Sequence[Reading], size: str, name: str | None, step: int | None, seconds: float
+    ) -> Iterator[Finding]:
+        """One check. `seconds` since the launch; without a reading that is a finding of its own."""
+        if not readings:
+            yield found(
+                "gpu_usage", level="warning", used_gb=None, total_gb=None, share_pct=None, source=None, factor=None,
+                verdict=f"no reading {seconds:.0f} s after the launch: neither the hook, nor the miner's lines, "
+                "nor NVML gave one; call guard.diagnose or print GPU memory",
+            )  # fmt: skip
+            return
+        for reading in readings:
+            yield from self._dropped(reading, step)
+        # The least used GPU is the one that says something: with FSDP all should be alike.
+        least = min(readings, key=lambda r: r.share_pct)
+        row = decide(least.share_pct, size, self._settings)
+        words = row.verdict.format(model=described(size, name), goal=f"{self._settings.optimal_pct:.0f}%+")
+        trend = self.trend(least.gpu)
+        verdict = f"GPU at {least.share_pct:.0f}% {words}." + (f" {trend}." if trend else "")
+        yield found(
+            "gpu_usage", level=row.level if row.level != "info" else None, used_gb=least.used_gb,
+            total_gb=least.total_gb, share_pct=least.share_pct, verdict=verdict, gpu=least.gpu, source=least.source,
+            factor=row.factor, model_size=size, step=step,
+        )  # fmt: skip
+
+    def _dropped(self, reading: Reading, step: int | None) -> Iterator[Finding]:
+        history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))
+        if history and history[-1] - reading.share_pct >= self._settings.drop_pct:
+            yield found(
+                "gpu_drop", from_pct=history[-1], to_pct=reading.share_pct, step=step, gpu=reading.gpu,
+                detail="a sudden drop: did the code free a model or change the batch size?",
+            )  # fmt: skip
+            # What comes after the drop is a history of its own: its decline is not the drop again.
+            history.clear()
+        history.append(reading.share_pct)
+
+    def trend(self, gpu: str) -> str:
+        """The history of one GPU in words; empty while it is too short to say anything."""
+        history = self._history.get(gpu, deque())
+        if len(history) < 3:
+            return ""
+        first, last, low, high = history[0], history[-1], min(history), max(history)
+        if high - low <= STABLE_POINTS:
+            return f"Stable at {low:.0f}-{high:.0f}% over {len(history)} checks"
+        if last < first - STABLE_POINTS:
+            # Optimizer states and caches settle: source 002 calls 76 % to 72 % over ten epochs normal.
+            return f"Gradual decline from {first:.0f}% to {last:.0f}% over {len(history)} checks, no concern by itself"
+        if last > first + STABLE_POINTS:
+            return f"Rising from {first:.0f}% to {last:.0f}% over {len(history)} checks"
+        return f"Between {low:.0f}% and {high:.0f}% over {len(history)} checks"
+
+
+_USED = re.compile(r"GPU Memory Used: (\d+(?:\.\d+)?) ?GB / (\d+(?:\.\d+)?) ?GB")
+_EPOCH = re.compile(r"\bGPU=(\d+(?:\.\d+)?) ?GB \((\d+(?:\.\d+)?)%\)")
+_STEP_LINE = re.compile(r"GPU Mem: (\d+(?:\.\d+)?)GB")
+_MODEL = re.compile(r"^Model: (\S[^|]{0,60})$")
+_EPOCH_NUMBER = re.compile(r"\b(?:Epoch|Inner Step:|Step) ?(\d+)")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What a line of the miner says of GPU memory; null where it does not."""
+
+    used_gb: float | None = None
+    total_gb: float | None = None
+    model: str | None = None
+    step: int | None = None
+
+
+def parse(line: str) -> Printed | None:
+    """A line in source 002's or 004's format, None for any other."""
+    number = _EPOCH_NUMBER.search(line)
+    step = int(number.group(1)) if number else None
+    if match := _USED.search(line):
+        return Printed(float(match.group(1)), float(match.group(2)), step=step)
+    if match := _EPOCH.search(line):
+        used, share = float(match.group(1)), float(match.group(2))
+        return Printed(used, 100 * used / share if share else None, step=step)
+    if match := _STEP_LINE.search(line):
+        return Printed(float(match.group(1)), step=step)
+    if match := _MODEL.match(line):
+        return Printed(model=match.group(1).strip())
+    return None

@@ -1,0 +1,104 @@
+"""GPU faults while the miner runs: what the rows of successive samples say anew. Pure; streaming."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miner_guard.diagnosis.check import Check
+from miner_guard.diagnosis.gpu_rows import BAD_THROTTLE, of_row
+from miner_guard.events import Finding, found
+
+Row = Mapping[str, Any]
+
+THROTTLED_SAMPLES, THROTTLE_WINDOW_S = 6, 600.0
+"""Degraded at six throttled samples in ten minutes (gpud)."""
+
+_WATCHED = frozenset({
+    "gpu.state", "gpu.ecc", "gpu.row_remap", "gpu.recovery_action", "gpu.temperature", "gpu.pcie", "gpu.nvlink",
+    "gpu.compute_mode",
+})  # fmt: skip
+"""Modes and limits that stand still were said at the preflight; throttling has a rule of its own here."""
+
+_CONFIRM = frozenset({"gpu.pcie", "gpu.temperature"})
+"""Seen in two samples running before they are said: both move with the load."""
+
+
+class Faults:
+    """Says each fault once when it comes, and once when it is gone."""
+
+    def __init__(self) -> None:
+        self._standing: dict[tuple[str, str], str] = {}
+        self._suspected: set[tuple[str, str]] = set()
+        self._throttled: dict[str, deque[float]] = {}
+
+    def observe(self, rows: list[Row], now: float) -> Iterator[Finding]:
+        """The rows of one sample, `now` monotonic."""
+        for row in rows:
+            gpu = str(row["index"])
+            checks = {c.check: c for c in of_row(row)}
+            yield from self._xids(row)
+            yield from self._throttle(gpu, row, now)
+            for name in sorted(_WATCHED):
+                yield from self._one(gpu, row, name, checks.get(name))
+
+    def _one(self, gpu: str, row: Row, name: str, check: Check | None) -> Iterator[Finding]:
+        key = (gpu, name)
+        if check is None and row["state"] != "ok":
+            # The GPU says nothing at all now: what stood, stands.
+            return
+        bad = check is not None and check.level in ("warn", "critical")
+        if bad and check is not None:
+            if name in _CONFIRM and key not in self._suspected:
+                self._suspected.add(key)
+                return
+            if self._standing.get(key) != check.level:
+                self._standing[key] = check.level
+                yield _fault(row, check)
+            return
+        self._suspected.discard(key)
+        if self._standing.pop(key, None) is not None:
+            yield found(
+                "gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what=f"{name.partition('.')[2]} is well again"
+            )
+
+    def _xids(self, row: Row) -> Iterator[Finding]:
+        for check in of_row(row):
+            if check.check == "gpu.xid":
+                yield _fault(row, check)
+
+    def _throttle(self, gpu: str, row: Row, now: float) -> Iterator[Finding]:
+        times = self._throttled.setdefault(gpu, deque(maxlen=THROTTLED_SAMPLES))
+        bits = row.get("throttle_bits")
+        if bits is None:
+            return
+        key = (gpu, "gpu.throttle")
+        if bits & BAD_THROTTLE:
+            times.append(now)
+        while times and now - times[0] > THROTTLE_WINDOW_S:
+            times.popleft()
+        if len(times) == THROTTLED_SAMPLES and key not in self._standing:
+            self._standing[key] = "warn"
+            by, seconds = ", ".join(row["throttle"]), now - times[0]
+            seen = f"is throttled ({by}) in {len(times)} samples of the last {seconds:.0f} s"
+            step = "check cooling, power supply and power cables; it sets the pace of all ranks"
+            yield found(
+                "gpu_fault",
+                level="warning",
+                gpu=row["index"],
+                uuid=row.get("uuid"),
+                what=seen,
+                next_step=step,
+                check="gpu.throttle",
+            )
+        elif not times and self._standing.pop(key, None) is not None:
+            yield found("gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="throttle is well again")
+
+
+def _fault(row: Row, check: Check) -> Finding:
+    what = check.seen.removeprefix(f"GPU {row['index']}").lstrip(": ")
+    return found(
+        "gpu_fault", level="warning" if check.level == "warn" else None, gpu=row["index"], uuid=row.get("uuid"),
+        what=what, next_step=check.next_step or "look at dmesg", check=check.check,
+    )  # fmt: skip

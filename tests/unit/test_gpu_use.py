@@ -1,0 +1,274 @@
+"""Source 002's continuous check: every row of its matrix, its examples, its lines, and the relaunch's limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from miner_guard import events
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config, GpuSettings
+from miner_guard.detectors.batch_argument import BatchPolicy, rewritten, value_of
+from miner_guard.detectors.gpu_use import GpuUse, Printed, Reading, decide, parse
+from miner_guard.detectors.model_sizes import size_of
+from miner_guard.events import Finding, found
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context, Launch
+from miner_guard.supervisor.parts.gpu import Gpu
+
+SETTINGS = GpuSettings()
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "factor", "says"),
+    [
+        (0.0, "small", 2.0, "Severe underutilization"),
+        (34.2, "small", 2.0, "Severe underutilization"),
+        (49.99, "large", 2.0, "Severe underutilization"),
+        (49.99, "unknown", 2.0, "Severe underutilization"),
+        (50.0, "small", 1.0, "acceptable"),
+        (51.3, "large", 1.5, "LOW for large model"),
+        (55.0, "unknown", 1.0, "not known"),
+        (60.0, "small", 1.0, "good"),
+        (65.0, "large", 1.0, "suboptimal"),
+        (65.0, "unknown", 1.0, "not known"),
+        (70.0, "small", 1.0, "optimal"),
+        (76.3, "large", 1.0, "optimal"),
+        (90.0, "large", 1.0, "optimal"),
+        (90.1, "large", 1.0, "near the limit"),
+        (99.0, "small", 1.0, "near the limit"),
+        (104.0, "unknown", 1.0, "near the limit"),
+    ],
+)
+def test_every_row_of_the_decision_matrix(share: float, size: str, factor: float, says: str) -> None:
+    row = decide(share, size, SETTINGS)
+    assert row.factor == factor
+    assert says in row.verdict.format(model="large model" if size == "large" else "not known", goal="70%+")
+    assert (row.level == "warning") == (factor > 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "size"),
+    [
+        ("ResNet-18", None, "small"), ("resnet34", None, "small"), ("EfficientNet-B2", None, "small"),
+        ("MobileNetV3", None, "small"), ("Tabular NN", None, "small"), ("Small CNN (3 conv layers)", None, "small"),
+        ("EfficientNet-B4", 19_000_000, "large"), ("tf_efficientnet_b7", None, "large"),
+        ("ResNet-101", 44_000_000, "large"),
+        ("resnet152", None, "large"), ("ViT-Base", 86_000_000, "large"), ("vit_large_patch16", None, "large"),
+        ("microsoft/deberta-v3", None, "large"), ("GPT-2", None, "large"), ("DenseNet-161", None, "large"),
+        ("EfficientNetV2-L", None, "large"),
+        ("ResNet-50", 25_000_000, "small"), ("EfficientNet-B3", 12_000_000, "small"),
+        ("Llama-4B", 4_000_000_000, "large"),
+        ("Llama", None, "unknown"), (None, 99_999_999, "small"), (None, 100_000_000, "large"), (None, None, "unknown"),
+    ],
+)  # fmt: skip
+def test_small_or_large_by_the_documents_names_first(name: str | None, params: int | None, size: str) -> None:
+    assert size_of(name, params, SETTINGS.large_model_params) == size
+
+
+@pytest.mark.parametrize(
+    ("line", "printed"),
+    [
+        ("GPU Memory Used: 18.3 GB / 24.0 GB (76.3%)", Printed(18.3, 24.0)),
+        ("GPU Memory Used: 12.34 GB / 24.0 GB (51.4%)", Printed(12.34, 24.0)),
+        ("Epoch 3: Loss=0.542, GPU=18.1GB (75.4%)", Printed(18.1, pytest.approx(24.0, abs=0.02), step=3)),
+        ("Epoch 0: Loss=0.891, Acc=0.723, GPU=18.2GB (75.8%)", Printed(18.2, pytest.approx(24.0, abs=0.02), step=0)),
+        ("Epoch 1: Loss=0.5, GPU=0.00GB (0.0%)", Printed(0.0, None, step=1)),
+        ("Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | GPU Mem: 18.45GB", Printed(18.45, None, step=84)),
+        ("Model: EfficientNet-B4", Printed(model="EfficientNet-B4")),
+        ("GPU Memory: 24.0 GB", None),
+        ("RESOURCES: 32 CPU cores, batch=128, GPU=NVIDIA A10, Mixed Precision=ON", None),
+    ],
+)
+def test_the_miners_own_lines_are_read(line: str, printed: Any) -> None:
+    assert parse(line) == printed
+
+
+def checked(use: GpuUse, share: float, step: int, size: str = "large", name: str = "EfficientNet-B4") -> list[Finding]:
+    return list(use.check([Reading("rank 0", share * 0.24, 24.0, "hook")], size, name, step, 60.0))
+
+
+def test_the_documents_lines() -> None:
+    lines = [events.line(f) for f in checked(GpuUse(SETTINGS), 76.3, 1)]
+    optimal = "GPU at 76% is optimal for large model (EfficientNet-B4). Proceeding."
+    assert lines == [f"GPU Memory Used: 18.3 GB / 24.0 GB (76.3%) - {optimal}"]
+    low = events.line(checked(GpuUse(SETTINGS), 51.3, 1)[0])
+    assert "GPU at 51% is LOW for large model (EfficientNet-B4). Should be 70%+" in low
+    small = events.line(checked(GpuUse(SETTINGS), 51.3, 1, "small", "ResNet-18")[0])
+    assert "GPU at 51% is acceptable for small model (ResNet-18). Proceeding without adjustment." in small
+
+
+def test_a_sudden_drop_is_told_from_a_gradual_decline_and_names_its_step() -> None:
+    use = GpuUse(SETTINGS)
+    for number in range(11):
+        last = checked(use, 76.0 - 0.4 * number, number * 10)
+        assert [f.event for f in last] == ["gpu_usage"]
+    assert "Gradual decline from 76% to 72% over 11 checks" in events.line(last[0])
+    use = GpuUse(SETTINGS)
+    checked(use, 76.0, 500)
+    drop = checked(use, 45.0, 510)
+    assert events.line(drop[0]) == "GPU DROP: 76% -> 45% at step 510"
+    assert [f.event for f in checked(use, 45.0, 520)] == ["gpu_usage"]
+
+
+def test_a_stable_history_is_called_stable() -> None:
+    use = GpuUse(SETTINGS)
+    for share in (75.4, 74.6, 75.0):
+        last = checked(use, share, 1)
+    assert "Stable at 75-75% over 3 checks" in events.line(last[0])
+
+
+@pytest.mark.parametrize("form", [["--b=128"], ["--b", "128"], ["--b=4", "x", "--b", "128"]])
+def test_the_argument_is_rewritten_in_either_form_and_nothing_else(form: list[str]) -> None:
+    command = ["python", "m.py", "--big=128", *form, "--other", "128"]
+    assert value_of(command, "--b") == 128
+    changed = rewritten(command, "--b", 192)
+    assert value_of(changed, "--b") == 192
+    assert [w for w, o in zip(changed, command, strict=True) if w != o] in (["--b=192"], ["192"])
+
+
+@pytest.mark.parametrize("command", [["m.py"], ["m.py", "--b"], ["m.py", "--b", "auto"], ["m.py", "--bb", "3"]])
+def test_an_argument_without_a_whole_number_is_not_there(command: list[str]) -> None:
+    assert value_of(command, "--b") is None
+
+
+def test_three_relaunches_at_most() -> None:
+    policy, batch = BatchPolicy(3), 128
+    for expected in (256, 512, 1024):
+        change = policy.larger(batch, 2.0, "low")
+        assert change is not None
+        batch = change.new
+        assert batch == expected
+    assert policy.larger(batch, 2.0, "low") is None
+
+
+def test_never_past_an_out_of_memory_and_back_to_what_fitted() -> None:
+    policy = BatchPolicy(3)
+    assert policy.larger(128, 2.0, "low") is not None
+    back = policy.out_of_memory(256)
+    assert back is not None
+    assert (back.old, back.new) == (256, 128)
+    assert policy.larger(128, 2.0, "low") is None
+    # An out-of-memory of the miner's own batch is not ours to change, and forbids any increase.
+    alone = BatchPolicy(3)
+    assert alone.out_of_memory(128) is None
+    assert alone.larger(128, 1.5, "low") is None
+
+
+class Control:
+    def __init__(self) -> None:
+        self.commands: list[tuple[str, ...]] = []
+        self.relaunches: list[str] = []
+
+    def use_command(self, command: Any) -> None:
+        self.commands.append(tuple(command))
+
+    def relaunch(self, cause: str) -> None:
+        self.relaunches.append(cause)
+
+
+class Bench:
+    """The part with a fake clock, a fake health part, and a control that notes what it is asked."""
+
+    def __init__(self, tmp_path: Path, **gpu: Any) -> None:
+        self.clock, self.control = FakeClock(), Control()
+        self.health: dict[str, Any] = {"gpus": None}
+        context = Context(
+            config=Config(gpu=GpuSettings(**gpu)), state=StateDir(tmp_path), clock=self.clock, run_id="r",
+            emit=lambda _f: None, jobs=SimpleNamespace(), control=self.control,  # type: ignore[arg-type]
+            status=lambda: {"health": self.health},
+        )  # fmt: skip
+        self.part = Gpu(context)
+
+    def launch(self, *command: str) -> None:
+        self.part.on_launch(Launch(command or ("m.py",), 1, 0, self.clock.monotonic()))
+
+    def sample(self, used_gb: float, total_gb: float = 24.0, gpus: int = 1) -> None:
+        rows = [
+            {"index": i, "uuid": f"GPU-{i}", "state": "ok", "memory_used_bytes": int(used_gb * 1024**3),
+             "memory_total_bytes": int(total_gb * 1024**3), "unread": {}, "xids": []}
+            for i in range(gpus)
+        ]  # fmt: skip
+        self.health = {"gpus": {"taken": self.clock.monotonic(), "gpus": rows}}
+
+    def tick(self, seconds: float, ranks: Any = None) -> list[Finding]:
+        self.clock.advance(seconds)
+        return list(self.part.on_tick(self.clock.monotonic(), ranks or {}))
+
+
+def test_first_after_60_s_then_every_150_s(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.launch()
+    bench.sample(18.3)
+    assert not bench.tick(59)
+    assert [f.event for f in bench.tick(2)] == ["gpu_usage"]
+    assert not bench.tick(140)
+    assert [f.event for f in bench.tick(15)] == ["gpu_usage"]
+
+
+def test_no_reading_at_60_s_is_a_finding_of_its_own_where_a_gpu_is_wanted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, expect=1)
+    bench.launch()
+    (finding,) = bench.tick(61)
+    assert finding.severity == "warning"
+    assert "no reading" in events.line(finding)
+    on_cpu = Bench(tmp_path)
+    on_cpu.launch()
+    assert not on_cpu.tick(61)
+    asked_for_cpu = Bench(tmp_path, expect=0)
+    asked_for_cpu.launch()
+    asked_for_cpu.sample(0.01)
+    assert not asked_for_cpu.tick(61)
+
+
+def test_the_miners_lines_count_before_nvml_and_the_hook_before_both(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.launch()
+    bench.sample(23.0)
+    bench.part.on_output(b"Model: EfficientNet-B4\nEpoch 3: Loss=0.542, GPU=18")
+    bench.part.on_output(b".1GB (75.4%)\n")
+    (usage,) = bench.tick(61)
+    assert usage.fields["source"] == "printed"
+    assert usage.fields["share_pct"] == pytest.approx(75.4, abs=0.1)
+    assert "large model (EfficientNet-B4)" in usage.fields["verdict"]
+    ranks = {0: SimpleNamespace(allocated_bytes=12.0 * 1024**3, inner_step=84)}
+    (usage,) = [f for f in bench.tick(151, ranks) if f.event == "gpu_usage"]
+    assert (usage.fields["source"], usage.fields["step"]) == ("hook", 84)
+    assert usage.fields["share_pct"] == pytest.approx(50.0)
+
+
+def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, on_underuse="relaunch", batch_argument="--batch", model_name="EfficientNet-B4")
+    bench.launch("m.py", "--batch=128")
+    bench.sample(8.2)
+    found_now = bench.tick(61)
+    assert [f.event for f in found_now] == ["gpu_usage", "gpu_relaunch"]
+    assert events.line(found_now[1]) == "GPU RELAUNCH: --batch 128 -> 256: GPU memory at 34% (relaunch 1 of 3)"
+    assert bench.control.commands == [("m.py", "--batch=256")]
+    assert bench.control.relaunches == ["a larger batch: 128 -> 256"]
+    bench.launch("m.py", "--batch=256")
+    oom = found("incident", label="cuda_oom", cause="x", fix="y", excerpt="z")
+    (back,) = bench.part.on_finding(oom)
+    assert (back.fields["old"], back.fields["new"]) == (256, 128)
+    assert bench.control.commands[-1] == ("m.py", "--batch=128")
+    bench.launch("m.py", "--batch=128")
+    assert [f.event for f in bench.tick(61)] == ["gpu_usage"]
+
+
+def test_by_default_nothing_is_relaunched(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, batch_argument="--batch")
+    bench.launch("m.py", "--batch=128")
+    bench.sample(8.2)
+    assert [f.event for f in bench.tick(61)] == ["gpu_usage"]
+    assert not bench.control.commands
+
+
+def test_a_missing_argument_is_said_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, on_underuse="relaunch", batch_argument="--batch")
+    for expected in (["gpu_usage", "guard_degraded"], ["gpu_usage"]):
+        bench.launch("m.py")
+        bench.sample(8.2)
+        assert [f.event for f in bench.tick(61)] == expected

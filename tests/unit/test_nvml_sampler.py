@@ -1,0 +1,117 @@
+"""The NVML child with a fake library: what hangs or is lost costs nobody else, and nothing outlasts its deadline."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from miner_guard.health.nvml import NvmlSampler
+from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
+
+__all__ = ["fake_nvml", "nvml_library"]
+
+
+@pytest.fixture
+def sampler(fake_nvml: FakeNvml) -> Iterator[NvmlSampler]:
+    made = NvmlSampler(30, {**os.environ, **fake_nvml.env}, renew_s=0)
+    yield made
+    made.close()
+
+
+def states(sample: Any) -> list[str]:
+    return [row["state"] for row in sample["gpus"]]
+
+
+def test_all_fields_of_a_healthy_gpu_are_read(sampler: NvmlSampler) -> None:
+    sample = sampler.sample()
+    assert (sample["state"], sample["driver"], sample["cuda_driver"]) == ("ok", "550.163.01", "12.4")
+    row = sample["gpus"][2]
+    assert (row["memory_used_bytes"], row["memory_reserved_bytes"]) == (4 << 20, 600 << 20)
+    assert (row["temperature_c"], row["power_w"], row["pcie_width"], row["nvlinks_up"]) == (55, 310.0, 16, 12)
+    # The one thing this driver is too old for is null, with its reason, and costs nothing else.
+    assert row["recovery_action"] is None
+    assert set(row["unread"]) == {"recovery_action"}
+    assert sampler.latest() is sample
+    levels = sampler.memory_levels()
+    assert levels is not None
+    assert set(levels.values()) == {4 << 20}
+
+
+def test_a_lost_gpu_does_not_take_the_others_rows_with_it_and_comes_back(
+    sampler: NvmlSampler, fake_nvml: FakeNvml
+) -> None:
+    sampler.sample()
+    fake_nvml.set({"fail.*.1": 15})
+    sample = sampler.sample()
+    assert states(sample) == ["ok", "lost", "ok", "ok"]
+    assert sample["gpus"][1]["memory_used_bytes"] is None
+    assert sample["gpus"][0]["memory_used_bytes"] == 4 << 20
+    fake_nvml.set({"fail.*.1": None})
+    assert states(sampler.sample()) == ["ok"] * 4
+
+
+def test_a_call_that_hangs_is_named_and_the_next_sample_works_again(sampler: NvmlSampler, fake_nvml: FakeNvml) -> None:
+    sampler.sample()
+    fake_nvml.set({"hang.nvmlDeviceGetPowerUsage.3": 600})
+    start = time.monotonic()
+    sample = sampler.sample(3)
+    assert time.monotonic() - start < 3.5
+    assert states(sample) == ["ok", "ok", "ok", "hangs"]
+    assert "power_w" in sample["gpus"][3]["error"]
+    assert sample["gpus"][3]["uuid"].endswith("3")
+    fake_nvml.set({"hang.nvmlDeviceGetPowerUsage.3": None})
+    assert states(sampler.sample()) == ["ok"] * 4
+
+
+def test_a_gpu_that_was_there_is_gone_and_its_return_is_seen(sampler: NvmlSampler, fake_nvml: FakeNvml) -> None:
+    sampler.sample()
+    fake_nvml.set(count=3)
+    sample = sampler.sample()
+    assert states(sample) == ["ok", "ok", "ok", "gone"]
+    assert sample["gpus"][3]["uuid"].endswith("3")
+    fake_nvml.set(count=4)
+    assert states(sampler.sample()) == ["ok"] * 4
+
+
+@pytest.mark.parametrize(("code", "state"), [(9, "failed"), (12, "absent"), (18, "failed"), (999, "failed")])
+def test_failed_initialisations_are_told_apart(
+    sampler: NvmlSampler, fake_nvml: FakeNvml, code: int, state: str
+) -> None:
+    fake_nvml.set({"fail.init": code})
+    sample = sampler.sample()
+    assert (sample["state"], sample["code"], sample["gpus"]) == (state, code, [])
+    assert sample["reason"]
+    assert sampler.memory_levels() is None
+    fake_nvml.set({"fail.init": None})
+    assert sampler.sample()["state"] == "ok"
+
+
+def test_an_xid_is_told_once_and_to_its_own_gpu(sampler: NvmlSampler, fake_nvml: FakeNvml) -> None:
+    sampler.sample()
+    fake_nvml.set({"xid.2": 79})
+    assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [79], []]
+    assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [], []]
+
+
+def test_a_child_that_is_killed_is_started_again(sampler: NvmlSampler) -> None:
+    sampler.sample()
+    assert sampler._child is not None
+    sampler._child.kill()
+    sampler._child.wait()
+    assert sampler.sample()["state"] == "ok"
+
+
+def test_without_a_library_it_is_a_machine_without_gpus() -> None:
+    sampler = NvmlSampler(30, {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"})
+    try:
+        sample = sampler.sample()
+    finally:
+        sampler.close()
+    if sample["state"] == "ok":
+        pytest.skip("this machine has an NVIDIA driver")
+    assert sample["state"] in ("absent", "failed")
+    assert sample["gpus"] == []
