@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 from tests import needs
 from tests.unit.incidents.helpers import root
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 BENIGN = "BENIGN"
+EXCERPTS = Path(__file__).with_name("excerpts.toml")
 
 
 def test_root_causes_of_the_corpus_and_silence_on_the_benign() -> None:
@@ -31,3 +40,18 @@ def confusion(pairs: Counter[tuple[str, str]]) -> str:
         wrong = ", ".join(f"{answer} {n}" for answer, n in sorted(answers.items()) if answer != label)
         rows.append(f"{label:28} {sum(answers.values()):4} {answers.get(label, 0):5}  {wrong}")
     return "\n".join(rows)
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def test_root_causes_of_our_own_excerpts() -> None:
+    """Guards the families of messages that the corpus has few of; each excerpt stands for one."""
+    rows = [row for row in _toml(EXCERPTS)["excerpt"] if "skip" not in row]
+    wrong = [
+        f"{row['label']} taken for {answer}: {row['text'].strip()[:120]}"
+        for row in rows
+        if (answer := root(row["text"]) or BENIGN) != row["label"]
+    ]
+    assert not wrong, "\n".join(wrong)
