@@ -2,7 +2,8 @@
 
 - certain: the model's compute device is the CPU, or the loss comes from the CPU while hardly any GPU
   memory is allocated. (A loss on the CPU alone proves nothing: a miner may copy it there to report it.)
-- suspected: hardly any GPU memory is allocated and steps are slow (source 004: < 1 GB and > 60 s); or no
+- suspected: hardly any GPU memory is allocated, or NVML shows that no GPU is used, and steps are slow (source
+  004: < 1 GB and > 60 s); or no
   GPU memory is known, steps have lastingly become several times as long, and no phase explains it.
 - cleared: was suspected or certain before, and the evidence is gone.
 
@@ -66,6 +67,9 @@ class RankWatch:
         """Compute device by the rank's own diagnosis."""
 
         self.offloaded = False
+        self.unused: str | None = None
+        """What NVML says where it shows that no GPU is used."""
+
         self.verdict: Verdict | None = None
 
     def observe(self, seen: Observation) -> Verdict | None:
@@ -120,8 +124,10 @@ class RankWatch:
         if certain:
             return Verdict(CERTAIN, (*certain, *memory, f"step {last.seconds:.1f}s"))
         slow = [s for s in self._recent if s.seconds - scheduled_seconds(s.phases) > self._steps.slow_s]
-        if low and len(slow) >= min(2, _LASTING):
-            return Verdict(SUSPECTED, (*memory, f"step {last.seconds:.1f}s (slow above {self._steps.slow_s:g}s)"))
+        idle = [self.unused] if self.unused is not None and not self._on_gpu(last) else []
+        if (low or idle) and len(slow) >= 2:
+            how_slow = f"step {last.seconds:.1f}s (slow above {self._steps.slow_s:g}s)"
+            return Verdict(SUSPECTED, (*memory, *idle, how_slow))
         if self._slowed >= _LASTING and not self._on_gpu(last):
             times = last.seconds / self._baseline.median
             return Verdict(SUSPECTED, (

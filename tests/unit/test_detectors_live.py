@@ -62,8 +62,16 @@ class Run:
 
     def __init__(self, folder: Path, config: Config | None = None, ranks: int = 2) -> None:
         self.clock = FakeClock()
+        self.status: dict[str, Any] = {}
         context = Context(
-            config or Config(), StateDir(folder), self.clock, "r", lambda _f: None, _Jobs(), _Control(), dict
+            config or Config(),
+            StateDir(folder),
+            self.clock,
+            "r",
+            lambda _f: None,
+            _Jobs(),
+            _Control(),
+            lambda: self.status,
         )
         self.parts: list[Part] = [StepsPart(context), CurvesPart(context), RanksPart(context)]
         self.ranks = ranks
@@ -201,6 +209,20 @@ def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) ->
     verdicts = [(f.fields["verdict"], f.severity) for f in run.of("cpu_fallback")]
     assert verdicts == [("suspected", "warning"), ("cleared", "info")]
     assert len(run.of("slow_step")) == 5
+
+
+def test_gpus_that_nvml_shows_unused_are_evidence_and_throttling_explains(tmp_path: Path) -> None:
+    gpu = {"state": "ok", "utilization_ratio": 0.0, "memory_used_bytes": 0.1 * GIB, "throttle": ["idle"]}
+    for changes, event, words in (
+        ({}, "cpu_fallback", "NVML shows no use: 1 GPUs, at most 0% busy"),
+        ({"utilization_ratio": 1.0, "throttle": ["HW thermal"]}, "throughput_explained", "HW thermal on 1 GPU"),
+    ):
+        run = Run(tmp_path, ranks=1)
+        run.status["health"] = {"gpus": {"state": "ok", "gpus": [{**gpu, **changes}]}}
+        for _ in range(8):
+            run.step(120.0, 3.0, allocated_bytes=None)
+        assert words in events.line(run.of(event)[0])
+        assert set(run.alarms()) == {"slow_step", event}
 
 
 def test_diagnosis_makes_it_certain_unless_the_cpu_was_asked_for(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard.blocks import gb
+from miner_guard.detectors import gpu_state
 from miner_guard.detectors.cpu_fallback import CERTAIN, CLEARED, Observation, RankWatch
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.slow_cause import explain
@@ -90,6 +91,10 @@ class RanksPart(Part):
         )  # fmt: skip
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if self._recent and self._recent[-1].seconds > self.context.config.steps.slow_s:
+            unused = gpu_state.no_use(self._nvml(), self.context.config.gpu.low_memory_gb)
+            for watch in self._watches.values():
+                watch.unused = unused
         yield from self._verdicts()
         yield from self._slow_cause()
 
@@ -120,7 +125,9 @@ class RanksPart(Part):
         names = {name for step in self._recent for name in step.phases}
         phases = {name: statistics.median(s.phases.get(name, 0.0) for s in self._recent) for name in names}
         step_time = statistics.median(s.seconds for s in self._recent)
-        cause = explain(step_time, phases, self._facts, self.context.config.steps, self._throttling())
+        sample = self._nvml()
+        reasons, power = gpu_state.throttling(sample), gpu_state.power_share(sample)
+        cause = explain(step_time, phases, self._facts, self.context.config.steps, reasons, power)
         if cause is not None and cause.cause != self._explained:
             self._explained = cause.cause
             yield found("throughput_explained", cause=cause.cause, arithmetic=cause.arithmetic, step_time_s=step_time)
@@ -128,18 +135,11 @@ class RanksPart(Part):
     def _fallback(self) -> bool:
         return any(w.verdict is not None and w.verdict.verdict != CLEARED for w in self._watches.values())
 
-    def _throttling(self) -> list[str]:
-        """Reasons that the health part's snapshot gives for lowered clocks; none where it gives none."""
+    def _nvml(self) -> Mapping[str, Any] | None:
+        """The health part's last sample of the GPUs."""
         health = self.context.status().get("health")
-        gpus = health.get("gpus") if isinstance(health, Mapping) else None
-        rows = gpus.values() if isinstance(gpus, Mapping) else gpus if isinstance(gpus, Sequence) else ()
-        reasons = {
-            str(reason)
-            for row in rows
-            if isinstance(row, Mapping) and isinstance(row.get("throttle_reasons"), Sequence)
-            for reason in row["throttle_reasons"]
-        }
-        return sorted(reasons - {"gpu_idle", "none", "applications_clocks_setting"})
+        sample = health.get("gpus") if isinstance(health, Mapping) else None
+        return sample if isinstance(sample, Mapping) else None
 
     def snapshot(self) -> Mapping[str, Any]:
         seen = self._last_straggler

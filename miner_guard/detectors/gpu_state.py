@@ -1,0 +1,52 @@
+"""What a sample of NVML says about steps that are slow: clocks held down, little power drawn, or no use at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_ORDINARY = frozenset({"idle", "applications clocks", "display clocks", "sync boost", "SW power cap"})
+"""Reasons for a clock below its maximum that explain no slow step. A GPU under full load is often at its power cap."""
+
+_NO_USE = 0.05
+_GIB = 1024**3
+
+
+def rows(sample: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+    """The GPUs that answered; none where there is no sample, or NVML did not work."""
+    gpus = (sample or {}).get("gpus")
+    if not isinstance(gpus, Sequence):
+        return ()
+    return [row for row in gpus if isinstance(row, Mapping) and row.get("state", "ok") == "ok"]
+
+
+def throttling(sample: Mapping[str, Any] | None) -> list[str]:
+    """Reasons for lowered clocks, with the number of GPUs that have them."""
+    counts: dict[str, int] = {}
+    for row in rows(sample):
+        for reason in row.get("throttle") or ():
+            if reason not in _ORDINARY:
+                counts[reason] = counts.get(reason, 0) + 1
+    return [f"{reason} on {count} GPU{'s' if count > 1 else ''}" for reason, count in sorted(counts.items())]
+
+
+def power_share(sample: Mapping[str, Any] | None) -> float | None:
+    """Mean power over limit of all GPUs; None where neither is known."""
+    shares = [
+        row["power_w"] / row["power_limit_w"] for row in rows(sample) if row.get("power_w") and row.get("power_limit_w")
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None:
+    """Words for GPUs of which none works and none holds a model; None where any does, or it is not known."""
+    seen = rows(sample)
+    busiest, fullest = 0.0, 0.0
+    for row in seen:
+        use, memory = row.get("utilization_ratio"), row.get("memory_used_bytes")
+        if use is None or memory is None:
+            return None
+        busiest, fullest = max(busiest, use), max(fullest, memory / _GIB)
+    if not seen or busiest > _NO_USE or fullest >= low_memory_gb:
+        return None
+    return f"NVML shows no use: {len(seen)} GPUs, at most {busiest:.0%} busy and {fullest:.2f} GB full"
