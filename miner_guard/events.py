@@ -161,6 +161,7 @@ _SPECS = (
     Spec("network_unreachable", "critical", _BAD, "NODE UNREACHABLE: {node}: {detail}", ("node", "detail")),
     Spec("network_recovered", "info", _OK, "NODE REACHABLE: {node} again after {seconds:.0f}s", ("node", "seconds")),
     # health and costs
+    Spec("http_listening", "info", "", "HTTP {url} (metrics, healthz, status)", ("url",)),
     Spec("health_snapshot", "info", "", "HEALTH {summary}", ("summary", "snapshot")),
     Spec("host_warning", "warning", _WARN, "HOST WARNING: {what}: {seen} (limit {limit}); {next_step}", ("what", "seen", "limit", "next_step")),
     Spec("sampler_failed", "warning", _WARN, "SAMPLER FAILED: {sampler}: {reason}", ("sampler", "reason")),

@@ -1,0 +1,172 @@
+"""status.json as Prometheus metrics. Base units, ratios 0-1, `_total` on counters only; what is unknown is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+PREFIX = "minerguard_"
+Row = tuple[Sequence[str], Any]
+
+_GPU = {
+    "memory_used_bytes": ("gpu_memory_used_bytes", 1.0),
+    "memory_total_bytes": ("gpu_memory_total_bytes", 1.0),
+    "utilization_ratio": ("gpu_utilization_ratio", 1.0),
+    "temperature_c": ("gpu_temperature_celsius", 1.0),
+    "power_w": ("gpu_power_watts", 1.0),
+}
+_HOST = {
+    "cpu_pct": ("host_cpu_ratio", 0.01),
+    "load1": ("host_load1", 1.0),
+    "memory_used_bytes": ("host_memory_used_bytes", 1.0),
+    "memory_limit_bytes": ("host_memory_limit_bytes", 1.0),
+    "swap_used_bytes": ("host_swap_used_bytes", 1.0),
+    "disk_free_bytes": ("host_disk_free_bytes", 1.0),
+    "shm_total_bytes": ("host_shm_size_bytes", 1.0),
+    "shm_used_bytes": ("host_shm_used_bytes", 1.0),
+}
+_STEPS = {
+    "outer_step": "outer_step",
+    "inner_step": "inner_step",
+    "loss": "loss",
+    "lr": "learning_rate",
+    "grad_norm": "gradient_norm",
+    "last_step_age_s": "last_step_age_seconds",
+    "tokens_per_s": "tokens_per_second",
+    "samples_per_s": "samples_per_second",
+}
+
+
+def text(status: Mapping[str, Any], *, version: str, age_s: float) -> bytes:
+    """The exposition. `age_s` is the age of status.json: a scrape must see that the guard stopped writing."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(status, version, age_s))
+    return generate_latest(registry)
+
+
+class _Collector:
+    def __init__(self, status: Mapping[str, Any], version: str, age_s: float) -> None:
+        self._status, self._version, self._age_s = status, version, age_s
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        info = InfoMetricFamily(f"{PREFIX}build", "Version and run.")
+        info.add_metric([], {"version": self._version, "run_id": str(status.get("run_id"))})
+        yield info
+        yield from _gauge("status_age_seconds", "Age of what the guard last wrote.", [((), self._age_s)])
+        yield from _run(status)
+        yield from _steps(part(status, "steps"))
+        yield from _uploads(part(status, "uploads"))
+        health = part(status, "health")
+        yield from _gpus(part(health, "gpus").get("gpus") or ())
+        yield from _host(part(health, "host"))
+        yield from _guard(health)
+        yield from _costs(part(status, "costs"))
+        yield from _events(part(status, "metrics").get("events") or {})
+        yield from _gauge("chain_block", "Newest block seen.", [((), part(status, "chain").get("block"))])
+
+
+def part(status: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """One part's document, empty where there is none."""
+    value = status.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _gauge(name: str, words: str, rows: Sequence[Row], labels: Sequence[str] = ()) -> Iterator[Metric]:
+    known = [(keys, float(value)) for keys, value in rows if isinstance(value, (int, float))]
+    if known:
+        metric = GaugeMetricFamily(PREFIX + name, words, labels=labels)
+        for keys, value in known:
+            metric.add_metric(list(keys), value)
+        yield metric
+
+
+def _counter(name: str, words: str, rows: Sequence[Row], labels: Sequence[str] = ()) -> Iterator[Metric]:
+    known = [(keys, float(value)) for keys, value in rows if isinstance(value, (int, float))]
+    if known:
+        metric = CounterMetricFamily(PREFIX + name, words, labels=labels)
+        for keys, value in known:
+            metric.add_metric(list(keys), value)
+        yield metric
+
+
+def _run(status: Mapping[str, Any]) -> Iterator[Metric]:
+    state = status.get("state")
+    yield from _gauge("miner_running", "1 while the miner runs.", [((), int(state == "running"))])
+    yield from _gauge("miner_state", "1 for the state in force.", [((str(state),), 1)], ["state"])
+    yield from _gauge("ranks", "Ranks that report.", [((), len(status.get("rank_processes") or ()))])
+    yield from _counter("miner_launches", "Starts of the miner in this run.", [((), (status.get("attempt") or 0) + 1)])
+    yield from _gauge("miner_failures", "Restarts since the last healthy stretch.", [((), status.get("restarts"))])
+
+
+def _steps(steps: Mapping[str, Any]) -> Iterator[Metric]:
+    for key, name in _STEPS.items():
+        yield from _gauge(name, f"{name.replace('_', ' ')} of the lead rank.", [((), steps.get(key))])
+    yield from _counter("steps", "Inner steps seen by this guard.", [((), steps.get("steps"))])
+    yield from _gauge("step_p50_seconds", "Median of the recent steps.", [((), steps.get("p50_s"))])
+    yield from _gauge("step_p95_seconds", "95th percentile of the recent steps.", [((), steps.get("p95_s"))])
+    shares = [((name,), share) for name, share in part(steps, "goodput").items()]
+    yield from _gauge("time_ratio", "Share of wall time by category; training is goodput.", shares, ["category"])
+    ranks = part(steps, "per_rank").items()
+    for key, name in (("step_time_s", "rank_step_seconds"), ("last_step_age_s", "rank_last_step_age_seconds")):
+        yield from _gauge(name, "By rank.", [((rank,), row.get(key)) for rank, row in ranks], ["rank"])
+
+
+def _uploads(uploads: Mapping[str, Any]) -> Iterator[Metric]:
+    repo = part(uploads, "repo")
+    yield from _gauge("repo_age_seconds", "Age of what is published.", [((), repo.get("age_s"))])
+    yield from _gauge("repo_age_limit_seconds", "From here on it is stale.", [((), repo.get("limit_s"))])
+    stale = repo.get("stale")
+    yield from _gauge("repo_stale", "1 past the limit.", [((), None if stale is None else int(stale))])
+
+
+def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    labels = ["gpu", "uuid"]
+    keys = [(str(row.get("index")), str(row.get("uuid") or "")) for row in gpus]
+    ok = [(key, int(row.get("state") == "ok")) for key, row in zip(keys, gpus, strict=True)]
+    yield from _gauge("gpu_up", "1 for a GPU that answers.", ok, labels)
+    for field, (name, factor) in _GPU.items():
+        rows = [(key, _scaled(row.get(field), factor)) for key, row in zip(keys, gpus, strict=True)]
+        yield from _gauge(name, f"{field} as NVML reports it.", rows, labels)
+
+
+def _host(host: Mapping[str, Any]) -> Iterator[Metric]:
+    for field, (name, factor) in _HOST.items():
+        yield from _gauge(name, f"{field} of the host or its cgroup.", [((), _scaled(host.get(field), factor))])
+    yield from _counter("host_oom_kills", "Out-of-memory kills in this cgroup.", [((), host.get("oom_kills"))])
+    both = [(("sent",), host.get("network_sent_bytes")), (("received",), host.get("network_received_bytes"))]
+    yield from _counter("host_network_bytes", "All cards but lo.", both, ["direction"])
+
+
+def _guard(health: Mapping[str, Any]) -> Iterator[Metric]:
+    own = part(health, "guard")
+    yield from _counter("guard_cpu_seconds", "CPU time of the supervisor.", [((), own.get("cpu_s"))])
+    yield from _gauge("guard_memory_bytes", "Resident memory of the supervisor.", [((), own.get("memory_bytes"))])
+    yield from _counter("guard_events_dropped", "Datagrams the ranks dropped.", [((), health.get("events_dropped"))])
+    failing = [((name,), 1) for name in part(health, "unknown")]
+    yield from _gauge("sampler_failing", "1 for a sampler without an answer.", failing, ["sampler"])
+
+
+def _costs(costs: Mapping[str, Any]) -> Iterator[Metric]:
+    yield from _gauge("monitoring_ratio", "Monitoring / training time.", [((), _scaled(costs.get("share_pct"), 0.01))])
+    budget = _scaled(costs.get("budget_pct"), 0.01)
+    yield from _gauge("monitoring_budget_ratio", "What it may be.", [((), budget)])
+    operations = part(costs, "operations").items()
+    blocking = [((name,), row.get("total_time")) for name, row in operations]
+    background = [((name,), row.get("background_time")) for name, row in operations]
+    label = ["operation"]
+    yield from _counter("monitoring_blocking_seconds", "Time that training waited.", blocking, label)
+    yield from _counter("monitoring_background_seconds", "CPU time beside training.", background, label)
+
+
+def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
+    rows = [((name,), count) for name, count in sorted(events.items())]
+    yield from _counter("events", "Events of the catalogue in this run.", rows, ["event"])
+
+
+def _scaled(value: Any, factor: float) -> float | None:
+    return float(value) * factor if isinstance(value, (int, float)) else None

@@ -1,0 +1,39 @@
+"""Is the miner progressing? What `/healthz` answers, from status.json and the settings of hang detection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from miner_guard.clock import parse_iso_utc
+from miner_guard.config import HangSettings
+
+_STATUS_MAX_AGE_S = 60.0
+
+
+def trouble(status: Mapping[str, Any] | None, age_s: float, now: float, hang: HangSettings) -> str | None:
+    """Why the miner counts as not progressing; None where it progresses. `now` is wall time."""
+    if status is None:
+        return "no status: no guard has run here yet"
+    if age_s > _STATUS_MAX_AGE_S:
+        return f"the guard has written nothing for {age_s:.0f} s"
+    if status.get("state") != "running":
+        return f"the miner is {status.get('state')}"
+    steps = status.get("steps")
+    age = steps.get("last_step_age_s") if isinstance(steps, Mapping) else None
+    if isinstance(age, (int, float)):
+        longest = steps.get("max_s") if isinstance(steps, Mapping) else None
+        limit = max(hang.min_s, hang.factor * longest if isinstance(longest, (int, float)) else 0.0)
+        since = age + age_s
+        return f"no step for {since:.0f} s (limit {limit:.0f} s)" if since > limit else None
+    return _before_the_first_step(status, now, hang)
+
+
+def _before_the_first_step(status: Mapping[str, Any], now: float, hang: HangSettings) -> str | None:
+    try:
+        waited = now - parse_iso_utc(str(status.get("started")))
+    except ValueError:
+        return "the miner's start is unknown"
+    if waited > hang.first_step_s:
+        return f"no first step within {waited:.0f} s (limit {hang.first_step_s:.0f} s)"
+    return None

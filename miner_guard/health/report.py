@@ -1,0 +1,216 @@
+"""The report: one self-contained HTML page of a run, for a file or live from the HTTP port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from html import escape
+from importlib import resources
+from typing import Any
+
+from miner_guard import statedir
+from miner_guard.config import GateSettings
+from miner_guard.health.report_data import Data, Mark, Series, gather
+from miner_guard.health.report_milestones import milestones
+from miner_guard.health.report_svg import Dots, Lines, Plot, draw
+
+_WORST = ("critical", "error")
+_TABLE_ROWS = 40
+_COLOURS = {
+    "training": "#2e8b57", "monitoring": "#c77c11", "upload": "#2563a8", "allreduce": "#6a51a3", "data": "#5aa5b5",
+    "load_state": "#8d99ae", "pause": "#b8b8b8", "init": "#7a869a", "restart": "#b3261e", "hang": "#7f1d1d",
+}  # fmt: skip
+_SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("", "unknown")}
+
+
+def render(state: statedir.StateDir, *, gate: GateSettings | None = None, since: str = "", refresh_s: int = 0) -> str:
+    """The page. `since` leaves out earlier events; `refresh_s` makes it reload itself."""
+    data, rules = gather(state, since), gate or GateSettings()
+    css = resources.files("miner_guard.health").joinpath("templates", "report.css").read_text(encoding="utf-8")
+    title = f"miner-guard: {data.host or state.root.name}"
+    reload = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
+    body = "\n".join(
+        [_head(data, title), _tiles(data), _plots(data, rules), _goodput(data), _milestones(data, rules), _costs(data),
+         _events("Incidents and alarms", _alarms(data)), _events("Uploads", _fates(data)), _foot(data)]
+    )  # fmt: skip
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>{reload}'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{css}</style></head>'
+        f"<body>{body}</body></html>\n"
+    )
+
+
+def _head(data: Data, title: str) -> str:
+    state = data.status.get("state")
+    span = "no events" if data.first is None else f"{when(data.first)} to {when(data.last)} UTC"
+    run = f"run {data.status.get('run_id') or 'unknown'}, miner {state or 'unknown'}"
+    return f"<header><h1>{escape(title)}</h1><p>{escape(run)}; {span}</p></header>"
+
+
+def when(time: float | None) -> str:
+    """A time of day in UTC, with its date."""
+    return "-" if time is None else datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _tiles(data: Data) -> str:
+    steps = _part(data.status, "steps")
+    repo = _part(_part(data.status, "uploads"), "repo")
+    goodput = _part(steps, "goodput").get("training")
+    losses = data.loss.values
+    loss = f"{losses[0]:.2f} → {losses[-1]:.2f}" if losses else None
+    slow, restarts = data.counts["slow_step"], data.counts["miner_restarting"]
+    share = (data.costs or {}).get("total_percentage")
+    tiles = [
+        ("steps", _number(steps.get("total_steps"), ",.0f"), ""),
+        ("loss", loss, ""),
+        ("step p50 / p95", _pair(steps.get("p50_s"), steps.get("p95_s")), ""),
+        ("slow steps", str(slow), "warn" if slow else ""),
+        ("goodput", _number(goodput, ".0%"), ""),
+        ("repo age", _number(repo.get("age_s"), ",.0f", " s"), "bad" if repo.get("stale") else ""),
+        ("uploads verified", str(data.counts["upload_succeeded"]), ""),
+        ("uploads failed", str(data.counts["upload_failed"]), "bad" if data.counts["upload_failed"] else ""),
+        ("uploads blocked", str(data.counts["upload_blocked"]), ""),
+        ("restarts", str(restarts), "warn" if restarts else ""),
+        ("monitoring", _number(share, ".2f", " %"), "bad" if _over(data) else ""),
+        ("validators' score", None, ""),
+    ]
+    cells = "".join(
+        f'<div class="tile"><b class="{kind}">{escape(value or "unknown")}</b><span>{escape(name)}</span></div>'
+        for name, value, kind in tiles
+    )
+    return f'<section class="tiles">{cells}</section>'
+
+
+def _over(data: Data) -> bool:
+    return data.costs is not None and data.costs["budget_status"] != "ok"
+
+
+def _part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = document.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any, spec: str, unit: str = "") -> str | None:
+    return f"{value:{spec}}{unit}" if isinstance(value, (int, float)) else None
+
+
+def _pair(one: Any, other: Any) -> str | None:
+    a, b = _number(one, ".3g"), _number(other, ".3g")
+    return None if a is None or b is None else f"{a} / {b} s"
+
+
+def _plots(data: Data, gate: GateSettings) -> str:
+    if data.first is None or data.last is None:
+        return "<h2>Curves</h2><p class='none'>no events in the log yet</p>"
+    restarts = Lines("bad", "restart", [mark.time for mark in data.of("miner_restarting")])
+    slow = [(mark.time, float(mark.fields.get("step_time_s") or 0.0)) for mark in data.of("slow_step")]
+    strange = [
+        (mark.time, _near(data.loss, mark.time)) for mark in data.of("loss_nan", "loss_spike", "loss_divergence")
+    ]
+    fates = [
+        Lines("good", "verified", [mark.time for mark in data.of("upload_succeeded")]),
+        Lines("bad", "failed", [mark.time for mark in data.of("upload_failed")]),
+        Lines("warn", "blocked", [mark.time for mark in data.of("upload_blocked")]),
+    ]
+    age = data.repo_age if data.repo_age.values else _nothing_over(data, fates)
+    memory = data.gpu_memory if data.gpu_memory.values else data.step_memory
+    plots = [
+        Plot("Loss", "", data.loss, [Dots("bad", "NaN, spike or divergence", strange)], [restarts], zero=False),
+        Plot("Step time", "s", data.step_time, [Dots("warn", "slow step", slow)], [restarts]),
+        Plot("Repo age", "s", age, (), fates, limit=gate.repo_age_limit_s),
+        Plot("GPU memory", "GB, the GPU with the least", memory),
+        Plot("GPU use", "%, the GPU with the least", data.gpu_use),
+        Plot("Goodput", "share of time spent training", data.goodput),
+    ]
+    return "<h2>Curves</h2>" + "".join(draw(plot, data.first, data.last) for plot in plots)
+
+
+def _near(series: Series, time: float) -> float:
+    """The value at or before a time; a NaN has none of its own."""
+    before = [value for t, value in zip(series.times, series.values, strict=True) if t <= time]
+    return before[-1] if before else 0.0
+
+
+def _nothing_over(data: Data, fates: Iterable[Lines]) -> Series:
+    """A flat line to hang the uploads on, where the repo's age was never read but there were uploads."""
+    if data.first is None or data.last is None or not any(lines.times for lines in fates):
+        return Series()
+    return Series([data.first, data.last], [0.0, 0.0])
+
+
+def _goodput(data: Data) -> str:
+    shares = {k: float(v) for k, v in _part(_part(data.status, "steps"), "goodput").items() if v and v > 0}
+    if not shares:
+        return "<h2>Where the time went</h2><p class='none'>unknown: no steps yet</p>"
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    colour = {name: _COLOURS.get(name, "#8d99ae") for name in shares}
+    bars = "".join(
+        f'<i style="width:{100 * v:.2f}%;background:{colour[k]}" title="{escape(k)}"></i>' for k, v in ordered
+    )
+    keys = "".join(
+        f'<span><i style="background:{colour[k]}"></i>{escape(k.replace("_", " "))} {v:.1%}</span>' for k, v in ordered
+    )
+    return f'<h2>Where the time went</h2><div class="bar">{bars}</div><div class="legend">{keys}</div>'
+
+
+def _milestones(data: Data, gate: GateSettings) -> str:
+    rows = []
+    for milestone in milestones(data, gate):
+        kind, word = _SIGNS[milestone.state]
+        detail = when(milestone.reached) if milestone.reached is not None else milestone.reason
+        cells = f'<td>{escape(milestone.stage)}</td><td>{escape(milestone.title)}</td><td class="{kind}">{word}</td>'
+        rows.append(f'<tr>{cells}<td class="why">{escape(detail)}</td></tr>')
+    head = "<tr><th>stage</th><th>milestone</th><th></th><th>when (UTC), or why not</th></tr>"
+    return _table("Milestones", head, rows)
+
+
+def _table(title: str, head: str, rows: list[str]) -> str:
+    if not rows:
+        return f"<h2>{escape(title)}</h2><p class='none'>none</p>"
+    return f'<h2>{escape(title)}</h2><div class="scroll"><table>{head}{"".join(rows)}</table></div>'
+
+
+def _costs(data: Data) -> str:
+    if data.costs is None:
+        return "<h2>What monitoring costs</h2><p class='none'>no ledger yet</p>"
+    operations = sorted(data.costs["operations"].items(), key=lambda row: (-row[1]["total_time"], row[0]))
+    rows = [
+        f'<tr><td>{escape(name)}</td><td class="n">{row["calls"]}</td><td class="n">{row["total_time"]:.2f} s</td>'
+        f'<td class="n">{row["background_time"]:.2f} s</td><td class="n">{row["percentage"]:.3f}%</td>'
+        f"<td>{escape(row['impact'])}</td><td>{escape(row['status'])}</td></tr>"
+        for name, row in operations[:_TABLE_ROWS]
+    ]
+    head = (
+        '<tr><th>operation</th><th class="n">calls</th><th class="n">training waited</th>'
+        '<th class="n">CPU beside</th><th class="n">share</th><th>impact</th><th>status</th></tr>'
+    )
+    share, budget = data.costs["total_percentage"], data.costs["budget_percentage"]
+    return _table(f"What monitoring costs: {share:.2f}% of training time (budget {budget:g}%)", head, rows)
+
+
+def _alarms(data: Data) -> list[Mark]:
+    events = ("incident", "hang_detected", "crash_loop", "cpu_fallback", "repo_stale", "straggler", "gpu_drop")
+    wanted = [mark for mark in data.marks if mark.level in _WORST or mark.event in events]
+    return wanted[-_TABLE_ROWS:]
+
+
+def _fates(data: Data) -> list[Mark]:
+    return data.of("upload_succeeded", "upload_failed", "upload_blocked", "audit_failed", "audit_passed")[-_TABLE_ROWS:]
+
+
+def _events(title: str, marks: list[Mark]) -> str:
+    kinds = {"critical": "bad", "error": "bad", "warning": "warn"}
+    rows = [
+        f'<tr><td class="when">{when(mark.time)}</td>'
+        f'<td class="event {kinds.get(mark.level, "")}">{escape(mark.event)}</td>'
+        f"<td>{escape(mark.msg.partition(chr(10))[0])}</td></tr>"
+        for mark in reversed(marks)
+    ]
+    return _table(title, "<tr><th>when (UTC)</th><th>event</th><th>what</th></tr>", rows)
+
+
+def _foot(data: Data) -> str:
+    total = sum(data.counts.values())
+    torn = f", {data.unreadable} unreadable lines passed over" if data.unreadable else ""
+    words = f"{total} events read{torn}. Scores are the validators' own; the guard does not guess them."
+    return f"<p><small>{escape(words)}</small></p>"

@@ -1,0 +1,126 @@
+"""What the report shows, gathered from guard.jsonl and status.json in one pass. A week of it in seconds."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from miner_guard import logquery, statedir
+from miner_guard.clock import parse_iso_utc
+from miner_guard.logquery import Hit, Query
+
+_STEP = "inner_step"
+_SNAPSHOT = "health_snapshot"
+_MARKS = frozenset({
+    "slow_step", "loss_nan", "loss_spike", "loss_divergence", "miner_started", "miner_restarting", "miner_exited",
+    "miner_finished", "hang_detected", "crash_loop", "upload_succeeded", "upload_failed", "upload_blocked",
+    "upload_allowed", "repo_stale", "incident", "gpu_diagnostics", "cpu_fallback", "model_on_cpu", "low_gpu_memory",
+    "straggler", "gpu_drop", "gpu_fault", "audit_passed", "audit_failed", "monitoring_over_budget",
+})  # fmt: skip
+_KEPT = 20_000
+"""Events of one kind that are kept for the plots and tables; all are counted."""
+
+
+@dataclass
+class Series:
+    """Values over time: seconds since 1970 and the value, in order."""
+
+    times: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, time: float, value: Any) -> None:
+        """Append a number; anything else is a gap."""
+        if isinstance(value, (int, float)) and value == value:
+            self.times.append(time)
+            self.values.append(float(value))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event at a time."""
+
+    time: float
+    event: str
+    level: str
+    msg: str
+    fields: Mapping[str, Any]
+
+
+@dataclass
+class Data:
+    """Everything that the report draws."""
+
+    status: Mapping[str, Any]
+    loss: Series = field(default_factory=Series)
+    step_time: Series = field(default_factory=Series)
+    step_memory: Series = field(default_factory=Series)
+    inner_step: Series = field(default_factory=Series)
+    repo_age: Series = field(default_factory=Series)
+    gpu_use: Series = field(default_factory=Series)
+    gpu_memory: Series = field(default_factory=Series)
+    goodput: Series = field(default_factory=Series)
+    monitoring: Series = field(default_factory=Series)
+    marks: list[Mark] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    first: float | None = None
+    last: float | None = None
+    unreadable: int = 0
+    host: str = ""
+    costs: Mapping[str, Any] | None = None
+
+    def of(self, *events: str) -> list[Mark]:
+        """The marks of these events, oldest first."""
+        return [mark for mark in self.marks if mark.event in events]
+
+
+def gather(state: statedir.StateDir, since: str = "") -> Data:
+    """Read the state directory; what is missing or torn is left out."""
+    status, costs = statedir.read_json(state.status), statedir.read_json(state.costs)
+    data = Data(status if isinstance(status, dict) else {})
+    data.costs = costs if isinstance(costs, dict) and "operations" in costs else None
+    seen = logquery.Seen()
+    for hit in logquery.search(state.log, Query(since=since), seen):
+        _take(data, hit)
+    data.unreadable += seen.unreadable
+    return data
+
+
+def _take(data: Data, hit: Hit) -> None:
+    data.counts[hit.event] += 1
+    try:
+        time = parse_iso_utc(hit.ts)
+    except ValueError:
+        data.unreadable += 1
+        return
+    data.first = time if data.first is None else min(data.first, time)
+    data.last = time if data.last is None else max(data.last, time)
+    if hit.event == _STEP:
+        _take_step(data, time, json.loads(hit.raw))
+    elif hit.event == _SNAPSHOT:
+        _take_snapshot(data, time, json.loads(hit.raw))
+    elif hit.event in _MARKS and data.counts[hit.event] <= _KEPT:
+        data.marks.append(Mark(time, hit.event, hit.level, hit.msg, json.loads(hit.raw)))
+
+
+def _take_step(data: Data, time: float, record: Mapping[str, Any]) -> None:
+    data.host = str(record.get("host") or data.host)
+    data.loss.add(time, record.get("loss"))
+    data.step_time.add(time, record.get("step_time_s"))
+    data.step_memory.add(time, record.get("gpu_mem_gb"))
+    data.inner_step.add(time, record.get("inner_step"))
+
+
+def _take_snapshot(data: Data, time: float, record: Mapping[str, Any]) -> None:
+    data.host = str(record.get("host") or data.host)
+    snapshot = record.get("snapshot") or {}
+    data.repo_age.add(time, ((snapshot.get("uploads") or {}).get("repo") or {}).get("age_s"))
+    data.goodput.add(time, (snapshot.get("miner") or {}).get("goodput"))
+    data.monitoring.add(time, (snapshot.get("costs") or {}).get("share_pct"))
+    rows = (snapshot.get("gpus") or {}).get("gpus") or []
+    used = [row["memory_used_bytes"] / 1024**3 for row in rows if row.get("memory_used_bytes") is not None]
+    busy = [100 * row["utilization_ratio"] for row in rows if row.get("utilization_ratio") is not None]
+    data.gpu_memory.add(time, min(used, default=None))
+    data.gpu_use.add(time, min(busy, default=None))

@@ -1,0 +1,170 @@
+"""Plots as inline SVG that scale to any width: the drawing is stretched, strokes and letters are not.
+
+Axis labels are HTML beside the drawing, so that they keep their size on a phone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from html import escape
+
+from miner_guard.health.report_data import Series
+
+WIDTH, HEIGHT = 1000, 220
+_COLUMNS = 500
+"""Points of a line at most: beyond that each column of the drawing shows its least and its greatest value."""
+
+_GAP_FACTOR = 20
+"""A pause so many times longer than usual breaks the line: nothing was measured there."""
+
+
+Scale = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Points to be marked. `kind` is a CSS class: `bad`, `warn`, `good`."""
+
+    kind: str
+    words: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Times to be marked over the whole height."""
+
+    kind: str
+    words: str
+    times: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One drawing."""
+
+    title: str
+    unit: str
+    series: Series
+    dots: Sequence[Dots] = ()
+    lines: Sequence[Lines] = ()
+    limit: float | None = None
+    zero: bool = True
+    """The axis starts at 0."""
+
+
+def draw(plot: Plot, first: float, last: float) -> str:
+    """The plot as a `<figure>` over the time from `first` to `last`; says so where there is nothing to draw."""
+    if not plot.series.values:
+        return f'<figure><figcaption>{escape(plot.title)}</figcaption><p class="none">no data</p></figure>'
+    values = [*plot.series.values, *(value for dots in plot.dots for _, value in dots.points)]
+    if plot.limit is not None and plot.limit < 3 * max(values):
+        values.append(plot.limit)
+    ticks = nice_ticks(0.0 if plot.zero else min(values), max(values))
+    low, high = ticks[0], ticks[-1]
+    span = max(last - first, 1e-9)
+
+    def x(time: float) -> float:
+        return round(WIDTH * (time - first) / span, 1)
+
+    def y(value: float) -> float:
+        return round(HEIGHT * (1 - (min(max(value, low), high) - low) / (high - low)), 1)
+
+    shapes = [f'<path class="grid" d="{"".join(f"M0 {y(tick)}H{WIDTH}" for tick in ticks)}"/>']
+    shapes += [_verticals(lines, x) for lines in plot.lines if lines.times]
+    if plot.limit is not None and low <= plot.limit <= high:
+        shapes.append(f'<path class="limit" d="M0 {y(plot.limit)}H{WIDTH}"/>')
+    shapes.append(f'<path class="line" d="{_path(thinned(plot.series, first, span), x, y)}"/>')
+    for dots in plot.dots:
+        points = "".join(f"M{x(time)} {y(value)}h0" for time, value in dots.points)
+        if points:
+            shapes.append(f'<path class="dot {dots.kind}" d="{points}"/>')
+    drawing = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(plot.title)}">{"".join(shapes)}</svg>'
+    )
+    labels = "".join(f"<span>{escape(short(tick))}</span>" for tick in reversed(ticks))
+    times = "".join(f"<span>{escape(text)}</span>" for text in time_labels(first, last))
+    return (
+        f"<figure><figcaption>{escape(plot.title)} <small>{escape(plot.unit)}</small>{_legend(plot)}</figcaption>"
+        f'<div class="plot"><div class="y">{labels}</div><div class="area">{drawing}</div>'
+        f'<div class="x">{times}</div></div></figure>'
+    )
+
+
+def _legend(plot: Plot) -> str:
+    marks: list[Dots | Lines] = [*(d for d in plot.dots if d.points), *(v for v in plot.lines if v.times)]
+    words = [f'<span class="key {mark.kind}">{escape(mark.words)}</span>' for mark in marks]
+    if plot.limit is not None:
+        words.append(f'<span class="key limit">limit {escape(short(plot.limit))}</span>')
+    return "".join(words)
+
+
+def _verticals(lines: Lines, x: Scale) -> str:
+    places = sorted({x(time) for time in lines.times})
+    return f'<path class="vertical {lines.kind}" d="{"".join(f"M{place} 0V{HEIGHT}" for place in places)}"/>'
+
+
+def _path(points: Iterable[tuple[float, float] | None], x: Scale, y: Scale) -> str:
+    words, pen = [], "M"
+    for point in points:
+        if point is None:
+            pen = "M"
+            continue
+        words.append(f"{pen}{x(point[0])} {y(point[1])}")
+        pen = "L"
+    return "".join(words)
+
+
+def thinned(series: Series, first: float, span: float) -> list[tuple[float, float] | None]:
+    """Points to draw, None where the line breaks. Extremes survive the thinning."""
+    pairs = list(zip(series.times, series.values, strict=True))
+    usual = (pairs[-1][0] - pairs[0][0]) / max(len(pairs) - 1, 1)
+    points: list[tuple[float, float] | None] = []
+    columns: dict[int, list[tuple[float, float]]] = {}
+    if len(pairs) <= 2 * _COLUMNS:
+        chosen = pairs
+    else:
+        for pair in pairs:
+            columns.setdefault(int(_COLUMNS * (pair[0] - first) / span), []).append(pair)
+        chosen = []
+        for column in columns.values():
+            extremes = {min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])}
+            chosen += sorted(extremes)
+        usual = max(usual, span / _COLUMNS)
+    for place, pair in enumerate(chosen):
+        if place and pair[0] - chosen[place - 1][0] > _GAP_FACTOR * usual:
+            points.append(None)
+        points.append(pair)
+    return points
+
+
+def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round numbers that enclose `low` to `high`, both finite; three to six of them."""
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
+    start = math.floor(low / step)
+    return [step * number for number in range(start, math.ceil(high / step - 1e-9) + 1)]
+
+
+def short(value: float) -> str:
+    """A number for an axis: 1500 is 1.5k."""
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            divisor = 1e3 if letter == "k" else limit
+            return f"{value / divisor:.3g}{letter}"
+    return f"{value:.4g}"
+
+
+def time_labels(first: float, last: float, count: int = 4) -> list[str]:
+    """Times in UTC at equal distances, as fine as the span needs."""
+    span = last - first
+    form = "%H:%M:%S" if span < 600 else "%H:%M" if span < 2 * 86400 else "%b %d %H:%M"
+    moments = [first + span * place / (count - 1) for place in range(count)]
+    return [datetime.fromtimestamp(moment, timezone.utc).strftime(form) for moment in moments]

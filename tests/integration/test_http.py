@@ -1,0 +1,209 @@
+"""The HTTP port: what it tells, who may ask, and that attacks on it reach neither guard nor miner."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.clock import iso_utc
+from miner_guard.statedir import read_json, write_json
+from tests import needs
+
+TOKEN = "token-of-the-test"
+
+
+def _ask(url: str, token: str | None = None) -> tuple[int, str]:
+    request = urllib.request.Request(url, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+class Port:
+    """The port's process alone, over a state directory that the test writes."""
+
+    def __init__(self, state: Path, token: str | None = None) -> None:
+        self.state = state
+        order = {"state": str(state), "host": "127.0.0.1", "port": 0, "token": token, "hang": {}}
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "miner_guard.supervisor.http"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.stdin.write(json.dumps(order).encode() + b"\n")
+        self.child.stdin.flush()
+        self.number = int(self.child.stdout.readline())
+        self.url = f"http://127.0.0.1:{self.number}"
+
+    def status(self, **fields: Any) -> None:
+        started = iso_utc(time.time() - 60)
+        write_json(self.state / "status.json", {"state": "running", "started": started, "run_id": "r1", **fields})
+
+    def close(self) -> int:
+        assert self.child.stdin is not None
+        self.child.stdin.close()
+        return self.child.wait(timeout=10)
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[Port]:
+    needs.module("uvicorn")
+    opened = Port(tmp_path)
+    yield opened
+    assert opened.close() == 0, "it ends when the guard does"
+
+
+def test_metrics_are_what_prometheus_reads(port: Port) -> None:
+    gpu = {"index": 0, "uuid": "GPU-1", "state": "ok", "memory_used_bytes": 5, "utilization_ratio": None}
+    port.status(
+        steps={"loss": 3.4, "p50_s": 15.2, "per_rank": {"0": {"step_time_s": 15.0}}, "goodput": {"training": 0.9}},
+        uploads={"repo": {"age_s": 612, "stale": False}},
+        health={"gpus": {"gpus": [gpu]}, "host": {"memory_used_bytes": 7, "cpu_pct": 50.0}},
+        metrics={"events": {"slow_step": 2}},
+    )
+    code, text = _ask(f"{port.url}/metrics")
+    assert code == 200
+    lines = text.splitlines()
+    for line in (
+        "minerguard_loss 3.4", "minerguard_step_p50_seconds 15.2", "minerguard_repo_age_seconds 612.0",
+        'minerguard_gpu_memory_used_bytes{gpu="0",uuid="GPU-1"} 5.0', "minerguard_host_cpu_ratio 0.5",
+        'minerguard_events_total{event="slow_step"} 2.0', 'minerguard_time_ratio{category="training"} 0.9',
+    ):  # fmt: skip
+        assert line in lines
+    assert "gpu_utilization_ratio" not in text, "what is unknown is absent"
+    promtool = needs.tool("promtool")
+    checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        ({}, 200, "progressing"),
+        ({"steps": {"last_step_age_s": 20, "max_s": 15}}, 200, "progressing"),
+        ({"steps": {"last_step_age_s": 400, "max_s": 15}}, 503, "no step for 400 s (limit 300 s)"),
+        ({"steps": {"last_step_age_s": 400, "max_s": 100}}, 200, "progressing"),
+        ({"state": "waiting"}, 503, "the miner is waiting"),
+        ({"started": iso_utc(0)}, 503, "no first step within"),
+        ({"started": None}, 503, "start is unknown"),
+    ],
+)
+def test_healthz_fails_when_the_miner_does_not_progress(
+    port: Port, fields: dict[str, Any], code: int, words: str
+) -> None:
+    port.status(**fields)
+    answer = _ask(f"{port.url}/healthz")
+    assert answer[0] == code
+    assert words in answer[1]
+
+
+def test_healthz_fails_when_the_guard_itself_is_silent(port: Port) -> None:
+    assert _ask(f"{port.url}/healthz")[0] == 503
+    port.status()
+    old = time.time() - 120
+    os.utime(port.state / "status.json", (old, old))
+    code, words = _ask(f"{port.url}/healthz")
+    assert code == 503
+    assert "written nothing for 120 s" in words
+
+
+def test_with_a_token_only_health_is_open(tmp_path: Path) -> None:
+    needs.module("uvicorn")
+    port = Port(tmp_path, TOKEN)
+    try:
+        port.status()
+        for path in ("/", "/metrics", "/status"):
+            assert _ask(port.url + path)[0] == 401
+            assert _ask(port.url + path, "wrong")[0] == 401
+            assert _ask(port.url + path, TOKEN)[0] == 200
+        assert _ask(port.url + "/healthz")[0] == 200
+        assert _ask(port.url + "/../guard.jsonl", TOKEN)[0] == 404
+    finally:
+        port.close()
+
+
+def _attack(number: int) -> list[socket.socket]:
+    """200 connections: garbage, half a request, an endless header, nothing at all."""
+    attacks = (b"\x00\xff\xfe garbage \r\n\r\n", b"GET /metrics HT", b"GET / HTTP/1.1\r\nX: " + b"a" * 60_000, b"")
+    sockets = []
+    for place in range(200):
+        one = socket.create_connection(("127.0.0.1", number), timeout=10)
+        one.setblocking(False)
+        with contextlib.suppress(OSError):
+            one.send(attacks[place % len(attacks)])
+        sockets.append(one)
+    return sockets
+
+
+def test_an_attack_leaves_the_port_answering_and_is_shown_the_door(port: Port) -> None:
+    port.status()
+    sockets = _attack(port.number)
+    try:
+        assert _ask(f"{port.url}/healthz")[0] == 200
+        deadline = time.monotonic() + 40
+        waiting = set(sockets)
+        while waiting and time.monotonic() < deadline:
+            for one in list(waiting):
+                try:
+                    if one.recv(65536) == b"":
+                        waiting.discard(one)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    waiting.discard(one)
+            time.sleep(0.2)
+        assert not waiting, f"{len(waiting)} connections were still open after 40 s"
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def test_training_goes_on_while_the_port_is_attacked(tmp_path: Path) -> None:
+    """End to end: the supervised miner's steps stay on time with 200 hostile connections open."""
+    needs.module("uvicorn")
+    state, script = tmp_path / "state", tmp_path / "train.py"
+    script.write_text(
+        "import time, miner_guard\nguard = miner_guard.init()\n"
+        "for step in range(1, 121):\n    time.sleep(0.1)\n    guard.step(outer_step=1, inner_step=step, loss=1.0)\n"
+        "guard.close(finished=True)\n"
+    )
+    guard = subprocess.Popen(
+        [Path(sys.executable).with_name("miner-guard"), "run", "--no-preflight", "--state-dir", state, "--",
+         sys.executable, script],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "MINER_GUARD_HTTP__PORT": "0"},
+    )  # fmt: skip
+    try:
+        number = _port_of(state)
+        sockets = _attack(number)
+        assert guard.wait(timeout=90) == 0
+        for one in sockets:
+            one.close()
+    finally:
+        guard.kill()
+    steps = (read_json(state / "status.json") or {})["steps"]
+    assert steps["steps"] == 120
+    assert steps["p50_s"] < 0.3
+
+
+def _port_of(state: Path) -> int:
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline:
+        url = ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url")
+        if url:
+            return int(str(url).rstrip("/").rsplit(":", 1)[1])
+        time.sleep(0.1)
+    raise AssertionError("no port within 40 s")

@@ -1,0 +1,158 @@
+"""The report: one page that stands alone, whatever the log holds; a week of it within seconds and megabytes."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard import events
+from miner_guard.clock import FakeClock
+from miner_guard.config import LogSettings
+from miner_guard.health.report import render
+from miner_guard.health.report_data import Series
+from miner_guard.health.report_svg import nice_ticks, thinned
+from miner_guard.logs import Emitter, JsonlSink
+from miner_guard.redact import Redactor
+from miner_guard.statedir import StateDir, write_json
+
+
+class Log:
+    """Writes a state directory as a guard would."""
+
+    def __init__(self, root: Path) -> None:
+        self.state, self.clock = StateDir(root), FakeClock()
+        self._emitter = Emitter(self.clock, "r1", Redactor(), [JsonlSink(self.state.log, LogSettings())])
+
+    def say(self, event: str, **fields: Any) -> None:
+        self._emitter.emit(events.found(event, **fields))
+
+    def step(self, inner_step: int, seconds: float = 15.0, loss: float = 3.0) -> None:
+        self.clock.advance(seconds)
+        self.say(
+            "inner_step", outer_step=1, inner_step=inner_step, lr=1e-4, loss=loss, step_time_s=seconds, gpu_mem_gb=18.4
+        )
+
+    def snapshot(self, age: float) -> None:
+        gpus = {"gpus": [{"memory_used_bytes": 18 * 1024**3, "utilization_ratio": 0.9}]}
+        document = {"uploads": {"repo": {"age_s": age}}, "miner": {"goodput": 0.9}, "costs": {"share_pct": 0.1},
+                    "gpus": gpus}  # fmt: skip
+        self.say("health_snapshot", summary="x", snapshot=document)
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.outside += [f"{k}={v}" for k, v in attrs if k in ("src", "href") or "http" in (v or "")]
+        if tag not in ("meta", "path", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag != "path":
+            assert self.open.pop() == tag
+
+
+def _checked(page: str) -> str:
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert tags.outside == [], "the page must stand alone"
+    return page
+
+
+def test_an_empty_state_directory_gives_a_page_that_says_so(tmp_path: Path) -> None:
+    page = _checked(render(StateDir(tmp_path)))
+    assert "no events in the log yet" in page
+    assert "unknown" in page
+
+
+def test_the_page_shows_slow_steps_restarts_uploads_and_milestones(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    for number in range(1, 61):
+        log.step(number, loss=5.0 - number / 30)
+        if number % 10 == 0:
+            log.snapshot(age=number)
+    log.say("slow_step", step_time_s=245.7, expected="10-30s", inner_step=61, limit_s=60, rule="absolute")
+    log.say("upload_blocked", reason="15 < 50", outer_step=1, inner_step=15, kind="gradient", verdicts=[])
+    log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="crash")
+    for tag in ("1.1.51", "1.1.54", "1.1.57"):
+        log.say("upload_succeeded", tag=tag, detail="read back")
+    log.say("incident", label="cuda_oom", cause="<out of memory>", fix="smaller batch", excerpt="x")
+    page = _checked(render(log.state))
+    for words in ("slow step", "restart", "verified", "blocked", "UPLOAD VERIFIED: tag 1.1.57", "limit 2000"):
+        assert words in page
+    assert "&lt;out of memory&gt;" in page
+    reached = re.findall(r"<td>([^<]*)</td><td class=\"good\">reached", page)
+    assert "Inner step reaches 50+" in reached
+    assert "Uploads regularly" in reached
+    assert "Loss decreasing over time" in reached
+    assert re.search(r"Rank &lt; 15</td><td class=\"\">unknown", page)
+
+
+def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1, loss=float("nan"))
+    log.say("loss_nan", step=1, loss=None)
+    log.say("slow_step", step_time_s=1e300, expected="1s", inner_step=1, limit_s=60, rule="absolute")
+    with open(log.state.log, "ab") as file:
+        file.write(b'\xff torn {"\n{"ts": "when", "level": "info", "event": "inner_step", "msg": ""}\n')
+    write_json(log.state.status, {"steps": "not a table", "uploads": None})
+    assert "2 unreadable lines" in _checked(render(log.state))
+
+
+def test_a_week_of_data_takes_seconds_and_stays_small(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    log.snapshot(100.0)
+    step, snapshot = log.state.log.read_bytes().splitlines(keepends=True)
+    week = 7 * 86400
+    with open(log.state.log, "wb") as file:
+        for second in range(0, week, 15):
+            stamp = time.strftime("2026-01-%dT%H:%M:%S", time.gmtime(86400 + second)).encode()
+            file.write(step.replace(step[8:27], stamp, 1))
+            if second % 60 == 0:
+                file.write(snapshot.replace(snapshot[8:27], stamp, 1))
+    start = time.process_time()
+    page = _checked(render(log.state))
+    assert time.process_time() - start < 10, "the target is 5 s on a quiet machine"
+    assert len(page) < 5_000_000
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (0, 1e-9), (2.86, 5.5), (-3, 1e9), (5, 5), (0, 245.7)])
+def test_ticks_enclose_what_they_measure(low: float, high: float) -> None:
+    ticks = nice_ticks(low, high)
+    assert ticks[0] <= low
+    assert ticks[-1] >= high
+    assert 2 <= len(ticks) <= 7
+
+
+def test_thinning_keeps_extremes_and_breaks_at_gaps() -> None:
+    times = [float(t) for t in range(10_000) if not 4000 <= t < 6000]
+    values = [1.0] * len(times)
+    values[1234] = 99.0
+    points = thinned(Series(times, values), 0.0, 10_000.0)
+    assert (1234.0, 99.0) in points
+    assert points.count(None) == 1
+    assert len(points) < 1500
+
+
+def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from miner_guard.cli.main import run
+
+    log = Log(tmp_path / "state")
+    log.step(1)
+    page = tmp_path / "page.html"
+    assert run(["report", "-o", str(page), "--state-dir", str(log.state.root)]) == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert run(["report", "-o", str(page), "--state-dir", str(tmp_path / "none")]) == 1
+    assert run(["report", "-o", str(tmp_path / "state"), "--state-dir", str(log.state.root)]) == 1
+    assert json.dumps("cannot be written")[1:-1] in capsys.readouterr().err
