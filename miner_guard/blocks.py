@@ -102,12 +102,16 @@ def _first_rank(r: Mapping[str, Any]) -> list[str]:
 def _rank_row(r: Mapping[str, Any]) -> str:
     if r.get("error"):
         return f"rank {r['rank']}: unknown: {r['error']}"
-    shard = gb(r.get("shard_bytes"))
-    total = gb(r.get("total_bytes"))
-    return (
-        f"rank {r['rank']}: device {known(r.get('model_device'))}, {known(r.get('device_name'))}, "
-        f"shard {known(r.get('shard_params'))} params {known(shard, '.2f')} GB on {known(r.get('shard_devices'))}, "
-        f"dtype {known(r.get('dtype'))}, "
-        f"memory {known(gb(r.get('allocated_bytes')), '.2f')} of {known(total, '.2f')} GB, "
-        f"torch {known(r.get('torch_version'))}"
-    )
+    shard, total = gb(r.get("shard_bytes")), gb(r.get("total_bytes"))
+    parts = [
+        f"device {known(r.get('model_device'))}",
+        f"shard {known(r.get('shard_params'))} params {known(shard, '.2f')} GB on {known(r.get('shard_devices'))}",
+        f"dtype {known(r.get('dtype'))}",
+        f"torch {known(r.get('torch_version'))}",
+    ]
+    # A rank without CUDA has no GPU whose name or memory could be unknown.
+    if r.get("cuda_available") is not False:
+        allocated = known(gb(r.get("allocated_bytes")), ".2f")
+        parts[1:1] = [known(r.get("device_name"))]
+        parts.insert(-1, f"memory {allocated} of {known(total, '.2f')} GB")
+    return f"rank {r['rank']}: {', '.join(parts)}"

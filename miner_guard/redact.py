@@ -31,10 +31,10 @@ _SHAPES = tuple(
     )
 )
 _NAMED = re.compile(
-    r"(?i)((?:[\w.-]*(?:secret|token|password|passwd|api_?key|access_?key(?:_id)?|mnemonic))[\"']?\s*[=:]\s*[\"']?)"
+    r"(?i)((?:[\w.-]*(?:secret(?:[_-]?key)?|token|password|passwd|api_?key|access_?key(?:_id)?|mnemonic))[\"']?\s*[=:]\s*[\"']?)"
     r"([^\s\"',;&|)}\]]{4,})"
 )
-_FLAG = re.compile(r"(?i)(--[\w.-]*(?:secret|token|password|access[_-]?key(?:[_-]?id)?)[ =])(\S{4,})")
+_FLAG = re.compile(r"(?i)(--[\w.-]*(?:secret(?:[_-]?key)?|token|password|access[_-]?key(?:[_-]?id)?)[ =])(\S{4,})")
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)([^\s/@]+)(@)", re.IGNORECASE)
 _MNEMONIC = re.compile(r"(?i)(\b(?:mnemonic|seed phrase)\b\W+)((?:[a-z]{3,8}[ ]+){11,23}[a-z]{3,8})")

@@ -52,6 +52,11 @@ def _packages(s: Snapshot) -> Iterator[Check]:
             "env.miner_guard", "warn" if hooked else "unknown", "the miner's interpreter can't import miner_guard",
             "importable", "install miner-guard into the miner's environment, or use --attach log",
         )  # fmt: skip
+    elif p["validators"] is None:
+        yield Check(
+            "env.validators", "critical", "miner_guard is there but its package `validators` is not", "the guard's own",
+            "reinstall miner-guard in the miner's environment",
+        )  # fmt: skip
     elif not p["validators_ours"]:
         yield Check(
             "env.validators", "critical",

@@ -62,11 +62,12 @@ def preflight(
             break
         if wait(min(_AGAIN_S, left)):
             return Outcome(False, checks, snapshot.expectation, stopped=True)
-    if any(c.check == "cuda.available" for c in critical):
+    go = not critical or settings.on_critical == "warn"
+    if not go and any(c.check == "cuda.available" for c in critical):
+        # Where the miner is started all the same, its ranks say it of themselves.
         emit(found("cuda_unavailable"))
     n = counts(checks)
     emit(found("preflight", level="critical" if critical else None, **n))
-    go = not critical or settings.on_critical == "warn"
     if not critical:
         remember_gpus(question.state, snapshot, emit)
     return Outcome(go, checks, snapshot.expectation)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.diagnosis import across_ranks, expectation
+from miner_guard.diagnosis import across_ranks
 from miner_guard.events import Finding
 from miner_guard.rank.reports import unpack
-from miner_guard.statedir import read_json
+from miner_guard.supervisor.gather import Question, expectation_of
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 
 
@@ -22,10 +22,10 @@ class Diagnosis(Part):
         self._gathered: list[dict[str, Any]] = []
         self._reports: list[dict[str, Any]] | None = None
         self._expected: int | None = None
-        setting = context.config.gpu.expect
-        self._setting = None if setting == "auto" else int(setting)
+        self._command: Sequence[str] = ()
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._command = launch.command
         self._gathered = []
         self._reports = None
         return ()
@@ -48,9 +48,8 @@ class Diagnosis(Part):
     def _complete(self) -> list[Finding]:
         self._reports = unpack(self._gathered)
         self._gathered = []
-        last = read_json(self.context.state.host_memory)
-        known = last.get("gpu_count") if isinstance(last, dict) else None
-        self._expected = expectation.expected(self._setting, known, None, None).count
+        question = Question(self.context.config, self.context.state, self._command, {})
+        self._expected = expectation_of(question, None).count
         low = self.context.config.gpu.low_memory_gb * 1024**3
         return across_ranks.findings(self._reports, self._expected, low)
 

@@ -1,0 +1,377 @@
+"""The startup checks as pure functions, the gathering of single facts, and the preflight's patience."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard import probe
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config, GpuSettings, HealthSettings, MinerSettings, RepoSettings
+from miner_guard.diagnosis import (
+    clock_probe,
+    deep,
+    environment,
+    host,
+    host_probe,
+    interpreter,
+    minimum,
+    repo_probe,
+    storage,
+)
+from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.diagnosis.expectation import Expectation
+from miner_guard.diagnosis.inside import miner_side
+from miner_guard.diagnosis.judge import judge
+from miner_guard.events import Finding
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.gather import Question, expectation_of, ports_of, ranks_of
+from miner_guard.supervisor.preflight import preflight
+
+GIB = 1024**3
+FOUR = Expectation(4, "[gpu] expect")
+NOBODY = Expectation(None, "nobody")
+
+HEALTHY_HOST: dict[str, Any] = {
+    "shm_bytes": 16 * GIB, "limits": {"nofile": 65536, "memlock": -1}, "disks": {"/": 100 * GIB},
+    "disk_bytes": 2000 * GIB,
+    "ports": [], "nvidia_devices": {}, "kernel_xids": [], "cpus": 64, "memory_bytes": 400 * GIB,
+}  # fmt: skip
+
+
+def snapshot(**changes: Any) -> Snapshot:
+    base: dict[str, Any] = {"config": Config(), "expectation": FOUR, "host": HEALTHY_HOST}
+    return Snapshot(**{**base, **changes})
+
+
+def by_name(checks: Iterator[Check]) -> dict[str, Check]:
+    return {c.check: c for c in checks}
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "level"),
+    [
+        ({"shm_bytes": 64 * 1024**2}, "host.shm", "warn"),
+        ({"shm_bytes": None}, "host.shm", "unknown"),
+        ({"limits": {"nofile": 1024, "memlock": -1}}, "host.nofile", "warn"),
+        ({"limits": {"nofile": -1, "memlock": 65536}}, "host.memlock", "warn"),
+        ({"disks": {"/": GIB}}, "host.disk", "warn"),
+        ({"disks": {"/": None}}, "host.disk", "unknown"),
+        ({"ports": [{"port": 1, "use": "axon", "free": False, "held_by": "pid 7 (python)"}]}, "host.port", "critical"),
+        ({"ports": [{"port": 80, "use": "axon", "free": None, "error": "Permission denied"}]}, "host.port", "unknown"),
+        ({"kernel_xids": ["NVRM: Xid (PCI:0000:10:00): 79, GPU has fallen off the bus."]}, "gpu.kernel_log", "warn"),
+    ],
+)  # fmt: skip
+def test_each_shortage_of_the_host_is_found(change: dict[str, Any], check: str, level: str) -> None:
+    found = by_name(host.checks(snapshot(host={**HEALTHY_HOST, **change})))[check]
+    assert found.level == level
+    assert found.next_step
+    assert {c.level for c in host.checks(snapshot())} == {"ok"}
+
+
+def test_a_host_that_could_not_be_read_is_unknown_and_not_well() -> None:
+    (check,) = host.checks(snapshot(host=None, unread={"host": "no answer within 20 s"}))
+    assert check.level == "unknown"
+    assert "no answer" in check.seen
+
+
+def test_leftovers_of_debugging_are_named() -> None:
+    env = {
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_DEBUG": "TRACE",
+        "TORCH_DISTRIBUTED_DEBUG": "OFF",
+        "NCCL_P2P_DISABLE": "0",
+    }
+    seen = [c.seen for c in environment.checks(snapshot(env=env)) if c.check == "env.leftover"]
+    assert [s.partition("=")[0] for s in seen] == ["CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG"]
+
+
+@pytest.mark.parametrize(
+    ("command", "exposed"),
+    [
+        (["m.py", "--r2.secret=abcdefgh12345"], True),
+        (["m.py", "--r2_secret_key", "abcdefgh12345", "--steps", "5"], True),
+        (["m.py", "hf_" + "a" * 34], True),
+        (["m.py", "--neuron.local_batch_size_train=2", "--steps", "5"], False),
+    ],
+)
+def test_a_secret_on_the_command_line_is_named_and_not_shown(command: list[str], exposed: bool) -> None:
+    checks = by_name(environment.checks(snapshot(command=tuple(command))))
+    assert ("env.secret_on_command_line" in checks) == exposed
+    if exposed:
+        said = checks["env.secret_on_command_line"].seen
+        assert "abcdefgh12345" not in said
+        assert "aaaa" not in said
+
+
+PACKAGES: dict[str, Any] = {
+    "python": "3.11.7", "executable": "/usr/bin/python3", "miner_guard": True, "validators": "/x/validators",
+    "validators_ours": True, "pynvml_shim": None, "nvidia_ml_py": "13.0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "level"),
+    [
+        ({"pynvml_shim": "13.0.1"}, "env.pynvml", "warn"),
+        ({"validators_ours": False}, "env.validators", "critical"),
+        ({"validators": None, "validators_ours": False}, "env.validators", "critical"),
+        ({"miner_guard": False}, "env.miner_guard", "unknown"),
+    ],
+)
+def test_packages_that_get_in_the_way(change: dict[str, Any], check: str, level: str) -> None:
+    assert by_name(environment.checks(snapshot(packages={**PACKAGES, **change})))[check].level == level
+    assert {c.level for c in environment.checks(snapshot(packages=PACKAGES))} == {"ok"}
+
+
+def test_a_foreign_validators_package_is_seen_by_the_miners_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "validators").mkdir()
+    (tmp_path / "validators" / "__init__.py").write_text("")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    # Not from the repository's folder, where our own package comes first.
+    answer = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(miner_side.__file__).parent)!r})\n"
+         "import json, miner_side; print(json.dumps(miner_side.packages({})))"],
+        env=env, cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert '"validators_ours": false' in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("skew", "level"), [(0.4, "ok"), (-61.0, "warn"), (600.0, "warn"), (1000.0, "critical"), (-5000.0, "critical")]
+)
+def test_clock_skew_against_the_storage(skew: float, level: str) -> None:
+    config = Config(repo=RepoSettings(kind="s3"))
+    clock = {"skew_s": skew, "server": "s3.example"}
+    assert by_name(storage.checks(snapshot(config=config, clock=clock)))["host.clock"].level == level
+
+
+def test_the_storages_date_header_is_read_from_a_refusal_too() -> None:
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response_only(403)
+            self.send_header("Date", formatdate(4_000_000_000, usegmt=True))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        skew = clock_probe.skew_s(f"http://127.0.0.1:{server.server_port}", 20)
+    assert skew > 1e9
+
+
+def test_a_local_repo_is_read_and_written_and_left_as_it_was(tmp_path: Path) -> None:
+    document = {"repo": {"kind": "local", "path": str(tmp_path / "repo")}}
+    (tmp_path / "repo").mkdir()
+    answer = probe.ask("miner_guard.diagnosis.repo_probe", document, 30)
+    assert answer.value["read"]
+    assert answer.value["write"]
+    assert not [p for p in (tmp_path / "repo").rglob("*") if "probe" in p.name]
+    config = Config(repo=RepoSettings(kind="local", path=str(tmp_path / "repo")))
+    assert {c.level for c in storage.checks(snapshot(config=config, repo=answer.value))} == {"ok"}
+
+
+def test_a_repo_that_cannot_be_written_is_critical() -> None:
+    class ReadOnly:
+        label = "bucket:b"
+
+        def state(self) -> None: ...
+
+        def put(self, key: str, data: bytes) -> None:
+            raise repo_probe.RepoError("AccessDenied")
+
+    answer = repo_probe.look(ReadOnly())  # type: ignore[arg-type]
+    config = Config(repo=RepoSettings(kind="s3"))
+    checks = by_name(storage.checks(snapshot(config=config, repo=answer)))
+    assert checks["repo.read"].level == "ok"
+    assert checks["repo.write"].level == "critical"
+    assert "AccessDenied" in checks["repo.write"].seen
+
+
+def test_the_subnets_minimum_compute() -> None:
+    compute = {"min_gpus": 4, "min_gpu_memory_gb": 48, "min_vcpus": 48, "min_memory_gb": 300, "min_disk_gb": 1000}
+    rows = [{"memory_total_bytes": 79.6 * GIB}] * 4
+    good = snapshot(compute=compute, nvml={"state": "ok", "gpus": rows})
+    assert {c.level for c in minimum.checks(good)} == {"ok"}
+    small = snapshot(compute=compute, nvml={"state": "ok", "gpus": rows[:2]}, host={**HEALTHY_HOST, "cpus": 8})
+    assert {n for n, c in by_name(minimum.checks(small)).items() if c.level == "warn"} == {
+        "minimum.gpus",
+        "minimum.vcpus",
+    }
+    unread = by_name(minimum.checks(snapshot(compute=compute, nvml=None, host=None)))
+    assert {c.level for c in unread.values()} == {"unknown"}
+
+
+def test_deep_names_the_gpu_under_its_siblings() -> None:
+    rates = {i: {"tflops": t, "name": "NVIDIA A100-SXM4-80GB"} for i, t in enumerate((271.0, 270.0, 240.0, 272.0))}
+    checks = list(deep.checks(snapshot(deep={"matmul": rates, "all_reduce": {"error": "NCCL WARN"}})))
+    assert [c.level for c in checks] == ["ok", "ok", "warn", "ok", "critical"]
+    assert "87% of the data sheet's 312" in checks[0].seen
+
+
+@pytest.mark.slow
+def test_deep_all_reduce_really_runs_on_the_cpu() -> None:
+    pytest.importorskip("torch")
+    request = {"what": "all_reduce", "ranks": 2, "cuda": False, "timeout_s": 100}
+    answer = probe.ask(Path(miner_side.__file__), request, 120)
+    assert answer.value is not None, answer.reason
+    assert answer.value["backend"] == "gloo"
+    assert answer.value["bus_gb_s"] > 0
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_miners_interpreter_is_found_from_its_command(tmp_path: Path) -> None:
+    python = tmp_path / "python3.11"
+    python.symlink_to(sys.executable)
+    torchrun = program(tmp_path / "torchrun", f"#!{python}\nimport sys\n")
+    long = program(tmp_path / "accelerate", f"#!/bin/sh\n'''exec' {python} \"$0\" \"$@\"\n' '''\n")
+    script = program(tmp_path / "miner.py", "#!/usr/bin/env python3.11\n")
+    shell = program(tmp_path / "start.sh", "#!/bin/bash\n")
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for command in (
+        [str(python), "m.py"], ["python3.11", "-u", "m.py"], ["torchrun", "--nproc_per_node=4", "m.py"],
+        [torchrun, "m.py"],
+        [long, "launch"], [script], ["env", "A=1", "python3.11", "m.py"],
+    ):  # fmt: skip
+        assert interpreter.of_command(command, env) == str(python), command
+    for command in ([], [shell], ["nothing-of-that-name"]):
+        assert interpreter.of_command(command, env) == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("torchrun --nproc_per_node=4 m.py", 4),
+        ("torchrun --nproc-per-node 8 m.py", 8),
+        ("torchrun --nproc_per_node=gpu m.py", None),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_torchrun_command(command: str, ranks: int | None) -> None:
+    assert ranks_of(command.split()) == ranks
+
+
+def test_the_profile_demands_one_gpu_per_rank(tmp_path: Path) -> None:
+    config = Config(miner=MinerSettings(profile="sn38"))
+    asked = Question(config, StateDir(tmp_path), ("torchrun", "--nproc_per_node=2", "m.py"), {})
+    assert expectation_of(asked, 8) == Expectation(2, "the profile")
+    assert expectation_of(Question(config, StateDir(tmp_path), (), {}), 8) == Expectation(4, "the profile")
+
+
+def test_ports_are_read_from_the_command_and_checked(tmp_path: Path) -> None:
+    config = Config(miner=MinerSettings(master_port=29500))
+    command = ("torchrun", "--master_port=29501", "m.py", "--axon.port", "8091", "--dht.port=0")
+    asked = ports_of(Question(config, StateDir(tmp_path), command, {}))
+    assert asked == [{"port": 29501, "use": "rendezvous"}, {"port": 8091, "use": "axon"}]
+    assert ports_of(Question(config, StateDir(tmp_path), (), {})) == [{"port": 29500, "use": "rendezvous"}]
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        number = holder.getsockname()[1]
+        taken = host_probe.facts({"paths": [str(tmp_path)], "ports": [{"port": number, "use": "axon"}]})["ports"][0]
+        assert taken["free"] is False
+        assert str(os.getpid()) in taken["held_by"]
+    assert host_probe.facts({"paths": [], "ports": [{"port": number, "use": "axon"}]})["ports"][0]["free"] is True
+
+
+# The preflight
+
+
+def nvml(count: int) -> dict[str, Any]:
+    row = {"state": "ok", "name": "A100", "unread": {}, "uuid": None, "error": None}
+    rows = [{**row, "index": i} for i in range(count)]
+    return {"state": "ok", "driver": "550", "cuda_driver": "12.4", "count": count, "gpus": rows, "reason": None}
+
+
+def healthy(count: int = 4, **changes: Any) -> Snapshot:
+    torch = {"torch_version": "2.5.1", "cuda_version": "12.4", "cuda_available": True, "gpu_count": count}
+    return snapshot(nvml=nvml(count), torch=torch, packages=PACKAGES, **changes)
+
+
+class Looking:
+    """A preflight whose looks are given, and whose clock moves only while it waits."""
+
+    def __init__(self, tmp_path: Path, looks: list[Snapshot], **gpu: Any) -> None:
+        self.clock, self.said, self.waited = FakeClock(), [], 0.0  # type: ignore[var-annotated]
+        self.looks = looks
+        self.state = StateDir(tmp_path)
+        self.question = Question(Config(gpu=GpuSettings(**gpu)), self.state, (), {})
+        self.stop_after = float("inf")
+
+    def wait(self, seconds: float) -> bool:
+        self.clock.advance(seconds)
+        self.waited += seconds
+        return self.waited >= self.stop_after
+
+    def look(self, _question: Question, _wait: Callable[[float], bool]) -> Snapshot:
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+    def run(self) -> Any:
+        emit: Callable[[Finding], None] = self.said.append
+        return preflight(self.question, emit, self.wait, self.clock, self.look)
+
+
+def test_all_is_well_starts_at_once_and_remembers_the_gpus(tmp_path: Path) -> None:
+    looking = Looking(tmp_path, [healthy()])
+    outcome = looking.run()
+    assert outcome.go, [c for c in outcome.checks if c.level == "critical"]
+    assert looking.waited == 0
+    assert [f.event for f in looking.said] == ["preflight"]
+    assert '"gpu_count": 4' in looking.state.host_memory.read_text()
+
+
+def test_missing_gpus_are_waited_for_and_said_once(tmp_path: Path) -> None:
+    looking = Looking(tmp_path, [healthy(3), healthy(3), healthy(4)])
+    assert looking.run().go
+    assert looking.waited == 10
+    assert [f.fields["check"] for f in looking.said[:-1]] == ["gpu.count", "cuda.count"]
+
+
+def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembered(tmp_path: Path) -> None:
+    looking = Looking(tmp_path, [healthy(3)], preflight_wait_s=300)
+    outcome = looking.run()
+    assert not outcome.go
+    assert 295 <= looking.waited <= 305
+    assert looking.said[-1].severity == "critical"
+    assert not looking.state.host_memory.exists()
+
+
+def test_what_waiting_cannot_mend_is_not_waited_for(tmp_path: Path) -> None:
+    bad = healthy(4, env={"CUDA_VISIBLE_DEVICES": "0"})
+    looking = Looking(tmp_path, [bad])
+    assert not looking.run().go
+    assert looking.waited == 0
+    assert Looking(tmp_path, [bad], on_critical="warn").run().go
+
+
+def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
+    looking = Looking(tmp_path, [healthy(3)])
+    looking.stop_after = 5
+    outcome = looking.run()
+    assert outcome.stopped
+    assert not outcome.go
+
+
+def test_an_unreadable_snapshot_is_judged_without_a_crash() -> None:
+    empty = Snapshot(
+        config=Config(health=HealthSettings()), expectation=FOUR, unread={"torch": "no answer within 20 s"}
+    )
+    levels = {c.check: c.level for c in judge(empty)}
+    assert levels["driver.nvml"] == "unknown"
+    assert levels["cuda.torch"] == "critical"
+    assert "ok" not in levels.values()
