@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -87,6 +88,9 @@ class ConsoleSink:
             self._write(console_line(record, emoji=self._emoji) + "\n")
 
 
+_ROOM_TO_RESUME = 64 * 1024
+
+
 class JsonlSink:
     """guard.jsonl, rotated by size; a line is in exactly one file, whole.
 
@@ -127,6 +131,9 @@ class JsonlSink:
         elif self._size + len(data) > self._settings.max_bytes:
             self._rotate()
         assert self._fd is not None
+        if self._lost and _room(self._fd) < _ROOM_TO_RESUME:
+            # A short line may still fit where a longer one did not: that is no end of the trouble.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written = os.write(self._fd, data)
         if written != len(data):
             # Half a line on a full disk: take it back, so that every line of the file parses.
@@ -161,3 +168,9 @@ class JsonlSink:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
+
+
+def _room(fd: int) -> int:
+    """Free bytes of the file system that `fd` is on."""
+    disk = os.fstatvfs(fd)
+    return disk.f_bavail * disk.f_frsize

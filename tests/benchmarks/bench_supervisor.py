@@ -1,0 +1,142 @@
+"""The supervisor: how soon it acts, and what it costs while it has nothing to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.frame import Row
+
+TITLE = "The supervisor"
+
+_MINERS = Path(__file__).resolve().parent.parent / "faults" / "miners"
+_IDLE_S = 20.0
+
+
+def run() -> list[Row]:
+    """Relaunch, hang, stop, start, memory, idle CPU."""
+    return [_relaunch(), _hang(), _stop_of_fifty(), _true(), *_idle()]
+
+
+class Guard:
+    """One guard in a folder of its own."""
+
+    def __init__(self, folder: Path, command: list[str], *flags: str, **settings: object) -> None:
+        self.state = folder / "state"
+        env = {**os.environ, **{f"MINER_GUARD_{k.upper()}": str(v) for k, v in settings.items()}}
+        line = [sys.executable, "-m", "miner_guard", "run", "--no-preflight", "--state-dir", str(self.state), *flags]
+        self.process = subprocess.Popen(
+            [*line, "--", *command], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=env
+        )
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        try:
+            lines = (self.state / "guard.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [e for e in map(json.loads, lines) if e["event"] == name]
+
+    def wait_for(self, name: str, count: int = 1, seconds: float = 60.0) -> dict[str, Any]:
+        _until(lambda: len(self.events(name)) >= count, seconds)
+        return self.events(name)[count - 1]
+
+
+def _until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds} s")
+        time.sleep(0.005)
+
+
+@contextmanager
+def _guard(command: list[str], *flags: str, **settings: object) -> Iterator[Guard]:
+    with tempfile.TemporaryDirectory() as folder:
+        guard = Guard(Path(folder), command, *flags, **settings)
+        try:
+            yield guard
+        finally:
+            guard.process.terminate()
+            guard.process.wait(60)
+
+
+def _relaunch() -> Row:
+    """SIGKILL of the miner until the next one runs its first line, without backoff."""
+    with tempfile.TemporaryDirectory() as folder:
+        born = Path(folder) / "born"
+        command = ["sh", "-c", f"date +%s.%N >> {born}; exec sleep 600"]
+        times: list[float] = []
+        with _guard(command, "--max-restarts", "20", restart__backoff_s=0) as guard:
+            for round_ in range(10):
+                started = guard.wait_for("miner_started", round_ + 1)
+                _until(lambda n=round_: born.exists() and len(born.read_text().splitlines()) > n)  # type: ignore[misc]
+                killed = time.time()
+                os.kill(started["pid"], signal.SIGKILL)
+                _until(lambda n=round_: len(born.read_text().splitlines()) > n + 1)  # type: ignore[misc]
+                times.append(float(born.read_text().splitlines()[-1]) - killed)
+    worst = f"worst of {len(times)}: {max(times) * 1000:.0f} ms; torchrun alone 120 ms"
+    return Row("death -> relaunch, no backoff", statistics.median(times) * 1000, "ms", "<= 100 ms", worst)
+
+
+def _hang() -> Row:
+    """The end of the last step until HANG DETECTED, beyond the timeout of 3 s."""
+    command = [sys.executable, str(_MINERS / "steps.py"), "5", "0.05", "hang", "bench"]
+    with _guard(command, hang__min_s=3, hang__factor=1, hang__action="warn") as guard:
+        late = guard.wait_for("hang_detected")["idle_s"] - 3.0
+    return Row("hang -> noticed, beyond the timeout", late, "s", "<= 0.5 s", "NVRx: 1 s beyond its 3 s")
+
+
+def _stop_of_fifty() -> Row:
+    """SIGTERM to the guard until it and a tree of 50 processes are gone."""
+    code = "import subprocess, time; c = [subprocess.Popen(['sleep', '600']) for _ in range(49)]; time.sleep(600)"
+    with _guard([sys.executable, "-c", code]) as guard:
+        pid = guard.wait_for("miner_started")["pid"]
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        _until(lambda: len(children.read_text().split()) == 49)
+        asked = time.monotonic()
+        guard.process.terminate()
+        guard.process.wait(60)
+        return Row(
+            "stop of 50 processes whose launcher leaves them", time.monotonic() - asked, "s", "", "verified gone"
+        )
+
+
+def _true() -> Row:
+    """`miner-guard run -- true`, from start to end."""
+    times = []
+    for _ in range(5):
+        start = time.monotonic()
+        with _guard(["true"], "--no-restart") as guard:
+            guard.process.wait(60)
+            times.append(time.monotonic() - start)
+    return Row("miner-guard run -- true", statistics.median(times), "s", "", f"fastest of 5: {min(times):.2f} s")
+
+
+def _idle() -> list[Row]:
+    """Resident memory and CPU beside a miner that does nothing."""
+    with _guard(["sleep", "600"]) as guard:
+        guard.wait_for("miner_started")
+        time.sleep(3.0)
+        before, start = _cpu_s(guard.process.pid), time.monotonic()
+        time.sleep(_IDLE_S)
+        share = (_cpu_s(guard.process.pid) - before) / (time.monotonic() - start)
+        resident = int(Path(f"/proc/{guard.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return [
+        Row("resident memory", resident / 1e6, "MB", "<= 60 MB", "the supervisor's own process"),
+        Row("CPU while idle", 100 * share, "% of a core", "<= 0.5 %", f"over {_IDLE_S:.0f} s"),
+    ]
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,59 @@
+"""A full disk stops the guard's writing, not the miner; said once, and resumed when there is room."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from miner_guard.statedir import StateDir
+from tests.faults.guarded import Guarded, until
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a small file system can't be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write until there is no room for another byte."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 512)
+
+
+def test_a_full_disk_is_said_once_and_writing_resumes(guarded: Guarded, small_disk: Path) -> None:
+    guarded.state = StateDir(small_disk / "state")
+    code = "import time\nfor n in range(10**6): print('line', n, flush=True); time.sleep(0.05)"
+    guarded.start(
+        [sys.executable, "-c", f"{code} # {guarded.token}"],
+        settings={"restart.backoff_s": 0.1, "health.snapshot_every_s": 0.3},
+    )
+    guarded.wait_for("health_snapshot", 2)
+    ballast = small_disk / "ballast"
+    fill(ballast)
+    until(lambda: b"DISK FULL: guard.jsonl" in guarded.output.read_bytes(), 60, guarded.tail())
+    lines = guarded.output.read_bytes().count(b"\nline ")
+    until(lambda: guarded.output.read_bytes().count(b"\nline ") > lines + 20, 30, "the miner goes on")
+    assert guarded.output.read_bytes().count(b"DISK FULL: guard.jsonl") == 1
+    ballast.unlink()
+    recovered = guarded.wait_for("disk_recovered")
+    assert recovered["lost"] >= 1
+    until(lambda: json.loads(guarded.state.status.read_text())["state"] == "running", 10, "status.json")
+    assert not guarded.named("miner_exited")
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()

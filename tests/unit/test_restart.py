@@ -1,0 +1,78 @@
+"""Restart policy: growing waits, a budget, and no loops on what a restart can't mend."""
+
+from __future__ import annotations
+
+import pytest
+
+from miner_guard.config import RestartSettings
+from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
+
+SETTINGS = RestartSettings(max_restarts=4, backoff_s=2.0, backoff_max_s=10.0, jitter_ratio=0.5)
+
+
+def policy(chance: float = 0.0) -> RestartPolicy:
+    return RestartPolicy(SETTINGS, lambda: chance)
+
+
+def failure(kind: str = "transient", label: str = "", fix: str = "") -> Failure:
+    return Failure("exit code 1", 3.0, kind, label, fix)
+
+
+def test_waits_double_up_to_the_longest_and_the_budget_ends_it() -> None:
+    own = policy()
+    waits = [own.failed(failure()) for _ in range(4)]
+    assert [w.wait_s for w in waits if isinstance(w, Again)] == [2.0, 4.0, 8.0, 10.0]
+    last = own.failed(failure())
+    assert isinstance(last, GiveUp)
+    assert "4 restarts did not help" in last.why
+    assert "3s, 3s" in last.why
+
+
+def test_jitter_only_adds() -> None:
+    again = policy(0.999).failed(failure())
+    assert isinstance(again, Again)
+    assert again.wait_s == pytest.approx(3.0, abs=0.01)
+
+
+def test_a_healthy_stretch_forgets_what_was_before() -> None:
+    own = policy()
+    for _ in range(4):
+        own.failed(failure())
+    own.healthy()
+    assert own.failures == 0
+    again = own.failed(failure())
+    assert isinstance(again, Again)
+    assert (again.wait_s, again.attempt) == (2.0, 1)
+
+
+def test_what_a_person_must_mend_is_not_tried_at_all() -> None:
+    decision = policy().failed(failure("config", "not_registered", "Register the hotkey."))
+    assert isinstance(decision, GiveUp)
+    assert "Register the hotkey." in decision.why
+
+
+@pytest.mark.parametrize("kind", ["once", "hardware"])
+def test_the_same_label_again_ends_it_another_one_does_not(kind: str) -> None:
+    own = policy()
+    assert isinstance(own.failed(failure(kind, "cuda_oom")), Again)
+    assert isinstance(own.failed(failure(kind, "nan_loss")), Again)
+    again = own.failed(failure(kind, "cuda_oom"))
+    assert isinstance(again, GiveUp)
+    assert "again after a restart" in again.why
+
+
+def test_a_lost_gpu_says_restart_the_container() -> None:
+    own = policy()
+    own.failed(failure("hardware", "gpu_lost"))
+    decision = own.failed(failure("hardware", "gpu_lost"))
+    assert isinstance(decision, GiveUp)
+    assert "restart the container" in decision.why
+
+
+def test_a_kind_that_is_not_known_counts_as_transient() -> None:
+    assert isinstance(policy().failed(failure("never", "sigterm")), Again)
+
+
+def test_no_restarts_allowed_means_none() -> None:
+    decision = RestartPolicy(RestartSettings(max_restarts=0)).failed(failure())
+    assert isinstance(decision, GiveUp)
