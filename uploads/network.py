@@ -14,8 +14,11 @@ from dataclasses import dataclass
 
 from miner_guard import probe
 from miner_guard.config import RepoSettings
+from miner_guard.health.chain import ChainLook
 from miner_guard.redact import SECRET_NAME
 from uploads.commitments import keys_of
+from validators.commitment import fingerprint
+from validators.facts import Network
 from validators.limits import Limits
 
 
@@ -52,6 +55,19 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         return Progress(reason=f"the master's repo names no outer step: {answer.value.get('reason')}")
     block = config.get("last_allreduce_block")
     return Progress(outer, block if isinstance(block, int) else None)
+
+
+def network_of(look: ChainLook, ahead: Progress, now: float) -> Network:
+    """What the rules need of a look at the chain and at the master's repo, at `now` (monotonic)."""
+    since = None
+    if look.block is not None and ahead.last_allreduce_block is not None:
+        since = look.block - ahead.last_allreduce_block
+    told = bool(look.registered) and "commitment" not in (look.errors or {})
+    return Network(
+        block=look.block, outer_step=ahead.outer_step, blocks_since_allreduce=since,
+        commitment=fingerprint(look.commitment or "") if told else None, registered=look.registered, uid=look.uid,
+        reason=look.reason, seen_at=now,
+    )  # fmt: skip
 
 
 def master_bucket(own: str | None, pattern: str | None) -> str | None:

@@ -19,8 +19,8 @@ class Reported:
 
     outer_step: int | None
     inner_step: int | None
-    since_start_s: float
-    """Seconds from the push's beginning to the look after it."""
+    since_start_s: float | None
+    """Seconds from the push's beginning to the look after it; None where only its end was reported, by a log."""
 
     tag: str | None = None
     size_bytes: int | None = None
@@ -43,22 +43,45 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
         return Verification(False, "the repo is empty")
     if after.age_s is None:
         return Verification(None, f"the repo could not be read: {after.reason}")
-    for doubt in (_not_moved(after, reported), _other_steps(after, reported), _same_content(before, after)):
+    for doubt in (_not_moved(before, after, reported), _other_steps(after, reported), _same_content(before, after)):
         if doubt is not None:
             return Verification(False, doubt)
+    if reported.since_start_s is None and moved_by(before, after) is None and reported.inner_step is None:
+        return Verification(None, "nothing is known of the repo before the push, nor of its beginning")
     size = "size unknown" if after.size_bytes is None else f"{after.size_bytes} bytes"
     sum_ = "no checksum" if after.checksum is None else f"checksum {after.checksum[:12]}"
     return Verification(True, f"gradients {after.age_s:.0f}s old, {size}, {sum_}")
 
 
-def _not_moved(after: Published, reported: Reported) -> str | None:
+def moved_by(before: Published | None, after: Published) -> float | None:
+    """Seconds by which LastModified moved between two looks; None where one of them did not know its age."""
+    if before is None or None in (before.age_s, before.seen_at, after.age_s, after.seen_at):
+        return None
+    assert before.age_s is not None
+    assert before.seen_at is not None
     assert after.age_s is not None
-    if after.age_s > reported.since_start_s + _SLACK_S:
-        ages = f"the gradients are {after.age_s:.0f}s old, the push began {reported.since_start_s:.0f}s ago"
-        return f"LastModified did not move: {ages}"
+    assert after.seen_at is not None
+    return (after.seen_at - after.age_s) - (before.seen_at - before.age_s)
+
+
+def _not_moved(before: Published | None, after: Published, reported: Reported) -> str | None:
+    assert after.age_s is not None
     if after.size_bytes == 0:
         return "the gradients file is empty"
+    if reported.since_start_s is not None:
+        if after.age_s <= reported.since_start_s + _SLACK_S:
+            return None
+        ages = f"the gradients are {after.age_s:.0f}s old, the push began {reported.since_start_s:.0f}s ago"
+        return f"LastModified did not move: {ages}"
+    moved = moved_by(before, after)
+    if moved is not None and moved <= _SLACK_S and not _is_that(after, reported):
+        return f"LastModified did not move: the gradients are {after.age_s:.0f}s old, as before"
     return None
+
+
+def _is_that(after: Published, reported: Reported) -> bool:
+    """The look before may have come after the files and before the log line; the steps then tell."""
+    return (after.outer_step, after.inner_step) == (reported.outer_step, reported.inner_step) != (None, None)
 
 
 def _other_steps(after: Published, reported: Reported) -> str | None:

@@ -22,10 +22,12 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block a commitment of another length (subnet 38: exactly 128 characters) or of other credentials."""
     seen, chars = facts.network.commitment, limits.commitment_chars
     if seen is None:
-        why = facts.network.reason or "none is committed for this hotkey; the miner commits one when it starts"
-        outcome = "unknown" if facts.network.reason else "block"
-        return Verdict(RULE, outcome, None, chars, f"no commitment: {why}")
+        why = facts.network.reason or "the chain was read, the commitment was not"
+        return Verdict(RULE, "unknown", None, chars, f"the commitment is unknown: {why}")
     length = int(seen.partition(":")[0])
+    if length == 0:
+        words = "nothing is committed for this hotkey, so nobody can read the bucket; the miner commits when it starts"
+        return Verdict(RULE, "block", 0, chars, words)
     if chars is not None and length != chars:
         words = f"the commitment has {length} characters, validators expect exactly {chars}; commit again"
         return Verdict(RULE, "block", length, chars, words)

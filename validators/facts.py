@@ -68,7 +68,7 @@ class Network:
     outer_step: int | None = None
     blocks_since_allreduce: int | None = None
     commitment: str | None = None
-    """`validators.commitment.fingerprint` of what the hotkey has committed on chain."""
+    """`validators.commitment.fingerprint` of what the hotkey has committed on chain; of `""` where nothing is."""
 
     registered: bool | None = None
     uid: int | None = None

@@ -305,6 +305,23 @@ def test_verification(after: Published, verified: bool | None, words: str) -> No
     assert words in result.detail
 
 
+LATER = {"reason": None, "outer_step": 56, "seen_at": 60.0}
+
+
+@pytest.mark.parametrize(
+    ("after", "verified"),
+    [
+        (Published(age_s=960.0, inner_step=50, **LATER), False),
+        (Published(age_s=10.0, inner_step=51, **LATER), True),
+        # The look before saw the files already; the log line came after it.
+        (Published(age_s=960.0, inner_step=51, **LATER), True),
+    ],
+)
+def test_a_push_of_which_only_the_end_is_known_is_judged_by_the_look_before(after: Published, verified: bool) -> None:
+    before = Published(age_s=900.0, reason=None, outer_step=56, inner_step=after.inner_step, seen_at=0.0)
+    assert verify(before, after, Reported(56, 51, None)).verified is verified
+
+
 def test_a_damaged_ledger_is_set_aside_and_a_new_one_begun(tmp_path: Path) -> None:
     path, findings = tmp_path / "ledger.sqlite3", list[Finding]()
     path.write_bytes(b"this is no database" * 500)

@@ -10,9 +10,8 @@ from miner_guard.events import Finding, found
 from miner_guard.health import chain
 from miner_guard.health.chain import ChainLook
 from miner_guard.supervisor.parts import Context, Part
-from uploads.network import Progress, progress
+from uploads.network import Progress, network_of, progress
 from uploads.watch import Spaced
-from validators.commitment import fingerprint
 from validators.facts import Network
 from validators.limits import Limits
 from validators.profiles import chosen, load_profile
@@ -50,7 +49,7 @@ class ChainPart(Part):
 
     def looked(self, look: ChainLook, ahead: Progress, now: float) -> Iterator[Finding]:
         """What is to be said of one look, at `now` (monotonic). Its `network` field is for the gate."""
-        network = _network(look, ahead, now)
+        network = network_of(look, ahead, now)
         frozen = self._frozen_s(look, now)
         self._latest = (look, network)
         if look.reason is not None:
@@ -86,14 +85,3 @@ class ChainPart(Part):
             return {"block": None, "reason": "no [chain] configured" if self._settings.network is None else "not yet"}
         look, network = self._latest
         return {**chain.as_fields(look), "reason": look.reason, "outer_step": network.outer_step}
-
-
-def _network(look: ChainLook, ahead: Progress, now: float) -> Network:
-    since = None
-    if look.block is not None and ahead.last_allreduce_block is not None:
-        since = look.block - ahead.last_allreduce_block
-    return Network(
-        block=look.block, outer_step=ahead.outer_step, blocks_since_allreduce=since,
-        commitment=fingerprint(look.commitment), registered=look.registered, uid=look.uid, reason=look.reason,
-        seen_at=now,
-    )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Now, Step
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.supervisor.parts import Context, Part
+from uploads import audit
 from uploads import inputs as gate_inputs
 from uploads.commitments import commitment_of
 from uploads.inputs import GateInputs
@@ -21,6 +23,7 @@ from uploads.verify import Reported, verify
 from uploads.watch import DecisionVoice, ForecastWatch, RepoWatch
 from validators.commitment import fingerprint
 from validators.facts import Network, Published
+from validators.limits import Limits
 from validators.profiles import chosen, load_profile
 
 _WRITE_EVERY_S = 60.0
@@ -34,7 +37,9 @@ class _Push:
     """A push that was reported and is to be looked for."""
 
     entry: Mapping[str, Any]
-    began: float
+    began: float | None
+    """Monotonic; None where only the end was reported."""
+
     before: Published | None
     due: float
     looks: int = 0
@@ -62,21 +67,26 @@ class UploadsPart(Part):
         self._write_failed = False
         self._began: dict[str, tuple[float, Published]] = {}
         self._pushes: list[_Push] = []
-        self._last: dict[str, Any] = {"decision": None, "upload": None}
+        self._last: dict[str, Any] = {"decision": None, "upload": None, "audit": None}
         if self._repo.kind != "none":
             context.jobs.every("repo", self._repo.refresh_every_s, self._refresh, first_after_s=0.0)
         else:
             self._watch.latest = Published(reason="no repo is configured; set [repo] kind")
         context.jobs.once("gate inputs", self._write_inputs)
+        if self._repo.audit_every_s > 0:
+            context.jobs.every("audit", self._repo.audit_every_s, self._audit)
 
     # the repo, in the schedule's threads
 
     def _refresh(self) -> None:
-        self._looked(look_at(self._repo))
+        self._looked(self._look())
+
+    def _look(self) -> Published:
+        # Ours counts in monotonic time, whatever clock the child has used.
+        return replace(look_at(self._repo), seen_at=self.context.clock.monotonic())
 
     def _looked(self, published: Published) -> None:
         clock = self.context.clock
-        published = replace(published, seen_at=clock.monotonic())
         with self._mutex:
             findings = list(self._watch.look(published, clock.monotonic()))
         self._ledger.repo_age(
@@ -108,6 +118,13 @@ class UploadsPart(Part):
         if trouble is not None:
             what = f"gate-inputs.json: {trouble.strerror or trouble}; the gate sees the repo as unknown"
             self.context.emit(found("guard_degraded", what=what))
+
+    def _audit(self) -> None:
+        with self._mutex:
+            network = self._network
+        report = audit.run(self._repo, Limits.of(self.context.config.gate, self._limits), network)
+        self._last["audit"] = {"outcome": report.outcome, "detail": report.detail, "wall": self.context.clock.wall()}
+        self.context.emit(report.finding())
 
     # the ranks
 
@@ -153,14 +170,17 @@ class UploadsPart(Part):
             with self._mutex:
                 self._began[decision] = (float(entry.get("t") or now), self._watch.latest)
             return
-        began, before = self._began.pop(decision, (now - float(entry.get("seconds") or 0.0), None))
+        seconds = entry.get("seconds")
+        with self._mutex:
+            guessed = (None if seconds is None else now - float(seconds), self._watch.latest)
+        began, before = self._began.pop(decision, guessed) if decision else guessed
         if entry.get("phase") == "failed":
             self._store(entry, "failed", error=entry.get("error"))
             yield found("upload_failed", rank=rank or None, reason=f"tag {_tag(entry)}: {entry.get('error')}")
             return
         yield from self._reported(entry, began, before)
 
-    def _reported(self, entry: Mapping[str, Any], began: float, before: Published | None) -> Iterator[Finding]:
+    def _reported(self, entry: Mapping[str, Any], began: float | None, before: Published | None) -> Iterator[Finding]:
         if self._repo.kind == "none" or not self._repo.verify_uploads:
             why = "no [repo] is configured" if self._repo.kind == "none" else "repo.verify_uploads is off"
             self._store(entry, "reported", error=f"not verified: {why}")
@@ -176,9 +196,7 @@ class UploadsPart(Part):
         if finding.event == "upload_reported" and fields.get("source") == "log":
             with self._mutex:
                 before = self._watch.latest
-            # The log names the end of a push, not its beginning: anything since the last look counts.
-            began = self.context.clock.monotonic() - float(fields.get("seconds") or self._repo.refresh_every_s)
-            return self._reported({**fields, "kind": "upload"}, began, before)
+            return self._reported({**fields, "kind": "upload"}, None, before)
         if finding.event == "incident":
             label, cause, fix, excerpt = (str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt"))
             self._ledger.incident(wall, label, cause, fix, excerpt, finding.rank)
@@ -206,11 +224,10 @@ class UploadsPart(Part):
     # verification, in the schedule's threads
 
     def _verify(self, push: _Push) -> None:
-        published = look_at(self._repo)
+        published = self._look()
         entry, now = push.entry, self.context.clock.monotonic()
-        reported = Reported(
-            entry.get("outer_step"), entry.get("inner_step"), now - push.began, _tag(entry), entry.get("bytes")
-        )
+        since = None if push.began is None else now - push.began
+        reported = Reported(*_steps(entry), since, _tag(entry), entry.get("bytes"))
         seen = verify(push.before, published, reported)
         looks = push.looks + 1
         if (seen.verified is False and looks < 2) or (seen.verified is None and looks < len(_VERIFY_AFTER_S)):
@@ -262,6 +279,12 @@ class UploadsPart(Part):
 def _limits_of(context: Context) -> Mapping[str, Any]:
     name = chosen(context.config.miner.profile, context.config.miner.attach)
     return {} if name is None else load_profile(name).limits
+
+
+def _steps(entry: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Outer and inner step by the tag, else by the entry: a log's last step may be later than what was pushed."""
+    match = re.search(r"(\d+)\.(\d+)$", str(entry.get("tag") or ""))
+    return (int(match[1]), int(match[2])) if match else (entry.get("outer_step"), entry.get("inner_step"))
 
 
 def _tag(entry: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,44 @@
+"""`miner-guard audit`: look at the published repo as a validator does."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import typer
+
+from miner_guard import events, statedir
+from miner_guard.cli import options
+from miner_guard.cli.exits import FAILED, OK, UNAVAILABLE
+from miner_guard.health import chain
+from uploads import audit
+from uploads.network import network_of, progress
+from validators.facts import Network
+from validators.limits import Limits
+from validators.profiles import load_profile
+
+_EXITS = {"accepted": OK, "rejected": FAILED, "unknown": UNAVAILABLE}
+
+
+def command(
+    as_json: options.Json = False, config: options.Config = None, name: options.Name = options.DEFAULT_NAME,
+    state_dir: options.State = None,
+) -> None:  # fmt: skip
+    """Would validators accept what is published? Exit 0: accepted, 1: rejected, 69: could not look."""
+    place = options.open_place(config, name, state_dir)
+    settings = place.settings.config
+    limits = Limits.of(settings.gate, {} if place.profile is None else load_profile(place.profile).limits)
+    network, commitment = Network(reason="no [chain] configured"), None
+    if settings.chain.network is not None:
+        look = chain.look(settings.chain)
+        commitment = look.commitment
+        ahead = progress(settings.repo, limits, look.master_commitment)
+        network = network_of(look, ahead, time.monotonic())
+    report = audit.run(settings.repo, limits, network, commitment)
+    if as_json:
+        typer.echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
+    else:
+        typer.echo(events.line(report.finding()))
+        for verdict in report.verdicts:
+            typer.echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
+    raise typer.Exit(_EXITS[report.outcome])

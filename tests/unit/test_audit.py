@@ -1,0 +1,176 @@
+"""The audit: what a validator would fetch now, by the profile's rules; and never `accepted` without a look."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.cli.main import run
+from miner_guard.config import GateSettings, RepoSettings
+from miner_guard.events import line
+from uploads import audit
+from validators.audit import epoch_scored
+from validators.commitment import fingerprint
+from validators.facts import Network
+from validators.inspect_gradients import examine
+from validators.limits import Limits
+from validators.profiles import load_profile
+
+torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
+
+SN38 = Limits.of(GateSettings(), load_profile("sn38").limits)
+FLAT = Limits.of(GateSettings(), {**load_profile("sn38").limits, "gradients_chunk": None})
+KEYS = {"R2_ACCOUNT_ID": "a" * 32, "R2_READ_ACCESS_KEY_ID": "b" * 32, "R2_READ_SECRET_ACCESS_KEY": "c" * 64}
+
+
+@pytest.fixture
+def inspected_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same inspection without a child that imports torch anew; the child itself has its own tests."""
+
+    def inspect(path: Path, limits: Limits, **_: Any) -> dict[str, Any]:
+        return examine(torch, str(path), path.stat().st_size, dataclasses.asdict(limits), None, None, 9)
+
+    monkeypatch.setattr(audit, "inspect_file", inspect)
+
+
+def publish(
+    root: Path, outer: int = 56, inner: int = 84, age_s: float = 0.0, blocks: Any = (1000,), **change: Any
+) -> None:
+    folder = root / f"epoch-{outer}"
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {"widxs": torch.tensor([1, 2]), "wvals": torch.tensor([0.5, -0.5]), "metadata": {"inner_step": inner}}
+    torch.save({**values, **change}, folder / "gradients.pt")
+    (folder / "config.json").write_text(json.dumps({"block_list": list(blocks)}))
+    metadata = {"run": "5", "outer_step": outer, "inner_step": inner, "peer_id": "12D3"}
+    (root / "metadata.json").write_text(json.dumps(metadata))
+    then = time.time() - age_s
+    os.utime(folder / "gradients.pt", (then, then))
+
+
+def chain(outer_step: int | None = 56, since: int | None = 300, block: int = 1100) -> Network:
+    return Network(block, outer_step, since, None, True, 7, None, time.monotonic())
+
+
+def look(root: Path, network: Network | None = None, limits: Limits = FLAT, **repo: Any) -> audit.Report:
+    return audit.run(RepoSettings(kind="local", path=str(root), **repo), limits, network or chain())
+
+
+def test_what_validators_accept_passes_and_says_what_was_checked(tmp_path: Path) -> None:
+    publish(tmp_path)
+    report = look(tmp_path)
+    assert report.outcome == "accepted", report.detail
+    assert {v.rule for v in report.verdicts} >= {
+        "min_inner_step",
+        "repo_age",
+        "gradients",
+        "block_list",
+        "metadata",
+        "revision",
+    }
+    assert line(report.finding()).startswith("AUDIT PASSED: epoch 56 (the network's: 300 blocks since the AllReduce)")
+    assert report.fetched_bytes > (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"inner": 0}, "min_inner_step: published inner_step 0 < 1: validators reject it"),
+        ({"age_s": 4900.0}, "repo_age: gradients are 4900s old > 4800s: they score zero"),
+        ({"blocks": [899]}, "block_list: newest block of block_list is 201 blocks old > 200: rejected"),
+        ({"blocks": []}, "block_list: block_list is empty"),
+        ({"wvals": torch.tensor([float("nan"), 1.0])}, "gradients: gradients.pt: w: NaN or Inf"),
+        ({"outer": 55}, "epoch-56/gradients.pt does not exist"),
+    ],
+)
+@pytest.mark.usefixtures("inspected_here")
+def test_what_validators_reject_fails_with_rule_number_and_limit(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    publish(tmp_path, **change)
+    report = look(tmp_path)
+    assert report.outcome == "rejected"
+    assert words in report.detail
+    assert line(report.finding()).startswith("AUDIT FAILED: epoch 56")
+    assert report.finding().severity == "critical"
+
+
+@pytest.mark.usefixtures("inspected_here")
+def test_the_epoch_before_is_scored_in_the_first_half_after_an_allreduce(tmp_path: Path) -> None:
+    publish(tmp_path, outer=55)
+    publish(tmp_path, outer=56)
+    os.unlink(tmp_path / "epoch-56" / "gradients.pt")
+    assert look(tmp_path, chain(since=199)).outcome == "accepted"
+    assert look(tmp_path, chain(since=200)).outcome == "rejected"
+    scored = [epoch_scored(9, n, since, SN38) for n, since in ((56, 199), (56, 200), (0, 10), (56, None), (None, 10))]
+    assert [e.outer_step for e in scored if e is not None] == [55, 56, 0, 56, 9]
+    assert epoch_scored(None, None, None, SN38) is None
+
+
+@pytest.mark.usefixtures("inspected_here")
+def test_without_a_chain_the_published_epoch_is_looked_at_and_the_unknown_is_said(tmp_path: Path) -> None:
+    publish(tmp_path)
+    report = look(tmp_path, Network(reason="no [chain] configured"))
+    assert report.outcome == "accepted"
+    assert "as published; the network's outer step is unknown" in report.detail
+    assert "block_list unknown (the current block is unknown: no [chain] configured)" in report.detail
+
+
+def test_a_repo_that_cannot_be_looked_at_is_unknown_and_never_accepted(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_text("{torn")
+    report = look(tmp_path)
+    assert report.outcome == "unknown"
+    assert "metadata.json is not JSON" in report.detail
+    assert audit.run(RepoSettings(), FLAT, chain()).outcome == "unknown"
+    publish(tmp_path)
+    late = audit.run(RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), deadline_s=0.01)
+    assert (late.outcome, "no answer within 0.01 s" in late.detail) == ("unknown", True)
+    blind = audit.run(RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), python="/nonexistent")
+    assert blind.outcome == "unknown"
+    assert line(blind.finding()).startswith("AUDIT UNKNOWN")
+
+
+@pytest.mark.usefixtures("inspected_here")
+def test_an_empty_repo_is_rejected(tmp_path: Path) -> None:
+    assert look(tmp_path, Network(reason="none")).outcome == "rejected"
+
+
+@pytest.mark.usefixtures("inspected_here")
+def test_a_commitment_of_other_keys_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path)
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    ours = fingerprint("".join(KEYS.values()))
+    good = Network(1100, 56, 300, ours, True, 7, None, time.monotonic())
+    assert look(tmp_path, good).outcome == "accepted"
+    other = Network(1100, 56, 300, fingerprint("x" * 128), True, 7, None, time.monotonic())
+    assert "commitment: the commitment on chain is of other read keys" in look(tmp_path, other).detail
+
+
+@pytest.mark.usefixtures("inspected_here")
+def test_a_second_subnets_keys_are_found_by_window(tmp_path: Path) -> None:
+    limits = Limits.of(GateSettings(min_inner_step=30), load_profile("sn3").limits)
+    publish(tmp_path, inner=30)
+    os.replace(tmp_path / "epoch-56" / "gradients.pt", tmp_path / "gradient-8-7-v2.1.18.pt")
+    network = Network(115 * 9 + 3, None, None, None, True, 7, None, time.monotonic())
+    report = look(tmp_path, network, limits)
+    assert report.outcome == "accepted", report.detail
+
+
+@pytest.mark.usefixtures("inspected_here")
+def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["audit"]) == 69
+    assert "AUDIT UNKNOWN" in capsys.readouterr().out
+    (tmp_path / "guard.toml").write_text(f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\n')
+    publish(tmp_path / "repo")
+    assert run(["audit", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == "accepted"
+    publish(tmp_path / "repo", wvals=torch.zeros(2))
+    assert run(["audit"]) == 1
+    assert "all values are zero" in capsys.readouterr().out

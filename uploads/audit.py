@@ -1,0 +1,163 @@
+"""The audit: fetch what a validator fetches, as it would, and apply the profile's rules to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miner_guard import probe
+from miner_guard.config import RepoSettings
+from miner_guard.events import Finding, found
+from miner_guard.redact import SECRET_NAME
+from uploads.commitments import NAMES, keys_of
+from validators import audit
+from validators.commitment import fingerprint
+from validators.facts import Candidate, Facts, Network, Published
+from validators.inspection import inspect_file
+from validators.limits import Limits
+from validators.verdict import Verdict
+
+FETCH_S = 600.0
+"""Deadline of fetching everything; gradients.pt may be large."""
+
+MOST_BYTES = 2 * 1024**3
+"""A larger gradients.pt is not fetched: it passes through memory."""
+
+_READ_NAMES = (*NAMES, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_EVENTS = {"accepted": "audit_passed", "rejected": "audit_failed", "unknown": "audit_unknown"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an audit found."""
+
+    outcome: str
+    """`accepted`, `rejected` or `unknown`: could not look."""
+
+    detail: str
+    verdicts: tuple[Verdict, ...] = ()
+    outer_step: int | None = None
+    seconds: float = 0.0
+    fetched_bytes: int = 0
+    credentials: str = "configured"
+    """Whose read keys were used: `commitment` (the chain's, as validators do) or `configured`."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "verdicts": [v.as_dict() for v in self.verdicts]}
+
+    def finding(self) -> Finding:
+        """The report as an event."""
+        fields = {k: v for k, v in self.as_dict().items() if k != "outcome"}
+        return found(_EVENTS[self.outcome], **fields)
+
+
+def run(
+    repo: RepoSettings, limits: Limits, network: Network, commitment: str | None = None, *, deadline_s: float = FETCH_S,
+    python: str = sys.executable,
+) -> Report:  # fmt: skip
+    """Audit the repo. `commitment` is what the hotkey has committed on chain, where that is known. Never raises."""
+    start = time.monotonic()
+    if repo.kind == "none":
+        return Report("unknown", "no repo is configured; set [repo] kind, or no one can look")
+    keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
+    whose = "configured" if keys is None else "commitment"
+    try:
+        with tempfile.TemporaryDirectory(prefix="miner-guard-audit-") as folder:
+            return _audited(repo, limits, network, keys, whose, Path(folder), start, deadline_s, python)
+    except OSError as error:
+        return Report("unknown", f"no place for the files: {error.strerror or error}", credentials=whose)
+
+
+def _audited(
+    repo: RepoSettings, limits: Limits, network: Network, keys: Mapping[str, str] | None, whose: str, folder: Path,
+    start: float, deadline_s: float, python: str,
+) -> Report:  # fmt: skip
+    epoch = audit.epoch_scored(None, network.outer_step, network.blocks_since_allreduce, limits)
+    answer = _fetch(repo, limits, network, keys, None if epoch is None else epoch.outer_step, folder, deadline_s)
+    if answer.reason is not None or not isinstance(answer.value, Mapping):
+        words = f"could not look: {answer.reason or 'no answer'}"
+        return Report("unknown", words, seconds=time.monotonic() - start, credentials=whose)
+    fetched = answer.value
+    epoch = epoch or audit.epoch_scored(fetched.get("outer_step"), None, None, limits)
+    if epoch is None:
+        empty = Verdict("repo_age", "block", None, None, "metadata.json is missing or names no outer step")
+        return Report("rejected", f"nothing is published: {empty.sentence}; upload", (empty,), credentials=whose)
+    facts = _facts(fetched, epoch.outer_step, limits, network, repo, folder, python)
+    verdicts = audit.judge(facts, limits)
+    outcome = audit.outcome_of(verdicts)
+    seconds, size = time.monotonic() - start, int(fetched.get("fetched_bytes") or 0)
+    words = audit.detail(outcome, verdicts, epoch, seconds, size)
+    return Report(outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, whose)
+
+
+def _fetch(
+    repo: RepoSettings, limits: Limits, network: Network, keys: Mapping[str, str] | None, outer_step: int | None,
+    folder: Path, deadline_s: float,
+) -> probe.Answer:  # fmt: skip
+    env = dict(os.environ)
+    if keys is not None:
+        # As a validator: with the committed keys alone.
+        env = {name: value for name, value in env.items() if not SECRET_NAME.search(name) or name in NAMES} | dict(keys)
+        repo = dataclasses.replace(repo, credentials="env", credentials_file=None)
+        if limits.endpoint is not None and repo.endpoint is None:
+            repo = dataclasses.replace(repo, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]))
+    elif all(env.get(name) for name in NAMES[1:]):
+        # Ours, but only those that can read: that is what validators have.
+        env = {name: value for name, value in env.items() if not SECRET_NAME.search(name) or name in _READ_NAMES}
+    window = None
+    if limits.window_blocks is not None and network.block is not None:
+        window = network.block // limits.window_blocks - 1
+    most = min(limits.gradients_max_bytes or MOST_BYTES, MOST_BYTES)
+    request = {
+        "repo": dataclasses.asdict(repo), "outer_step": window if window is not None else outer_step,
+        "names": {"window": window, "uid": network.uid}, "folder": str(folder), "max_bytes": most,
+        "keys": {
+            "metadata": limits.metadata_key or "metadata.json",
+            "config": limits.config_key or "epoch-{outer_step}/config.json",
+            "gradients": limits.gradients_key or "epoch-{outer_step}/gradients.pt",
+        },
+    }  # fmt: skip
+    return probe.ask("uploads.fetch", request, deadline_s, env=env)
+
+
+def _facts(
+    fetched: Mapping[str, Any], outer_step: int, limits: Limits, network: Network, repo: RepoSettings, folder: Path,
+    python: str,
+) -> Facts:  # fmt: skip
+    metadata = fetched.get("metadata")
+    inner = metadata.get("inner_step") if metadata else None
+    inner = inner if isinstance(inner, int) else None
+    now = time.monotonic()
+    published = Published(
+        age_s=fetched.get("age_s"), reason=None, empty=bool(fetched.get("empty")), seen_at=now, outer_step=outer_step,
+        inner_step=inner, size_bytes=fetched.get("size_bytes"), checksum=fetched.get("checksum"), metadata=metadata,
+        config=fetched.get("config"),
+    )  # fmt: skip
+    run_name, named = (metadata.get("run"), metadata.get("outer_step")) if metadata else (None, None)
+    # The root metadata names the newest step; the epoch that is scored may be the one before.
+    outer = named if isinstance(named, int) else outer_step
+    candidate = Candidate(
+        "gradient", outer, inner if inner is not None else 0, files=_inspected(fetched, limits, python),
+        config=fetched.get("config") or {}, metadata=metadata or {},
+        revision=None if None in (run_name, inner) else f"{run_name}.{named}.{inner}",
+    )  # fmt: skip
+    own = fingerprint("".join(os.environ.get(name, "") for name in NAMES)) if all(map(os.environ.get, NAMES)) else None
+    return Facts(candidate, published, network, now, own, repo.bucket)
+
+
+def _inspected(fetched: Mapping[str, Any], limits: Limits, python: str) -> Mapping[str, Any]:
+    if fetched.get("empty"):
+        return {"problems": [f"{fetched.get('key')} does not exist; upload for the epoch that is scored"], "params": 0}
+    if fetched.get("file") is None:
+        size, most = int(fetched.get("size_bytes") or 0), limits.gradients_max_bytes
+        if most is not None and size > most:
+            return {"size_bytes": size, "problems": [f"{size} bytes, more than a plausible {most}"]}
+        return {"size_bytes": size, "reason": f"{size} bytes, more than the {MOST_BYTES} that an audit fetches"}
+    return inspect_file(Path(str(fetched["file"])), limits, python=python)

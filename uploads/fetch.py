@@ -1,0 +1,81 @@
+"""The child that fetches what a validator fetches: `python -m uploads.fetch`, see `uploads.audit`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from miner_guard import probe
+from miner_guard.config import RepoSettings
+from uploads.repos import open_repo
+from uploads.repos.base import Entry, Missing, Repo, RepoError
+
+_WILDCARD = "*"
+
+
+def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
+    """`metadata.json`, the epoch's `config.json` and `gradients.pt`, which is stored under `folder`. Raises RepoError.
+
+    `keys` have `{outer_step}`; where the epoch is not said, it is what metadata.json names.
+    """
+    keys, most = request["keys"], request["max_bytes"]
+    metadata, size = _document(repo, keys.get("metadata"))
+    outer = request["outer_step"]
+    outer = outer if outer is not None else (metadata or {}).get("outer_step")
+    if outer is None:
+        return {"metadata": metadata, "outer_step": None, "fetched_bytes": size}
+    names = {**request["names"], "outer_step": outer}
+    config, more = _document(repo, _filled(keys.get("config"), names))
+    entry = _newest(repo, _filled(keys["gradients"], names) or "")
+    answer = {"metadata": metadata, "config": config, "outer_step": outer, "fetched_bytes": size + more}
+    if entry is None:
+        return {**answer, "empty": True, "key": _filled(keys["gradients"], names)}
+    answer |= {"key": entry.key, "age_s": entry.age_s, "size_bytes": entry.size_bytes, "checksum": entry.checksum}
+    if most is not None and entry.size_bytes > most:
+        return {**answer, "file": None}
+    path = Path(request["folder"]) / "gradients.pt"
+    path.write_bytes(repo.get(entry.key, limit=max(entry.size_bytes, 1)))
+    return {**answer, "file": str(path), "fetched_bytes": size + more + entry.size_bytes}
+
+
+def _document(repo: Repo, key: str | None) -> tuple[dict[str, Any] | None, int]:
+    if key is None:
+        return None, 0
+    try:
+        data = repo.get(key)
+        parsed = json.loads(data)
+    except Missing:
+        return None, 0
+    except ValueError as error:
+        raise RepoError(f"{key} is not JSON ({error}); publish again") from error
+    return (parsed if isinstance(parsed, dict) else None), len(data)
+
+
+def _filled(pattern: str | None, names: dict[str, Any]) -> str | None:
+    return None if pattern is None else pattern.format(**names)
+
+
+def _newest(repo: Repo, key: str) -> Entry | None:
+    if _WILDCARD not in key:
+        try:
+            return repo.head(key)
+        except Missing:
+            return None
+    before, _, after = key.partition(_WILDCARD)
+    found = [entry for entry in repo.list(before) if entry.key.endswith(after)]
+    return min(found, key=lambda entry: entry.age_s, default=None)
+
+
+def main() -> None:
+    """Answer with what `fetch` says."""
+    request = probe.request()
+    settings = request["repo"]
+    try:
+        probe.reply(fetch(open_repo(RepoSettings(**settings)), request))
+    except RepoError as error:
+        probe.reply(error=str(error))
+
+
+if __name__ == "__main__":
+    main()

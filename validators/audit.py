@@ -1,0 +1,65 @@
+"""The audit's verdict: would a validator accept what is published for the epoch that is being scored now? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from validators.facts import Facts
+from validators.limits import Limits
+from validators.rules import all_of, for_audit
+from validators.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The epoch that validators score, and how it is known."""
+
+    outer_step: int
+    why: str
+
+
+def epoch_scored(
+    published: int | None, network: int | None, blocks_since_allreduce: int | None, limits: Limits
+) -> Epoch | None:
+    """The one before, in the first half after an AllReduce (subnet 38, F:91); else the network's; else the published.
+
+    None where neither the network's nor the published outer step is known.
+    """
+    if network is None:
+        why = "as published; the network's outer step is unknown"
+        return None if published is None else Epoch(published, why)
+    per_allreduce = limits.blocks_per_allreduce
+    if per_allreduce is None or blocks_since_allreduce is None:
+        return Epoch(network, "the network's; blocks since the AllReduce are unknown")
+    if blocks_since_allreduce < per_allreduce / 2 and network != 0:
+        return Epoch(network - 1, f"the one before: {blocks_since_allreduce} blocks since the AllReduce")
+    return Epoch(network, f"the network's: {blocks_since_allreduce} blocks since the AllReduce")
+
+
+def judge(facts: Facts, limits: Limits) -> tuple[Verdict, ...]:
+    """Every rule's verdict on what was fetched."""
+    return tuple(all_of(for_audit(facts, limits), facts, limits))
+
+
+def detail(outcome: str, verdicts: Sequence[Verdict], epoch: Epoch, seconds: float, fetched_bytes: int) -> str:
+    """The words after `AUDIT PASSED: `, `AUDIT FAILED: ` or `AUDIT UNKNOWN: `."""
+    blocks = [f"{v.rule}: {v.sentence}" for v in verdicts if v.outcome == "block"]
+    unknown = [f"{v.rule} unknown ({v.sentence})" for v in verdicts if v.outcome == "unknown"]
+    warned = [f"warning: {v.sentence}" for v in verdicts if v.outcome == "warn"]
+    cost = f"{fetched_bytes} bytes in {seconds:.1f}s"
+    if outcome == "rejected":
+        return f"epoch {epoch.outer_step} ({epoch.why}): {'; '.join(blocks)}"
+    passed = sum(v.outcome == "pass" for v in verdicts)
+    return "; ".join([f"epoch {epoch.outer_step} ({epoch.why}), {passed} rules passed, {cost}", *warned, *unknown])
+
+
+def outcome_of(verdicts: Sequence[Verdict]) -> str:
+    """`rejected` where a rule blocks, `unknown` where the files themselves could not be judged, else `accepted`."""
+    outcomes = {v.rule: v.outcome for v in verdicts}
+    if "block" in outcomes.values():
+        return "rejected"
+    # Without these nobody can say that a validator would accept it.
+    needed: tuple[Any, ...] = ("gradients", "repo_age", "min_inner_step")
+    return "unknown" if any(outcomes.get(rule) == "unknown" for rule in needed) else "accepted"
