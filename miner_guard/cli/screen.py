@@ -1,0 +1,169 @@
+"""The screen of `miner-guard top`: plain lines from status.json and the last events. Pure; readable without colour."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miner_guard.health.snapshot import number
+
+_BARS = "▁▂▃▄▅▆▇█"
+_ASCII_BARS = "_.-=+*%#"
+_GIB = 1024**3
+_KEPT = 512
+
+
+@dataclass
+class Curves:
+    """Loss and step time by step, as seen by whoever watches."""
+
+    loss: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    step_time: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _last: int = -1
+
+    def take(self, steps: Mapping[str, Any]) -> None:
+        """Add the newest step, once."""
+        total = steps.get("total_steps")
+        if not isinstance(total, int) or total == self._last:
+            return
+        self._last = total
+        for curve, key in ((self.loss, "loss"), (self.step_time, "step_time_s")):
+            if isinstance(steps.get(key), (int, float)):
+                curve.append(float(steps[key]))
+
+
+def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
+    """The last `width` values as bars between their least and greatest."""
+    shown = [value for value in list(values)[-width:] if value - value == 0]
+    if not shown:
+        return ""
+    bars = _ASCII_BARS if ascii_only else _BARS
+    low, high = min(shown), max(shown)
+    span = (high - low) or 1.0
+    return "".join(bars[min(len(bars) - 1, int(len(bars) * (value - low) / span))] for value in shown)
+
+
+def progress_bar(done: float, whole: float, width: int, *, ascii_only: bool = False) -> str:
+    """A bar of `width` columns."""
+    filled = 0 if whole <= 0 else max(0, min(width, round(width * done / whole)))
+    full, empty = ("#", ".") if ascii_only else ("█", "░")
+    return full * filled + empty * (width - filled)
+
+
+def duration(seconds: Any) -> str:
+    """`45s`, `12m`, `3.1h`, `2.0d`; `?` where it is unknown."""
+    if not isinstance(seconds, (int, float)):
+        return "?"
+    if seconds < 100:
+        return f"{seconds:.0f}s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f}m"
+    return f"{seconds / 3600:.1f}h" if seconds < 172800 else f"{seconds / 86400:.1f}d"
+
+
+def part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """One part of the status, empty where there is none."""
+    value = document.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def lines(
+    status: Mapping[str, Any] | None, curves: Curves, events: Sequence[str], width: int, height: int, *, age_s: float,
+    min_inner_step: int, ascii_only: bool = False,
+) -> list[str]:  # fmt: skip
+    """Exactly `height` lines of at most `width` columns; the events fill what is left."""
+    if status is None:
+        top = ["no guard is running here", ""]
+    else:
+        top = [_head(status, age_s), "", *_steps(part(status, "steps"), curves, width, ascii_only)]
+        top += _uploads(status, min_inner_step, width, ascii_only)
+        top += [*_ranks(part(status, "steps")), *_gpus(part(status, "health")), _host(status), ""]
+    room = max(0, height - len(top) - 1)
+    body = [*top[: height - 1], "last events", *events[-room + 1 :]] if room > 1 else top
+    padded = [line[:width] for line in body[:height]]
+    return padded + [""] * (height - len(padded))
+
+
+def _head(status: Mapping[str, Any], age_s: float) -> str:
+    goodput = part(part(status, "steps"), "goodput").get("training")
+    words = [f"miner {status.get('state')}", f"restarts {number(status.get('restarts'))}"]
+    words.append(f"goodput {number(None if goodput is None else 100 * goodput, '.0f', '%')}")
+    words.append(f"monitoring {number(part(status, 'costs').get('share_pct'), '.2f', '%')}")
+    if age_s > 5:
+        words.append(f"OLD: as of {duration(age_s)} ago")
+    return "  ".join(words)
+
+
+def _steps(steps: Mapping[str, Any], curves: Curves, width: int, ascii_only: bool) -> list[str]:
+    room = max(10, min(60, width - 34))
+    place = f"outer {number(steps.get('outer_step'))} inner {number(steps.get('inner_step'))}"
+    speed = f"p50 {number(steps.get('p50_s'), '.3g', 's')} p95 {number(steps.get('p95_s'), '.3g', 's')}"
+    ages = (
+        f"last step {duration(steps.get('last_step_age_s'))} ago, tokens/s {number(steps.get('tokens_per_s'), ',.0f')}"
+    )
+    return [
+        f"{place}  {speed}  {ages}",
+        f"loss {number(steps.get('loss'), '8.4f')}  {sparkline(curves.loss, room, ascii_only=ascii_only)}",
+        f"step {number(steps.get('step_time_s'), '7.2f', 's')}  "
+        f"{sparkline(curves.step_time, room, ascii_only=ascii_only)}",
+    ]
+
+
+def _uploads(status: Mapping[str, Any], least: int, width: int, ascii_only: bool) -> list[str]:
+    steps, uploads = part(status, "steps"), part(status, "uploads")
+    repo, decision = part(uploads, "repo"), part(uploads, "decision")
+    inner = steps.get("inner_step")
+    bar = progress_bar(inner or 0, least, 20, ascii_only=ascii_only)
+    valid = (
+        "valid now" if isinstance(inner, int) and inner >= least else f"valid in {duration(steps.get('eta_upload_s'))}"
+    )
+    age, limit = repo.get("age_s"), repo.get("limit_s")
+    state = "STALE" if repo.get("stale") else "due" if repo.get("due") else "fresh" if age is not None else "unknown"
+    rows = [
+        f"upload {bar} {number(inner)}/{least} {valid}; outer step in {duration(steps.get('eta_outer_s'))}",
+        f"repo   {number(age, ',.0f', 's')} of {number(limit, ',.0f', 's')} ({state}) {repo.get('revision') or ''}",
+    ]
+    if decision:
+        word = "allowed" if decision.get("allowed") else "BLOCKED"
+        rows.append(f"gate   {word}: {decision.get('reason')}")
+    return rows
+
+
+def _ranks(steps: Mapping[str, Any]) -> list[str]:
+    rows = [
+        f"rank {rank}: {number(row.get('step_time_s'), '.3g', 's')} {number(row.get('gpu_mem_gb'), '.1f', 'GB')}"
+        for rank, row in part(steps, "per_rank").items()
+    ]
+    return [" | ".join(rows[place : place + 3]) for place in range(0, min(len(rows), 9), 3)]
+
+
+def _gpus(health: Mapping[str, Any]) -> list[str]:
+    gpus = part(health, "gpus")
+    rows = []
+    for row in gpus.get("gpus") or ():
+        used, total, busy = row.get("memory_used_bytes"), row.get("memory_total_bytes"), row.get("utilization_ratio")
+        memory = f"{number(used and used / _GIB, '.0f')}/{number(total and total / _GIB, '.0f', 'G')}"
+        heat = f"{number(row.get('temperature_c'), '.0f', 'C')} {number(row.get('power_w'), '.0f', 'W')}"
+        bad = "" if row.get("state") == "ok" else f" {str(row.get('state')).upper()}"
+        rows.append(f"gpu{row.get('index')} {number(busy and 100 * busy, '.0f', '%')} {memory} {heat}{bad}")
+    if not rows:
+        reason = part(health, "unknown").get("gpus") or gpus.get("reason") or "not read yet"
+        return [f"gpus   {reason}"]
+    return [" | ".join(rows[place : place + 3]) for place in range(0, min(len(rows), 9), 3)]
+
+
+def _host(status: Mapping[str, Any]) -> str:
+    host = part(part(status, "health"), "host")
+    used, limit, disk = (host.get(key) for key in ("memory_used_bytes", "memory_limit_bytes", "disk_free_bytes"))
+    guard = part(part(status, "health"), "guard")
+    own = f"guard {number(guard.get('cpu_pct'), '.1f', '%')} {number(_mib(guard.get('memory_bytes')), '.0f', 'MB')}"
+    return (
+        f"host   cpu {number(host.get('cpu_pct'), '.0f', '%')}, memory {number(used and used / _GIB, '.1f')}"
+        f"/{number(limit and limit / _GIB, '.0f', 'GB')}, disk {number(disk and disk / _GIB, '.0f', 'GB')} free, {own}"
+    )
+
+
+def _mib(value: Any) -> float | None:
+    return value / 1024**2 if isinstance(value, (int, float)) else None

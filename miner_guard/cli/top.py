@@ -1,0 +1,119 @@
+"""`miner-guard top`: status, live in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from miner_guard import logquery, statedir
+from miner_guard.cli import screen
+from miner_guard.cli.exits import NOT_RUNNING, Refused
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_place
+from miner_guard.logquery import Follower, Hit, Query
+
+_LAST_EVENTS = 40
+_STEPS_READ = 200
+_GONE_S = 30.0
+
+
+def command(
+    every: Annotated[float, typer.Option("--every", "-d", min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
+    plain: Annotated[bool, typer.Option("--ascii", help="Letters of ASCII only.")] = False,
+    config: Config = None,
+    name: Name = DEFAULT_NAME,
+    state_dir: State = None,
+) -> None:
+    """What the running guard knows, live: progress to the next upload, ranks, GPUs, curves, events. Ctrl-C ends it."""
+    place = open_place(config, name, state_dir)
+    if statedir.read_json(place.state.status) is None:
+        raise Refused(f"no guard has run in {place.state.root}; start it with `miner-guard run`", NOT_RUNNING)
+    ascii_only = plain or "utf" not in (sys.stdout.encoding or "").lower()
+    view = View(place.state, place.settings.config.gate.min_inner_step, ascii_only=ascii_only)
+    if once or not sys.stdout.isatty():
+        typer.echo("\n".join(line.rstrip() for line in view.lines(*_size())).rstrip())
+        return
+    with _full_screen(), contextlib.suppress(KeyboardInterrupt):
+        while True:
+            _paint(view.lines(*_size()))
+            time.sleep(every)
+
+
+class View:
+    """Reads status.json and follows guard.jsonl; nothing is asked of the running guard."""
+
+    def __init__(self, state: statedir.StateDir, min_inner_step: int, *, ascii_only: bool) -> None:
+        self._state, self._least, self._ascii = state, min_inner_step, ascii_only
+        self._curves = screen.Curves()
+        self._follower = Follower(state.log, Query(least_level="info"))
+        self._events: list[str] = []
+        for hit in logquery.last(state.log, Query(events=frozenset({"inner_step"})), _STEPS_READ):
+            self._curves.take(hit.record())
+        self._take(logquery.last(state.log, Query(), _LAST_EVENTS * 4))
+
+    def _take(self, hits: list[Hit]) -> None:
+        wanted = [hit for hit in hits if hit.event not in ("inner_step", "health_snapshot")]
+        told = [f"{hit.ts[11:19]} {hit.level:<8} {hit.msg.partition(chr(10))[0]}" for hit in wanted]
+        self._events = [*self._events, *told][-_LAST_EVENTS:]
+
+    def lines(self, width: int, height: int) -> list[str]:
+        """The screen as of now."""
+        self._take(self._follower.poll())
+        status: Any = statedir.read_json(self._state.status)
+        document = status if isinstance(status, dict) else None
+        if document is not None:
+            self._curves.take(screen.part(document, "steps"))
+        return screen.lines(
+            document, self._curves, self._events, width, height, age_s=_age(self._state.status),
+            min_inner_step=self._least, ascii_only=self._ascii,
+        )  # fmt: skip
+
+
+def _age(path: Path) -> float:
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return float("inf")
+
+
+def _size() -> tuple[int, int]:
+    try:
+        size = os.get_terminal_size(sys.stdout.fileno())
+        return max(40, size.columns or 80), max(10, size.lines or 24)
+    except OSError:
+        return 80, 24
+
+
+@contextlib.contextmanager
+def _full_screen() -> Iterator[None]:
+    """The terminal's other screen, cursor hidden; what was there before comes back, whatever happens."""
+    sys.stdout.write("\x1b[?1049h\x1b[?25l\x1b[2J")
+    try:
+        yield
+    finally:
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+
+
+_painted: list[str] = []
+
+
+def _paint(lines: list[str]) -> None:
+    """Only lines that changed are sent: over a slow ssh a screen is a few dozen bytes."""
+    global _painted
+    whole = len(lines) != len(_painted)
+    changed = [
+        f"\x1b[{row};1H{line}\x1b[K"
+        for row, line in enumerate(lines, 1)
+        if whole or line != _painted[row - 1]
+    ]  # fmt: skip
+    _painted = lines
+    sys.stdout.write(("\x1b[2J" if whole else "") + "".join(changed))
+    sys.stdout.flush()
