@@ -27,6 +27,10 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
         from uploads.repos.local import LocalRepo
 
         return LocalRepo(Path(settings.path))
+    if settings.kind == "s3":
+        from uploads.repos.s3 import open_s3
+
+        return open_s3(settings, env)
     raise RepoError(f"repo.kind = {settings.kind!r} names no repo; set it to local, s3 or hf")
 
 

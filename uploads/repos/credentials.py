@@ -1,0 +1,70 @@
+"""The keys of a repo, from where the miner has them: environment, its `.env`, or a TOML file. Never a command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from miner_guard.config import RepoSettings
+from uploads.repos.base import RepoError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*?)\s*")
+
+
+def find(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Mapping[str, str]:
+    """Variables by name, as `settings.credentials` says. Raises RepoError for a file that can't be used."""
+    if settings.credentials == "env":
+        return os.environ if env is None else env
+    path = Path(settings.credentials_file or (".env" if settings.credentials == "dotenv" else ""))
+    if not path.name:
+        raise RepoError("repo.credentials = 'file' needs repo.credentials_file, a TOML file with the keys")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RepoError(f"the keys' file {path} cannot be read: {error}; see repo.credentials_file") from error
+    _refuse_open_file(path)
+    return parse_dotenv(text) if settings.credentials == "dotenv" else _parse_toml(path, text)
+
+
+def first(keys: Mapping[str, str], *names: str) -> str | None:
+    """The value of the first of `names` that is set and not empty."""
+    return next((keys[name] for name in names if keys.get(name)), None)
+
+
+def parse_dotenv(text: str) -> dict[str, str]:
+    """Assignments of a `.env`: `export`, quotes and comments as python-dotenv reads them; no interpolation."""
+    found = {}
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None or line.lstrip().startswith("#"):
+            continue
+        name, value = match.groups()
+        if value[:1] in "\"'" and value[:1]:
+            value = value[1:].partition(value[0])[0]
+        else:
+            value = re.split(r"\s+#", value, maxsplit=1)[0]
+        found[name] = value
+    return found
+
+
+def _parse_toml(path: Path, text: str) -> dict[str, str]:
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # Not the parser's own words: they may quote the line, and the line is a key.
+        raise RepoError(f'the keys\' file {path} is not valid TOML; write NAME = "value" lines') from error
+    return {name.upper(): value for name, value in document.items() if isinstance(value, str)}
+
+
+def _refuse_open_file(path: Path) -> None:
+    if path.stat().st_mode & stat.S_IWOTH:
+        raise RepoError(f"the keys' file {path} can be written by anybody; chmod 600 it")

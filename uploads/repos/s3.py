@@ -1,0 +1,274 @@
+"""An S3 bucket as a repo, Cloudflare R2 first. boto3 is imported when a repo is made, not before.
+
+Staging is a multipart upload that nobody completes; committing completes it, which S3 does atomically per object and
+without moving a byte. So the switch from one revision to the next is as many short requests as there are files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from miner_guard.config import RepoSettings
+from uploads.repos import s3_errors
+from uploads.repos.base import (
+    CONFIG,
+    DOCUMENT_LIMIT,
+    GRADIENTS,
+    METADATA,
+    Entry,
+    Missing,
+    Notes,
+    Progress,
+    RepoError,
+    Ticket,
+    published_state,
+)
+from uploads.repos.credentials import find, first
+from validators.facts import Published
+
+T = TypeVar("T")
+
+PART_BYTES = 16 * 1024 * 1024
+"""R2 and S3 take parts from 5 MiB; all but the last must have the same size on R2."""
+
+_MOST_PARTS = 10_000
+_PARALLEL = 8
+_CONNECT_S = 5.0
+
+
+class S3Repo:
+    """One bucket. Thread-safe, as boto3's clients are."""
+
+    def __init__(self, client: Any, bucket: str, part_bytes: int = PART_BYTES) -> None:
+        self._client = client
+        self._bucket = bucket
+        self._part_bytes = part_bytes
+
+    @property
+    def label(self) -> str:
+        return f"bucket:{self._bucket}"
+
+    def state(self) -> Published:
+        return published_state(self, time.time())
+
+    def list(self, prefix: str = "") -> Sequence[Entry]:
+        found: list[Entry] = []
+        more: dict[str, str] = {}
+        while True:
+            page = self._call(self._client.list_objects_v2, Prefix=prefix, **more)
+            now = _server_time(page)
+            for item in page.get("Contents", []):
+                modified = item["LastModified"].timestamp()
+                found.append(Entry(item["Key"], item["Size"], modified, max(0.0, now - modified), _etag(item)))
+            if not page.get("IsTruncated"):
+                return found
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def head(self, key: str) -> Entry:
+        return _entry(key, self._call(self._client.head_object, Key=key))
+
+    def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
+        answer = self._call(self._client.get_object, Key=key)
+        if answer["ContentLength"] > limit:
+            answer["Body"].close()
+            raise RepoError(f"{key} has {answer['ContentLength']} bytes, more than the {limit} that are read")
+        data: bytes = self._guarded(answer["Body"].read)
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        self._call(self._client.put_object, Key=key, Body=data)
+
+    def delete(self, key: str) -> None:
+        self._call(self._client.delete_object, Key=key)
+
+    def stage(self, key: str, path: Path, sha256: str, progress: Progress, notes: Notes) -> Ticket:
+        size = path.stat().st_size
+        if size == 0:
+            raise RepoError(f"{path} is empty; there is nothing to publish")
+        part_bytes = max(self._part_bytes, math.ceil(size / _MOST_PARTS))
+        upload_id, there = self._begun(key, notes, part_bytes)
+        if upload_id is None:
+            upload_id = self._call(self._client.create_multipart_upload, Key=key)["UploadId"]
+            notes["upload_id"], notes["part_bytes"] = upload_id, part_bytes
+
+        def send(number: int) -> str:
+            return self._send_part(key, path, upload_id, number, part_bytes, there.get(number), progress)
+
+        numbers = range(1, math.ceil(size / part_bytes) + 1)
+        with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="part") as pool:
+            digests = list(pool.map(send, numbers))
+        whole = hashlib.md5(bytes.fromhex("".join(digests)), usedforsecurity=False).hexdigest()
+        parts = [{"PartNumber": n, "ETag": f'"{d}"'} for n, d in zip(numbers, digests, strict=True)]
+        etags = [f"{whole}-{len(parts)}", *(digests if len(digests) == 1 else [])]
+        return Ticket(key, size, sha256, {"upload_id": upload_id, "parts": parts, "etags": etags})
+
+    def _begun(self, key: str, notes: Notes, part_bytes: int) -> tuple[str | None, dict[int, str]]:
+        """The upload that an earlier attempt began, and the parts that had arrived, by number."""
+        upload_id = notes.get("upload_id")
+        if upload_id is None or notes.get("part_bytes") != part_bytes:
+            return None, {}
+        there: dict[int, str] = {}
+        more: dict[str, Any] = {}
+        try:
+            while True:
+                page = self._call(self._client.list_parts, Key=key, UploadId=upload_id, **more)
+                there.update({p["PartNumber"]: _etag(p) or "" for p in page.get("Parts", [])})
+                if not page.get("IsTruncated"):
+                    return upload_id, there
+                more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+        except Missing:
+            return None, {}
+
+    def _send_part(
+        self, key: str, path: Path, upload_id: str, number: int, part_bytes: int, there: str | None, progress: Progress
+    ) -> str:
+        with open(path, "rb") as file:
+            file.seek((number - 1) * part_bytes)
+            data = file.read(part_bytes)
+        digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        if there != digest:
+            answer = self._call(
+                self._client.upload_part, Key=key, UploadId=upload_id, PartNumber=number, Body=data
+            )  # fmt: skip
+            # The ETag of a part is the md5 of what the server received.
+            if (seen := _etag(answer)) != digest:
+                raise RepoError(f"part {number} of {key} arrived as {seen}, sent was {digest}", transient=True)
+        progress(len(data))
+        return digest
+
+    def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
+        for ticket in tickets:
+            try:
+                self._call(
+                    self._client.complete_multipart_upload, Key=ticket.key, UploadId=ticket.data["upload_id"],
+                    MultipartUpload={"Parts": ticket.data["parts"]},
+                )  # fmt: skip
+            except Missing as error:
+                # Completed by the publisher that died, or gone: the object itself tells.
+                if not self._arrived(ticket):
+                    raise RepoError(f"the staged upload of {ticket.key} is gone; publish again") from error
+
+    def _arrived(self, ticket: Ticket) -> bool:
+        try:
+            self.confirm(ticket)
+        except RepoError as error:
+            if error.transient:
+                raise
+            return False
+        return True
+
+    def abort(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            self._abort(ticket.key, ticket.data["upload_id"])
+
+    def _abort(self, key: str, upload_id: str) -> None:
+        try:
+            self._call(self._client.abort_multipart_upload, Key=key, UploadId=upload_id)
+        except Missing:
+            return
+
+    def sweep(self, keep: Sequence[Ticket]) -> int:
+        wanted = {t.data["upload_id"] for t in keep}
+        try:
+            uploads = self._call(self._client.list_multipart_uploads).get("Uploads", [])
+        except (Missing, s3_errors.Unsupported):
+            return 0
+        stale = [u for u in uploads if u["UploadId"] not in wanted and _ours(u["Key"])]
+        for upload in stale:
+            self._abort(upload["Key"], upload["UploadId"])
+        return len(stale)
+
+    def confirm(self, ticket: Ticket) -> Entry:
+        entry = self.head(ticket.key)
+        if entry.size_bytes != ticket.size_bytes:
+            raise RepoError(
+                f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were {ticket.size_bytes}; publish again"
+            )
+        if entry.checksum not in ticket.data["etags"] and self._hash_of(ticket.key) != ticket.sha256:
+            raise RepoError(f"{ticket.key} reads back with other content than was staged; publish again")
+        return entry
+
+    def _hash_of(self, key: str) -> str:
+        """sha256 of the object's bytes, for servers whose ETag is no digest of them."""
+        body = self._call(self._client.get_object, Key=key)["Body"]
+        digest = hashlib.sha256()
+        while chunk := self._guarded(lambda: body.read(1024 * 1024)):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+    def _call(self, operation: Callable[..., Any], **arguments: Any) -> Any:
+        return self._guarded(lambda: operation(Bucket=self._bucket, **arguments))
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except RepoError:
+            raise
+        except Exception as error:
+            raise s3_errors.translated(error, self._bucket) from error
+
+
+def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None, *, attempts: int = 1) -> S3Repo:
+    """The bucket of the settings. Raises RepoError for what is missing. `attempts` as boto3 counts them."""
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError as error:
+        raise RepoError(f"S3 needs boto3: pip install 'miner-guard[s3]' ({error})") from error
+    if not settings.bucket:
+        raise RepoError("repo.bucket is not set; it names the bucket that the miner publishes to")
+    keys = find(settings, env)
+    account = first(keys, "R2_ACCOUNT_ID")
+    endpoint = settings.endpoint or (f"https://{account}.r2.cloudflarestorage.com" if account else None)
+    access = first(keys, "R2_WRITE_ACCESS_KEY_ID", "R2_READ_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
+    secret = first(keys, "R2_WRITE_SECRET_ACCESS_KEY", "R2_READ_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY")
+    if access is None or secret is None:
+        where = "the environment" if settings.credentials == "env" else (settings.credentials_file or ".env")
+        raise RepoError(
+            f"no keys for bucket {settings.bucket}: {where} has no R2_WRITE_ACCESS_KEY_ID and "
+            "R2_WRITE_SECRET_ACCESS_KEY (or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+        )
+    client = boto3.client(
+        "s3", endpoint_url=endpoint, region_name=settings.region, aws_access_key_id=access,
+        aws_secret_access_key=secret,
+        config=Config(
+            signature_version="s3v4", connect_timeout=_CONNECT_S, read_timeout=max(1.0, settings.timeout_s / 2),
+            retries={"total_max_attempts": attempts, "mode": "standard"}, max_pool_connections=4 * _PARALLEL,
+            # Newer boto3 adds trailers by itself, which not every S3 server takes; our parts are checked by md5.
+            request_checksum_calculation="when_required", response_checksum_validation="when_required",
+            s3={"addressing_style": "path"}, tcp_keepalive=True,
+        ),
+    )  # fmt: skip
+    return S3Repo(client, settings.bucket)
+
+
+def _entry(key: str, answer: Mapping[str, Any]) -> Entry:
+    modified = answer["LastModified"].timestamp()
+    return Entry(key, answer["ContentLength"], modified, max(0.0, _server_time(answer) - modified), _etag(answer))
+
+
+def _server_time(answer: Mapping[str, Any]) -> float:
+    """The server's own clock, so that a skewed one of ours can't make an old object young."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError) as error:
+        raise RepoError(f"the server tells no time (Date: {date!r}): the age is unknown") from error
+
+
+def _etag(item: Mapping[str, Any]) -> str | None:
+    tag = item.get("ETag")
+    return tag.strip('"') if isinstance(tag, str) else None
+
+
+def _ours(key: str) -> bool:
+    folder, _, name = key.rpartition("/")
+    published = name in (GRADIENTS, CONFIG, METADATA)
+    return key == METADATA or (published and folder.startswith("epoch-") and folder[6:].isdigit())
