@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ def _missing(reason: str) -> None:
 
 def tool(name: str) -> str:
     """Path of a program."""
-    found = shutil.which(name)
+    # The environment's own folder too: some programs come from PyPI, and a venv need not be activated.
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         _missing(f"the program {name} is not installed")
     return str(found)

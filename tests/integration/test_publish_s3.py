@@ -1,0 +1,333 @@
+"""Publishing to S3: whole or not at all, read back, and a clear line for everything that can go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.config import RepoSettings
+from tests import needs
+from tests.servers import s3
+from uploads.journal import Busy, Journal, exclusively, journal_path
+from uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
+from uploads.push import push
+from uploads.repos import look_at, open_repo
+from uploads.repos.base import RepoError, epoch_key
+
+BUCKET = "llama-4b-ws-4-007"
+MANY_MB = 12
+
+
+@pytest.fixture(autouse=True)
+def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("moto", "boto3"):
+        needs.module(module)
+    for name, value in s3.KEYS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[RepoSettings, s3.Faults]]:
+    with s3.moto() as (endpoint, faults):
+        settings = RepoSettings(kind="s3", bucket=BUCKET, endpoint=endpoint, timeout_s=20.0)
+        _client(settings).create_bucket(Bucket=BUCKET)
+        yield settings, faults
+
+
+def _client(settings: RepoSettings) -> Any:
+    import boto3
+
+    return boto3.client(
+        "s3", endpoint_url=settings.endpoint, region_name="us-east-1",
+        aws_access_key_id=s3.KEYS["AWS_ACCESS_KEY_ID"], aws_secret_access_key=s3.KEYS["AWS_SECRET_ACCESS_KEY"],
+    )  # fmt: skip
+
+
+def revision(folder: Path, inner: int, size: int = 0) -> Revision:
+    """Files that all tell their inner step, so that a mixed view shows."""
+    own = folder / f"revision-{inner}"
+    own.mkdir()
+    (own / "gradients.pt").write_bytes(f"{inner}".encode() + b"\n" + os.urandom(1024) * (1024 * size or 1))
+    (own / "config.json").write_text(json.dumps({"block_list": [inner]}))
+    (own / "metadata.json").write_text(json.dumps({"run": 1, "outer_step": 3, "inner_step": inner, "peer_id": "demo"}))
+    return Revision(own, 1, 3, inner)
+
+
+def publish(settings: RepoSettings, what: Revision, folder: Path, retry: Retry | None = None) -> list[str]:
+    lines: list[str] = []
+    repo = open_repo(settings)
+    Publisher(repo, Journal(journal_path(folder, repo.label)), lines.append, retry).publish(what)
+    return lines
+
+
+def view(settings: RepoSettings) -> set[int]:
+    """The inner steps that a validator's three files are of: one for a whole revision."""
+    repo = open_repo(settings)
+    metadata = json.loads(repo.get("metadata.json"))
+    config = json.loads(repo.get(epoch_key(metadata["outer_step"], "config.json")))
+    gradients = repo.get(epoch_key(metadata["outer_step"], "gradients.pt"), 64 * 1024 * 1024)
+    return {metadata["inner_step"], config["block_list"][0], int(gradients.split(b"\n", 1)[0])}
+
+
+def test_published_is_what_a_validator_finds(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+    settings, _ = server
+    assert look_at(settings).empty
+    result = push(settings, revision(tmp_path, 50, MANY_MB), tmp_path, lambda _line: None)
+    seen = look_at(settings)
+    assert (seen.revision, seen.inner_step, seen.config) == ("1.3.50", 50, {"block_list": [50]})
+    assert seen.checksum == result.checksum
+    assert seen.age_s is not None
+    assert seen.age_s < 60
+
+
+def test_pushed_is_said_after_the_read_back_and_no_key_is_shown(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
+    settings, faults = server
+    lines: list[str] = []
+    push(settings, revision(tmp_path, 50), tmp_path, lines.append)
+    assert "Successfully pushed new model state with tag 1.3.50 to bucket:" in lines[-1]
+    assert faults.requests[-1].startswith("HEAD")
+    assert s3.KEYS["AWS_SECRET_ACCESS_KEY"] not in "\n".join(lines)
+
+
+def test_age_is_the_servers_age_whatever_this_hosts_clock(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
+    settings, faults = server
+    faults.shift_s = -7200.0
+    publish(settings, revision(tmp_path, 50), tmp_path)
+    assert (look_at(settings).age_s or 0.0) < 60
+
+
+@pytest.mark.slow
+def test_killed_after_any_request_the_view_is_whole(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+    """Walks through the publisher's requests: SIGKILL when the server has done the k-th and has not answered."""
+    settings, faults = server
+    publish(settings, revision(tmp_path, 1000), tmp_path)
+    outcomes = []
+    for number in range(1, 60):
+        before = view(settings)
+        ended = _push_and_kill(settings, faults, revision(tmp_path, 1000 + number), tmp_path, number)
+        _wait_for_the_companion(settings, tmp_path)
+        after = view(settings)
+        assert len(after) == 1, f"killed after request {number}: {faults.requests[-1]}, the view is mixed: {after}"
+        outcomes.append(after == before)
+        if ended:
+            break
+    else:
+        pytest.fail("the publisher never got to its end")
+    # Before the point of no return the old revision stays, after it the new one is finished; both were walked through.
+    assert outcomes[0]
+    assert outcomes.index(False) > 3
+    assert not any(outcomes[outcomes.index(False) :])
+    assert outcomes.count(False) > 3
+
+
+def _push_and_kill(settings: RepoSettings, faults: s3.Faults, what: Revision, folder: Path, number: int) -> bool:
+    """True where the publisher came to its end before request `number`."""
+    request = {
+        "repo": asdict(settings), "journal_folder": str(folder), "deadline_s": 60.0,
+        "revision": {**asdict(what), "folder": str(what.folder)},
+    }  # fmt: skip
+    first = len(faults.requests)
+    with subprocess.Popen(
+        [sys.executable, "-m", "uploads.push"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as child:
+
+        def kill(count: int) -> None:
+            if count - first == number:
+                child.send_signal(signal.SIGKILL)
+                child.wait()
+
+        faults.after = kill
+        child.communicate(json.dumps(request), timeout=60)
+        faults.after = lambda _n: None
+    return child.returncode == 0
+
+
+def _wait_for_the_companion(settings: RepoSettings, folder: Path) -> None:
+    path = journal_path(folder, open_repo(settings).label)
+    for _ in range(600):
+        with contextlib.suppress(Busy), exclusively(path):
+            return
+        time.sleep(0.05)
+    raise TimeoutError("the companion did not end")
+
+
+def test_where_the_companion_died_too_the_next_publisher_finishes(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
+    settings, _ = server
+    publish(settings, revision(tmp_path, 50), tmp_path)
+
+    class Died(BaseException):
+        pass
+
+    class DiesWhileShowing:
+        def __init__(self) -> None:
+            self._repo = open_repo(settings)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._repo, name)
+
+        def commit(self, tickets: list[Any], tag: str) -> None:
+            self._repo.commit(tickets[:1], tag)
+            raise Died
+
+    journal = Journal(journal_path(tmp_path, open_repo(settings).label))
+    repo: Any = DiesWhileShowing()
+    with pytest.raises(Died):
+        Publisher(repo, journal, lambda _l: None).publish(revision(tmp_path, 60))
+    assert view(settings) == {50, 60}
+    line = Publisher(open_repo(settings), journal, lambda _l: None).recover()
+    assert line == "Finished the upload with tag 1.3.60 that its publisher had died in"
+    assert view(settings) == {60}
+
+
+def test_what_had_arrived_is_not_sent_again(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+    settings, faults = server
+    what = revision(tmp_path, 50, 40)
+    repo = open_repo(settings)
+    journal = Journal(journal_path(tmp_path, repo.label))
+    faults.after = lambda number: setattr(faults, "refuse", (500, "InternalError") if number >= 9 else None)
+    with pytest.raises(PublishError):
+        Publisher(repo, journal, lambda _l: None, Retry(deadline_s=0.0)).publish(what)
+    sent = _parts_sent(faults)
+    faults.after, faults.refuse = lambda _n: None, None
+    faults.requests.clear()
+    Publisher(repo, journal, lambda _l: None).publish(what)
+    assert 0 < _parts_sent(faults) < 6
+    assert sent > 0
+    assert view(settings) == {50}
+    assert _client(settings).list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
+
+
+def _parts_sent(faults: s3.Faults) -> int:
+    return sum("PUT" in r and "partNumber" in r for r in faults.requests)
+
+
+def test_leftovers_of_another_revision_are_aborted(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+    settings, _ = server
+    client = _client(settings)
+    client.create_multipart_upload(Bucket=BUCKET, Key="epoch-2/gradients.pt")
+    client.create_multipart_upload(Bucket=BUCKET, Key="somebody/elses.bin")
+    lines = publish(settings, revision(tmp_path, 50), tmp_path)
+    assert "Removed 1 leftovers of an upload that did not finish" in lines
+    left = client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
+    assert [u["Key"] for u in left] == ["somebody/elses.bin"]
+
+
+def test_a_storm_of_503_is_weathered_and_said(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+    settings, faults = server
+    faults.slow_downs = 12
+    lines = publish(settings, revision(tmp_path, 50), tmp_path, Retry(backoff_s=0.02, backoff_max_s=0.2))
+    assert any("busy (503 SlowDown); trying again in" in line for line in lines)
+    assert view(settings) == {50}
+
+
+@pytest.mark.parametrize(
+    ("refuse", "words"),
+    [
+        ((403, "InvalidAccessKeyId"), "refuses the keys"),
+        ((403, "SignatureDoesNotMatch"), "refuses the keys"),
+        ((404, "NoSuchBucket"), f"bucket {BUCKET} does not exist"),
+        ((403, "RequestTimeTooSkewed"), "refuses this host's clock"),
+        ((503, "SlowDown"), "busy (503 SlowDown)"),
+    ],
+)
+def test_each_refusal_is_one_clear_sentence(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path, refuse: tuple[int, str], words: str
+) -> None:
+    settings, faults = server
+    publish(settings, revision(tmp_path, 50), tmp_path)
+    faults.refuse = refuse
+    start = time.monotonic()
+    with pytest.raises(PublishError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        publish(settings, revision(tmp_path, 60), tmp_path, Retry(deadline_s=2.0))
+    assert time.monotonic() - start < 15
+    with pytest.raises(RepoError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        open_repo(settings).state()
+    faults.refuse = None
+    assert view(settings) == {50}
+
+
+def test_a_silent_server_costs_the_deadline_and_no_more(tmp_path: Path) -> None:
+    with s3.silent() as endpoint:
+        settings = RepoSettings(kind="s3", bucket=BUCKET, endpoint=endpoint, timeout_s=3.0)
+        start = time.monotonic()
+        seen = look_at(settings)
+        assert (seen.age_s, seen.empty) == (None, False)
+        assert "no answer" in str(seen.reason)
+        with pytest.raises(PublishError, match="no answer from the storage"):
+            publish(settings, revision(tmp_path, 50), tmp_path, Retry(deadline_s=3.0))
+        assert time.monotonic() - start < 30
+
+
+def test_half_closed_connections_are_tried_again_and_then_said(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
+    settings, faults = server
+    publish(settings, revision(tmp_path, 50), tmp_path)
+    faults.half_close = True
+    with pytest.raises(RepoError) as error:
+        open_repo(settings).state()
+    assert error.value.transient
+    faults.half_close = False
+    assert open_repo(settings).state().inner_step == 50
+
+
+def test_a_cancelled_upload_leaves_the_old_revision_and_nothing_else(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
+    settings, faults = server
+    publish(settings, revision(tmp_path, 50), tmp_path)
+    repo = open_repo(settings)
+    publisher = Publisher(repo, Journal(journal_path(tmp_path, repo.label)), lambda _l: None)
+    faults.requests.clear()
+    faults.after = lambda number: publisher.cancelled.set() if number == 6 else None
+    with pytest.raises(Cancelled, match="what was published before is untouched"):
+        publisher.publish(revision(tmp_path, 60, MANY_MB))
+    faults.after = lambda _n: None
+    assert view(settings) == {50}
+    assert _client(settings).list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
+
+
+def test_never_two_at_once(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+    settings, faults = server
+    faults.requests.clear()
+    faults.silent.set()
+    first = threading.Thread(target=lambda: push(settings, revision(tmp_path, 50), tmp_path, lambda _l: None))
+    first.start()
+    while not faults.requests:
+        time.sleep(0.02)
+    with pytest.raises(PublishError, match="Previous upload still in progress, skipping new upload"):
+        push(settings, revision(tmp_path, 60), tmp_path, lambda _l: None)
+    faults.silent.clear()
+    first.join()
+    assert view(settings) == {50}
+
+
+def test_an_independent_server_agrees_and_really_checks_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "served" / BUCKET).mkdir(parents=True)
+    with s3.rclone(needs.tool("rclone"), tmp_path / "served") as endpoint:
+        settings = RepoSettings(kind="s3", bucket=BUCKET, endpoint=endpoint, region="us-east-1", timeout_s=20.0)
+        for inner in (50, 60):
+            publish(settings, revision(tmp_path, inner, 20), tmp_path)
+            assert view(settings) == {inner}
+        assert open_repo(settings).state().revision == "1.3.60"
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
+        with pytest.raises(RepoError, match="refuses the keys"):
+            open_repo(settings).state()

@@ -1,0 +1,164 @@
+"""S3 servers for tests: in-process moto behind a layer of faults, and `rclone serve s3` as an independent second."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from email.utils import formatdate, parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+Environ = dict[str, Any]
+Application = Callable[[Environ, Callable[..., Any]], Iterable[bytes]]
+
+KEYS = {"AWS_ACCESS_KEY_ID": "guardtest", "AWS_SECRET_ACCESS_KEY": "guard-test-secret"}
+
+
+class Faults:
+    """What goes wrong between client and server. Set the attributes at any time; thread-safe enough for tests."""
+
+    def __init__(self) -> None:
+        self.slow_downs = 0
+        """So many requests are answered with 503 SlowDown."""
+
+        self.refuse: tuple[int, str] | None = None
+        """(status, code) that every request is answered with."""
+
+        self.silent = threading.Event()
+        """Requests are read and not answered while it is set."""
+
+        self.half_close = False
+        """Answers break off after half of their body."""
+
+        self.shift_s = 0.0
+        """The server's clock against this host's."""
+
+        self.after: Callable[[int], None] = lambda _number: None
+        """Called with the number of each request when the server has done it and has not answered yet."""
+
+        self.requests: list[str] = []
+        self.ending = False
+
+
+class FaultLayer:
+    """WSGI middleware."""
+
+    def __init__(self, app: Application, faults: Faults) -> None:
+        self._app = app
+        self.faults = faults
+
+    def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        faults = self.faults
+        faults.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}")
+        number = len(faults.requests)
+        while faults.silent.is_set() and not faults.ending:
+            time.sleep(0.05)
+        if faults.refuse is not None:
+            return _refused(environ, start_response, *faults.refuse)
+        if faults.slow_downs > 0:
+            faults.slow_downs -= 1
+            return _refused(environ, start_response, 503, "SlowDown")
+
+        def answer(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
+            return start_response(status, _shifted(headers, faults.shift_s), *more)
+
+        body = b"".join(self._app(environ, answer))
+        faults.after(number)
+        return [body[: len(body) // 2]] if faults.half_close else [body]
+
+
+def _refused(environ: Environ, start_response: Callable[..., Any], status: int, code: str) -> Iterable[bytes]:
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as the test wants it</Message></Error>".encode()
+    start_response(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+    return [body]
+
+
+def _shifted(headers: list[tuple[str, str]], seconds: float) -> list[tuple[str, str]]:
+    # The header Date is the handler's; here the object's own.
+    return [(k, _moved(v, seconds) if k.lower() == "last-modified" else v) for k, v in headers if k.lower() != "date"]
+
+
+def _moved(date: str, seconds: float) -> str:
+    return formatdate(parsedate_to_datetime(date).timestamp() + seconds, usegmt=True)
+
+
+@contextlib.contextmanager
+def moto() -> Iterator[tuple[str, Faults]]:
+    """A server in a thread of this process; yields its endpoint and its faults."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Handler(WSGIRequestHandler):
+        # The development server would close each connection, and log each request.
+        protocol_version = "HTTP/1.1"
+
+        def log(self, *_: Any) -> None:
+            return
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return formatdate((timestamp or time.time()) + faults.shift_s, usegmt=True)
+
+    faults = Faults()
+    layer = FaultLayer(DomainDispatcherApplication(create_backend_app), faults)
+    server = make_server("127.0.0.1", 0, layer, threaded=True, request_handler=Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    try:
+        # moto keeps its buckets in the process: those of the test before are still there.
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"), timeout=10).close()
+        faults.requests.clear()
+        yield endpoint, faults
+    finally:
+        faults.ending = True
+        server.shutdown()
+        thread.join()
+        # The socket alone: `server_close` would wait for threads that hold a client's idle connection.
+        server.socket.close()
+
+
+@contextlib.contextmanager
+def rclone(program: str, folder: Path) -> Iterator[str]:
+    """`rclone serve s3` over a folder, with real authentication; yields its endpoint."""
+    port = free_port()
+    keys = ",".join(KEYS.values())
+    child = subprocess.Popen(
+        [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", keys, str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(port)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        child.kill()
+        child.wait()
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[str]:
+    """A server that accepts and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=50) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _wait_for(port: int) -> None:
+    for _ in range(400):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing listens on port {port}")
