@@ -132,5 +132,22 @@ def _summary(state: StateDir, wall_s: float) -> None:
     # ru_maxrss is in KiB on Linux.
     usage = summary.Usage(own.ru_utime + own.ru_stime, wall_s, own.ru_maxrss / 1024)
     costs = read_json(state.costs)
-    found = summary.summarise(summary.read_log(state.log), costs if isinstance(costs, dict) else None, usage)
+    found = summary.summarise(
+        summary.read_log(state.log), costs if isinstance(costs, dict) else None, usage, _blocked(state)
+    )
     typer.echo("\n".join(summary.lines(found)))
+
+
+def _blocked(state: StateDir) -> int | None:
+    """Decisions of the ledger that blocked; None where it can't be read."""
+    import sqlite3
+
+    from uploads.ledger import ReadOnlyLedger
+
+    try:
+        ledger = ReadOnlyLedger(state.ledger)
+        rows = ledger.rows("decisions", limit=1_000_000)
+        ledger.close()
+    except (OSError, sqlite3.Error):
+        return None
+    return sum(not row["allowed"] for row in rows)

@@ -136,7 +136,9 @@ class Miner:
         return stop, checkpoint
 
     def _after_step(self) -> None:
-        if self.inner_step % self.options.upload_steps == 0 or self.guard.upload_due():
+        # Asked on every rank at every step: `upload_due` is collective.
+        due = self.guard.upload_due() and self.inner_step >= self.uploader.not_before
+        if due or self.inner_step % self.options.upload_steps == 0:
             self.uploader.upload(self, "gradient")
         if self.inner_step >= self.options.inner_steps_per_outer:
             self._outer_step()
@@ -194,7 +196,8 @@ class Miner:
         if self.loss != self.loss:
             self.lines.info("Loss is NaN: this state is not worth a checkpoint")
             return
-        with self.guard.phase("checkpoint"):
+        # Copying the state holds up every rank: a step with it is none to compare with the others.
+        with self.guard.phase("pause"):
             self.checkpoints.save(self.total_steps, self._state())
 
     def _report_checkpoints(self) -> None:

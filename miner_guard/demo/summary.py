@@ -54,8 +54,13 @@ def read_log(path: Path) -> Iterator[Mapping[str, Any]]:
                 yield json.loads(line)
 
 
-def summarise(records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None, usage: Usage) -> Summary:
-    """Fold the records of one run. `costs` is status/monitoring_costs.json, None where it could not be read."""
+def summarise(
+    records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None, usage: Usage, blocked: int | None = None
+) -> Summary:
+    """Fold the records of one run. `costs` is status/monitoring_costs.json, None where it could not be read.
+
+    `blocked`: decisions of the ledger that blocked; without it the lines are counted, of which repeats are left out.
+    """
     counts: Counter[str] = Counter()
     alarms: Counter[str] = Counter()
     losses: list[float] = []
@@ -75,7 +80,7 @@ def summarise(records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | N
         loss_to=_mean(losses[-_AVERAGED:]),
         p50_s=_quantile(times, 0.50),
         p95_s=_quantile(times, 0.95),
-        blocked=counts["upload_blocked"],
+        blocked=counts["upload_blocked"] if blocked is None else blocked,
         verified=counts["upload_succeeded"],
         failed=counts["upload_failed"],
         restarts=counts["miner_restarting"],

@@ -31,11 +31,14 @@ class Uploader:
         self._lines = lines
         self._rank = dist.get_rank()
         self._blocks: list[int] = []
+        self.not_before = options.upload_steps
 
     def upload(self, miner: Miner, kind: str) -> None:
         """One upload if the gate allows it. Collective."""
         self._blocks = [*self._blocks, block_now()][-_BLOCKS_KEPT:]
         decision = self._guard.may_upload(outer_step=miner.outer_step, inner_step=miner.inner_step, kind=kind)
+        # Off its cadence, an upload that is due is not asked for again before it can be allowed.
+        self.not_before = 0 if decision else miner.inner_step + (decision.retry_after_steps or 0)
         if not decision:
             return
         tag = f"{RUN}.{miner.outer_step}.{miner.inner_step}"

@@ -31,6 +31,10 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
         from uploads.repos.s3 import open_s3
 
         return open_s3(settings, env)
+    if settings.kind == "hf":
+        from uploads.repos.hub import open_hub
+
+        return open_hub(settings, env)
     raise RepoError(f"repo.kind = {settings.kind!r} names no repo; set it to local, s3 or hf")
 
 

@@ -16,7 +16,8 @@ _REFUSED = {"403", "AccessDenied", "Unauthorized", "401", "InvalidAccessKeyId", 
 _SKEWED = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
 _TRANSIENT = {
     "SlowDown", "503", "500", "502", "504", "429", "ServiceUnavailable", "InternalError", "RequestTimeout",
-    "Throttling", "ThrottlingException", "TooManyRequests", "BandwidthLimitExceeded", "RequestTimeoutException", "BadDigest",
+    "Throttling", "ThrottlingException", "TooManyRequests", "BandwidthLimitExceeded", "RequestTimeoutException",
+    "BadDigest",
 }  # fmt: skip
 _NETWORK = (
     "ConnectionError", "HTTPClientError", "ConnectTimeoutError", "ReadTimeoutError", "EndpointConnectionError",

@@ -1,0 +1,202 @@
+"""A Hugging Face model repo. huggingface_hub is imported when a repo is made, not before.
+
+A commit of the Hub is atomic over all its files, so staging only remembers them: `commit` uploads the folder in one
+commit and tags it `{run}.{outer}.{inner}`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from miner_guard.config import RepoSettings
+from uploads.repos.base import DOCUMENT_LIMIT, Entry, Missing, Notes, Progress, RepoError, Ticket, published_state
+from uploads.repos.credentials import find, first
+from validators.facts import Published
+
+T = TypeVar("T")
+
+_BRANCH = "main"
+_DEFAULT_ENDPOINT = "https://huggingface.co"
+_CHUNK = 1024 * 1024
+
+
+class HubRepo:
+    """One model repo, branch `main`."""
+
+    def __init__(self, api: Any, repo_id: str, endpoint: str, token: str | None, timeout_s: float) -> None:
+        self._api = api
+        self._repo_id = repo_id
+        self._endpoint = endpoint.rstrip("/")
+        self._token = token
+        self._timeout_s = timeout_s
+
+    @property
+    def label(self) -> str:
+        return f"repo:{self._repo_id}"
+
+    def state(self) -> Published:
+        try:
+            self._info()
+        except Missing:
+            return Published(reason=None, empty=True, seen_at=time.time())
+        return published_state(self, time.time())
+
+    def list(self, prefix: str = "") -> Sequence[Entry]:
+        names = [s.rfilename for s in self._info().siblings or []]
+        return [self.head(name) for name in sorted(names) if name.startswith(prefix)]
+
+    def head(self, key: str) -> Entry:
+        # The Hub tells when the branch moved, not a file: a revision is one commit, so it is the same.
+        modified = self._info().last_modified.timestamp()
+        with self._open(key, "HEAD") as answer:
+            headers = answer.headers
+            size = headers.get("X-Linked-Size") or headers.get("Content-Length")
+            checksum = headers.get("X-Linked-Etag") or headers.get("ETag")
+            now = _date(headers.get("Date"))
+        return Entry(key, int(size or 0), modified, max(0.0, now - modified), (checksum or "").strip('W/"') or None)
+
+    def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
+        with self._open(key, "GET") as answer:
+            data: bytes = self._guarded(lambda: answer.read(limit + 1))
+        if len(data) > limit:
+            raise RepoError(f"{key} has more than the {limit} bytes that are read")
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        self._guarded(lambda: self._api.upload_file(path_or_fileobj=data, path_in_repo=key, repo_id=self._repo_id))
+
+    def delete(self, key: str) -> None:
+        try:
+            self._guarded(lambda: self._api.delete_file(path_in_repo=key, repo_id=self._repo_id))
+        except Missing:
+            return
+
+    def stage(self, key: str, path: Path, sha256: str, progress: Progress, notes: Notes) -> Ticket:
+        progress(0)
+        return Ticket(key, path.stat().st_size, sha256, {"path": str(path.resolve())})
+
+    def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
+        """One commit and its tag. Repeating it changes nothing: files that the Hub has already make no difference."""
+        self._guarded(lambda: self._api.create_repo(repo_id=self._repo_id, exist_ok=True))
+        with tempfile.TemporaryDirectory(prefix="miner-guard-push-") as folder:
+            for ticket in tickets:
+                target = Path(folder, ticket.key)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _link(Path(ticket.data["path"]), target)
+            commit = self._guarded(
+                lambda: self._api.upload_folder(
+                    repo_id=self._repo_id, folder_path=folder, commit_message=f"Revision {revision}"
+                )
+            )
+        self._tag(revision, getattr(commit, "oid", None))
+
+    def _tag(self, revision: str, commit: str | None) -> None:
+        def tagged() -> None:
+            self._api.create_tag(repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH, exist_ok=True)
+
+        self._guarded(tagged)
+
+    def abort(self, tickets: Sequence[Ticket]) -> None:
+        """Nothing was sent."""
+
+    def sweep(self, keep: Sequence[Ticket]) -> int:
+        return 0
+
+    def confirm(self, ticket: Ticket) -> Entry:
+        entry = self.head(ticket.key)
+        if entry.size_bytes != ticket.size_bytes:
+            raise RepoError(
+                f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were {ticket.size_bytes}; publish again"
+            )
+        if entry.checksum != ticket.sha256 and self._hash_of(ticket.key) != ticket.sha256:
+            raise RepoError(f"{ticket.key} reads back with other content than was staged; publish again")
+        return entry
+
+    def _hash_of(self, key: str) -> str:
+        """sha256 of the file's bytes: the ETag is that of large files only."""
+        digest = hashlib.sha256()
+        with self._open(key, "GET") as answer:
+            while chunk := self._guarded(lambda: answer.read(_CHUNK)):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def _info(self) -> Any:
+        return self._guarded(
+            lambda: self._api.repo_info(self._repo_id, revision=_BRANCH, timeout=self._timeout_s)
+        )  # fmt: skip
+
+    def _open(self, key: str, method: str) -> Any:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        url = f"{self._endpoint}/{self._repo_id}/resolve/{_BRANCH}/{key}"
+        request = urllib.request.Request(url, method=method, headers=headers)
+        return self._guarded(lambda: urllib.request.urlopen(request, timeout=self._timeout_s))
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except RepoError:
+            raise
+        except Exception as error:
+            raise _translated(error, self._repo_id) from error
+
+
+def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:
+    """The repo of the settings. Raises RepoError for what is missing."""
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise RepoError(f"the Hub needs huggingface_hub: pip install 'miner-guard[hf]' ({error})") from error
+    if not settings.repo_id or "/" not in settings.repo_id:
+        raise RepoError(f"repo.repo_id = {settings.repo_id!r} names no repo; write owner/name")
+    keys = find(settings, env)
+    token = first(keys, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    endpoint = settings.endpoint or first(keys, "HF_ENDPOINT") or _DEFAULT_ENDPOINT
+    api = HfApi(endpoint=endpoint, token=token)
+    return HubRepo(api, settings.repo_id, endpoint, token, max(1.0, settings.timeout_s / 2))
+
+
+def _translated(error: Exception, repo_id: str) -> RepoError:
+    """By status and by the classes' names: where they live differs between the library's generations."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "code", None)
+    no_file = status == 404 and isinstance(error, urllib.error.HTTPError)
+    if no_file or kinds & {"EntryNotFoundError", "RevisionNotFoundError"}:
+        return Missing(f"repo {repo_id} has no such file")
+    if status in (401, 403) or "GatedRepoError" in kinds:
+        return RepoError(f"the Hub refuses the token for {repo_id} ({status}); check HF_TOKEN and its write right")
+    if "RepositoryNotFoundError" in kinds or status == 404:
+        return Missing(f"repo {repo_id} does not exist, or the token may not see it")
+    if status in (429, 500, 502, 503, 504):
+        return RepoError(f"the Hub is busy ({status})", transient=True)
+    network = {"TransportError", "ConnectionError", "Timeout", "TimeoutException", "NetworkError", "HTTPException"}
+    if kinds & network or isinstance(error, OSError):
+        return RepoError(f"no answer from the Hub for {repo_id}: {_short(error)}", transient=True)
+    return RepoError(f"repo {repo_id}: {type(error).__name__}: {_short(error)}")
+
+
+def _date(text: str | None) -> float:
+    try:
+        return parsedate_to_datetime(text or "").timestamp()
+    except (TypeError, ValueError) as error:
+        raise RepoError(f"the Hub tells no time (Date: {text!r}): the age is unknown") from error
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0][:300] if lines else type(error).__name__
