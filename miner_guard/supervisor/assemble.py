@@ -25,11 +25,13 @@ from miner_guard.supervisor.control import Control as ControlSocket
 from miner_guard.supervisor.core import Order, Supervisor, Wish
 from miner_guard.supervisor.flights import Flights
 from miner_guard.supervisor.gather import Question
+from miner_guard.supervisor.gpu_settle import GpuSettle
 from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.lock import Lock
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.manager import Manager, managers
 from miner_guard.supervisor.parts import Context
+from miner_guard.supervisor.parts.health import Health
 from miner_guard.supervisor.processes import HELPER
 from miner_guard.supervisor.reaper import Reaper
 from miner_guard.supervisor.relay import Relay
@@ -151,11 +153,22 @@ class Assembly:
         sweep.sweep(self.request.state, _SWEEP_GRACE_S, self.log)
         self._try("reaper", self._start_reaper)
         self.host.parts = compose.compose(self._context(), self.log)
+        self._watch_gpu_memory()
         self.flights.leftovers(self.host)
         self._try("guard.sock", self._open_bell)
         self._try("control.sock", self._open_control)
         self.loop.after(0.0, self._start_jobs)
         self.loop.after(0.0, self._pulse)
+
+    def _watch_gpu_memory(self) -> None:
+        health = next((part for part in self.host.parts if isinstance(part, Health)), None)
+        if health is None:
+            return
+        settle = self.request.config.gpu.memory_settle_s
+        gpus = GpuSettle(health.gpu_memory_levels, settle, self.clock, self.report, self.loop.soon)
+        self.jobs.once("GPU memory before the launch", gpus.remember)
+        self.supervisor.before_next = gpus.wait
+        self._closers.append(gpus.close)
 
     def _hear_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

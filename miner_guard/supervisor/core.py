@@ -30,6 +30,9 @@ from miner_guard.supervisor.teardown import Teardown
 
 TICK_S = 0.5
 """Half of it is the mean delay with which a hang is noticed."""
+BLAME_S = 300.0
+"""An incident longer before the end is not what it ended of."""
+
 DROPS_EVERY_S = 60.0
 CRASH_LOOP = 75
 FAILED = 1
@@ -79,6 +82,10 @@ class Supervisor:
         self.on_stopping: Callable[[], None] = lambda: None
         self.before_first: Callable[[Callable[[], None], Callable[[int, str], None]], None] = lambda go, _refuse: go()
         """Asked before the first launch: calls the first to launch, or the second with an exit code and a reason."""
+        self.before_next: Callable[[Callable[[], None]], None] = lambda proceed: proceed()
+        """Called before every launch but the first; it calls back in this thread when the way is free."""
+
+        self._turn = 0
         self._launched_at = 0.0
         self._wish: Wish | None = None
         self._teardown: Teardown | None = None
@@ -86,6 +93,7 @@ class Supervisor:
         self._wait_timer: Timer | None = None
         self._next_start: float | None = None
         self._incident: Finding | None = None
+        self._incident_at = 0.0
         self._run_processes: set[processes.Process] = set()
         self._first_step_at: float | None = None
         self._healthy_said = False
@@ -135,7 +143,7 @@ class Supervisor:
     def blame(self, finding: Finding) -> None:
         """The latest incident of this launch: the part names roots only, and what was survived came before."""
         if finding.event == "incident":
-            self._incident = finding
+            self._incident, self._incident_at = finding, self.clock.monotonic()
 
     # --- the life of a launch ---
 
@@ -268,7 +276,8 @@ class Supervisor:
         elif end.finished:
             self._done(self.order.finished_code, "the miner finished its work")
         elif wish is not None and wish.then == "relaunch":
-            self._launch()
+            self.state = "waiting"
+            self._start_again()
         elif wish is not None:
             self._after_failure(Failure(wish.cause, end.runtime_s), FAILED)
         else:
@@ -276,7 +285,7 @@ class Supervisor:
 
     def _failure(self, end: Exit) -> Failure:
         how = f"exit code {end.code}" if end.signal is None else f"signal {signal.Signals(end.signal).name}"
-        if self._incident is None:
+        if self._incident is None or self.clock.monotonic() - self._incident_at > BLAME_S:
             return Failure(how, end.runtime_s)
         fields = self._incident.fields
         label, kind = str(fields["label"]), str(fields.get("restart", "transient"))
@@ -299,13 +308,20 @@ class Supervisor:
     def _wait(self, again: Again, cause: str) -> None:
         self.state = "waiting"
         self._next_start = self.clock.monotonic() + again.wait_s
-        self._wait_timer = self.loop.after(again.wait_s, self._launch)
+        self._wait_timer = self.loop.after(again.wait_s, self._start_again)
         most = self.order.config.restart.max_restarts
         self.host.finding(
             found("miner_restarting", wait_s=again.wait_s, attempt=again.attempt, max_restarts=most, cause=cause)
         )
 
+    def _start_again(self) -> None:
+        """Launch when what the last launch held is free; a stop or another start meanwhile takes this back."""
+        self._turn += 1
+        turn = self._turn
+        self.before_next(lambda: self._launch() if self.state == "waiting" and turn == self._turn else None)
+
     def _cancel_wait(self) -> None:
+        self._turn += 1
         self._next_start = None
         if self._wait_timer is not None:
             self._wait_timer.cancel()

@@ -45,6 +45,10 @@ class Health(Part):
         context.jobs.every("samplers", settings.sample_every_s, self._sample, first_after_s=first)
         context.jobs.every("health", settings.snapshot_every_s, self._log_snapshot)
 
+    def gpu_memory_levels(self) -> Mapping[str, int] | None:
+        """Used bytes by UUID, freshly read; None where there is no GPU. Blocks for the sampler's deadline at most."""
+        return self._nvml.memory_levels()
+
     def _gpus(self) -> Mapping[str, Any]:
         sample = self._nvml.sample()
         if sample["state"] not in ("ok", "absent"):
