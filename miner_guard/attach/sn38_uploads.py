@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from miner_guard.attach.adapter import Adapter
+from miner_guard.events import found
+from miner_guard.redact import SECRET_NAME
 from uploads.decision import GateDecision
 
 _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
@@ -25,6 +28,7 @@ class Uploads:
         self._adapter = adapter
         self._decision: GateDecision | None = None
         self._asked = 0
+        self._keys_said = False
 
     def gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`start_background_upload`: nothing is gathered, and no error feedback is spent, for what may not go out."""
@@ -79,16 +83,31 @@ class Uploads:
 
         return upload
 
+    def _warn_of_keys(self, words: Any) -> None:
+        if self._keys_said or not any(_is_key(str(word)) for word in words):
+            return
+        self._keys_said = True
+        self._adapter.say(found(
+            "secret_exposed", where="the upload worker's command line", kind="the bucket's write keys",
+            next_step="every user of this host can read them while it runs: give the miner a host or container of its "
+            "own, or mount /proc with hidepid=2",
+        ))  # fmt: skip
+
     def _look(self, miner: Any, before: Any, result: Any, record: Any) -> None:
         worker = getattr(miner, "upload_process", None)
         if worker is not None and worker is not before:
             # The arguments hold the write keys: the revision is the only one that is ever looked at.
             words = worker.args if isinstance(worker.args, (list, tuple)) else ()
             record.tag = next((str(w) for w in words if _REVISION.fullmatch(str(w))), None)
+            self._warn_of_keys(words)
             if worker.poll() not in (0, None):
                 record.error = f"the upload worker ended with code {worker.returncode}, whatever the miner logs"
         if result is False:
             record.error = "the upload was cancelled, the published files may be mixed"
+
+
+def _is_key(word: str) -> bool:
+    return any(SECRET_NAME.search(name) and len(word) >= 8 and word == value for name, value in os.environ.items())
 
 
 def paused(miner: Any) -> bool:

@@ -23,6 +23,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
     yield from _leftovers(s.env)
     yield from _packages(s)
     yield from _command(s)
+    yield from _upstream(s)
 
 
 def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
@@ -78,4 +79,20 @@ def _command(s: Snapshot) -> Iterator[Check]:
         yield Check(
             "env.secret_on_command_line", "warn", f"a secret on the command line: {', '.join(named)}", "none",
             "pass it through the environment or a file: every user of this host can read a command line",
+        )  # fmt: skip
+
+
+def _upstream(s: Snapshot) -> Iterator[Check]:
+    """What subnet 38's own code shows to others (research of its miner; ops/sn38)."""
+    if "sn38" not in (s.config.miner.attach, s.config.miner.profile):
+        return
+    yield Check(
+        "env.worker_keys", "warn", "subnet 38's upload worker gets the bucket's write keys on its command line", "none",
+        "every user of this host can read them while it runs: give the miner a host or container of its own, or mount "
+        "/proc with hidepid=2",
+    )  # fmt: skip
+    if verbose := [a for a in s.command if a in ("--logging.debug", "--logging.trace")]:
+        yield Check(
+            "env.debug_log", "warn", f"{verbose[0]}: subnet 38's debug log prints its read credentials", "off",
+            "start the miner without it, and delete the log files that have it",
         )  # fmt: skip

@@ -13,7 +13,7 @@ from miner_guard.supervisor.parts import Context, Part
 
 PARTS = (
     "log_only", "steps", "curves", "ranks", "incidents", "diagnosis", "chain", "uploads", "health", "gpu", "hang",
-    "costs", "metrics", "alerts",
+    "costs", "exposed", "metrics", "alerts",
 )  # fmt: skip
 """Modules of `miner_guard.supervisor.parts`; each defines exactly one `Part`."""
 

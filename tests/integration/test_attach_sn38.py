@@ -59,7 +59,8 @@ def run(folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int
     script = str(IMITATION / "neurons" / "miner.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     settings = {"gate": {"min_inner_step": minimum, "broadcast_timeout_s": 20.0}}
-    plain = {**os.environ, "PYTHONPATH": str(IMITATION), "OMP_NUM_THREADS": "1", **env}
+    secret = {"R2_WRITE_SECRET_ACCESS_KEY": "secret-that-leaks"}
+    plain = {**os.environ, **secret, "PYTHONPATH": str(IMITATION), "OMP_NUM_THREADS": "1", **env}
     state.root.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
         # It never reads; that it is there keeps the hook from printing by itself.
@@ -123,6 +124,33 @@ def test_each_upload_is_gated_and_its_end_recorded(today: Run) -> None:
 def test_no_key_of_a_worker_command_line_is_kept(today: Run) -> None:
     kept = b"".join(f.read_bytes() for f in today.state.root.rglob("*") if f.is_file())
     assert b"that-leaks" not in kept
+    exposed = [fields for event, fields in today.findings() if event == "secret_exposed"]
+    assert len(exposed) == 1
+    assert "command line" in exposed[0]
+
+
+def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(tmp_path: Path) -> None:
+    needs.module("torch")
+    script = IMITATION / "neurons" / "miner.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    program = "import sys; from miner_guard.cli.main import main; sys.exit(main())"
+    guard = [sys.executable, "-c", program, "run", "--no-preflight", "--no-restart", "--attach", "sn38"]
+    done = subprocess.run(
+        [*guard, "--state-dir", str(tmp_path / "state"), "--", *torchrun],
+        cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
+        env={
+            **os.environ, "PYTHONPATH": f"{IMITATION}:{needs.REPO}", "OMP_NUM_THREADS": "1",
+            "MINER_GUARD_MINER__FINITE": "true", "MINER_GUARD_GATE__MIN_INNER_STEP": "4",
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "GPU DIAGNOSTICS", "✓ World size (GPUs): 2", "rank 1: device cpu",
+        "UPLOAD BLOCKED: inner_step (0) < minimum (4)",
+        "Outer Step: 1 | Inner Step: 0 | LR: 0.01000000 | Loss: 10.19 | Step Time: ", "UPLOAD ALLOWED: inner_step 4",
+        "tag 5.2.0", "Successfully pushed",
+    ):  # fmt: skip
+        assert line in done.stdout
 
 
 def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(tmp_path: Path) -> None:
@@ -149,7 +177,7 @@ def test_older_shapes_are_followed_too(tmp_path: Path, shape: str) -> None:
         (0, "gradient", False), (2, "gradient", False), (4, "gradient", True), (6, "gradient", True),
         (0, "archive", True),
     ]  # fmt: skip
-    assert old.findings() == []
+    assert {event for event, _ in old.findings()} == {"secret_exposed"}
 
 
 def test_an_unknown_signature_is_named_and_the_miner_goes_on_untouched(tmp_path: Path) -> None:
@@ -157,8 +185,7 @@ def test_an_unknown_signature_is_named_and_the_miner_goes_on_untouched(tmp_path:
     assert unknown.code == 0
     assert len(unknown.published()) == 5
     assert unknown.entries("decision") == []
-    ((event, fields),) = unknown.findings()
-    assert event == "guard_degraded"
+    (fields,) = [fields for event, fields in unknown.findings() if event == "guard_degraded"]
     assert "start_background_upload(self, epoch: 'int', *, shard: 'int') -> 'None' is not a known signature" in fields
 
 
@@ -173,8 +200,7 @@ def test_a_worker_that_fails_is_a_failed_upload_whatever_the_miner_logs(tmp_path
 def test_a_swallowed_exception_of_the_training_loop_is_an_incident(tmp_path: Path) -> None:
     failed = run(tmp_path / "run", ranks=1, FAIL_AT="3")
     assert failed.code == 0, "this is how the miner fails: all ranks exit with 0"
-    ((event, fields),) = failed.findings()
-    assert event == "incident"
+    (fields,) = [fields for event, fields in failed.findings() if event == "incident"]
     assert "an illegal memory access was encountered" in fields
     now = failed.reader().now()
     assert now is not None

@@ -1,0 +1,55 @@
+"""Secrets that the miner prints itself: said once each, never repeated. Its output is relayed as it is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from miner_guard.events import Finding, found
+from miner_guard.redact import SECRET_NAME
+from miner_guard.supervisor.parts import Context, Launch, Part
+
+_COMMITMENT = re.compile(rb"Commitment - \[")
+_SHORTEST = 12
+"""Shorter values of secret variables would be found in ordinary words."""
+
+_NEXT_STEP = "switch the miner's debug logging off, delete the log files that have it, and replace the keys"
+
+
+class Exposed(Part):
+    """Looks for the environment's secrets and for subnet 38's commitment in the miner's output."""
+
+    name = "exposed"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._values = {
+            name: value.encode()
+            for name, value in os.environ.items()
+            if SECRET_NAME.search(name) and len(value) >= _SHORTEST and not value.startswith("/")
+        }
+        self._longest = max([len(b"Commitment - ["), *map(len, self._values.values())])
+        self._tail = b""
+        self._said: set[str] = set()
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._tail = b""
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        # What two chunks share between them is found too.
+        text = self._tail + chunk
+        self._tail = text[-(self._longest - 1) :]
+        shown = [f"the value of {name}" for name, value in self._values.items() if value in text]
+        if _COMMITMENT.search(text):
+            shown.append("a commitment, with read credentials in it")
+        return [self._say(kind) for kind in shown if kind not in self._said]
+
+    def _say(self, kind: str) -> Finding:
+        self._said.add(kind)
+        return found("secret_exposed", where="the miner's output", kind=kind, next_step=_NEXT_STEP)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"shown": sorted(self._said)}

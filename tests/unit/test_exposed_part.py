@@ -1,0 +1,42 @@
+"""What the miner prints of its secrets is warned of once, and never repeated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miner_guard import events
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context
+from miner_guard.supervisor.parts.exposed import Exposed
+
+SECRET = "s3cr3t-of-the-bucket"
+
+
+@pytest.fixture
+def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exposed:
+    monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", SECRET)
+    context = Context(
+        Config(), StateDir(tmp_path), FakeClock(), "r1", lambda _f: None, None, None, dict  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Exposed(context)
+
+
+def test_a_printed_secret_is_named_once_even_where_two_chunks_share_it(part: Exposed) -> None:
+    text = f"debug: {SECRET}\n".encode()
+    said = [f for _ in range(2) for byte in text for f in part.on_output(bytes([byte]))]
+    assert [f.fields["kind"] for f in said] == ["the value of R2_WRITE_SECRET_ACCESS_KEY"]
+    assert SECRET not in events.line(said[0])
+
+
+def test_a_commitment_in_the_debug_log_is_warned_of(part: Exposed) -> None:
+    (said,) = part.on_output(b"Commitment - [" + b"0a" * 64 + b"]\n")
+    assert "commitment" in events.line(said)
+    assert "0a0a" not in events.line(said)
+
+
+def test_ordinary_output_says_nothing(part: Exposed) -> None:
+    assert list(part.on_output(b"Outer Step: 1 | Inner Step: 2\n" * 1000)) == []
