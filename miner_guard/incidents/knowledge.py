@@ -23,11 +23,12 @@ else:
 
 from miner_guard.incidents.wordindex import WordIndex
 
-ROLES = ("cause", "uncaught", "remark", "ending", "symptom")
+ROLES = ("cause", "uncaught", "remark", "ending", "report", "symptom")
 """What a line can be in the course of events, the nearest to the cause first.
 
 `cause` says what broke. `uncaught` is an exception or signal that ended a rank. `remark` is something that
-was tried again. `ending` says how a process ended. `symptom` is what others saw of it.
+was tried again. `ending` says how a process ended. `report` is the program's own word that it failed, without
+a reason. `symptom` is what others saw of it.
 """
 
 RESTARTS = ("transient", "once", "hardware", "config", "never")
@@ -55,8 +56,11 @@ class Pattern:
     has: tuple[str, ...]
     excludes: tuple[str, ...]
     regex: re.Pattern[str] | None
-    frames: tuple[str, ...]
+    frames: tuple[str, ...] = ()
     """Where given, only the last line of a traceback counts, through a file whose path holds one of these."""
+
+    cause: str = ""
+    """Said instead of the label's cause, where this line proves less or more."""
 
     def matches(self, text: str) -> re.Match[str] | bool:
         """Whether `text`, lower-cased and cleaned, shows it; the match where there is a regex."""
@@ -183,7 +187,7 @@ def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
 
 
 def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pattern:
-    if unknown := set(entry) - {"has", "not", "regex", "frames", "role", "cancels"}:
+    if unknown := set(entry) - {"has", "not", "regex", "frames", "role", "cause", "cancels"}:
         raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]} in a pattern")
     has, excludes = tuple(entry.get("has", ())), tuple(entry.get("not", ()))
     if not has or any(len(word) < 2 for word in has):
@@ -197,7 +201,7 @@ def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pat
         regex = re.compile(entry["regex"]) if "regex" in entry else None
     except re.error as error:
         raise BadKnowledge(f"{where}: regex {entry['regex']!r}: {error}") from error
-    return Pattern(label, role, has, excludes, regex, tuple(entry.get("frames", ())))
+    return Pattern(label, role, has, excludes, regex, tuple(entry.get("frames", ())), entry.get("cause", ""))
 
 
 def _check_references(labels: Mapping[str, Label], benign: Iterable[Benign]) -> None:

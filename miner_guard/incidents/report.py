@@ -21,6 +21,7 @@ class Explained:
     label: str
     severity: str
     restart: str
+    applies: str
     line: int
     excerpt: str
     cause: str
@@ -75,11 +76,11 @@ def in_words(
 ) -> Explained:
     """Cause and fixes of one incident, with its own numbers in them."""
     label, sighting = knowledge.labels[incident.label], incident.first
-    cause, fixes = label.cause, list(label.fixes)
+    cause, fixes = sighting.cause or label.cause, list(label.fixes)
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
     return Explained(
-        incident.label, label.severity, label.restart, sighting.line, redact(sighting.text),
+        incident.label, label.severity, label.restart, label.applies, sighting.line, redact(sighting.text),
         f"{cause}{_where(incident)}", tuple(fixes), incident.count, tuple(incident.ranks), incident.root,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ _IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*)(?::\s|$)")
 
 _FRAME = re.compile(r'file "([^"]+)", line \d')
 _TRACEBACK = "traceback (most recent call last)"
+_IGNORED = "exception ignored in"
 _TRIED_AGAIN = re.compile(
     r"\bretry|\bretries\b|retrying|will try again|trying again|reconnect|attempt \d+ ?(?:/|of) ?\d+"
     r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
@@ -57,6 +58,9 @@ class Sighting:
 
     text: str
     rank: int | None
+    cause: str = ""
+    """Of the pattern, where it says something else than the label."""
+
     more: str = ""
     """The lines after it, where the message goes on there."""
 
@@ -72,6 +76,9 @@ class Retraction:
 @dataclass
 class _Traceback:
     line: int
+    ignored: bool = False
+    """Python itself says that it goes on: raised in a destructor or while it shuts down."""
+
     frames: str = ""
 
 
@@ -81,8 +88,8 @@ class _Ended:
     frames: str
 
 
-_UNCAUGHT = Pattern("code_bug", "uncaught", (), (), None, ())
-_LAUNCHED = Pattern("code_bug", "symptom", (), (), None, ())
+_UNCAUGHT = Pattern("code_bug", "uncaught", (), (), None)
+_LAUNCHED = Pattern("code_bug", "symptom", (), (), None)
 
 Seen = Union[Sighting, Retraction]
 
@@ -116,7 +123,9 @@ class Scanner:
         """What an unfinished last line shows. A traceback that the log breaks off in counts as a symptom."""
         rest, self._carry = self._carry, b""
         seen = self._block(rest)
-        cut_off = {rank: t.line for rank, t in self._open.items() if self.line - t.line < _TRACEBACK_LINES}
+        cut_off = {
+            rank: t.line for rank, t in self._open.items() if self.line - t.line < _TRACEBACK_LINES and not t.ignored
+        }
         if cut_off:
             rank = max(cut_off, key=cut_off.__getitem__)
             seen.append(Sighting("code_bug", "symptom", cut_off[rank], "a traceback that the log breaks off in", rank))
@@ -171,7 +180,7 @@ class Scanner:
         rank, text = clean(raw)
         lowered = text.lower()
         self._follow(rank, lowered, number)
-        matches = self._knowledge.match(lowered)
+        matches = [] if self._is_ignored(rank, number) else self._knowledge.match(lowered)
         if isinstance(matches, Benign):
             if matches.cancels:
                 seen.append(Retraction(matches.cancels, number))
@@ -179,10 +188,9 @@ class Scanner:
         ended = self._ends(text, number, rank)
         if ended is not None and not matches:
             matches = self._knowledge.match_in(ended.frames, lowered) or self._unknown(ended.name)
-        again = bool(matches) and _TRIED_AGAIN.search(lowered) is not None
         for pattern in matches:
-            role = "remark" if again and pattern.role == "cause" else pattern.role
-            sighting = Sighting(pattern.label, role, number, excerpt(text), rank)
+            role = _role(pattern, matches, lowered)
+            sighting = Sighting(pattern.label, role, number, excerpt(text), rank, pattern.cause)
             seen.append(sighting)
             if pattern.label == "cuda_oom" and "total" not in lowered:
                 self._tail = sighting
@@ -203,10 +211,16 @@ class Scanner:
         """Keep track of the traceback that this rank prints; a log may begin in the middle of one."""
         starts, frame = _TRACEBACK in lowered, _FRAME.search(lowered)
         opened = self._open.get(rank)
-        if (starts or (frame and opened is None)) and (opened is not None or len(self._open) < _MOST_STREAMS):
-            self._open[rank] = opened = _Traceback(number)
+        ignored = _IGNORED in lowered or (opened is not None and opened.ignored and starts)
+        begins = starts or ignored or (frame is not None and opened is None)
+        if begins and (opened is not None or len(self._open) < _MOST_STREAMS):
+            self._open[rank] = opened = _Traceback(number, ignored)
         if frame and opened is not None and len(opened.frames) < _MOST_FRAMES:
             opened.frames += frame[1] + " "
+
+    def _is_ignored(self, rank: int | None, number: int) -> bool:
+        opened = self._open.get(rank)
+        return opened is not None and opened.ignored and number - opened.line < _TRACEBACK_LINES
 
     def _ends(self, text: str, number: int, rank: int | None) -> _Ended | None:
         """The exception that this line ends a traceback with, or names without one."""
@@ -216,13 +230,24 @@ class Scanner:
         if match is None:
             return None
         self._open.pop(rank, None)
-        return _Ended(match["name"], opened.frames if inside and opened is not None else "")
+        if opened is not None and inside:
+            return None if opened.ignored else _Ended(match["name"], opened.frames)
+        return _Ended(match["name"], "")
 
     def _unknown(self, name: str) -> list[Pattern]:
         """A fault of the program: what an exception is where nothing else is known of it."""
         if name in _NOT_A_FAULT:
             return []
         return [_LAUNCHED if name in _LAUNCHERS else _UNCAUGHT]
+
+
+def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
+    """A cause that was only warned of is a remark; a report of what is a symptom itself is one."""
+    if pattern.role == "cause" and _TRIED_AGAIN.search(lowered):
+        return "remark"
+    if pattern.role == "report" and any(other.role == "symptom" for other in matches):
+        return "symptom"
+    return pattern.role
 
 
 def _pieces(line: bytes) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 from miner_guard import statedir
 from miner_guard.clock import iso_utc
 from miner_guard.events import Finding, found
-from miner_guard.incidents import knowledge, report
+from miner_guard.incidents import knowledge, lines, report
 from miner_guard.incidents.case import Case, Incident
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained
@@ -35,6 +35,8 @@ COOLDOWN_S = 900.0
 """The same label within one launch is not said again sooner."""
 
 _OUTPUT_TAIL = 64 * 1024
+_SEEN = 120
+"""Characters of the line itself in the incident's line."""
 
 
 class Incidents(Part):
@@ -136,8 +138,9 @@ class Incidents(Part):
         self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
         return found(
             "incident", rank=explained.ranks[0] if len(explained.ranks) == 1 else None, level=explained.severity,
-            label=explained.label, cause=explained.cause, fix=explained.fixes[0], fixes=list(explained.fixes),
-            excerpt=explained.excerpt, restart=explained.restart, ranks=list(explained.ranks), evidence=str(folder),
+            label=explained.label, cause=f"{explained.cause} Seen: {lines.excerpt(explained.excerpt, _SEEN)}",
+            fix=explained.fixes[0], fixes=list(explained.fixes), excerpt=explained.excerpt,
+            restart=explained.restart, applies=explained.applies, ranks=list(explained.ranks), evidence=str(folder),
         )  # fmt: skip
 
     def _stamp(self) -> str:

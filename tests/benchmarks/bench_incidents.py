@@ -1,0 +1,144 @@
+"""How fast a miner's output is searched for incidents, beside `cat` and `grep`; how much memory a whole log takes."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from miner_guard.incidents import knowledge
+from miner_guard.incidents.scanner import Scanner
+from tests.benchmarks.frame import Row
+
+TITLE = "Incidents: searching the miner's output"
+_CHUNK = 65536
+_LINES = 300_000
+_EXPLAIN = "import sys; from miner_guard.cli import main; sys.exit(main.run(['explain', '--json', sys.argv[1]]))"
+
+
+def run() -> list[Row]:
+    """Ordinary output, ever new output, and tracebacks; then a large log through `explain`."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "miner.log"
+        log.write_bytes(ordinary(_LINES))
+        megabytes = log.stat().st_size / 1e6
+        scan = megabytes / _seconds(lambda: _scan(log))
+        rows = [
+            Row("scanner, ordinary output", scan, "MB/s"),
+            Row("scanner, every line of a new shape", _rate(ever_new(40_000)), "MB/s"),
+            Row("scanner, tracebacks only", _rate(tracebacks(2_000)), "MB/s"),
+        ]
+        cat = megabytes / _seconds(lambda: _run("cat", str(log)))
+        rows.append(Row("`cat` of the same file", cat, "MB/s"))
+        rows += _grep(log, Path(folder), megabytes, scan)
+        rows.append(_memory(Path(folder)))
+        return rows
+
+
+def ordinary(lines: int) -> bytes:
+    """What subnet 38's miner prints while nothing is wrong."""
+    chance = random.Random(1)
+    return b"".join(
+        b"\x1b[32m2026-01-02 03:04:%02d.%03d\x1b[0m | INFO     | Rank %d | Outer Step: 56 | Inner Step: %d | "
+        b"Learning Rate: 0.00002100 | Average Loss: %.4f\n" % (n % 60, n % 1000, n % 4, n, chance.uniform(2, 4))
+        for n in range(lines)
+    )
+
+
+def ever_new(lines: int) -> bytes:
+    """Lines that never repeat: the worst case for what is remembered of their shapes."""
+    chance = random.Random(2)
+    word = "abcdghjklpqsuvwyz"
+    return b"".join(
+        " ".join("".join(chance.choices(word, k=7)) for _ in range(14)).encode() + b"\n" for _ in range(lines)
+    )
+
+
+def tracebacks(count: int) -> bytes:
+    """Nothing but errors: the slowest text there is."""
+    frame = '  File "/srv/miner/part_{0}.py", line {0}, in step_{0}\n    raise ValueError("case {0} failed")\n'
+    return "".join(
+        "Traceback (most recent call last):\n" + frame.format(n) * 6 + f"ValueError: case {n} failed with error {n}\n"
+        for n in range(count)
+    ).encode()
+
+
+def _scan(log: Path) -> None:
+    scanner = Scanner(knowledge.load())
+    with log.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            scanner.feed(chunk)
+    scanner.finish()
+
+
+def _rate(content: bytes) -> float:
+    scanner = Scanner(knowledge.load())
+
+    def feed() -> None:
+        for start in range(0, len(content), _CHUNK):
+            scanner.feed(content[start : start + _CHUNK])
+
+    return len(content) / 1e6 / _seconds(feed)
+
+
+def _grep(log: Path, folder: Path, megabytes: float, scan: float) -> list[Row]:
+    """`grep` for the same words: the literals of all patterns, case ignored as the scanner does."""
+    if shutil.which("grep") is None:
+        return [Row("`grep` with the same words", None, "MB/s", note="no grep here")]
+    words = sorted({word for pattern in knowledge.load().patterns for word in pattern.has})
+    # Without those of two or three letters, which the scanner only tries on lines that hold a trigger word.
+    (folder / "words").write_text("\n".join(word for word in words if len(word) > 3))
+    (folder / "triggers").write_bytes(b"|".join(knowledge.load().triggers).replace(b"^", rb"\^"))
+    pattern = (folder / "triggers").read_text()
+    fixed = megabytes / _seconds(lambda: _run("grep", "-i", "-F", "-c", "-f", str(folder / "words"), str(log)))
+    extended = megabytes / _seconds(lambda: _run("grep", "-i", "-E", "-c", pattern, str(log)))
+    return [
+        Row(f"`grep -i -F` with {len(words)} literals of the patterns", fixed, "MB/s"),
+        Row(f"`grep -i -E` with the {len(knowledge.load().triggers)} trigger words", extended, "MB/s"),
+        Row("scanner / `grep -i -E`", scan / extended, "x", note="the scanner counts lines and classifies, too"),
+    ]
+
+
+def _memory(folder: Path) -> Row:
+    """Peak memory of `explain` over a log ten times as large, against one of a tenth."""
+    block = ordinary(20_000)
+    peaks = []
+    for name, times in (("small", 2), ("large", 100)):
+        path = folder / name
+        with path.open("wb") as file:
+            for _ in range(times):
+                file.write(block)
+        peaks.append(_peak(path))
+        path.unlink()
+    note = f"{peaks[0]:.0f} MB for {2 * len(block) / 1e6:.0f} MB, {peaks[1]:.0f} MB for {100 * len(block) / 1e6:.0f} MB"
+    return Row("`explain`: growth of peak memory, log 50 times as large", peaks[1] - peaks[0], "MB", "<= 5 MB", note)
+
+
+def _peak(path: Path) -> float:
+    code = (
+        "import resource, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]], "
+        "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code, _EXPLAIN, str(path)], capture_output=True, text=True, check=True
+    )
+    return int(answer.stdout) / 1024
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    """The fastest of three: the machine may be busy."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
