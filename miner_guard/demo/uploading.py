@@ -63,4 +63,6 @@ class Uploader:
             # A failed upload is no reason to stop training: the next one comes in a few steps.
             upload.error = str(error)
             self._lines.error(f"Model state upload failed: {error}")
+            # The files stay: the publisher's companion, or the next publisher, may still need them.
+            return
         shutil.rmtree(revision.folder, ignore_errors=True)

@@ -7,7 +7,9 @@ commit and tags it `{run}.{outer}.{inner}`.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import sys
 import tempfile
 import time
 import urllib.error
@@ -151,15 +153,18 @@ class HubRepo:
 
 def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:
     """The repo of the settings. Raises RepoError for what is missing."""
+    keys = find(settings, env)
+    endpoint = settings.endpoint or first(keys, "HF_ENDPOINT") or _DEFAULT_ENDPOINT
+    if "huggingface_hub" not in sys.modules:
+        # Below 1.0 it parses the Hub's answers by the endpoint that it found at import, whatever HfApi is told.
+        os.environ["HF_ENDPOINT"] = endpoint
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
         raise RepoError(f"the Hub needs huggingface_hub: pip install 'miner-guard[hf]' ({error})") from error
     if not settings.repo_id or "/" not in settings.repo_id:
         raise RepoError(f"repo.repo_id = {settings.repo_id!r} names no repo; write owner/name")
-    keys = find(settings, env)
     token = first(keys, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-    endpoint = settings.endpoint or first(keys, "HF_ENDPOINT") or _DEFAULT_ENDPOINT
     api = HfApi(endpoint=endpoint, token=token)
     return HubRepo(api, settings.repo_id, endpoint, token, max(1.0, settings.timeout_s / 2))
 

@@ -1,0 +1,239 @@
+"""A stub of the Hugging Face Hub: the endpoints that repo_info, create_repo, upload_folder and create_tag need.
+
+Enough for huggingface_hub 0.25 to 2.4. Large files go through LFS (set HF_HUB_DISABLE_XET=1).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+TOKEN = "hf_" + "t" * 30
+
+
+@dataclass
+class Commit:
+    id: str
+    title: str
+    date: str
+    files: dict[str, str]
+    """Path to the sha256 of the content."""
+
+
+@dataclass
+class HubState:
+    """Everything the stub knows; tests read it and set `refuse`."""
+
+    repos: dict[str, list[Commit]] = field(default_factory=dict)
+    """Commits of each repo, newest first."""
+
+    tags: dict[str, str] = field(default_factory=dict)
+    contents: dict[str, bytes] = field(default_factory=dict)
+    large: set[str] = field(default_factory=set)
+    refuse: int | None = None
+    """Status that every request is answered with."""
+
+    requests: list[str] = field(default_factory=list)
+
+    def new_commit(self, repo: str, title: str, files: dict[str, str]) -> Commit:
+        number = len(self.repos.get(repo, []))
+        commit = Commit(hashlib.sha1(f"{repo} {number}".encode()).hexdigest(), title, _now(), files)
+        self.repos.setdefault(repo, []).insert(0, commit)
+        return commit
+
+    def store(self, data: bytes) -> str:
+        digest = hashlib.sha256(data).hexdigest()
+        self.contents[digest] = data
+        return digest
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: ClassVar[HubState]
+    base: ClassVar[str]
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+    def _any(self) -> None:
+        body = self._body()
+        path = self.path.partition("?")[0]
+        self.state.requests.append(f"{self.command} {path}")
+        if self.state.refuse is not None:
+            self._fail(self.state.refuse, "Refused", "as the test wants it")
+            return
+        if self.headers.get("Authorization") not in (f"Bearer {TOKEN}", None) or (
+            self.command == "POST" and self.headers.get("Authorization") is None
+        ):
+            self._fail(401, "Unauthorized", "Invalid credentials")
+            return
+        for pattern, handle in _ROUTES:
+            if match := re.fullmatch(pattern, path):
+                handle(self, match, body)
+                return
+        self._fail(404, "RepoNotFound", f"the stub has no {self.command} {path}")
+
+    do_GET = do_POST = do_PUT = do_HEAD = do_DELETE = _any
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def answer(self, document: Any, status: int = 200, **headers: str) -> None:
+        self.send_bytes(json.dumps(document).encode(), status, **headers)
+
+    def send_bytes(self, data: bytes, status: int = 200, **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _fail(self, status: int, code: str, message: str) -> None:
+        self.answer({"error": message}, status, X_Error_Code=code, X_Error_Message=message)
+
+    # one method per endpoint
+
+    def create(self, _match: re.Match[str], body: bytes) -> None:
+        document = json.loads(body)
+        repo = f"{document.get('organization') or 'me'}/{document['name']}"
+        url = f"{self.base}/{repo}"
+        if repo in self.state.repos:
+            self.answer({"error": "exists", "url": url}, 409, X_Error_Message="You already created this model repo")
+            return
+        self.state.new_commit(repo, "initial commit", {})
+        self.answer({"url": url, "name": repo, "id": "x"})
+
+    def whoami(self, _match: re.Match[str], _body: bytes) -> None:
+        self.answer({"type": "user", "name": "me", "orgs": [], "auth": {"accessToken": {"role": "write"}}})
+
+    def validate(self, _match: re.Match[str], _body: bytes) -> None:
+        self.answer({"errors": [], "warnings": []})
+
+    def info(self, match: re.Match[str], _body: bytes) -> None:
+        repo = match["repo"]
+        if repo not in self.state.repos:
+            self._fail(404, "RepoNotFound", "Repository not found")
+            return
+        head = self.state.repos[repo][0]
+        self.answer({
+            "_id": "x", "id": repo, "modelId": repo, "sha": head.id, "lastModified": head.date, "createdAt": head.date,
+            "private": False, "disabled": False, "gated": False, "downloads": 0, "likes": 0, "tags": [],
+            "siblings": [{"rfilename": name} for name in head.files],
+        })  # fmt: skip
+
+    def preupload(self, match: re.Match[str], body: bytes) -> None:
+        modes = [
+            {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(".pt") else "regular", "shouldIgnore": False}
+            for f in json.loads(body)["files"]
+        ]
+        self.answer({"files": modes, "commitOid": self.state.repos[match["repo"]][0].id})
+
+    def lfs_batch(self, _match: re.Match[str], body: bytes) -> None:
+        objects = []
+        for wanted in json.loads(body)["objects"]:
+            entry: dict[str, Any] = {"oid": wanted["oid"], "size": wanted["size"]}
+            if wanted["oid"] not in self.state.contents:
+                href = f"{self.base}/_lfs/{wanted['oid']}"
+                entry["actions"] = {"upload": {"href": href, "header": {}}}
+            objects.append(entry)
+        self.answer({"transfer": "basic", "objects": objects})
+
+    def lfs_put(self, match: re.Match[str], body: bytes) -> None:
+        digest = self.state.store(body)
+        self.state.large.add(digest)
+        self.send_bytes(b"", 200 if digest == match["oid"] else 422)
+
+    def commit(self, match: re.Match[str], body: bytes) -> None:
+        repo = match["repo"]
+        files, title = dict(self.state.repos[repo][0].files), ""
+        for line in body.splitlines():
+            operation = json.loads(line)
+            value = operation["value"]
+            if operation["key"] == "header":
+                title = value["summary"]
+            elif operation["key"] == "file":
+                files[value["path"]] = self.state.store(base64.b64decode(value["content"]))
+            elif operation["key"] == "lfsFile":
+                files[value["path"]] = value["oid"]
+            elif operation["key"] == "deletedFile":
+                files.pop(value["path"], None)
+        made = self.state.new_commit(repo, title, files)
+        url = f"{self.base}/{repo}/commit/{made.id}"
+        self.answer({"success": True, "commitOid": made.id, "commitUrl": url, "hookOutput": ""})
+
+    def tag(self, match: re.Match[str], body: bytes) -> None:
+        name = json.loads(body)["tag"]
+        if name in self.state.tags:
+            self._fail(409, "TagExists", "Tag reference exists already")
+            return
+        revision = match["revision"]
+        self.state.tags[name] = self.state.repos[match["repo"]][0].id if revision == "main" else revision
+        self.answer({})
+
+    def resolve(self, match: re.Match[str], _body: bytes) -> None:
+        commits = self.state.repos.get(match["repo"])
+        digest = commits[0].files.get(match["path"]) if commits else None
+        if digest is None:
+            self._fail(404, "EntryNotFound", "Entry not found")
+            return
+        data = self.state.contents[digest]
+        if digest in self.state.large:
+            self.send_bytes(data, ETag=f'"{digest}"', X_Linked_Etag=f'"{digest}"', X_Linked_Size=str(len(data)))
+        else:
+            self.send_bytes(data, ETag=f'"{hashlib.sha1(data).hexdigest()}"')
+
+
+_REPO = r"/api/models/(?P<repo>[^/]+/[^/]+)"
+_ROUTES = (
+    (r"/api/repos/create", _Handler.create),
+    (r"/api/whoami-v2", _Handler.whoami),
+    (r"/api/validate-yaml", _Handler.validate),
+    (_REPO + r"(/revision/.+)?", _Handler.info),
+    (_REPO + r"/preupload/.+", _Handler.preupload),
+    (_REPO + r"/commit/.+", _Handler.commit),
+    (_REPO + r"/tag/(?P<revision>.+)", _Handler.tag),
+    (r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    (r"/_lfs/(?P<oid>[0-9a-f]{64})", _Handler.lfs_put),
+    (r"/(?P<repo>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>.+)", _Handler.resolve),
+)
+
+
+@contextlib.contextmanager
+def stub() -> Iterator[tuple[str, HubState]]:
+    """A Hub in a thread of this process; yields its endpoint and its state."""
+    state = HubState()
+    handler = type("Handler", (_Handler,), {"state": state})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    handler.base = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield handler.base, state
+    finally:
+        server.shutdown()
+        thread.join()
+        server.socket.close()
