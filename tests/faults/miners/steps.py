@@ -1,7 +1,7 @@
 """One rank with the hook and no torch: steps.py STEPS STEP_S THEN TOKEN.
 
 THEN: `finish` closes as finished and exits 0, `exit0` just exits, `hang` enters a data phase for ever,
-`linger` closes the hook and lives on, `crash` exits with 3.
+`linger` closes the hook and lives on, `crash` exits with 3, `checkpoints` says when one is asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ for step in range(1, steps + 1):
     with guard.phase("forward"):
         time.sleep(step_s)
     guard.step(outer_step=0, inner_step=step, loss=3.0, lr=1e-4)
+    if then == "checkpoints" and guard.checkpoint_requested():
+        print("checkpoint asked for", flush=True)
 if then == "finish":
     guard.close(finished=True)
 elif then == "crash":

@@ -1,0 +1,62 @@
+"""`miner-guard ctl`: a person tells the running guard what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from tests.faults.guarded import REPO, Guarded, until
+
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
+
+
+def ctl(guarded: Guarded, *words: str) -> str:
+    line = [sys.executable, "-m", "miner_guard", *words, "--state-dir", str(guarded.state.root)]
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_restart_by_hand_is_at_once_and_not_counted(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("family", "stay"), "--max-restarts", "0", settings=FAST)
+    until(lambda: b"family complete" in guarded.output.read_bytes(), 20, "the miner")
+    ctl(guarded, "ctl", "restart")
+    guarded.wait_for("miner_started", 2)
+    assert guarded.named("miner_exited")[0]["level"] == "info"
+    assert not guarded.named("miner_restarting")
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_a_paused_miner_that_dies_stays_down_until_resume(guarded: Guarded) -> None:
+    guarded.start(["sleep", "600"], settings=FAST)
+    guarded.wait_for("miner_started")
+    ctl(guarded, "ctl", "pause")
+    os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
+    guarded.wait_for("miner_exited")
+    until(lambda: "paused" in ctl(guarded, "status"), 10, "the state paused")
+    assert len(guarded.named("miner_started")) == 1
+    ctl(guarded, "ctl", "resume")
+    guarded.wait_for("miner_started", 2)
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_a_stop_of_a_paused_guard_ends_it(guarded: Guarded) -> None:
+    guarded.start(["false"], settings={**FAST, "restart.backoff_s": 60})
+    guarded.wait_for("miner_restarting")
+    ctl(guarded, "ctl", "pause")
+    guarded.wait_for("miner_paused")
+    assert guarded.stop() == 0
+
+
+def test_a_checkpoint_request_reaches_the_rank(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("steps", 100000, 0.05, "checkpoints"), settings=FAST)
+    guarded.wait_for("inner_step", 2)
+    until(lambda: "asked 1 ranks" in ctl(guarded, "ctl", "checkpoint"), 20, "a rank to ask")
+    until(lambda: b"checkpoint asked for" in guarded.output.read_bytes(), 20, guarded.tail())
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()

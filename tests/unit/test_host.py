@@ -1,0 +1,61 @@
+"""A part that fails is said once; the others and the supervisor go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from miner_guard.events import Finding, found
+from miner_guard.rank.flight import Now
+from miner_guard.supervisor.host import Host
+from miner_guard.supervisor.parts import Context, Part
+
+
+class Broken(Part):
+    name = "broken"
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        raise ValueError("no such thing")
+
+    def snapshot(self) -> Mapping[str, Any]:
+        raise KeyError("nor this")
+
+
+class Talkative(Part):
+    name = "talkative"
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        return [found("rank_message", text="tick")]
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        return [found("rank_message", text=f"heard {finding.fields['text']}")]
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"fine": True}
+
+
+def host(*parts: type[Part]) -> tuple[Host, list[Finding]]:
+    logged: list[Finding] = []
+    made = Host(logged.append)
+    made.parts = [part(cast(Context, None)) for part in parts]
+    return made, logged
+
+
+def test_a_part_that_fails_is_said_once_and_the_others_go_on() -> None:
+    made, logged = host(Broken, Talkative)
+    for now in range(3):
+        made.tick(float(now), {})
+    assert [f.event for f in logged].count("guard_degraded") == 1
+    assert "broken.on_tick failed with ValueError: no such thing" in logged[0].fields["what"]
+    assert [f.fields["text"] for f in logged if f.event == "rank_message"] == ["tick"] * 3
+
+
+def test_a_snapshot_that_fails_is_unknown_not_absent() -> None:
+    made, _ = host(Broken, Talkative)
+    assert made.snapshots() == {"broken": None, "talkative": {"fine": True}}
+
+
+def test_findings_that_lead_to_findings_come_to_an_end() -> None:
+    made, logged = host(Talkative, Talkative)
+    made.finding(found("rank_message", text="start"))
+    assert 3 <= len(logged) < 100
