@@ -1,0 +1,53 @@
+"""The gate beside a real miner: from the hook's question to the line, the ledger, status.json and the replay."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miner_guard.cli.main import run
+from uploads.ledger import ReadOnlyLedger
+
+GUARD = "from miner_guard.cli.main import main; main()"
+SCRIPT = Path(__file__).parent / "scripts" / "uploading_miner.py"
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_upload_is_decided_told_stored_and_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "guard.toml").write_text(
+        f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\nrefresh_every_s = 1\n[gate]\nmin_inner_step = 5\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", GUARD, "run", "--state-dir", "state", "--no-preflight", "--",
+         sys.executable, SCRIPT, tmp_path / "repo"],
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    out = done.stdout
+    assert done.returncode == 0, out + done.stderr
+    # The archive at inner step 0 goes out; the first block is said, its repetitions are not.
+    assert "UPLOAD ALLOWED: warning: inner_step (0) < minimum (5)" in out
+    assert out.count("UPLOAD BLOCKED: inner_step (1) < minimum (5). Validators will reject this!") == 1
+    assert out.count("UPLOAD BLOCKED") == 1
+    assert "UPLOAD VERIFIED: tag 5.3.6" in out
+    assert "UPLOAD FAILED: reported as pushed, but metadata.json names inner step 6, reported was 8" in out
+    assert "Repo Age: 0s (keep < 1800s)" in out
+
+    state = tmp_path / "state"
+    uploads = {row["tag"]: row["outcome"] for row in ReadOnlyLedger(state / "ledger.sqlite3").rows("uploads")}
+    assert (uploads["5.3.6"], uploads["5.3.8"]) == ("verified", "refuted")
+    decisions = ReadOnlyLedger(state / "ledger.sqlite3").rows("decisions")
+    assert [row["allowed"] for row in decisions] == [1, 0, 0, 0, 0, 1, 1, 1, 1]
+    status = json.loads((state / "status.json").read_text())["uploads"]
+    assert status["upload"]["outcome"] == "refuted"
+    assert status["repo"]["inner_step"] == 6
+    for row in decisions:
+        assert run(["gate", "--state-dir", str(state), "--replay", row["id"]]) == 1 - row["allowed"]
+        assert "replay: the same decision" in capsys.readouterr().out
