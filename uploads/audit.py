@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard import probe
-from miner_guard.config import RepoSettings
+from miner_guard.config import Config, RepoSettings
 from miner_guard.events import Finding, found
+from miner_guard.health import chain
 from miner_guard.redact import SECRET_NAME
-from uploads.commitments import NAMES, keys_of
+from uploads.commitments import commitment_of, configured, keys_of
+from uploads.network import network_of, progress
 from validators import audit
 from validators.commitment import fingerprint
 from validators.facts import Candidate, Facts, Network, Published
@@ -30,7 +32,9 @@ FETCH_S = 600.0
 MOST_BYTES = 2 * 1024**3
 """A larger gradients.pt is not fetched: it passes through memory."""
 
-_READ_NAMES = (*NAMES, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+REFUSED_KEYS = "refuses the keys"
+"""As `uploads.repos.s3_errors` says it."""
+
 _EVENTS = {"accepted": "audit_passed", "rejected": "audit_failed", "unknown": "audit_unknown"}
 
 
@@ -58,6 +62,15 @@ class Report:
         return found(_EVENTS[self.outcome], **fields)
 
 
+def look(config: Config, limits: Limits) -> Report:
+    """Look at the chain, where one is configured, and audit the repo by what it says. Never raises."""
+    if config.chain.network is None:
+        return run(config.repo, limits, Network(reason="no [chain] configured"))
+    seen = chain.look(config.chain)
+    ahead = progress(config.repo, limits, seen.master_commitment)
+    return run(config.repo, limits, network_of(seen, ahead, time.monotonic()), seen.commitment)
+
+
 def run(
     repo: RepoSettings, limits: Limits, network: Network, commitment: str | None = None, *, deadline_s: float = FETCH_S,
     python: str = sys.executable,
@@ -81,6 +94,10 @@ def _audited(
 ) -> Report:  # fmt: skip
     epoch = audit.epoch_scored(None, network.outer_step, network.blocks_since_allreduce, limits)
     answer = _fetch(repo, limits, network, keys, None if epoch is None else epoch.outer_step, folder, deadline_s)
+    if keys is not None and answer.reason is not None and REFUSED_KEYS in answer.reason:
+        words = f"the keys committed on chain open nothing ({answer.reason}); commit those in use"
+        refused = Verdict("commitment", "block", None, None, words)
+        return Report("rejected", words, (refused,), seconds=time.monotonic() - start, credentials=whose)
     if answer.reason is not None or not isinstance(answer.value, Mapping):
         words = f"could not look: {answer.reason or 'no answer'}"
         return Report("unknown", words, seconds=time.monotonic() - start, credentials=whose)
@@ -102,15 +119,12 @@ def _fetch(
     folder: Path, deadline_s: float,
 ) -> probe.Answer:  # fmt: skip
     env = dict(os.environ)
-    if keys is not None:
-        # As a validator: with the committed keys alone.
-        env = {name: value for name, value in env.items() if not SECRET_NAME.search(name) or name in NAMES} | dict(keys)
+    if keys is not None and limits.endpoint is not None:
+        repo = dataclasses.replace(repo, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]))
+    # As a validator: with the committed keys alone, else with ours that can only read.
+    if (readers := keys or configured(repo)) is not None:
+        env = {name: value for name, value in env.items() if not SECRET_NAME.search(name)} | dict(readers)
         repo = dataclasses.replace(repo, credentials="env", credentials_file=None)
-        if limits.endpoint is not None and repo.endpoint is None:
-            repo = dataclasses.replace(repo, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]))
-    elif all(env.get(name) for name in NAMES[1:]):
-        # Ours, but only those that can read: that is what validators have.
-        env = {name: value for name, value in env.items() if not SECRET_NAME.search(name) or name in _READ_NAMES}
     window = None
     if limits.window_blocks is not None and network.block is not None:
         window = network.block // limits.window_blocks - 1
@@ -148,7 +162,7 @@ def _facts(
         config=fetched.get("config") or {}, metadata=metadata or {},
         revision=None if None in (run_name, inner) else f"{run_name}.{named}.{inner}",
     )  # fmt: skip
-    own = fingerprint("".join(os.environ.get(name, "") for name in NAMES)) if all(map(os.environ.get, NAMES)) else None
+    own = fingerprint(commitment_of(configured(repo)))
     return Facts(candidate, published, network, now, own, repo.bucket)
 
 

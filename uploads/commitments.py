@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from miner_guard.config import RepoSettings
+from uploads.repos.base import RepoError
+from uploads.repos.credentials import find
+
 NAMES = ("R2_ACCOUNT_ID", "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY")
 """As the miner's `.env.example` names them; the commitment is their values, one after another."""
 
 
-def commitment_of(env: Mapping[str, str]) -> str | None:
-    """The commitment that these keys give; None where one is missing."""
-    parts = [env.get(name, "").strip() for name in NAMES]
-    return "".join(parts) if all(parts) else None
+def commitment_of(keys: Mapping[str, str] | None) -> str | None:
+    """The commitment that these keys give."""
+    return None if keys is None else "".join(keys[name] for name in NAMES)
+
+
+def configured(repo: RepoSettings) -> dict[str, str] | None:
+    """The read keys by name, from where the settings say; None where one is missing or the file can't be read."""
+    try:
+        keys = find(repo)
+    except RepoError:
+        # Whoever opens the repo with these settings says what is wrong with the file.
+        return None
+    found = {name: keys.get(name, "").strip() for name in NAMES}
+    return found if all(found.values()) else None
 
 
 def keys_of(commitment: str, form: Sequence[int]) -> dict[str, str] | None:

@@ -17,7 +17,8 @@ _WILDCARD = "*"
 def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
     """`metadata.json`, the epoch's `config.json` and `gradients.pt`, which is stored under `folder`. Raises RepoError.
 
-    `keys` have `{outer_step}`; where the epoch is not said, it is what metadata.json names.
+    `keys` have `{outer_step}`; where the epoch is not said, it is what metadata.json names. A gradients.pt of more
+    than `max_bytes` is not fetched.
     """
     keys, most = request["keys"], request["max_bytes"]
     metadata, size = _document(repo, keys.get("metadata"))

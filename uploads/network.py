@@ -37,23 +37,26 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         return Progress(reason="the master has committed nothing, or [chain] master_uid is not set")
     keys = keys_of(master_commitment, limits.commitment_form)
     bucket = master_bucket(repo.bucket, limits.bucket_pattern)
-    if keys is None or bucket is None or limits.endpoint is None:
+    if None in (keys, bucket, limits.endpoint, limits.gradients_key):
         return Progress(reason="the profile does not say how the master's repo is found, or [repo] bucket is not set")
+    assert keys is not None
+    assert limits.endpoint is not None
     settings = dataclasses.replace(
         repo, kind="s3", bucket=bucket, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]),
         credentials="env", credentials_file=None,
     )  # fmt: skip
     env = {name: value for name, value in os.environ.items() if not SECRET_NAME.search(name)} | keys
-    answer = probe.ask("uploads.repos.look", {"repo": dataclasses.asdict(settings)}, repo.timeout_s, env=env)
+    request = {
+        "repo": dataclasses.asdict(settings), "outer_step": None, "names": {}, "folder": "", "max_bytes": -1,
+        "keys": {"metadata": limits.metadata_key, "config": limits.config_key, "gradients": limits.gradients_key},
+    }  # fmt: skip
+    answer = probe.ask("uploads.fetch", request, repo.timeout_s, env=env)
     if answer.reason is not None or not isinstance(answer.value, Mapping):
         return Progress(reason=f"the master's repo: {answer.reason or 'no answer'}")
-    # Its metadata alone counts: the master need not publish gradients.
-    metadata = answer.value.get("metadata") or {}
-    config = answer.value.get("config") or {}
-    outer = metadata.get("outer_step")
+    outer = answer.value.get("outer_step")
     if not isinstance(outer, int):
-        return Progress(reason=f"the master's repo names no outer step: {answer.value.get('reason')}")
-    block = config.get("last_allreduce_block")
+        return Progress(reason="the master's metadata.json is missing or names no outer step")
+    block = (answer.value.get("config") or {}).get("last_allreduce_block")
     return Progress(outer, block if isinstance(block, int) else None)
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 
 import typer
 
 from miner_guard import events, statedir
 from miner_guard.cli import options
 from miner_guard.cli.exits import FAILED, OK, UNAVAILABLE
-from miner_guard.health import chain
 from uploads import audit
-from uploads.network import network_of, progress
-from validators.facts import Network
 from validators.limits import Limits
 from validators.profiles import load_profile
 
@@ -28,13 +24,7 @@ def command(
     place = options.open_place(config, name, state_dir)
     settings = place.settings.config
     limits = Limits.of(settings.gate, {} if place.profile is None else load_profile(place.profile).limits)
-    network, commitment = Network(reason="no [chain] configured"), None
-    if settings.chain.network is not None:
-        look = chain.look(settings.chain)
-        commitment = look.commitment
-        ahead = progress(settings.repo, limits, look.master_commitment)
-        network = network_of(look, ahead, time.monotonic())
-    report = audit.run(settings.repo, limits, network, commitment)
+    report = audit.look(settings, limits)
     if as_json:
         typer.echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:

@@ -125,10 +125,10 @@ def moto() -> Iterator[tuple[str, Faults]]:
 
 
 @contextlib.contextmanager
-def rclone(program: str, folder: Path) -> Iterator[str]:
-    """`rclone serve s3` over a folder, with real authentication; yields its endpoint."""
+def rclone(program: str, folder: Path, pair: tuple[str, ...] = tuple(KEYS.values())) -> Iterator[str]:
+    """`rclone serve s3` over a folder, with real authentication by a pair of keys; yields its endpoint."""
     port = free_port()
-    keys = ",".join(KEYS.values())
+    keys = ",".join(pair)
     child = subprocess.Popen(
         [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", keys, str(folder)],
         stdout=subprocess.DEVNULL,

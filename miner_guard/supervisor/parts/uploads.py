@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.supervisor.parts import Context, Part
 from uploads import audit
 from uploads import inputs as gate_inputs
-from uploads.commitments import commitment_of
+from uploads.commitments import commitment_of, configured
 from uploads.inputs import GateInputs
 from uploads.ledger import Ledger
 from uploads.repos import look_at
@@ -55,7 +54,7 @@ class UploadsPart(Part):
         config = context.config
         self._repo = config.repo
         self._limits = _limits_of(context)
-        self._credentials = fingerprint(commitment_of(os.environ))
+        self._credentials = fingerprint(commitment_of(configured(config.repo)))
         self._mutex = threading.Lock()
         self._watch = RepoWatch(config.gate)
         self._ahead = ForecastWatch(config.gate)
@@ -120,9 +119,7 @@ class UploadsPart(Part):
             self.context.emit(found("guard_degraded", what=what))
 
     def _audit(self) -> None:
-        with self._mutex:
-            network = self._network
-        report = audit.run(self._repo, Limits.of(self.context.config.gate, self._limits), network)
+        report = audit.look(self.context.config, Limits.of(self.context.config.gate, self._limits))
         self._last["audit"] = {"outcome": report.outcome, "detail": report.detail, "wall": self.context.clock.wall()}
         self.context.emit(report.finding())
 

@@ -1,0 +1,94 @@
+"""The audit as a validator does it: with the keys that are committed on chain, from a server that checks them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from miner_guard.config import GateSettings, RepoSettings
+from tests import needs
+from tests.servers import s3
+from uploads import audit
+from uploads.network import Progress, progress
+from validators.commitment import fingerprint
+from validators.facts import Network
+from validators.limits import Limits
+from validators.profiles import load_profile
+
+torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
+
+BUCKET, MASTER = "llama-4b-ws-4-007", "llama-4b-ws-4"
+ACCOUNT, KEY, SECRET = "a" * 32, "b" * 32, "c" * 64
+COMMITTED = ACCOUNT + KEY + SECRET
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def limits(tmp_path: Path) -> Iterator[Limits]:
+    """The profile's, with a server of ours where R2 would be, which lets in the committed keys alone."""
+    needs.module("boto3")
+    served = tmp_path / "served"
+    (served / BUCKET / "epoch-56").mkdir(parents=True)
+    (served / MASTER / "epoch-56").mkdir(parents=True)
+    (served / MASTER / "metadata.json").write_text('{"outer_step": 56, "inner_step": 0, "peer_id": "m"}')
+    (served / MASTER / "epoch-56" / "config.json").write_text('{"last_allreduce_block": 800}')
+    torch.save(
+        {"widxs": torch.tensor([1, 2]), "wvals": torch.tensor([0.5, -0.5]), "metadata": {}},
+        served / BUCKET / "epoch-56" / "gradients.pt",
+    )
+    (served / BUCKET / "epoch-56" / "config.json").write_text('{"block_list": [1000]}')
+    metadata = {"run": "5", "outer_step": 56, "inner_step": 84, "peer_id": "x"}
+    (served / BUCKET / "metadata.json").write_text(json.dumps(metadata))
+    numbers = {**load_profile("sn38").limits, "gradients_chunk": None}
+    with s3.rclone(needs.tool("rclone"), served, (KEY, SECRET)) as endpoint:
+        yield dataclasses.replace(Limits.of(GateSettings(), numbers), endpoint=endpoint)
+
+
+@pytest.fixture
+def repo(monkeypatch: pytest.MonkeyPatch) -> RepoSettings:
+    for name in (*s3.KEYS, "R2_ACCOUNT_ID", "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    return RepoSettings(kind="s3", bucket=BUCKET, region="us-east-1", timeout_s=20.0)
+
+
+def test_the_committed_keys_open_what_the_audit_judges(limits: Limits, repo: RepoSettings) -> None:
+    ahead = progress(repo, limits, COMMITTED)
+    assert ahead == Progress(56, 800)
+    network = Network(1050, 56, 250, fingerprint(COMMITTED), True, 7, None, time.monotonic())
+    report = audit.run(repo, limits, network, COMMITTED)
+    assert report.outcome == "accepted", report.detail
+    assert report.credentials == "commitment"
+    assert {v.rule: v.outcome for v in report.verdicts}["bucket"] == "pass"
+
+
+def test_committed_keys_that_open_nothing_are_what_a_validator_rejects(limits: Limits, repo: RepoSettings) -> None:
+    wrong = ACCOUNT + KEY + "d" * 64
+    network = Network(1050, 56, 250, fingerprint(wrong), True, 7, None, time.monotonic())
+    report = audit.run(repo, limits, network, wrong)
+    assert report.outcome == "rejected"
+    assert "the keys committed on chain open nothing" in report.detail
+    assert "refuses the keys" in str(progress(repo, limits, wrong).reason)
+    assert "d" * 64 not in report.detail
+
+
+def test_the_keys_of_others_are_told_apart_from_ours(
+    limits: Limits, repo: RepoSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R2_ACCOUNT_ID", ACCOUNT)
+    monkeypatch.setenv("R2_READ_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("R2_READ_SECRET_ACCESS_KEY", SECRET)
+    configured = dataclasses.replace(repo, endpoint=limits.endpoint)
+    network = Network(1050, 56, 250, fingerprint("e" * 128), True, 7, None, time.monotonic())
+    report = audit.run(configured, limits, network)
+    assert report.outcome == "rejected"
+    assert "the commitment on chain is of other read keys than those in use" in report.detail
+    network = Network(1050, 56, 250, fingerprint(COMMITTED), True, 8, None, time.monotonic())
+    assert (
+        "bucket 'llama-4b-ws-4-007' is of uid 7, the hotkey's uid is 8" in audit.run(configured, limits, network).detail
+    )
