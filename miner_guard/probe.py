@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_asked: set[subprocess.Popen[bytes]] = set()
+"""Children that have not answered yet."""
+
 PROBE_FD = "_MINER_GUARD_PROBE_FD"
 _TAIL = 2000
 _LARGEST_ANSWER = 16 * 1024 * 1024
@@ -75,11 +78,20 @@ def ask(
         os.close(child_end)
         return unknown(f"probe {name} could not be started: {error.strerror}")
     os.close(child_end)
+    _asked.add(child)
     try:
         return _talk(child, answer_end, request, start, deadline_s, name)
     finally:
+        _asked.discard(child)
         os.close(answer_end)
         _end(child)
+
+
+def end_all() -> None:
+    """End all probes in progress: whoever asked gets a reason at once. For a guard that stops."""
+    for child in list(_asked):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def _talk(

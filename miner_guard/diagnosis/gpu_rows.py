@@ -20,6 +20,9 @@ XID_APPLICATION = frozenset({13, 31, 43, 45, 68, 109})
 BAD_THROTTLE = 0x8 | 0x40 | 0x80
 """HW slowdown, HW thermal slowdown, HW power brake; idle and the software power cap are everyday."""
 
+_ABSENT = frozenset({"Not Supported", "Function Not Found"})
+"""Reasons of a field that this model or this driver does not have."""
+
 UNDER_LOAD = 0.5
 """PCIe links idle down: width and generation are judged from this utilisation on."""
 
@@ -34,12 +37,29 @@ STATES = {
 
 def checks(s: Snapshot) -> Iterator[Check]:
     """All GPUs; where the CPU was asked for, a GPU's fault is only worth a warning."""
+    yield from _peers(s.gpu_rows)
     softened = s.expectation.count == 0
     for row in s.gpu_rows:
         for check in of_row(row):
             if softened and check.level == "critical":
                 check = Check(check.check, "warn", check.seen, check.limit, check.next_step, check.gpu)
             yield check
+
+
+def _peers(rows: list[Row]) -> Iterator[Check]:
+    """GPUs without peer-to-peer at all are a matter of the machine; some with and some without is a fault."""
+    counts = {row["index"]: row["peers"] for row in rows if row.get("peers") is not None}
+    if len(counts) < 2:
+        return
+    most = max(counts.values())
+    short = sorted(i for i, n in counts.items() if n < most)
+    if short:
+        seen = f"GPU {', '.join(map(str, short))} reach fewer peers than the others, which reach {most}"
+        step = "check nvidia-smi topo -p2p r, the PCIe slots and the IOMMU"
+        yield Check("gpu.peers", "warn", seen, "all alike", step)
+    else:
+        seen = f"each GPU reaches {most} of {len(counts) - 1} others directly" if most else "no peer-to-peer access"
+        yield Check("gpu.peers", "ok", seen + ("" if most else ": ranks talk through host memory"))
 
 
 def of_row(row: Row) -> Iterator[Check]:
@@ -51,7 +71,7 @@ def of_row(row: Row) -> Iterator[Check]:
         yield Check("gpu.state", level, f"GPU {index} {words} ({row['error']})", "answers", step, index, may_mend=True)
         return
     yield _readable(row)
-    for judge in (_ecc, _remap, _recovery, _xid, _throttle, _temperature, _power, _pcie, _nvlink):
+    for judge in (_ecc, _remap, _recovery, _xid, _throttle, _temperature, _power, _pcie, _nvlink, _fabric):
         yield from judge(row)
     yield from _modes(row)
 
@@ -59,7 +79,7 @@ def of_row(row: Row) -> Iterator[Check]:
 def _readable(row: Row) -> Check:
     unread = row.get("unread") or {}
     # What a model does not have is no news; what it may not tell is.
-    withheld = {name: why for name, why in unread.items() if "support" not in why.lower()}
+    withheld = {name: why for name, why in unread.items() if why not in _ABSENT}
     name = f"GPU {row['index']} {row.get('name') or ''}".strip()
     if withheld:
         sample = next(iter(withheld.values()))
@@ -206,6 +226,16 @@ def _nvlink(row: Row) -> Iterator[Check]:
             str(there),
             "check the fabric manager and nvidia-smi nvlink -s" if bad else None,
         )
+
+
+def _fabric(row: Row) -> Iterator[Check]:
+    """Only machines with NVSwitch have a fabric; CUDA does not start before it is completed."""
+    state = row.get("fabric")
+    if state in ("not started", "in progress"):
+        step = "start nvidia-fabricmanager, in the version of the driver"
+        yield _check(row, "gpu.fabric", "critical", f"the NVSwitch fabric is {state}", "completed", step)
+    elif state == "completed":
+        yield _check(row, "gpu.fabric", "ok", "the NVSwitch fabric is completed", "completed")
 
 
 def _modes(row: Row) -> Iterator[Check]:

@@ -5,6 +5,7 @@ Only for the child that `nvml_probe` is; the supervisor imports no pynvml.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ THROTTLE = {
     0x20: "SW thermal", 0x40: "HW thermal", 0x80: "HW power brake", 0x100: "display clocks",
 }  # fmt: skip
 """Bits of the clocks event reasons (nvml.h); R535 and later call them event, earlier throttle reasons."""
+
+_P2P_READ = 0
+"""NVML_P2P_CAPS_INDEX_READ; in the bindings that constant is a tuple by mistake."""
 
 _RECOVERY = ("none", "reset the GPU", "reboot the node", "drain peer-to-peer", "drain and reset")
 
@@ -109,6 +113,27 @@ def _nvlinks(handle: Handle) -> tuple[Any, ...]:
     return up, there
 
 
+def _peers(handle: Handle) -> tuple[Any, ...]:
+    reachable = 0
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            other = nvml.nvmlDeviceGetHandleByIndex(index)
+            if nvml.nvmlDeviceGetUUID(other) != nvml.nvmlDeviceGetUUID(handle):
+                reachable += nvml.nvmlDeviceGetP2PStatus(handle, other, _P2P_READ) == 0
+        except nvml.NVMLError as error:
+            # Another GPU's trouble is not this one's.
+            if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+                raise
+    return (reachable,)
+
+
+def _fabric(handle: Handle) -> tuple[Any, ...]:
+    info = nvml.c_nvmlGpuFabricInfo_t()
+    nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    state = int(info.state)
+    return (("not supported", "not started", "in progress", "completed")[state] if state < 4 else f"state {state}",)
+
+
 def _processes(handle: Handle) -> tuple[Any, ...]:
     # A number only: in a container the pids are the host's and alias unrelated local processes.
     return (len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)),)
@@ -145,6 +170,8 @@ FIELDS = (
     _one("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth", constant=True),
     _one("pcie_replays", "nvmlDeviceGetPcieReplayCounter"),
     Field(("nvlinks_up", "nvlinks"), _nvlinks),
+    Field(("peers",), _peers, constant=True),
+    Field(("fabric",), _fabric),
     _one("persistence", "nvmlDeviceGetPersistenceMode"),
     _one("compute_mode", "nvmlDeviceGetComputeMode"),
     Field(("mig",), lambda handle: (nvml.nvmlDeviceGetMigMode(handle)[0],)),

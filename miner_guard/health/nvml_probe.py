@@ -55,9 +55,11 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            self._work.get()()
-            self.at = None
-            self._idle.set()
+            try:
+                self._work.get()()
+            finally:
+                self.at = None
+                self._idle.set()
 
 
 class Gpu:
@@ -108,6 +110,9 @@ class Gpu:
             unread[first] = str(error)
             if error.value == nvml.NVML_ERROR_NOT_SUPPORTED:
                 self._permanent[first] = str(error)
+            return
+        except Exception as error:  # noqa: BLE001  bindings older than the field, or a struct that changed: this field only
+            unread[first] = self._permanent[first] = f"{type(error).__name__}: {error}"
             return
         row.update(values)
         if field.constant:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from miner_guard import probe
 from miner_guard.events import Finding, found
 from miner_guard.supervisor.gather import Question
 from miner_guard.supervisor.preflight import Outcome, preflight
@@ -31,8 +32,9 @@ class Startup:
         threading.Thread(target=self._look, args=(launch, refuse), name="preflight", daemon=True).start()
 
     def cancel(self) -> None:
-        """Stop waiting; nothing is launched any more."""
+        """Stop waiting, and end the probes, which could hold up the guard's end; nothing is launched any more."""
         self._stop.set()
+        probe.end_all()
 
     def _look(self, launch: Callable[[], None], refuse: Callable[[int, str], None]) -> None:
         try:

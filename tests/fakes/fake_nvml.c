@@ -409,6 +409,36 @@ API nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t gpu, u32 link, u32 *activ
     return SUCCESS;
 }
 
+/* p2p=0: all pairs reach each other; another number is nvmlGpuP2PStatus_t for that GPU's pairs. */
+API nvmlReturn_t nvmlDeviceGetP2PStatus(nvmlDevice_t gpu, nvmlDevice_t other, int index, int *status)
+{
+    (void)other;
+    (void)index;
+    PASS(gpu);
+    *status = (int)number_of("p2p", gpu, 0);
+    return SUCCESS;
+}
+
+typedef struct {
+    unsigned char cluster[16];
+    nvmlReturn_t status;
+    u32 clique;
+    unsigned char state;
+} nvmlGpuFabricInfo_t;
+
+/* fabric=1 not started, 2 in progress, 3 completed; without it this machine has no NVSwitch */
+API nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t gpu, nvmlGpuFabricInfo_t *info)
+{
+    char text[16];
+
+    PASS(gpu);
+    if (!text_of("fabric", gpu, text, sizeof text))
+        return NOT_SUPPORTED;
+    memset(info, 0, sizeof *info);
+    info->state = (unsigned char)number_of("fabric", gpu, 3);
+    return SUCCESS;
+}
+
 /* Errors of the memory: ecc.corr.vol, ecc.unc.vol, ecc.corr.agg, ecc.unc.agg; rows.corr, .unc, .pending, .failure */
 
 ANSWERS_PAIR(nvmlDeviceGetEccMode, "ecc.mode")

@@ -79,6 +79,7 @@ def test_four_healthy_gpus_are_all_well(fake_nvml: FakeNvml, tmp_path: Path, pyt
         ({"clocks.reasons.2": 0x40}, "gpu.throttle", "warn", "HW thermal"),
         ({"pcie.width.2": 8, "util.gpu.2": 97}, "gpu.pcie", "warn", "x8 under load"),
         ({"compute_mode.2": 2}, "gpu.compute_mode", "critical", "prohibited"),
+        ({"fabric": 3, "fabric.2": 1}, "gpu.fabric", "critical", "not started"),
         ({"mem.used.2": 60 << 30}, "gpu.held_memory", "critical", "60.0 GB of 80.0 GB held"),
     ],
 )
