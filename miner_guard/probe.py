@@ -118,6 +118,8 @@ def _talk(
         for fd in readable:
             data = os.read(fd, 65536)
             if not data and fd == answer_end:
+                # Its last words may have come after this round's select and before its end.
+                reading.update({stdout: (reading.get(stdout, b"") + _rest(stdout))[-_TAIL:]})
                 return _parsed(reading, stdout, answer_end, child, time.monotonic() - start, module)
             if not data:
                 del reading[fd]
@@ -128,6 +130,15 @@ def _talk(
             elif len(reading[fd]) > _LARGEST_ANSWER:
                 return Answer(None, "the answer is too large", time.monotonic() - start)
     raise AssertionError("unreachable: the answer's end is only left by returning")
+
+
+def _rest(fd: int) -> bytes:
+    """What is in a non-blocking pipe now."""
+    found = b""
+    with contextlib.suppress(BlockingIOError):
+        while data := os.read(fd, 65536):
+            found = (found + data)[-_TAIL:]
+    return found
 
 
 def _feed(stdin: int, pending: bytes) -> bytes:
