@@ -1,0 +1,32 @@
+"""`miner-guard alerts test`: does the message arrive?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from miner_guard.cli.exits import FAILED, USAGE, Refused
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_place
+from miner_guard.redact import Redactor
+
+
+def command(
+    what: Annotated[str, typer.Argument(metavar="test", help="Send a test message to every target.")],
+    config: Config = None,
+    name: Name = DEFAULT_NAME,
+    state_dir: State = None,
+) -> None:
+    """Send a test message. Exit 1: not every target took it."""
+    from miner_guard.supervisor.parts.alerts import send_test
+
+    if what != "test":
+        raise Refused(f"alerts takes `test`, not {what!r}", USAGE)
+    settings = open_place(config, name, state_dir).settings.config.alerts
+    if not settings.urls:
+        raise Refused("no targets; set MINER_GUARD_ALERTS__URLS to Apprise URLs, separated by commas", USAGE)
+    answer = send_test(settings)
+    if not answer.known:
+        words = Redactor(settings.urls).text(answer.reason or "")
+        raise Refused(f"the test message did not arrive everywhere: {words}", FAILED)
+    typer.echo(f"sent to {answer.value} targets in {answer.seconds:.1f} s")

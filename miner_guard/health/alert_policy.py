@@ -1,0 +1,113 @@
+"""Which findings are alerts, when the same one is told again, and what says that it is over. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from miner_guard import events
+from miner_guard.clock import Clock
+from miner_guard.config import AlertSettings
+from miner_guard.events import LEVELS, Finding
+
+OVERNIGHT = frozenset({
+    "hang_detected", "miner_exited", "crash_loop", "slow_step", "steps_regressed", "straggler",
+    "loss_nan", "loss_spike", "loss_divergence", "checkpoint_stale", "upload_failed", "repo_stale", "upload_forecast",
+    "audit_failed", "incident", "cpu_fallback", "gpu_fault", "gpu_drop", "low_gpu_memory", "host_warning",
+    "network_unreachable", "chain_unregistered", "guard_degraded", "sampler_failed", "output_dropped",
+})  # fmt: skip
+"""Source 003, prompt 3: stalls, loss explosion, nothing saved, any problem, overnight."""
+
+_NEVER = frozenset({"alert_sent", "alert_failed"})
+"""An alert about alerts would be a loop."""
+
+_ENDS = {
+    "upload_succeeded": frozenset({"upload_failed", "repo_stale", "upload_forecast"}),
+    "audit_passed": frozenset({"audit_failed"}),
+    "sampler_recovered": frozenset({"sampler_failed"}),
+    "straggler_cleared": frozenset({"straggler"}),
+    "network_recovered": frozenset({"network_unreachable"}),
+    "disk_recovered": frozenset({"disk_full"}),
+    "checkpoint_saved": frozenset({"checkpoint_stale"}),
+}
+"""What says that a problem is over."""
+
+BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
+"""Over when steps are finished again."""
+
+_SAME = ("label", "sampler", "check", "gpu", "node", "what")
+"""Fields that tell two findings of one event apart."""
+
+_MOST_OPEN = 256
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A message to be sent."""
+
+    event: str
+    level: str
+    title: str
+    body: str
+    resolved: bool = False
+
+
+class AlertPolicy:
+    """Decides about each finding; remembers what was told, at most 256 problems of it."""
+
+    def __init__(self, settings: AlertSettings, clock: Clock, who: str) -> None:
+        """`who` names the miner in every title."""
+        self._settings, self._clock, self._who = settings, clock, who
+        self._overnight = OVERNIGHT if settings.preset == "overnight" else frozenset[str]()
+        self._told: dict[tuple[str, str], float] = {}
+        self._held_back: dict[tuple[str, str], int] = {}
+        self._open: dict[tuple[str, str], str] = {}
+
+    def observe(self, finding: Finding) -> Iterator[Alert]:
+        """The alerts that a finding leads to: itself, or the end of earlier ones."""
+        for event in _ENDS.get(finding.event, ()):
+            yield from self._ended(event, events.line(finding), _key(finding)[1])
+        if self._wanted(finding) and (alert := self._problem(finding)) is not None:
+            yield alert
+
+    def progressed(self) -> Iterator[Alert]:
+        """Steps were finished: what stopped them is over."""
+        for event in BY_PROGRESS:
+            yield from self._ended(event, "steps are finished again", "")
+
+    def _wanted(self, finding: Finding) -> bool:
+        if finding.event in _NEVER:
+            return False
+        severity = LEVELS[finding.severity]
+        if finding.event in self._overnight and severity >= LEVELS["warning"]:
+            return True
+        return finding.event in self._settings.events or severity >= LEVELS[self._settings.min_level]
+
+    def _problem(self, finding: Finding) -> Alert | None:
+        key, now = _key(finding), self._clock.monotonic()
+        if now - self._told.get(key, float("-inf")) < self._settings.cooldown_s:
+            self._held_back[key] = self._held_back.get(key, 0) + 1
+            return None
+        line = events.line(finding)
+        if len(self._told) >= _MOST_OPEN:
+            oldest = next(iter(self._told))
+            del self._told[oldest]
+            self._open.pop(oldest, None)
+            self._held_back.pop(oldest, None)
+        self._told[key], self._open[key] = now, line
+        more = self._held_back.pop(key, 0)
+        body = f"{line}\n({more} more of these were held back)" if more else line
+        title = f"[{self._who}] {finding.severity.upper()}: {finding.event}"
+        return Alert(finding.event, finding.severity, title, body)
+
+    def _ended(self, event: str, words: str, detail: str) -> Iterator[Alert]:
+        for key in [key for key in self._open if key[0] == event and detail in ("", key[1])]:
+            problem = self._open.pop(key)
+            self._told.pop(key, None)
+            title = f"[{self._who}] RESOLVED: {event}"
+            yield Alert(event, "info", title, f"{words}\nwas: {problem}", resolved=True)
+
+
+def _key(finding: Finding) -> tuple[str, str]:
+    detail = next((str(finding.fields[name]) for name in _SAME if name in finding.fields), "")
+    return finding.event, detail if finding.rank is None else f"{detail} rank {finding.rank}".strip()

@@ -1,0 +1,213 @@
+"""Alerts: what is told, how often, what says it is over, and that delivery hurts nobody."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.cli.main import run
+from miner_guard.clock import FakeClock, SystemClock
+from miner_guard.config import AlertSettings, Config
+from miner_guard.events import Finding, found
+from miner_guard.health.alert_policy import Alert, AlertPolicy
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context
+from miner_guard.supervisor.parts import alerts as part_module
+from miner_guard.supervisor.parts.alerts import Alerts
+from tests import needs
+
+HANG = found("hang_detected", detail="rank 2 in data for 912s", culprits=[2], idle_s=912, limit_s=300)
+FAILED = found("upload_failed", reason="403")
+VERIFIED = found("upload_succeeded", tag="5.56.51", detail="read back")
+SPIKE = found("loss_spike", step=1, loss=9.0, median=3.0, limit=4.0)
+
+
+def _told(policy: AlertPolicy, *findings: Finding) -> list[Alert]:
+    return [alert for finding in findings for alert in policy.observe(finding)]
+
+
+def test_errors_are_told_and_warnings_are_not() -> None:
+    policy = AlertPolicy(AlertSettings(), FakeClock(), "host/miner")
+    told = _told(policy, HANG, SPIKE, VERIFIED, found("alert_failed", alert="x", reason="y").at("critical"))
+    assert [(alert.title, alert.body) for alert in told] == [
+        ("[host/miner] CRITICAL: hang_detected", "HANG DETECTED: rank 2 in data for 912s")
+    ]
+
+
+def test_overnight_also_tells_the_loss_and_what_was_not_saved_but_no_stop_that_was_asked_for() -> None:
+    policy = AlertPolicy(AlertSettings(preset="overnight"), FakeClock(), "h/m")
+    asked = found("miner_exited", level="info", how="as asked", code=0, runtime_s=1.0)
+    told = _told(policy, SPIKE, asked, found("checkpoint_stale", detail="2 h old"))
+    assert [alert.event for alert in told] == ["loss_spike", "checkpoint_stale"]
+
+
+def test_the_same_alert_waits_for_its_cooldown_and_says_how_many_were_held_back() -> None:
+    clock = FakeClock()
+    policy = AlertPolicy(AlertSettings(cooldown_s=900), clock, "h/m")
+    assert len(_told(policy, *[HANG] * 10)) == 1
+    clock.advance(901)
+    (again,) = _told(policy, HANG)
+    assert "(9 more of these were held back)" in again.body
+    labels = [found("incident", label=label, cause="c", fix="f", excerpt="e") for label in ("oom", "nccl", "oom")]
+    assert len(_told(policy, *labels)) == 2
+
+
+def test_what_is_over_is_told_once_and_may_be_told_anew() -> None:
+    policy = AlertPolicy(AlertSettings(), FakeClock(), "h/m")
+    told = _told(policy, FAILED, VERIFIED, VERIFIED)
+    assert [(alert.title, alert.resolved) for alert in told] == [
+        ("[h/m] ERROR: upload_failed", False), ("[h/m] RESOLVED: upload_failed", True),
+    ]  # fmt: skip
+    assert len(_told(policy, FAILED)) == 1, "a second failure after the end is news"
+    _told(policy, HANG)
+    assert [alert.title for alert in policy.progressed()] == ["[h/m] RESOLVED: hang_detected"]
+    assert list(policy.progressed()) == []
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    policy = AlertPolicy(AlertSettings(), FakeClock(), "h/m")
+    for number in range(2000):
+        _told(policy, found("incident", label=str(number), cause="c", fix="f", excerpt="e"))
+    assert len(policy._told) <= 256
+    assert len(policy._open) <= 256
+
+
+class Webhook:
+    """A real HTTP server that keeps what it gets; it may refuse the first requests, or hold its answer."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.gets = 0
+        self.refuse = 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.refuse -= 1
+                self.send_response(503 if outer.refuse >= 0 else 200)
+                self.end_headers()
+                if outer.refuse < 0:
+                    outer.bodies.append(json.loads(body))
+
+            def do_GET(self) -> None:
+                outer.gets += 1
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_arguments: Any) -> None:
+                """Quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"json://127.0.0.1:{self.server.server_port}/planted-secret-path"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    needs.module("apprise")
+    hook = Webhook()
+    yield hook
+    hook.server.shutdown()
+    hook.server.server_close()
+
+
+class OnceJobs:
+    def __init__(self) -> None:
+        self.work: dict[str, Callable[[], None]] = {}
+
+    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+        self.work[name] = work
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        work()
+
+
+def _part(
+    tmp_path: Path, settings: AlertSettings, status: dict[str, Any] | None = None
+) -> tuple[Alerts, list[Finding]]:
+    said: list[Finding] = []
+    context = Context(
+        Config(alerts=settings), StateDir(tmp_path), SystemClock(), "r", said.append, OnceJobs(), None,  # type: ignore[arg-type]
+        lambda: status or {},
+    )  # fmt: skip
+    return Alerts(context), said
+
+
+def _until(true: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_alert_arrives_after_a_refusal_and_is_said(
+    tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_module, "RETRIES_S", (0.1,))
+    webhook.refuse = 1
+    part, said = _part(tmp_path, AlertSettings(urls=(webhook.url,)))
+    part.on_finding(HANG)
+    _until(lambda: said)
+    assert [(finding.event, finding.fields["targets"]) for finding in said] == [("alert_sent", 1)]
+    assert webhook.bodies[0]["title"].endswith("CRITICAL: hang_detected")
+    assert webhook.bodies[0]["message"] == "HANG DETECTED: rank 2 in data for 912s"
+    part.on_stop()
+
+
+def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs.module("apprise")
+    monkeypatch.setattr(part_module, "DEADLINE_S", 2.0)
+    monkeypatch.setattr(part_module, "RETRIES_S", ())
+    silent = socket.create_server(("127.0.0.1", 0))
+    url = f"json://127.0.0.1:{silent.getsockname()[1]}/planted-secret-path"
+    part, said = _part(tmp_path, AlertSettings(urls=(url,), cooldown_s=0))
+    start = time.monotonic()
+    for _ in range(500):
+        part.on_finding(HANG)
+    assert time.monotonic() - start < 1.0
+    assert part.snapshot()["dropped"] >= 400
+    _until(lambda: said)
+    assert said[0].event == "alert_failed"
+    assert "no answer within 2 s" in said[0].fields["reason"]
+    part._settings = AlertSettings()
+    part.on_stop()
+    silent.close()
+
+
+def test_the_heartbeat_is_sent_while_the_miner_progresses_and_only_then(tmp_path: Path, webhook: Webhook) -> None:
+    url = f"http://127.0.0.1:{webhook.server.server_port}/beat"
+    status = {"state": "running", "steps": {"last_step_age_s": 3, "max_s": 15}}
+    part, _ = _part(tmp_path, AlertSettings(heartbeat_url=url), status)
+    jobs = part.context.jobs
+    assert isinstance(jobs, OnceJobs)
+    jobs.work["heartbeat"]()
+    assert webhook.gets == 1
+    status["steps"] = {"last_step_age_s": 3000, "max_s": 15}
+    jobs.work["heartbeat"]()
+    assert webhook.gets == 1
+
+
+def test_the_test_message(
+    tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["alerts", "test"]) == 64
+    monkeypatch.setenv("MINER_GUARD_ALERTS__URLS", webhook.url)
+    assert run(["alerts", "test"]) == 0
+    assert "sent to 1 targets" in capsys.readouterr().out
+    monkeypatch.setenv("MINER_GUARD_ALERTS__URLS", f"{webhook.url},json://127.0.0.1:9/planted-secret-path,nonsense://x")
+    assert run(["alerts", "test"]) == 1
+    words = capsys.readouterr().err
+    assert "target 2 (json) did not take it; target 3 (nonsense) is not an address" in words
+    assert "planted-secret-path" not in words
