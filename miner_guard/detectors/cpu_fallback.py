@@ -26,8 +26,12 @@ _LASTING = 5
 """Steps in a row that evidence must last, for and against."""
 
 _BASELINE = 10
-_FACTOR = 4.0
-"""A CPU is 10-20 times slower than a GPU (source 004: 240 s for 15 s); a busy host rarely four times."""
+_FACTOR = 5.0
+"""A CPU is 10-20 times slower than a GPU (source 004: 240 s for 15 s); a busy host rarely five times."""
+
+_LEAST_EXCESS_S = 0.25
+_LEAST_SLOWED_S = 5.0
+"""Steps of a fraction of a second are held up by anything: they must be slow for this long together."""
 
 _EXPLAINING = 0.5
 """Share of the excess that a phase of waiting must hold to explain a slow step."""
@@ -62,6 +66,7 @@ class RankWatch:
         self._baseline = SortedWindow(64)
         self._recent: deque[Observation] = deque(maxlen=_LASTING)
         self._slowed = 0
+        self._slowed_s = 0.0
         self._seen = 0
         self.model_device: str | None = None
         """Compute device by the rank's own diagnosis."""
@@ -94,8 +99,9 @@ class RankWatch:
             return
         excess = core - base.median
         waited = sum(seen.phases.get(name, 0.0) for name in _WAITING)
-        slowed = core > _FACTOR * base.median and excess > self._steps.min_excess_s and waited < _EXPLAINING * excess
+        slowed = core > _FACTOR * base.median and excess > _LEAST_EXCESS_S and waited < _EXPLAINING * excess
         self._slowed = self._slowed + 1 if slowed else 0
+        self._slowed_s = self._slowed_s + core if slowed else 0.0
         if core <= 2 * base.median:
             base.add(core)
 
@@ -128,7 +134,7 @@ class RankWatch:
         if (low or idle) and len(slow) >= 2:
             how_slow = f"step {last.seconds:.1f}s (slow above {self._steps.slow_s:g}s)"
             return Verdict(SUSPECTED, (*memory, *idle, how_slow))
-        if self._slowed >= _LASTING and not self._on_gpu(last):
+        if self._slowed >= _LASTING and self._slowed_s >= _LEAST_SLOWED_S and not self._on_gpu(last):
             times = last.seconds / self._baseline.median
             return Verdict(SUSPECTED, (
                 "no GPU memory in use", f"steps take {times:.1f} times as long as before "

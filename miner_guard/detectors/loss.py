@@ -19,12 +19,12 @@ from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.trend import p_rising, p_rising_trimmed
 from miner_guard.detectors.window import MAD_TO_SIGMA, SortedWindow
 
-_LOCAL = 16
+_LOCAL = 8
 _LOCAL_LEAST = 8
 _LOCAL_FACTOR = 8.0
 _LOCAL_EXCESS = 0.25
 """The local rule, for a loss that still falls fast, where the spread of 64 values is mostly descent: beyond the
-median of the last 16 by 25 % and by 8 sigma of the noise from step to step."""
+median of the last 8 by 25 % and by 8 sigma of the noise from step to step, its drift taken out."""
 
 _EXPLOSION_STEPS = 5
 _CHECK_EVERY = 16
@@ -100,7 +100,7 @@ class LossWatch:
         if len(self._local) < _LOCAL_LEAST:
             return None
         level = self._local.median
-        noise = MAD_TO_SIGMA * self._changes.median / math.sqrt(2)
+        noise = MAD_TO_SIGMA * self._changes.mad() / math.sqrt(2)
         limit = level + max(_LOCAL_FACTOR * noise, _LOCAL_EXCESS * abs(level))
         if len(self._window) < self._settings.warmup:
             return limit
@@ -110,7 +110,7 @@ class LossWatch:
         self._window.add(loss)
         self._local.add(loss)
         if self._previous is not None:
-            self._changes.add(abs(loss - self._previous))
+            self._changes.add(loss - self._previous)
         self._previous = loss
 
 

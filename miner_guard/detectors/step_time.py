@@ -22,7 +22,9 @@ SPECIAL_PHASES = ("inference", "val_loss", "upload", "allreduce", "load_state", 
 """Phases that make a step another kind: it is compared with its like, not with plain training steps."""
 
 _RECENT = 32
-_MIN_SPECIAL = 8
+_LEAST = 5
+"""Steps of a kind before one of them is judged against the others."""
+
 _MAX_KINDS = 64
 
 
@@ -105,7 +107,7 @@ class StepTimes:
         return window if window is not None and len(window) else None
 
     def _relative(self, seconds: float, kind: str, window: SortedWindow) -> SlowStep | None:
-        if len(window) < (max(self._settings.warmup, 2) if kind == TRAINING else _MIN_SPECIAL):
+        if len(window) < _LEAST:
             return None
         limit = window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio)
         limit = max(limit, window.median + self._settings.min_excess_s)

@@ -106,8 +106,9 @@ class Run:
             step = Step(number=self.number - 1, start=start, end=start + seconds, **values)
             for part in self.parts:
                 self._take(part.on_steps(rank, [step]))
-        for part in self.parts:
-            self._take(part.on_tick(self.clock.monotonic(), {}))
+        for later in (0.0, 4.0):
+            for part in self.parts:
+                self._take(part.on_tick(self.clock.monotonic() + later, {}))
 
     def alarms(self) -> list[str]:
         """Events that a person would see, apart from the ordinary lines."""

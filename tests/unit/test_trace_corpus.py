@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 
+from miner_guard.config import LossSettings
 from miner_guard.detectors.advice import Anomaly
+from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.loss import LossWatch
 from miner_guard.detectors.trace import judge as judging
 from miner_guard.detectors.trace import outliers, reading
 
@@ -174,3 +177,28 @@ def one_repository(seen: list[tuple[dict[str, Any], list[Anomaly]]]) -> tuple[fl
     """Recall of spikes (-1: none labelled), false alarms, healthy steps."""
     scores, false, steps, _ = score(seen)
     return (scores["spike"].recall() if "spike" in scores else -1.0), len(false), steps
+
+
+def test_the_live_judge_of_the_loss_stays_silent_on_healthy_curves() -> None:
+    alarms: collections.Counter[str] = collections.Counter()
+    remarks = steps = nan_found = nan_labelled = 0
+    for record in records():
+        if record["kind"] != "loss":
+            continue
+        kinds = {label["type"] for label in record["labels"]}
+        watch = LossWatch(LossSettings())
+        found = [
+            anomaly
+            for step, value in zip(record["steps"], record["values"], strict=True)
+            for anomaly in watch.observe(int(step), float(value), TrainingFacts())
+        ]
+        if kinds <= SILENT:
+            steps += len(record["values"])
+            alarms.update(a.type for a in found if a.severity != "info")
+            remarks += sum(a.severity == "info" for a in found)
+        if "nan" in kinds and any(value in ("NaN", "Infinity") for value in record["values"]):
+            nan_labelled += 1
+            nan_found += any(a.type == "nan" for a in found)
+    print(f"live: {dict(alarms)} alarms and {remarks} remarks in {steps} healthy steps; NaN {nan_found}/{nan_labelled}")
+    assert alarms.total() <= steps / 10_000
+    assert nan_found == nan_labelled

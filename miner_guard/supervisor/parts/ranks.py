@@ -21,6 +21,9 @@ from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 
 _SLOW_STEPS = 5
 
+_TOGETHER_S = 3.0
+"""How long a changed verdict waits for the other ranks', so that they come as one line."""
+
 
 class RanksPart(Part):
     """Compares the ranks; findings about several ranks come out of the next tick, as one line."""
@@ -37,6 +40,7 @@ class RanksPart(Part):
         self._watches: dict[int, RankWatch] = {}
         self._straggler = StragglerWatch(self.context.config.steps)
         self._changed: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self._changed_at: float | None = None
         self._recent: deque[Step] = deque(maxlen=_SLOW_STEPS)
         self._explained: str | None = None
 
@@ -70,6 +74,7 @@ class RanksPart(Part):
             )  # fmt: skip
             if verdict is not None:
                 self._changed[rank] = (verdict.verdict, verdict.evidence)
+                self._changed_at = self._changed_at or self.context.clock.monotonic()
             if step.flags & FLAG_FIRST:
                 continue
             if rank == min(self._watches):
@@ -95,14 +100,15 @@ class RanksPart(Part):
             unused = gpu_state.no_use(self._nvml(), self.context.config.gpu.low_memory_gb)
             for watch in self._watches.values():
                 watch.unused = unused
-        yield from self._verdicts()
+        if self._changed_at is not None and now - self._changed_at >= _TOGETHER_S:
+            yield from self._verdicts()
         yield from self._slow_cause()
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         return self._verdicts()
 
     def _verdicts(self) -> Iterator[Finding]:
-        changed, self._changed = self._changed, {}
+        changed, self._changed, self._changed_at = self._changed, {}, None
         for verdict in sorted({verdict for verdict, _ in changed.values()}):
             ranks = sorted(rank for rank, (v, _) in changed.items() if v == verdict)
             which = ("rank " if len(ranks) == 1 else "ranks ") + ",".join(map(str, ranks))

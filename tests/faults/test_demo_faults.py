@@ -1,0 +1,61 @@
+"""Each fault of the demo miner's numbers yields its event and only its event; steps before it yield none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import needs
+from tests.faults.guarded import Guarded
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SETTINGS = {"health.snapshot_every_s": 600, "logs.step_lines_per_s": 100}
+LONGEST = 200.0
+JUDGED = {
+    "slow_step", "steps_regressed", "cpu_fallback", "throughput_explained", "loss_nan", "loss_spike", "loss_divergence",
+    "loss_plateau", "overfit", "memory_leak", "memory_drop", "straggler", "timing_red_flag", "hang_detected",
+    "incident", "crash_loop", "guard_degraded",
+}  # fmt: skip
+"""Events that say that something is wrong with the training."""
+
+
+def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict[str, Any]]:
+    """The events that judged the run of a demo miner with `faults`, in order."""
+    needs.module("torch")
+    miner = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
+        "miner_guard.demo.train", "--work", str(tmp_path / f"work-{guarded.token}"), "--steps", str(steps),
+        "--effective-batch-size", "8", "--batch-size", "4", "--checkpoint-every", "1000", "--upload-steps", "1000",
+        "--inner-steps-per-outer", "1000", *(word for fault in faults for word in ("--fault", fault)),
+    ]  # fmt: skip
+    process = guarded.start(miner, settings=SETTINGS)
+    assert process.wait(LONGEST) == 0, guarded.tail()
+    return [e for e in guarded.events if e["event"] in JUDGED]
+
+
+def test_slow_spike_and_nan_are_each_seen_at_their_step_and_nothing_else(guarded: Guarded, tmp_path: Path) -> None:
+    seen = run(guarded, tmp_path, 30, "slow@19", "spike@24", "nan@28")
+    assert [(e["event"], e["level"]) for e in seen] == [
+        ("slow_step", "warning"), ("loss_spike", "info"), ("loss_nan", "critical")
+    ]  # fmt: skip
+    slow, spike, nan = seen
+    assert slow["inner_step"] == 19
+    assert slow["phases_s"]["data" if slow["rank"] == 1 else "forward"] > 5
+    assert spike["step"] == 24
+    # The weights are poisoned in step 28, the first loss that shows it is the next one's.
+    assert nan["step"] == 29
+    assert nan["examples"] == [29 * 8, 30 * 8 - 1]
+
+
+def test_steps_that_stay_eight_times_as_long_are_suspected_of_the_cpu(guarded: Guarded, tmp_path: Path) -> None:
+    seen = run(guarded, tmp_path, 24, "cpu-fallback@12")
+    names = [e["event"] for e in seen]
+    assert names.count("cpu_fallback") == 1
+    assert set(names) <= {"cpu_fallback", "slow_step"}
+    fallback = next(e for e in seen if e["event"] == "cpu_fallback")
+    assert fallback["verdict"] == "suspected"
+    assert "times as long as before" in fallback["evidence"]
