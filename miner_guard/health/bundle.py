@@ -1,0 +1,174 @@
+"""What a helper asks for (source 004, "Getting Help"), gathered, redacted, packed with a manifest.
+
+Redaction is the last step and knows no exceptions: every file goes through it as text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from miner_guard import __version__, logquery, statedir
+from miner_guard.clock import iso_utc
+from miner_guard.logquery import Hit, Query
+from miner_guard.redact import MASK, Redactor
+from miner_guard.settings import Settings
+
+_COMMAND_S = 20.0
+_MOST_EVENTS = 20_000
+_LARGEST = 5_000_000
+_INCIDENTS = 10
+_SECRET_SETTINGS = ("alerts.urls", "alerts.heartbeat_url", "http.token")
+
+_QUESTIONS = (
+    ("1-gpu-diagnostics.txt", "GPU diagnostics of the last start", {"gpu_diagnostics"}, "debug", 2),
+    ("2-steps.txt", "the last 20 training steps", {"inner_step"}, "debug", 20),
+    ("3-warnings.txt", "the last 30 warnings and errors", set[str](), "warning", 30),
+    ("4-uploads.txt", "the last 20 upload events",
+     {"upload_blocked", "upload_allowed", "upload_started", "upload_succeeded", "upload_failed"}, "debug", 20),
+)  # fmt: skip
+
+_CUDA = (
+    "import torch; print(f'torch {torch.__version__}, CUDA: {torch.cuda.is_available()}, "
+    "Count: {torch.cuda.device_count()}, "
+    "Device: {torch.cuda.get_device_name(0) if torch.cuda.is_available() else None}')"
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One file of the bundle."""
+
+    name: str
+    what: str
+    text: str
+
+
+def collect(state: statedir.StateDir, since: str, settings: Settings) -> Iterator[Item]:
+    """All items. What can't be had says why instead."""
+    for name, what, events, level, count in _QUESTIONS:
+        hits = logquery.last(state.log, Query(frozenset(events), level), count)
+        yield Item(name, what, _lines(hits) or "none in the log\n")
+    yield Item("5-cuda.txt", "what torch says of CUDA", run([sys.executable, "-c", _CUDA]))
+    yield Item("6-nvidia-smi.txt", "nvidia-smi", run(["nvidia-smi"]))
+    yield Item("events.jsonl", f"events since {since}", _events(state, since))
+    files = {
+        state.status: "status.json",
+        state.costs: "what monitoring costs",
+        state.gate_inputs: "what the gate knew",
+        state.host_memory: "what this host had",
+    }
+    for path, what in files.items():
+        yield Item(path.name, what, _file(path))
+    yield Item("settings.json", "settings in force and their origin", _settings(settings))
+    yield Item("system.json", "system, versions, limits", json.dumps(_system(), indent=1))
+    yield from _incidents(state)
+
+
+def _lines(hits: Iterable[Hit]) -> str:
+    return "".join(hit.console(emoji=True) + "\n" for hit in hits)
+
+
+def _events(state: statedir.StateDir, since: str) -> str:
+    hits = logquery.last(state.log, Query(since=since), _MOST_EVENTS)
+    return "".join(hit.raw.decode("utf-8", "replace") + "\n" for hit in hits)
+
+
+def _file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[-_LARGEST:]
+    except OSError as error:
+        return f"not there: {error.strerror}\n"
+
+
+def run(command: list[str]) -> str:
+    """Output of a command, or why there is none."""
+    if shutil.which(command[0]) is None:
+        return f"{command[0]} is not installed\n"
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_COMMAND_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_COMMAND_S:.0f} s: {' '.join(command[:1])} hangs\n"
+    except OSError as error:
+        return f"could not be started: {error.strerror}\n"
+    return done.stdout.decode("utf-8", "replace") + ("" if done.returncode == 0 else f"exit code {done.returncode}\n")
+
+
+def _settings(settings: Settings) -> str:
+    table: dict[str, Any] = {}
+    for section, values in asdict(settings.config).items():
+        for key, value in values.items():
+            dotted = f"{section}.{key}"
+            shown = MASK if dotted in _SECRET_SETTINGS and value else value
+            table[dotted] = {"value": shown, "origin": settings.origins[dotted]}
+    return json.dumps(table, indent=1, default=str)
+
+
+def _system() -> Mapping[str, Any]:
+    from importlib import metadata
+
+    wanted = ("torch", "bittensor", "transformers", "boto3", "nvidia-ml-py", "psutil", "miner-guard")
+    versions: dict[str, str | None] = {}
+    for name in wanted:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "miner_guard": __version__, "python": sys.version, "platform": platform.platform(), "cpus": os.cpu_count(),
+        "load": os.getloadavg(), "packages": versions, "limits": run(["bash", "-c", "ulimit -a"]),
+        "disk": run(["df", "-h"]), "environment_names": sorted(os.environ),
+    }  # fmt: skip
+
+
+def _incidents(state: statedir.StateDir) -> Iterator[Item]:
+    folders = sorted(state.incidents.iterdir()) if state.incidents.is_dir() else []
+    for folder in folders[-_INCIDENTS:]:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and not path.is_symlink() and path.suffix != ".bin":
+                yield Item(f"incidents/{path.relative_to(state.incidents)}", "stored evidence", _file(path))
+
+
+def pack(output: Path, items: Iterable[Item], redactor: Redactor) -> dict[str, Any]:
+    """Write the archive, redacted, with manifest.json first; replaces `output` only when whole. Raises OSError."""
+    contents = [(item.name, item.what, redactor.text(item.text).encode()) for item in items]
+    manifest = {
+        "made": iso_utc(time.time()),
+        "by": f"miner-guard {__version__}",
+        "redacted": f"secrets by shape and by the names of environment variables, as {MASK}",
+        "files": [
+            {"name": name, "what": what, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, what, data in contents
+        ],
+    }
+    draft = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        with tarfile.open(draft, "w:gz") as archive:
+            _add(archive, "manifest.json", json.dumps(manifest, indent=1).encode())
+            for name, _, data in contents:
+                _add(archive, name, data)
+        draft.chmod(0o600)
+        os.replace(draft, output)
+    finally:
+        draft.unlink(missing_ok=True)
+    return manifest
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(f"miner-guard-bundle/{name}")
+    member.size, member.mtime, member.mode = len(data), int(time.time()), 0o600
+    archive.addfile(member, io.BytesIO(data))

@@ -1,0 +1,80 @@
+"""The bundle holds what source 004 asks for, and no secret that was planted anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from miner_guard import events
+from miner_guard.cli.main import run
+from miner_guard.clock import SystemClock
+from miner_guard.config import LogSettings
+from miner_guard.logs import Emitter, JsonlSink
+from miner_guard.redact import Redactor
+from miner_guard.statedir import StateDir, write_json
+
+SECRETS = {
+    "R2_WRITE_SECRET_ACCESS_KEY": "planted-environment-secret",
+    "MINER_GUARD_HTTP__TOKEN": "planted-http-token",
+    "MINER_GUARD_ALERTS__URLS": "tgram://planted-bot-token/planted-chat",
+}
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
+    """A state directory whose files hold secrets, as if the guard had failed to redact them."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    state = StateDir(tmp_path / "state")
+    emitter = Emitter(SystemClock(), "r1", Redactor(), [JsonlSink(state.log, LogSettings())])
+    for step in range(100):
+        figures = {"lr": 1e-4, "loss": 3.0, "step_time_s": 15.0, "gpu_mem_gb": None}
+        emitter.emit(events.found("inner_step", outer_step=1, inner_step=step, **figures))
+    emitter.emit(events.found("upload_failed", reason="key planted-environment-secret refused"))
+    emitter.emit(events.found("rank_message", text="hf_" + "a" * 34))
+    write_json(state.status, {"command": ["train", "--wallet.password=planted-argument"]})
+    evidence = state.incidents / "2026-hang" / "log.txt"
+    evidence.parent.mkdir(parents=True)
+    evidence.write_text("Authorization: Bearer planted.bearer.value\nthe last words")
+    return state
+
+
+def _unpacked(file: Path) -> dict[str, bytes]:
+    with tarfile.open(file) as archive:
+        members = {member.name.partition("/")[2]: archive.extractfile(member) for member in archive.getmembers()}
+        return {name: data.read() for name, data in members.items() if data is not None}
+
+
+def test_the_bundle_answers_what_a_helper_asks_and_holds_no_secret(
+    state: StateDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "help.tar.gz"
+    assert run(["bundle", "-o", str(output), "--state-dir", str(state.root)]) == 0
+    files = _unpacked(output)
+    manifest = json.loads(files["manifest.json"])
+    assert {row["name"] for row in manifest["files"]} == files.keys() - {"manifest.json"}
+    for row in manifest["files"]:
+        assert hashlib.sha256(files[row["name"]]).hexdigest() == row["sha256"]
+    assert len(files["2-steps.txt"].splitlines()) == 20
+    assert b"UPLOAD FAILED" in files["3-warnings.txt"]
+    assert b"UPLOAD FAILED" in files["4-uploads.txt"]
+    assert b"CUDA" in files["5-cuda.txt"]
+    assert b"none in the log" in files["1-gpu-diagnostics.txt"]
+    assert len(files["events.jsonl"].splitlines()) == 102
+    assert b"the last words" in files["incidents/2026-hang/log.txt"]
+    planted = ("planted-environment-secret", "planted-http-token", "planted-bot-token", "planted-argument",
+               "planted.bearer", "hf_aaaa")  # fmt: skip
+    assert [(name, secret) for name, data in files.items() for secret in planted if secret.encode() in data] == []
+    assert output.stat().st_mode & 0o077 == 0
+    assert "look at it before you share it" in capsys.readouterr().out
+
+
+def test_an_empty_state_directory_still_gives_a_bundle_and_a_bad_path_is_said(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    assert run(["bundle", "-o", str(tmp_path / "b.tar.gz"), "--state-dir", str(tmp_path / "state")]) == 0
+    assert run(["bundle", "-o", str(tmp_path / "no" / "b.tar.gz"), "--state-dir", str(tmp_path / "state")]) == 1
+    assert run(["bundle", "-o", str(tmp_path / "b.tar.gz"), "--state-dir", str(tmp_path / "none")]) == 1
