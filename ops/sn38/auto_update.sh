@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Keeps a guarded subnet 38 miner at upstream's version, in place of run_miner.sh's own loop (which kills every Python
+# of the host, the guard and its neighbours too). Start it in the miner's clone:
+#     pm2 start /path/to/ops/sn38/auto_update.sh --name sn38-update --interpreter bash
+# EVERY_S: seconds between two looks (1200, as upstream). NAME: the guard's --name. ONCE=1: look once and end.
+set -uo pipefail
+
+every=${EVERY_S:-1200}
+name=${NAME:-miner}
+file=distributed_training/__init__.py
+
+version_of() { # version_of REVISION: the version that the file has there
+    git show "$1:$file" 2>/dev/null | sed -n 's/^__version__ *= *["'\'']\([^"'\'']*\)["'\''].*/\1/p'
+}
+
+newer() { # newer A B: A is a later version than B
+    [ "$1" != "$2" ] && [ "$(printf '%s\n' "$1" "$2" | sort -V | tail -n 1)" = "$1" ]
+}
+
+look() {
+    branch=$(git branch --show-current)
+    if ! git fetch --quiet origin "$branch"; then
+        echo "update: origin could not be reached, trying again in ${every}s"
+        return
+    fi
+    ours=$(version_of HEAD) theirs=$(version_of FETCH_HEAD)
+    if [ -z "$theirs" ] || ! newer "$theirs" "$ours"; then
+        echo "update: ${ours:-no version} is current"
+        return
+    fi
+    if ! git merge --quiet --ff-only FETCH_HEAD; then
+        echo "update: $theirs is there, but the clone has changes of its own; not updated"
+        return
+    fi
+    pip install --quiet -e . || echo "update: pip install failed; the miner goes on with what is installed"
+    echo "update: $ours -> $theirs, restarting the miner"
+    miner-guard ctl restart --name "$name"
+}
+
+while true; do
+    look
+    [ -n "${ONCE:-}" ] && exit 0
+    sleep "$every"
+done
