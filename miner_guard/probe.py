@@ -104,12 +104,12 @@ def _talk(
     stdin, stdout = child.stdin.fileno(), child.stdout.fileno()
     for fd in (stdin, stdout, answer_end):
         os.set_blocking(fd, False)
-    reading, writing = {stdout: b"", answer_end: b""}, [stdin]
-    while answer_end in reading:
+    reading, listening, writing = {stdout: b"", answer_end: b""}, [stdout, answer_end], [stdin]
+    while True:
         left = start + deadline_s - time.monotonic()
         if left <= 0:
             return Answer(None, f"no answer within {deadline_s:g} s", time.monotonic() - start)
-        readable, writable, _ = select.select(list(reading), writing, [], left)
+        readable, writable, _ = select.select(listening, writing, [], left)
         if writable:
             pending = _feed(stdin, pending)
             if not pending:
@@ -119,17 +119,16 @@ def _talk(
             data = os.read(fd, 65536)
             if not data and fd == answer_end:
                 # Its last words may have come after this round's select and before its end.
-                reading.update({stdout: (reading.get(stdout, b"") + _rest(stdout))[-_TAIL:]})
+                reading[stdout] = (reading[stdout] + _rest(stdout))[-_TAIL:]
                 return _parsed(reading, stdout, answer_end, child, time.monotonic() - start, module)
             if not data:
-                del reading[fd]
+                listening.remove(fd)
                 continue
             reading[fd] += data
             if fd == stdout:
                 reading[fd] = reading[fd][-_TAIL:]
             elif len(reading[fd]) > _LARGEST_ANSWER:
                 return Answer(None, "the answer is too large", time.monotonic() - start)
-    raise AssertionError("unreachable: the answer's end is only left by returning")
 
 
 def _rest(fd: int) -> bytes:
@@ -156,7 +155,7 @@ def _parsed(
 ) -> Answer:  # fmt: skip
     text = reading[answer_end]
     if not text:
-        words = reading.get(stdout, b"").decode("utf-8", "replace").strip().splitlines()
+        words = reading[stdout].decode("utf-8", "replace").strip().splitlines()
         try:
             code: int | None = child.wait(timeout=1.0)
         except subprocess.TimeoutExpired:

@@ -66,7 +66,7 @@ class UploadsPart(Part):
         self._write_failed = False
         self._began: dict[str, tuple[float, Published]] = {}
         self._pushes: list[_Push] = []
-        self._last: dict[str, Any] = {"decision": None, "upload": None, "audit": None}
+        self._last: dict[str, Any] = dict.fromkeys(("decision", "upload", "audit", "incident", "restart"))
         if self._repo.kind != "none":
             context.jobs.every("repo", self._repo.refresh_every_s, self._refresh, first_after_s=0.0)
         else:
@@ -196,8 +196,10 @@ class UploadsPart(Part):
             return self._reported({**fields, "kind": "upload"}, None, before)
         if finding.event == "incident":
             label, cause, fix, excerpt = (str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt"))
+            self._last["incident"] = {"label": label, "rank": finding.rank, "wall": wall}
             self._ledger.incident(wall, label, cause, fix, excerpt, finding.rank)
         elif finding.event == "miner_restarting":
+            self._last["restart"] = {"cause": fields.get("cause"), "attempt": fields.get("attempt"), "wall": wall}
             self._ledger.restart(wall, str(fields.get("cause")), fields.get("attempt"), fields.get("wait_s"))
         elif finding.event in ("chain_status", "chain_unknown") and isinstance(fields.get("network"), Mapping):
             with self._mutex:
