@@ -12,9 +12,6 @@ from miner_guard.incidents.scanner import Retraction, Seen, Sighting
 _KEPT = 4
 """Sightings kept of each label and role; further ones are counted."""
 
-_RETRACTED_WITHIN = 30
-"""Lines that a retraction reaches back."""
-
 _MOST_RANKS = 1024
 _SURVIVED_AFTER = 200
 """An exception after which so many lines follow, and nothing ends, was handled by the program."""
@@ -43,9 +40,9 @@ class Trail:
         if sighting.rank is not None and len(self.ranks) < _MOST_RANKS:
             self.ranks.add(sighting.rank)
 
-    def retract(self, line: int) -> None:
-        """Forget those of the last few lines before `line`."""
-        taken = [at for at in self.recent if line - at <= _RETRACTED_WITHIN]
+    def retract(self, line: int, within: int) -> None:
+        """Forget those of the last `within` lines before `line`."""
+        taken = [at for at in self.recent if line - at <= within]
         self.count -= len(taken)
         self.kept = [s for s in self.kept if s.line not in taken]
         for at in taken:
@@ -81,7 +78,7 @@ class Case:
             if isinstance(item, Retraction):
                 for (label, _), trail in self._trails.items():
                     if label in item.labels:
-                        trail.retract(item.line)
+                        trail.retract(item.line, item.within)
             else:
                 self._trails.setdefault((item.label, item.role), Trail()).add(item)
 

@@ -26,6 +26,10 @@ _IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*)(?::\s|$)")
 _FRAME = re.compile(r'file "([^"]+)", line \d')
 _TRACEBACK = "traceback (most recent call last)"
 _IGNORED = "exception ignored in"
+_CHAINED = ("exception was the direct cause of", "handling of the above exception")
+_CHAIN_LINES = 6
+"""Lines between an exception and the words that chain it to the next one."""
+
 _TRIED_AGAIN = re.compile(
     r"\bretry|\bretries\b|retrying|will try again|trying again|reconnect|attempt \d+ ?(?:/|of) ?\d+"
     r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
@@ -67,10 +71,12 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Retraction:
-    """A line that takes back what was seen just before: the program coped with it."""
+    """A line that takes back what was seen just before: the program coped with it, or raised something else."""
 
     labels: tuple[str, ...]
     line: int
+    within: int = 30
+    """Lines that it reaches back."""
 
 
 @dataclass
@@ -101,6 +107,12 @@ class Scanner:
         self._knowledge = knowledge
         self._carry = b""
         self._open: dict[int | None, _Traceback] = {}
+        self._bugs: dict[int | None, Sighting] = {}
+        """The latest unknown exception of each rank."""
+
+        self._chained: dict[int | None, Sighting] = {}
+        """Unknown exceptions that another one is about to follow from."""
+
         self._tail: Sighting | None = None
         self._tail_line = 0
         self._quiet: set[bytes] = set()
@@ -122,7 +134,7 @@ class Scanner:
     def finish(self) -> list[Seen]:
         """What an unfinished last line shows. A traceback that the log breaks off in counts as a symptom."""
         rest, self._carry = self._carry, b""
-        seen = self._block(rest)
+        seen = [*self._block(rest), *self._chained.values()]
         cut_off = {
             rank: t.line for rank, t in self._open.items() if self.line - t.line < _TRACEBACK_LINES and not t.ignored
         }
@@ -180,18 +192,26 @@ class Scanner:
         rank, text = clean(raw)
         lowered = text.lower()
         self._follow(rank, lowered, number)
+        if any(words in lowered for words in _CHAINED):
+            self._chain(rank, number, seen)
         matches = [] if self._is_ignored(rank, number) else self._knowledge.match(lowered)
         if isinstance(matches, Benign):
             if matches.cancels:
                 seen.append(Retraction(matches.cancels, number))
             return
         ended = self._ends(text, number, rank)
+        first = self._chained.pop(rank, None) if ended is not None else None
         if ended is not None and not matches:
             matches = self._knowledge.match_in(ended.frames, lowered) or self._unknown(ended.name)
+            if first is not None and matches == [_UNCAUGHT]:
+                seen.append(first)
+                return
         for pattern in matches:
             role = _role(pattern, matches, lowered)
             sighting = Sighting(pattern.label, role, number, excerpt(text), rank, pattern.cause)
             seen.append(sighting)
+            if pattern is _UNCAUGHT and (rank in self._bugs or len(self._bugs) < _MOST_STREAMS):
+                self._bugs[rank] = sighting
             if pattern.label == "cuda_oom" and "total" not in lowered:
                 self._tail = sighting
 
@@ -217,6 +237,13 @@ class Scanner:
             self._open[rank] = opened = _Traceback(number, ignored)
         if frame and opened is not None and len(opened.frames) < _MOST_FRAMES:
             opened.frames += frame[1] + " "
+
+    def _chain(self, rank: int | None, number: int, seen: list[Seen]) -> None:
+        """What follows from an unknown exception says more than it; if that is unknown too, the first one counts."""
+        bug = self._bugs.get(rank)
+        if bug is not None and number - bug.line <= _CHAIN_LINES:
+            seen.append(Retraction((bug.label,), number, number - bug.line))
+            self._chained[rank] = bug
 
     def _is_ignored(self, rank: int | None, number: int) -> bool:
         opened = self._open.get(rank)
