@@ -1,0 +1,118 @@
+"""Ten ranks print at once: what one of them broke, and what the others saw of it, in any order."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.incidents.helpers import incidents, root
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RANKS = 10
+CONSEQUENCES = (
+    """[E1104 11:22:33.100 ProcessGroupNCCL.cpp:629] [Rank {rank}] Watchdog caught collective operation timeout: \
+WorkNCCL(SeqNum=2211, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600021 milliseconds before timing out.
+[E1104 11:22:33.101 ProcessGroupNCCL.cpp:695] [Rank {rank}] To avoid data inconsistency, we are taking the entire \
+process down.
+terminate called after throwing an instance of 'c10::DistBackendError'
+Fatal Python error: Aborted""",
+    """Traceback (most recent call last):
+  File "/srv/miner/neurons/miner.py", line 170, in inner_step
+    dist.all_reduce(self.flag, group=self.gloo_group)
+  File "/opt/venv/lib/python3.10/site-packages/torch/distributed/distributed_c10d.py", line 2806, in all_reduce
+    work.wait()
+RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:21822""",
+    """Traceback (most recent call last):
+  File "/srv/miner/neurons/miner.py", line 171, in inner_step
+    dist.barrier()
+torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process \
+exited or there was a network error, NCCL version 2.21.5
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.""",
+    "Training Loop Failed with error: [../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer",
+)
+SUMMARY = """\
+W1211 08:26:06.780000 1395 torch/distributed/elastic/api.py:858] Sending process 6832 closing signal SIGTERM
+E1211 08:26:06.844000 1395 torch/distributed/elastic/api.py:833] failed (exitcode: 1) local_rank: 3 (pid: 6)
+Traceback (most recent call last):
+  File "/opt/venv/bin/torchrun", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+neurons/miner.py FAILED
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -6 (pid: 2767)
+"""
+ROOTS = (
+    "cuda_oom", "cuda_device_assert", "cuda_illegal_memory_access", "gpu_hardware", "cuda_unavailable", "disk_full",
+    "shm_exhausted", "too_many_open_files", "hf_auth", "storage_access_denied", "clock_skew", "state_dict_mismatch",
+    "version_mismatch", "dataset_fetch_failed", "nan_loss", "chain_unreachable", "code_bug",
+)  # fmt: skip
+
+
+def causes() -> list[tuple[str, str]]:
+    rows = tomllib.loads(Path(__file__).with_name("excerpts.toml").read_text(encoding="utf-8"))["excerpt"]
+    texts = [(row["label"], row["text"].strip("\n")) for row in rows if row["label"] in ROOTS and "skip" not in row]
+    # Excerpts that name ranks or several processes are cascades themselves.
+    return [(label, text) for label, text in texts if not re.search(r"\[rank\d|Rank \d", text)]
+
+
+PREFIXES = (
+    "[rank{rank}]: ",
+    "[default{rank}]:",
+    "0|miner    | ",
+    "\x1b[36m2026-01-02 03:04:05.678\x1b[0m | Rank {rank} | ",
+    "",
+)
+
+
+def cascade(text: str, chance: random.Random, prefix: str = PREFIXES[0]) -> str:
+    """All ranks' lines, each rank's in order, the ranks' mixed; the culprit's lines may come after the others'."""
+    culprit = chance.randrange(RANKS)
+    streams = []
+    for rank in range(RANKS):
+        own = text if rank == culprit else chance.choice(CONSEQUENCES).format(rank=rank)
+        streams.append([prefix.format(rank=rank) + line for line in own.splitlines()])
+    mixed = []
+    while streams:
+        stream = chance.choice(streams)
+        mixed.append(stream.pop(0))
+        streams = [s for s in streams if s]
+    return "step 10 loss 3.1\n" + "\n".join(mixed) + "\n" + SUMMARY
+
+
+@pytest.mark.parametrize("number", range(len(causes())))
+def test_the_cascade_resolves_to_the_rank_that_broke(number: int) -> None:
+    label, text = causes()[number]
+    chance = random.Random(number)
+    for prefix in PREFIXES:
+        if "{rank}" not in prefix and 'File "' in text:
+            continue  # whose traceback a line belongs to can't be known where ten print at once and none says its rank
+        log = cascade(text, chance, prefix)
+        assert root(log) == label, log
+
+
+def test_the_rank_of_the_root_is_named() -> None:
+    found = incidents(cascade("RuntimeError: CUDA error: out of memory", random.Random(3)).encode())
+    [main] = [incident for incident in found if incident.root]
+    assert len(main.ranks) == 1
+    assert len({rank for incident in found for rank in incident.ranks}) == RANKS
+
+
+def test_without_the_culprits_own_words_the_exit_code_tells() -> None:
+    log = cascade("step 11 loss 3.0", random.Random(5)).replace("exitcode  : -6", "exitcode  : -9")
+    assert root(log) == "host_oom_kill"
+
+
+def test_ctrl_c_is_the_root_of_what_falls_apart_after_it() -> None:
+    log = "^CKeyboardInterrupt\n" + cascade("step 11 loss 3.0", random.Random(6))
+    assert root(log) == "user_interrupt"
