@@ -173,11 +173,9 @@ class Subnet38:
         if self._failure_said:
             return
         self._failure_said = True
-        self.adapter.say(found(
-            "incident", label="training_loop_failed", excerpt=what[:500],
-            cause="An exception in the training loop is swallowed by the miner; all ranks then exit with code 0.",
-            fix="Look at the first rank that failed; the guard restarts the miner.",
-        ))  # fmt: skip
+        # Not an incident: what rank 0 prints of it is one already, and this comes from every rank.
+        text = f"training loop failed, the miner swallows it and will exit with code 0: {what[:500]}"
+        self.adapter.say(found("rank_message", level="error", text=text))
 
     def _loop_ended(self, miner: Any, error: BaseException | None) -> None:
         said = getattr(miner, "training_error", None)

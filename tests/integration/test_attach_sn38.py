@@ -197,10 +197,10 @@ def test_a_worker_that_fails_is_a_failed_upload_whatever_the_miner_logs(tmp_path
     assert "the upload worker ended with code 3" in ends[0]["error"]
 
 
-def test_a_swallowed_exception_of_the_training_loop_is_an_incident(tmp_path: Path) -> None:
+def test_a_swallowed_exception_of_the_training_loop_is_said_by_the_rank_itself(tmp_path: Path) -> None:
     failed = run(tmp_path / "run", ranks=1, FAIL_AT="3")
     assert failed.code == 0, "this is how the miner fails: all ranks exit with 0"
-    (fields,) = [fields for event, fields in failed.findings() if event == "incident"]
+    (fields,) = [fields for event, fields in failed.findings() if event == "rank_message"]
     assert "an illegal memory access was encountered" in fields
     now = failed.reader().now()
     assert now is not None
