@@ -26,18 +26,15 @@ class Rule:
     least_before: int
     """Values that must precede; 0 judges the first step by what follows it."""
 
-    ratio: float
-    sigmas: float
-    quiet_ratio: float
-    quiet_sigmas: float
-    """A smaller ratio counts as well where it is this many sigmas: a run almost without noise."""
+    levels: tuple[tuple[float, float], ...]
+    """(ratio to the level, sigmas of the noise), smaller ratios last: the smaller the ratio, the surer it must be."""
 
     longest: int
     """More than this many in a row are a change of level, not outliers."""
 
 
-SPIKE = Rule(window=32, least_before=5, ratio=1.3, sigmas=6.0, quiet_ratio=1.03, quiet_sigmas=25.0, longest=8)
-SLOW = Rule(window=25, least_before=0, ratio=1.3, sigmas=3.4, quiet_ratio=1.15, quiet_sigmas=5.0, longest=8)
+SPIKE = Rule(window=32, least_before=5, levels=((1.3, 6.0), (1.03, 25.0)), longest=8)
+SLOW = Rule(window=25, least_before=0, levels=((1.5, 4.0), (1.3, 5.0), (1.15, 7.5)), longest=8)
 
 
 @dataclass(frozen=True)
@@ -79,18 +76,16 @@ def runs(found: Sequence[Outlier], gap: int) -> Iterator[list[Outlier]]:
 
 
 def _needed(ratio: float, rule: Rule) -> float:
-    if ratio >= rule.ratio:
-        return rule.sigmas
-    return rule.quiet_sigmas if ratio >= rule.quiet_ratio else math.inf
+    return next((sigmas for least, sigmas in rule.levels if ratio >= least), math.inf)
 
 
 def candidates(values: Sequence[float], rule: Rule) -> Iterator[Outlier]:
-    """Values above the quiet ratio of both sides' medians, with how many sigmas."""
+    """Values above the least ratio to both sides' medians, with how many sigmas."""
     size, count = rule.window, len(values)
     before, after = SortedWindow(size), SortedWindow(size)
     for value in values[1 : size + 1]:
         after.add(value)
-    least = min(rule.quiet_ratio, rule.ratio)
+    least = rule.levels[-1][0]
     for place, value in enumerate(values):
         enough = len(before) + min(size, count - 1 - place) >= 8 and len(before) >= rule.least_before
         if enough:
