@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -87,6 +88,26 @@ def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dic
     return redacted
 
 
+def folded(checks: Sequence[Check]) -> list[Check]:
+    """The rows of a table that is calm to read: what is well with several GPUs alike stands on one line."""
+    rows: list[Check] = []
+    places: dict[tuple[str, str], int] = {}
+    gpus: dict[int, list[int]] = {}
+    for check in checks:
+        if check.gpu is None or check.level != "ok":
+            rows.append(check)
+            continue
+        words = check.seen.removeprefix(f"GPU {check.gpu}").lstrip(": ")
+        place = places.setdefault((check.check, words), len(rows))
+        if place == len(rows):
+            rows.append(dataclasses.replace(check, seen=words))
+        gpus.setdefault(place, []).append(check.gpu)
+    for place, numbers in gpus.items():
+        named = f"GPU {', '.join(map(str, numbers))}: {rows[place].seen}"
+        rows[place] = dataclasses.replace(rows[place], seen=named)
+    return rows
+
+
 def _table(checks: Sequence[Check], seconds: float) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -99,13 +120,13 @@ def _table(checks: Sequence[Check], seconds: float) -> None:
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
-    table.add_column("read", overflow="fold", ratio=3)
-    table.add_column("limit", overflow="fold", ratio=1)
-    for check in checks:
+    table.add_column("read", overflow="fold")
+    for check in folded(checks):
         style = _STYLE[check.level]
-        table.add_row(check.check, f"[{style}]{check.level}[/]", escape(redact(check.seen)), escape(check.limit or ""))
+        limit = f" [dim](limit: {escape(redact(check.limit))})[/]" if check.level != "ok" and check.limit else ""
+        table.add_row(check.check, f"[{style}]{check.level}[/]", escape(redact(check.seen)) + limit)
         if check.level != "ok" and check.next_step:
-            table.add_row("", "", f"[dim]→ {escape(redact(check.next_step))}[/]", "")
+            table.add_row("", "", f"[dim]→ {escape(redact(check.next_step))}[/]")
     console = Console()
     console.print(table)
     n = counts(checks)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 from miner_guard import probe
 from miner_guard.config import RepoSettings
 from uploads.repos import open_repo
 from uploads.repos.base import Repo, RepoError
+from uploads.repos.credentials import find, first
+
+_NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "s3": (
+        ("R2_WRITE_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID"),
+        ("R2_WRITE_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
+    ),
+    "hf": (("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),),
+}
+"""Names of the keys that writing takes; a read key alone can't publish."""
 
 
 def look(repo: Repo) -> dict[str, Any]:
@@ -35,12 +46,27 @@ def look(repo: Repo) -> dict[str, Any]:
     return answer
 
 
+def missing_credentials(settings: RepoSettings, env: Mapping[str, str] | None = None) -> list[str] | None:
+    """What is needed to publish and not set, by the names the miner uses; None where nothing is needed.
+
+    Raises RepoError where the keys' file can't be used.
+    """
+    needed = _NEEDED.get(settings.kind)
+    if needed is None:
+        return None
+    keys = find(settings, env)
+    return [" or ".join(names) for names in needed if first(keys, *names) is None]
+
+
 def main() -> None:
-    request = probe.request()
+    settings = RepoSettings(**probe.request()["repo"])
+    answer: dict[str, Any] = {"label": settings.kind, "read": False, "write": False}
     try:
-        probe.reply(look(open_repo(RepoSettings(**request["repo"]))))
+        answer["credentials"] = missing_credentials(settings)
+        answer |= look(open_repo(settings))
     except RepoError as error:
-        probe.reply({"label": request["repo"]["kind"], "read_error": str(error), "read": False, "write": False})
+        answer["read_error"] = str(error)
+    probe.reply(answer)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class NvmlSampler:
         self._child: subprocess.Popen[bytes] | None = None
         self._known: dict[str, dict[str, Any]] = {}
         self._latest: Sample | None = None
+        self._untold: dict[str, list[int]] = {}
         self._closed = False
 
     def latest(self) -> Sample | None:
@@ -60,8 +61,10 @@ class NvmlSampler:
             document = self._ask(limit)
             rows = [*document["gpus"], *self._gone(document)]
             sample = {"driver": None, "nvml": None, "cuda_driver": None, "code": None, **document, "gpus": rows}
+            untold, self._untold = self._untold, {}
             for row in document["gpus"]:
                 if row.get("uuid"):
+                    row["xids"] = [*untold.get(row["uuid"], ()), *row["xids"]]
                     self._known[row["uuid"]] = {k: row[k] for k in ("index", "uuid", "name", "pci_bus")}
             self._renew(document["state"] not in ("ok", "absent") or any(r["state"] in _BAD_ROWS for r in rows))
             self._latest = sample
@@ -80,6 +83,9 @@ class NvmlSampler:
     def memory_levels(self, timeout_s: float | None = None) -> dict[str, int] | None:
         """Used bytes by UUID, freshly read; None where NVML gives none. Blocks as `sample` does."""
         rows = self.sample(timeout_s)["gpus"]
+        with self._one_at_a_time:
+            # Events are told once: the next sample's reader must not miss those that came with this one.
+            self._untold = {r["uuid"]: r["xids"] for r in rows if r.get("uuid") and r.get("xids")}
         levels = {r["uuid"]: int(r["memory_used_bytes"]) for r in rows if r.get("memory_used_bytes") is not None}
         return levels or None
 

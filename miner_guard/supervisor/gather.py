@@ -28,9 +28,6 @@ _READINGS, _BETWEEN_READINGS_S = 3, 3.0
 _DEEP_DEADLINES = 6
 """`--deep` may take this many times the deadline of an ordinary probe."""
 
-_HF = "https://huggingface.co"
-_S3 = "https://s3.amazonaws.com"
-
 
 @dataclass(frozen=True)
 class Question:
@@ -150,15 +147,15 @@ class _Gathering:
             "packages": lambda: self._inside("packages", {}),
             "host": lambda: probe.ask("miner_guard.diagnosis.host_probe", host, self._deadline),
         }
+        document = {"repo": dataclasses.asdict(repo)}
         if repo.kind != "none":
-            document = {"repo": dataclasses.asdict(repo)}
             questions["repo"] = lambda: probe.ask(
                 "miner_guard.diagnosis.repo_probe", document, repo.timeout_s, env=dict(q.env)
             )
         if repo.kind in ("s3", "hf"):
-            url = repo.endpoint or (_S3 if repo.kind == "s3" else _HF)
-            clock = {"url": url, "timeout_s": repo.timeout_s}
-            questions["clock"] = lambda: probe.ask("miner_guard.diagnosis.clock_probe", clock, repo.timeout_s)
+            questions["clock"] = lambda: probe.ask(
+                "miner_guard.diagnosis.clock_probe", document, repo.timeout_s, env=dict(q.env)
+            )
         return questions
 
     def _inside(self, what: str, more: Mapping[str, Any], deadlines: int = 1) -> probe.Answer:

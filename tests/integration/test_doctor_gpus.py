@@ -178,13 +178,21 @@ def test_without_a_gpu_it_depends_on_who_expects_one(tmp_path: Path) -> None:
 class Running:
     """A guard with a miner that only waits."""
 
-    def __init__(self, fake: FakeNvml, tmp_path: Path, python: Path, *flags: str, **settings: object) -> None:
+    def __init__(
+        self,
+        fake: FakeNvml,
+        tmp_path: Path,
+        python: Path,
+        *flags: str,
+        miner: list[str] | None = None,
+        **settings: object,
+    ) -> None:
         self.log = tmp_path / "state" / "guard.jsonl"
         quick = {"HEALTH__SAMPLE_EVERY_S": 0.5, "HEALTH__SAMPLER_TIMEOUT_S": 4, "GPU__PREFLIGHT_WAIT_S": 0, **settings}
-        miner = [str(python), "-c", "import time; print('the miner lives', flush=True); time.sleep(120)"]
+        waits = [str(python), "-c", "import time; print('the miner lives', flush=True); time.sleep(120)"]
         self.process = subprocess.Popen(
-            [*GUARD, "run", *flags, "--", *miner], env=environment(fake, tmp_path, **quick), stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
+            [*GUARD, "run", *flags, "--", *(miner or waits)], env=environment(fake, tmp_path, **quick),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
     def events(self) -> list[dict[str, Any]]:
@@ -268,3 +276,100 @@ def test_a_driver_that_is_late_after_boot_is_waited_for(fake_nvml: FakeNvml, tmp
         running.wait_for("miner_started")
     finally:
         assert running.end()[0] == 0
+
+
+MINER = """
+import sys, time
+from types import SimpleNamespace
+sys.path[:] = [p for p in sys.path if "torch_with_cuda" not in p]
+import torch
+import miner_guard
+guard = miner_guard.init()
+guard.diagnose(torch.nn.Linear(8, 8), batch_size=2, effective_batch_size=512)
+guard.close(finished=True)
+"""
+
+
+@pytest.mark.parametrize("expect", ["2", "0"])
+def test_the_red_flags_are_up_through_run_where_a_gpu_is_expected_and_only_there(tmp_path: Path, expect: str) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "miner.py"
+    script.write_text(MINER)
+    settings = {"GPU__ON_CRITICAL": "warn", "GPU__PREFLIGHT_WAIT_S": 0}
+    done = subprocess.run(
+        [*GUARD, "run", "--no-restart", "--expect-gpus", expect, "--", sys.executable, str(script)],
+        env=environment(None, tmp_path, **settings), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "CUDA available: True" in done.stdout:
+        pytest.skip("this machine has a GPU")
+    assert "🔍 GPU DIAGNOSTICS" in done.stdout
+    assert "✓ Gradient accumulation steps: 256" in done.stdout
+    assert "rank 0: device cpu" in done.stdout
+    flags = ("CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)", "Model is on CPU! This will be EXTREMELY SLOW!")
+    for flag in flags:
+        assert done.stdout.count(flag) == (1 if expect == "2" else 0)
+    assert ("CRITICAL ERROR" in done.stdout) == (expect == "2")
+
+
+GREEDY = """
+import sys, time
+batch = int(sys.argv[1].partition("=")[2])
+if batch > 512:
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+while True:
+    share = min(batch / 512 * 60, 60)
+    print(f"GPU Memory Used: {share * 0.24:.1f} GB / 24.0 GB ({share:.1f}%)", flush=True)
+    time.sleep(0.2)
+"""
+
+
+def test_an_under_used_gpu_is_relaunched_with_a_larger_batch_on_request(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
+    script = tmp_path / "miner.py"
+    script.write_text(GREEDY)
+    settings = {
+        "GPU__ON_UNDERUSE": "relaunch", "GPU__BATCH_ARGUMENT": "--batch", "GPU__FIRST_CHECK_S": 2,
+        "GPU__MODEL_NAME": "ResNet-18", "GPU__MEMORY_SETTLE_S": 0, "GPU__PREFLIGHT": "false",
+    }  # fmt: skip
+    running = Running(fake_nvml, tmp_path, python, miner=[str(python), str(script), "--batch=128"], **settings)
+    try:
+        first = running.wait_for("gpu_relaunch", "128 -> 256")
+        assert "GPU memory at 15%" in first["msg"]
+        running.wait_for("gpu_relaunch", "256 -> 512")
+        running.wait_for("gpu_usage", "GPU at 60% is good for small model (ResNet-18)")
+        commands = [r["command"].rpartition(" ")[2] for r in running.events() if r["event"] == "miner_started"]
+        assert commands == ["--batch=128", "--batch=256", "--batch=512"]
+        assert not any(r["event"] == "crash_loop" for r in running.events())
+    finally:
+        running.end()
+
+
+def test_a_stop_during_a_preflight_that_hangs_ends_the_guard_at_once(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
+    fake_nvml.set({"hang.init": 600})
+    running = Running(fake_nvml, tmp_path, python, "--expect-gpus", "4", GPU__PROBE_TIMEOUT_S=100)
+    running.wait_for("guard_started")
+    time.sleep(1.5)
+    start = time.monotonic()
+    code, output = running.end()
+    assert time.monotonic() - start < 20
+    assert code == 0, output
+    assert "MINER STARTED" not in output
+
+
+def test_the_table_is_readable_and_shows_no_secret(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+    fake_nvml.set({"ecc.unc.vol.2": 3})
+    env = {**environment(fake_nvml, tmp_path), "COLUMNS": "100", "R2_WRITE_SECRET": "s3cr3t-of-the-bucket"}
+    command = [*GUARD, "doctor", "--", str(python), "miner.py", "--key=s3cr3t-of-the-bucket"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == CRITICAL
+    flat = " ".join(done.stdout.split())
+    assert "GPU 2: 3 uncorrected ECC errors" in flat
+    assert "→ results may be wrong: drain the GPU" in flat
+    assert "GPU 0, 1, 3: 0 uncorrected ECC errors" in flat
+    assert "env.secret_on_command_line" in done.stdout
+    assert "s3cr3t" not in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100

@@ -182,6 +182,25 @@ def test_a_local_repo_is_read_and_written_and_left_as_it_was(tmp_path: Path) -> 
     assert {c.level for c in storage.checks(snapshot(config=config, repo=answer.value))} == {"ok"}
 
 
+@pytest.mark.parametrize(
+    ("env", "missing"),
+    [
+        ({"R2_WRITE_ACCESS_KEY_ID": "a", "R2_WRITE_SECRET_ACCESS_KEY": "b"}, []),
+        ({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, []),
+        ({"R2_READ_ACCESS_KEY_ID": "a", "R2_READ_SECRET_ACCESS_KEY": "b"}, 2),
+        ({"R2_WRITE_ACCESS_KEY_ID": "a"}, 1),
+    ],
+)
+def test_credentials_are_named_and_never_shown(env: dict[str, str], missing: Any) -> None:
+    settings = RepoSettings(kind="s3", bucket="b")
+    answer = repo_probe.missing_credentials(settings, env)
+    assert answer is not None
+    assert len(answer) == (missing or 0)
+    checks = by_name(storage.checks(snapshot(config=Config(repo=settings), repo={"label": "b", "credentials": answer})))
+    assert checks["repo.credentials"].level == ("critical" if missing else "ok")
+    assert repo_probe.missing_credentials(RepoSettings(kind="local", path="x"), {}) is None
+
+
 def test_a_repo_that_cannot_be_written_is_critical() -> None:
     class ReadOnly:
         label = "bucket:b"

@@ -1,0 +1,68 @@
+"""What a rank reads of itself: no CUDA context where none was, and local counts rather than global ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from miner_guard.rank import diagnose, placement  # noqa: E402  only where torch is
+
+
+def test_a_process_without_a_cuda_context_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any) -> Any:
+        raise AssertionError("this call makes a CUDA context")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name in ("current_device", "get_device_properties", "memory_allocated", "mem_get_info", "init"):
+        monkeypatch.setattr(torch.cuda, name, forbidden)
+    facts = placement.cuda_facts("cuda:0")
+    assert facts == {"cuda_available": True, "gpu_count": 4, "cuda_context": False}
+
+
+def test_counts_bytes_and_dtypes_by_device() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 10, dtype=torch.bfloat16, device="meta"))
+    seen = placement.placement(model)
+    assert seen["shards"] == {"cpu": [110, 440], "meta": [110, 220]}
+    assert (seen["shard_params"], seen["meta_params"], seen["model_device"]) == (220, 110, "cpu")
+    assert set(seen["dtype"].split(", ")) == {"float32", "bfloat16"}
+    assert seen["mesh_device"] is None
+    assert seen["offload"] is False
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_device: str | None) -> Any:
+        raise RuntimeError("CUDA driver error: out of memory")
+
+    monkeypatch.setattr(placement, "cuda_facts", broken)
+    host: Any = SimpleNamespace(rank=0, local_rank=0, world_size=1)
+    report = diagnose.report(host, torch.nn.Linear(2, 2), batch_size=2, effective_batch_size=512)
+    assert report["unread"] == {"cuda": "RuntimeError: CUDA driver error: out of memory"}
+    assert report["accumulation_steps"] == 256
+    assert report["shard_params"] == 6
+
+
+def test_a_store_that_breaks_names_the_ranks_and_raises_nothing() -> None:
+    class Broken:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("connection reset")
+
+    rows = diagnose.gather(Broken(), {"rank": 0}, 3, 1.0)  # type: ignore[arg-type]
+    assert [r["rank"] for r in rows] == [0, 1, 2]
+    assert all("connection reset" in r["error"] for r in rows[1:])
+
+
+def test_the_drivers_version_is_read_without_its_library(tmp_path: Any) -> None:
+    file = tmp_path / "version"
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build\nGCC version: 12\n"
+    )
+    assert diagnose.driver_version(file) == "570.133.20"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.163.01  Tue Apr  8 12:41:17 UTC 2025\n")
+    assert diagnose.driver_version(file) == "550.163.01"
+    assert diagnose.driver_version(tmp_path / "none") is None
