@@ -1,0 +1,102 @@
+"""ops/: the runbook knows every event by its real words, rules fire when they should, panels ask for what is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from miner_guard import blocks
+from miner_guard.events import CATALOGUE, Spec
+from miner_guard.health import metrics
+from tests import needs
+
+OPS = needs.REPO / "ops"
+ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
+BLOCKS = {
+    "inner_step": "Step Time", "gpu_diagnostics": "GPU DIAGNOSTICS", "timing_breakdown": "TIMING BREAKDOWN",
+    "gpu_usage": "GPU Memory Used", "rank_message": "Rank ",
+}  # fmt: skip
+
+
+def _rows() -> dict[str, tuple[str, str, str]]:
+    return {event: (grep, meaning, action) for event, grep, meaning, action in ROW.findall(_runbook())}
+
+
+def _runbook() -> str:
+    return (OPS / "runbook.md").read_text(encoding="utf-8")
+
+
+def test_the_runbook_has_one_row_for_every_event_and_none_for_what_is_no_event() -> None:
+    counts = Counter(event for event, *_ in ROW.findall(_runbook()))
+    assert {event for event, count in counts.items() if count > 1} == set()
+    assert counts.keys() == CATALOGUE.keys()
+
+
+@pytest.mark.parametrize("spec", CATALOGUE.values(), ids=lambda spec: spec.name)
+def test_the_runbooks_grep_finds_the_real_line(spec: Spec) -> None:
+    grep, meaning, action = _rows()[spec.name]
+    if isinstance(spec.line, str) and spec.name not in BLOCKS:
+        shown = re.sub(r"\{url\}", "http", re.sub(r"\{check\}|\{label\}", "x", spec.line))
+        assert grep in shown
+    else:
+        assert BLOCKS[spec.name] == grep
+    assert len(meaning) > 10
+    assert action
+
+
+def test_the_blocks_hold_the_words_that_are_grepped() -> None:
+    step = dict.fromkeys(("outer_step", "inner_step", "lr", "loss", "step_time_s", "gpu_mem_gb"))
+    assert BLOCKS["inner_step"] in blocks.inner_step(step)
+    assert BLOCKS["gpu_diagnostics"] in blocks.gpu_diagnostics({"ranks": []})
+    assert BLOCKS["gpu_usage"] in blocks.gpu_usage({"used_gb": 1.0, "total_gb": 2.0, "share_pct": 50.0, "verdict": "x"})
+
+
+def test_the_rules_are_valid_and_fire_when_they_should(tmp_path: Path) -> None:
+    promtool = needs.tool("promtool")
+    for name in ("rules.yml", "rules_test.yml", "prometheus.yml"):
+        shutil.copy(OPS / "prometheus" / name, tmp_path)
+    (tmp_path / "miner-guard.token").write_text("x")
+    for command in (["check", "config", "prometheus.yml"], ["test", "rules", "rules_test.yml"]):
+        answer = subprocess.run([promtool, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def _metric_names() -> set[str]:
+    """Every name that the exposition can have."""
+    gpu = {"index": 0, "state": "ok", **dict.fromkeys(metrics._GPU, 1.0)}
+    steps = {**dict.fromkeys(metrics._STEPS, 1.0), "p50_s": 1.0, "p95_s": 1.0, "steps": 1, "goodput": {"training": 1.0},
+             "per_rank": {"0": {"step_time_s": 1.0, "last_step_age_s": 1.0}}}  # fmt: skip
+    host = {**dict.fromkeys(metrics._HOST, 1.0), "oom_kills": 0, "network_sent_bytes": 1}
+    status = {
+        "state": "running", "restarts": 0, "steps": steps, "metrics": {"events": {"slow_step": 1}},
+        "uploads": {"repo": {"age_s": 1, "limit_s": 2000, "stale": False}},
+        "health": {"gpus": {"gpus": [gpu]}, "host": host, "guard": {"cpu_s": 1.0, "memory_bytes": 1}},
+        "costs": {"share_pct": 0.1, "budget_pct": 5, "operations": {"x": {"total_time": 1, "background_time": 1}}},
+    }  # fmt: skip
+    text = metrics.text(status, version="1", age_s=1.0).decode()
+    return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+
+
+@pytest.mark.parametrize("file", ["grafana/miner-guard.json", "prometheus/rules.yml"])
+def test_only_metrics_are_asked_for_that_there_are(file: str) -> None:
+    asked = set(re.findall(r"minerguard_\w+", (OPS / file).read_text()))
+    assert asked
+    assert asked - _metric_names() == set()
+
+
+def test_the_dashboard_is_one() -> None:
+    board = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert all(target["expr"] for panel in board["panels"] for target in panel["targets"])
+
+
+def test_every_action_of_an_alert_names_words_of_the_runbook() -> None:
+    rules = (OPS / "prometheus" / "rules.yml").read_text()
+    for words in re.findall(r'action: "([A-Z ]+) in ops/runbook.md"', rules):
+        assert f"`{words}`" in _runbook()
