@@ -32,9 +32,11 @@ class Verification:
     """What the look after the push says."""
 
     verified: bool | None
-    """None: the repo could not be read."""
+    """None: nobody can tell; the repo could not be read, or shows a later push already."""
 
     detail: str
+    superseded: bool = False
+    """A later outer step was published before the look."""
 
 
 def verify(before: Published | None, after: Published, reported: Reported) -> Verification:
@@ -43,6 +45,9 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
         return Verification(False, "the repo is empty")
     if after.age_s is None:
         return Verification(None, f"the repo could not be read: {after.reason}")
+    if None not in (after.outer_step, reported.outer_step) and (after.outer_step or 0) > (reported.outer_step or 0):
+        later = after.revision or f"outer step {after.outer_step}"
+        return Verification(None, f"followed by {later} before anybody looked", superseded=True)
     for doubt in (_not_moved(before, after, reported), _other_steps(after, reported), _same_content(before, after)):
         if doubt is not None:
             return Verification(False, doubt)

@@ -17,7 +17,7 @@ from miner_guard.events import Finding, found, line
 from miner_guard.rank.flight import Step
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context
+from miner_guard.supervisor.parts import Context, Exit
 from miner_guard.supervisor.parts import uploads as module
 from uploads import inputs as gate_inputs
 from uploads.forecast import forecast
@@ -257,6 +257,19 @@ def test_a_push_into_a_repo_that_is_silent_is_unverified_not_failed_and_not_veri
     assert not {"upload_failed", "upload_succeeded"} & {f.event for f in bench.emitted}
 
 
+def test_a_push_that_the_next_one_replaced_is_neither_verified_nor_failed(bench: Bench) -> None:
+    bench.look()
+    bench.push("started")
+    bench.push("finished")
+    bench.repo = Published(age_s=1.0, reason=None, outer_step=57, inner_step=0, revision="5.57.0")
+    bench.tick()
+    assert bench.said("upload_reported") == [
+        "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: followed by 5.57.0 before anybody looked"
+    ]
+    assert bench.tick(20) == []
+    assert not {"upload_failed", "upload_succeeded"} & {f.event for f in bench.emitted}
+
+
 def test_without_a_repo_a_push_is_reported_and_never_called_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +296,13 @@ def test_a_push_that_failed_says_why(bench: Bench) -> None:
     assert line(failed) == "UPLOAD FAILED: tag 56.51: 503 SlowDown"
 
 
+def test_a_push_that_the_miners_end_cuts_off_is_failed(bench: Bench) -> None:
+    bench.push("started")
+    (failed,) = bench.part.on_exit(Exit(137, 9, False, False, 60.0))
+    assert line(failed).startswith("UPLOAD FAILED: tag 5.56.51: the miner ended during the push")
+    assert list(bench.part.on_exit(Exit(0, None, True, False, 60.0))) == []
+
+
 OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum="a" * 40)
 
 
@@ -293,6 +313,7 @@ OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum
         (Published(reason="timeout"), None, "could not be read: timeout"),
         (Published(age_s=300, reason=None), False, "did not move"),
         (Published(age_s=3, reason=None, size_bytes=0), False, "is empty"),
+        (Published(age_s=3, reason=None, outer_step=57, revision="5.57.0"), None, "followed by 5.57.0"),
         (Published(age_s=3, reason=None, outer_step=55), False, "names outer step 55, reported was 56"),
         (Published(age_s=3, reason=None, outer_step=56, inner_step=50), False, "names inner step 50, reported was 51"),
         (Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="a" * 40), False, "did not change"),

@@ -11,7 +11,7 @@ from typing import Any
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Now, Step
 from miner_guard.rank.layout import FLAG_FIRST
-from miner_guard.supervisor.parts import Context, Part
+from miner_guard.supervisor.parts import Context, Exit, Part
 from uploads import audit
 from uploads import inputs as gate_inputs
 from uploads.commitments import commitment_of, configured
@@ -28,7 +28,16 @@ from validators.profiles import chosen, load_profile
 _WRITE_EVERY_S = 60.0
 _INPUTS_KEPT = 50
 _VERIFY_AFTER_S = (0.0, 3.0, 10.0)
-"""Waits before the looks after a push: a refusal must be seen twice, an unreadable repo three times."""
+"""Waits before the looks after a push: a refusal must be seen twice, a repo that can't be read three times."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A push of which the end was not reported yet."""
+
+    entry: Mapping[str, Any]
+    at: float | None
+    before: Published
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class UploadsPart(Part):
         self._written: dict[str, Mapping[str, Any]] = {}
         self._written_at = float("-inf")
         self._write_failed = False
-        self._began: dict[str, tuple[float, Published]] = {}
+        self._began: dict[str, _Begun] = {}
         self._pushes: list[_Push] = []
         self._last: dict[str, Any] = dict.fromkeys(("decision", "upload", "audit", "incident", "restart"))
         if self._repo.kind != "none":
@@ -165,17 +174,17 @@ class UploadsPart(Part):
         now = self.context.clock.monotonic()
         if entry.get("phase") == "started":
             with self._mutex:
-                self._began[decision] = (float(entry.get("t") or now), self._watch.latest)
+                self._began[decision] = _Begun(entry, float(entry.get("t") or now), self._watch.latest)
             return
         seconds = entry.get("seconds")
         with self._mutex:
-            guessed = (None if seconds is None else now - float(seconds), self._watch.latest)
-        began, before = self._began.pop(decision, guessed) if decision else guessed
+            guessed = _Begun(entry, None if seconds is None else now - float(seconds), self._watch.latest)
+        begun = self._began.pop(decision, guessed) if decision else guessed
         if entry.get("phase") == "failed":
             self._store(entry, "failed", error=entry.get("error"))
             yield found("upload_failed", rank=rank or None, reason=f"tag {_tag(entry)}: {entry.get('error')}")
             return
-        yield from self._reported(entry, began, before)
+        yield from self._reported(entry, begun.at, begun.before)
 
     def _reported(self, entry: Mapping[str, Any], began: float | None, before: Published | None) -> Iterator[Finding]:
         if self._repo.kind == "none" or not self._repo.verify_uploads:
@@ -184,9 +193,16 @@ class UploadsPart(Part):
             detail = f"pushed in {entry.get('seconds') or 0:.1f}s; not verified: {why}"
             yield found("upload_reported", tag=_tag(entry), detail=detail, source="guard")
             return
-        due = self.context.clock.monotonic() + _VERIFY_AFTER_S[0]
-        with self._mutex:
-            self._pushes.append(_Push(entry, began, before, due))
+        push = _Push(entry, began, before, self.context.clock.monotonic())
+        # At once: the next push may follow soon, and what it replaces can't be looked for.
+        self.context.jobs.once("verify upload", lambda: self._verify(push))
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        cut, self._began = list(self._began.values()), {}
+        for begun in cut:
+            why = "the miner ended during the push; what is published may be mixed"
+            self._store(begun.entry, "failed", error=why)
+            yield found("upload_failed", reason=f"tag {_tag(begun.entry)}: {why}")
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         fields, wall = finding.fields, self.context.clock.wall()
@@ -229,7 +245,11 @@ class UploadsPart(Part):
         reported = Reported(*_steps(entry), since, _tag(entry), entry.get("bytes"))
         seen = verify(push.before, published, reported)
         looks = push.looks + 1
-        if (seen.verified is False and looks < 2) or (seen.verified is None and looks < len(_VERIFY_AFTER_S)):
+        if (
+            not seen.superseded
+            and looks < (2 if seen.verified is False else len(_VERIFY_AFTER_S))
+            and not seen.verified
+        ):
             with self._mutex:
                 self._pushes.append(replace(push, due=now + _VERIFY_AFTER_S[looks], looks=looks))
             return
@@ -239,6 +259,10 @@ class UploadsPart(Part):
             self._store(entry, "verified", verified=self.context.clock.wall(), checksum=published.checksum)
             detail = f"{seen.detail}, pushed in {entry.get('seconds') or 0:.1f}s"
             self.context.emit(found("upload_succeeded", tag=tag, detail=detail))
+        elif seen.superseded:
+            self._store(entry, "superseded", error=seen.detail)
+            detail = f"pushed in {entry.get('seconds') or 0:.1f}s; not verified: {seen.detail}"
+            self.context.emit(found("upload_reported", tag=tag, detail=detail, source="guard"))
         elif seen.verified is None:
             self._store(entry, "reported", error=seen.detail)
             self.context.emit(found("upload_unverified", tag=tag, reason=f"reported as pushed, but {seen.detail}"))
