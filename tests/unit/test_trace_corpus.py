@@ -150,7 +150,7 @@ def best_of(results: dict[Any, dict[str, tuple[float, int, int]]], without: str)
 def test_spike_thresholds_chosen_without_a_repository_hold_on_it() -> None:
     """Held-out figures: each repository is judged with the thresholds that the others would have chosen."""
     grid = [(ratio, sigmas) for ratio in (1.15, 1.2, 1.3, 1.4, 1.6) for sigmas in (4.0, 6.0, 8.0)]
-    rules = {point: replace(outliers.SPIKE, levels=(point, outliers.SPIKE.levels[-1])) for point in grid}
+    rules = {point: replace(outliers.SPIKE, levels=(point, *outliers.SPIKE.levels[-1:])) for point in grid}
     curves = [(record, reading.read(lines(record))) for record in records() if record["kind"] == "loss"]
     trial: dict[Any, dict[str, list[tuple[dict[str, Any], list[Anomaly]]]]] = {p: {} for p in grid}
     for record, trace in curves:

@@ -33,7 +33,7 @@ class Rule:
     """More than this many in a row are a change of level, not outliers."""
 
 
-SPIKE = Rule(window=32, least_before=5, levels=((1.3, 6.0), (1.03, 25.0)), longest=8)
+SPIKE = Rule(window=32, least_before=5, levels=((1.9, 5.0), (1.3, 6.0), (1.03, 25.0)), longest=8)
 SLOW = Rule(window=25, least_before=0, levels=((1.5, 4.0), (1.3, 5.0), (1.15, 7.5)), longest=8)
 
 
