@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -46,10 +47,12 @@ class Trace:
         return self.series[name]
 
     def nearest(self, name: str, step: int) -> float | None:
-        """The last value of `name` at or before `step`, in the order of steps; None where there is none."""
+        """The last finite value of `name` at or before `step`; None where there is none. Steps are taken to rise."""
         series = self.series[name]
-        found = [v for s, v in zip(series.steps, series.values, strict=True) if s <= step and math.isfinite(v)]
-        return found[-1] if found else None
+        for place in range(bisect_right(series.steps, step) - 1, -1, -1):
+            if math.isfinite(series.values[place]):
+                return series.values[place]
+        return None
 
 
 def median(values: Sequence[float]) -> float:
