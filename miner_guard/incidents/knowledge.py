@@ -43,6 +43,10 @@ SEVERITIES = ("info", "warning", "error", "critical")
 APPLIES = ("rank", "node", "job")
 
 
+_MOST_ANSWERS = 4096
+_LONGEST_ANSWERED = 400
+
+
 class BadKnowledge(Exception):
     """A knowledge file is wrong; the message names file, label and key."""
 
@@ -96,7 +100,7 @@ class Label:
 
 
 class Knowledge:
-    """All labels and patterns. Immutable; safe from any thread."""
+    """All labels and patterns. Safe from any thread."""
 
     def __init__(
         self,
@@ -117,9 +121,21 @@ class Knowledge:
             + [(word, b) for b in benign for word in b.pattern.has]
         )
         self._order = {entry: n for n, entry in enumerate((*benign, *patterns))}
+        self._answers: dict[str, list[Pattern] | Benign] = {}
+        """Of recent lines: ranks and restarts print the same ones."""
 
     def match(self, text: str) -> list[Pattern] | Benign:
         """What a lower-cased, cleaned line shows: that it is benign, or patterns, one a label, causes first."""
+        answer = self._answers.get(text)
+        if answer is None:
+            answer = self._look_up(text)
+            if len(self._answers) >= _MOST_ANSWERS:
+                self._answers.clear()
+            if len(text) <= _LONGEST_ANSWERED:
+                self._answers[text] = answer
+        return answer
+
+    def _look_up(self, text: str) -> list[Pattern] | Benign:
         found: dict[str, Pattern] = {}
         for entry in sorted(self._index.find(text), key=self._order.__getitem__):
             if isinstance(entry, Benign):

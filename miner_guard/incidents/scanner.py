@@ -191,7 +191,8 @@ class Scanner:
     def _piece(self, raw: bytes, number: int, seen: list[Seen]) -> None:
         rank, text = clean(raw)
         lowered = text.lower()
-        self._follow(rank, lowered, number)
+        if self._follow(rank, lowered, number):
+            return
         if any(words in lowered for words in _CHAINED):
             self._chain(rank, number, seen)
         matches = [] if self._is_ignored(rank, number) else self._knowledge.match(lowered)
@@ -227,8 +228,11 @@ class Scanner:
         self._tail = replace(sighting, more=excerpt(f"{sighting.more} {clean(line[:MAX_LINE])[1]}"))
         seen.append(self._tail)
 
-    def _follow(self, rank: int | None, lowered: str, number: int) -> None:
-        """Keep track of the traceback that this rank prints; a log may begin in the middle of one."""
+    def _follow(self, rank: int | None, lowered: str, number: int) -> bool:
+        """Keep track of the traceback that this rank prints; a log may begin in the middle of one.
+
+        True for a line that only says where in a file it was: a path says nothing of what went wrong.
+        """
         starts, frame = _TRACEBACK in lowered, _FRAME.search(lowered)
         opened = self._open.get(rank)
         ignored = _IGNORED in lowered or (opened is not None and opened.ignored and starts)
@@ -237,6 +241,7 @@ class Scanner:
             self._open[rank] = opened = _Traceback(number, ignored)
         if frame and opened is not None and len(opened.frames) < _MOST_FRAMES:
             opened.frames += frame[1] + " "
+        return frame is not None and lowered.lstrip().startswith("file ")
 
     def _chain(self, rank: int | None, number: int, seen: list[Seen]) -> None:
         """What follows from an unknown exception says more than it; if that is unknown too, the first one counts."""
