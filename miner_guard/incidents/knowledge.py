@@ -43,6 +43,9 @@ SEVERITIES = ("info", "warning", "error", "critical")
 APPLIES = ("rank", "node", "job")
 
 
+_NEAR = 300
+"""Characters of a line that are shown with what comes after them."""
+
 _MOST_ANSWERS = 4096
 _LONGEST_ANSWERED = 400
 
@@ -71,6 +74,11 @@ class Pattern:
         if any(word in text for word in self.excludes):
             return False
         return True if self.regex is None else self.regex.search(text) or False
+
+    def first_word(self, text: str) -> int:
+        """Where in a long line the first of `has` stands; 0 where it is near the beginning."""
+        first = min((at for word in self.has if (at := text.find(word)) >= 0), default=0)
+        return first if first > _NEAR else 0
 
 
 @dataclass(frozen=True, eq=False)

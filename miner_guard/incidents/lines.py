@@ -52,7 +52,10 @@ def clean(raw: bytes) -> tuple[int | None, str]:
     return rank, text.rstrip()
 
 
-def excerpt(text: str, limit: int = 400) -> str:
-    """The line for people: one blank for many, cut at `limit` characters."""
-    short = " ".join(text.split())
+def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
+    """The line for people: one blank for many, `limit` characters of it, from a little before `at`."""
+    before = max(0, at - limit // 4)
+    short = " ".join(text[before : before + 4 * limit].split())
+    if before:
+        short = "…" + short
     return short if len(short) <= limit else short[: limit - 1] + "…"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from miner_guard.incidents import oom
+from miner_guard.incidents import lines, oom
 from miner_guard.incidents.case import Case, Incident
 from miner_guard.incidents.knowledge import Knowledge
 from miner_guard.incidents.scanner import Scanner
@@ -80,8 +80,8 @@ def in_words(
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
     return Explained(
-        incident.label, label.severity, label.restart, label.applies, sighting.line, redact(sighting.text),
-        f"{cause}{_where(incident)}", tuple(fixes), incident.count, tuple(incident.ranks), incident.root,
+        incident.label, label.severity, label.restart, label.applies, sighting.line,
+        lines.excerpt(redact(sighting.text)), f"{cause}{_where(incident)}", tuple(fixes), incident.count, tuple(incident.ranks), incident.root,
     )  # fmt: skip
 
 

@@ -44,6 +44,9 @@ _MOST_STREAMS = 256
 _TRACEBACK_LINES = 2000
 """A traceback that is still open after so many lines was cut off."""
 
+_TOLD = 800
+"""Characters kept of a line: an out-of-memory message has its numbers within them."""
+
 _MOST_FRAMES = 8192
 """Characters kept of the paths in one traceback."""
 
@@ -209,7 +212,8 @@ class Scanner:
                 return
         for pattern in matches:
             role = _role(pattern, matches, lowered)
-            sighting = Sighting(pattern.label, role, number, excerpt(text), rank, pattern.cause)
+            told = excerpt(text, _TOLD, pattern.first_word(lowered))
+            sighting = Sighting(pattern.label, role, number, told, rank, pattern.cause)
             seen.append(sighting)
             if pattern is _UNCAUGHT and (rank in self._bugs or len(self._bugs) < _MOST_STREAMS):
                 self._bugs[rank] = sighting

@@ -89,3 +89,18 @@ def test_lines_are_counted_as_an_editor_counts() -> None:
 def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
     """A line is only looked at where it holds a trigger word; each literal that can stand alone must bring one."""
     assert root("GPU 0000:91:00.0: GPU has fallen off the bus.") == "gpu_hardware"
+
+
+def test_noise_is_no_incident() -> None:
+    """Short words such as `xid` and `nan` turn up in any megabytes of letters."""
+    chance = random.Random(11)
+    letters = bytes(chance.choices(b"abcdefghijklmnopqrstuvwxyz 0123456789.:()[]\n", k=1 << 20))
+    assert root(letters) is None
+    assert root(chance.randbytes(1 << 20)) is None
+
+
+def test_the_excerpt_of_a_long_line_shows_the_error_in_it() -> None:
+    line = b"x = 1; " * 1500 + b"RuntimeError: CUDA error: an illegal memory access was encountered " + b"y = 2; " * 500
+    [found] = incidents(line)
+    assert "illegal memory access" in found.first.text
+    assert len(found.first.text) <= 800
