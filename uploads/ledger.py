@@ -70,7 +70,7 @@ class Ledger:
         )  # fmt: skip
 
     def upload(self, wall: float, outcome: str, **fields: Any) -> None:
-        """Store an upload's end: `reported`, `verified`, `superseded`, `refuted` or `failed`, and what is known of it."""
+        """Store an upload's end: `reported`, `verified`, `superseded`, `refuted` or `failed`."""
         names = ("decision_id", "tag", "outer_step", "inner_step", "kind", "bytes", "seconds", "attempts", "checksum",
                  "error", "verified")  # fmt: skip
         columns = ", ".join(names)

@@ -303,6 +303,22 @@ def test_a_push_that_the_miners_end_cuts_off_is_failed(bench: Bench) -> None:
     assert list(bench.part.on_exit(Exit(0, None, True, False, 60.0))) == []
 
 
+def test_a_push_that_nobody_could_look_for_before_the_end_is_unverified(bench: Bench) -> None:
+    bench.push("started")
+    bench.push("finished")
+    (left,) = bench.part.on_stop()
+    assert line(left).startswith("UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before anybody looked")
+
+
+def test_the_audit_runs_on_its_schedule_and_says_what_it_could_not_see(bench: Bench) -> None:
+    assert "audit" not in bench.jobs.repeated
+    bench.part._audit()
+    assert [f.event for f in bench.emitted] == ["audit_failed"]
+    assert bench.said("audit_failed") == [
+        "AUDIT FAILED: nothing is published: metadata.json is missing or names no outer step; upload"
+    ]
+
+
 OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum="a" * 40)
 
 

@@ -75,6 +75,7 @@ class UploadsPart(Part):
         self._write_failed = False
         self._began: dict[str, _Begun] = {}
         self._pushes: list[_Push] = []
+        self._unsettled: list[Mapping[str, Any]] = []
         self._last: dict[str, Any] = dict.fromkeys(("decision", "upload", "audit", "incident", "restart"))
         if self._repo.kind != "none":
             context.jobs.every("repo", self._repo.refresh_every_s, self._refresh, first_after_s=0.0)
@@ -194,6 +195,7 @@ class UploadsPart(Part):
             yield found("upload_reported", tag=_tag(entry), detail=detail, source="guard")
             return
         push = _Push(entry, began, before, self.context.clock.monotonic())
+        self._unsettled.append(entry)
         # At once: the next push may follow soon, and what it replaces can't be looked for.
         self.context.jobs.once("verify upload", lambda: self._verify(push))
 
@@ -254,6 +256,7 @@ class UploadsPart(Part):
                 self._pushes.append(replace(push, due=now + _VERIFY_AFTER_S[looks], looks=looks))
             return
         self._looked(published)
+        self._unsettled.remove(entry)
         tag = _tag(entry) or published.revision
         if seen.verified:
             self._store(entry, "verified", verified=self.context.clock.wall(), checksum=published.checksum)
@@ -278,8 +281,11 @@ class UploadsPart(Part):
         self._ledger.upload(self.context.clock.wall(), outcome, **row)
 
     def on_stop(self) -> Iterable[Finding]:
+        for entry in list(self._unsettled):
+            why = "the guard ended before anybody looked; see `miner-guard audit`"
+            self._store(entry, "reported", error=f"not verified: {why}")
+            yield found("upload_unverified", tag=_tag(entry), reason=why)
         self._ledger.close()
-        return ()
 
     def snapshot(self) -> Mapping[str, Any]:
         now = self.context.clock.monotonic()
