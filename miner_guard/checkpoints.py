@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -111,7 +112,7 @@ class Checkpointer:
             return
         try:
             pending.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(f"no checkpoint was written: {error}; check space in {self._folder}") from error
 
     def close(self) -> None:
@@ -180,7 +181,7 @@ class Checkpointer:
         reason: str | None = None
         try:
             load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
-        except Exception as error:  # noqa: BLE001  any failure to load is a reason to take another checkpoint, and is said
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - any failure is a reason to take another, and is said
             reason = f"cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         reasons: list[str | None] = [reason]
         if self._group is not None:

@@ -102,7 +102,7 @@ def lines(summary: Summary) -> list[str]:
         "=" * 80,
         f"steps       {s.steps}" + (f", restarts {s.restarts}" if s.restarts else ""),
         f"loss        from {_known(s.loss_from, '.2f')} to {_known(s.loss_to, '.2f')} (mean of {_AVERAGED} steps)",
-        f"step time   p50 {_known(s.p50_s, '.2f')}s, p95 {_known(s.p95_s, '.2f')}s",
+        f"step time   p50 {_seconds(s.p50_s)}, p95 {_seconds(s.p95_s)}",
         f"uploads     blocked {s.blocked}, verified {s.verified}" + (f", failed {s.failed}" if s.failed else ""),
         f"guard cost  in the ranks {_known(s.hook_s, '.3f')}s ({_known(s.hook_pct, '.3f')}% of training); beside them "
         f"{usage.cpu_s:.1f}s of CPU in {usage.wall_s:.0f}s ({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
@@ -123,3 +123,7 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
 
 def _known(value: float | None, spec: str) -> str:
     return "unknown" if value is None else format(value, spec)
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f}s"

@@ -1,0 +1,158 @@
+"""`miner-guard demo`, whole: a newcomer's first run, with a crash and a slow step on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.cli.demo import start_fresh
+from miner_guard.demo import faults
+from miner_guard.demo.summary import Usage, lines, summarise
+from miner_guard.events import CATALOGUE
+from miner_guard.statedir import StateDir
+from tests import needs
+
+SECRET = "planted-secret-value-3141"
+CRASH, SLOW, STEPS, EVERY = 23, 45, 62, 20
+
+
+@dataclass(frozen=True)
+class Run:
+    code: int
+    output: str
+    state: StateDir
+    records: list[Mapping[str, Any]]
+
+    def named(self, event: str) -> list[Mapping[str, Any]]:
+        return [r for r in self.records if r["event"] == event]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    needs.module("torch")
+    state = StateDir(tmp_path_factory.mktemp("demo") / "state")
+    command = [
+        sys.executable, "-c", "from miner_guard.cli.main import main; main()", "demo", "--steps", str(STEPS),
+        "--fault", f"crash@{CRASH}:1", "--fault", f"slow@{SLOW}:1",
+    ]  # fmt: skip
+    env = {**os.environ, "MINER_GUARD_STATE_DIR": str(state.root), "DEMO_API_TOKEN": SECRET}
+    ended = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
+        cwd=state.root.parent,
+    )  # fmt: skip
+    records = [json.loads(line) for line in state.log.read_text().splitlines()]
+    return Run(ended.returncode, ended.stdout.decode(), state, records)
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+
+def test_it_ends_by_itself_with_a_summary(run: Run) -> None:
+    assert run.code == 0, run.output[-3000:]
+    tail = run.output[run.output.index("DEMO SUMMARY") :]
+    for what in ("steps ", "loss        from", "step time   p50", "uploads     blocked", "guard cost  in the ranks"):
+        assert what in tail
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["GPU DIAGNOSTICS", "Step Time", "UPLOAD BLOCKED", "Successfully pushed", "Outer Step:", "SLOW STEP", "HEALTH "],
+)
+def test_the_documents_greps_find_what_they_should(run: Run, words: str) -> None:
+    assert words in run.output
+
+
+def test_asked_at_15_the_line_is_word_for_word(run: Run) -> None:
+    assert (
+        "UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this! "
+        "Waiting for more training steps..."
+    ) in run.output
+
+
+def test_early_uploads_are_blocked_and_later_ones_published_and_verified(run: Run) -> None:
+    assert all(r["inner_step"] < 50 for r in run.named("upload_blocked"))
+    verified = run.named("upload_succeeded")
+    assert verified
+    assert all(int(r["tag"].split(".")[2]) >= 50 for r in verified)
+    assert not run.named("upload_failed")
+
+
+def test_the_loss_falls(run: Run) -> None:
+    losses = [r["loss"] for r in run.named("inner_step")]
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.5
+
+
+def test_a_restart_loses_at_most_the_steps_since_the_last_checkpoint(run: Run) -> None:
+    (resumed,) = run.named("checkpoint_resumed")
+    assert CRASH - 1 - EVERY <= resumed["step"] < CRASH
+    seconds = [r["inner_step"] for r in run.named("inner_step")]
+    assert seconds.count(resumed["step"] + 1) == 2
+    assert seconds[-1] == STEPS
+
+
+def test_every_line_parses_and_every_event_has_its_fields(run: Run) -> None:
+    for record in run.records:
+        assert CATALOGUE[record["event"]].fields == tuple(
+            name for name in CATALOGUE[record["event"]].fields if name in record
+        ), record
+        assert {"ts", "level", "msg", "run_id", "host", "rank"} <= record.keys()
+
+
+def test_no_secret_of_the_environment_is_in_anything_written(run: Run) -> None:
+    assert SECRET not in run.output
+    for path in run.state.root.rglob("*"):
+        if path.is_file():
+            assert SECRET.encode() not in path.read_bytes(), path
+
+
+def test_a_healthy_cpu_run_cries_no_wolf(run: Run) -> None:
+    critical = {r["event"] for r in run.records if r["level"] == "critical"}
+    assert critical == set(), [r["msg"] for r in run.records if r["level"] == "critical"]
+
+
+def test_a_fresh_start_clears_a_demo_and_moves_a_real_miners_files_aside(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.root.mkdir()
+    state.log.write_text("a real miner's log\n")
+    (state.root / "notes.txt").write_text("not ours")
+    start_fresh(state)
+    (aside,) = state.root.glob("before-demo-*")
+    assert (aside / "guard.jsonl").read_text() == "a real miner's log\n"
+    state.log.write_text("the demo's\n")
+    start_fresh(state)
+    assert not state.log.exists()
+    assert (aside / "guard.jsonl").exists()
+    assert (state.root / "notes.txt").read_text() == "not ours"
+
+
+@pytest.mark.parametrize("text", ["slow", "slow@0", "slow@x", "nonsense@3", "slow@3:"])
+def test_a_fault_that_is_no_fault_is_refused_with_the_form(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape("KIND@STEP")):
+        faults.parse(text)
+
+
+def test_a_fault_fires_once_unless_asked_and_on_its_rank_alone(tmp_path: Path) -> None:
+    def plan(rank: int, repeat: bool = False) -> faults.FaultPlan:
+        return faults.FaultPlan([faults.parse("crash@5:1"), faults.parse("slow@5")], rank, 2, tmp_path, repeat)
+
+    assert plan(0).at(5) is None
+    fired = plan(1)
+    assert fired.at(4) is None
+    assert fired.at(5) is not None
+    assert plan(1).at(5) is None
+    assert plan(1, repeat=True).at(5) is not None
+
+
+def test_a_summary_of_nothing_says_unknown(tmp_path: Path) -> None:
+    text = "\n".join(lines(summarise([], None, Usage(1.0, 10.0, 50.0))))
+    assert "loss        from unknown to unknown" in text
+    assert "p50 unknowns" not in text

@@ -1,0 +1,174 @@
+"""Checkpoints are complete or absent, the newest whole one is resumed, and a damaged one is said and passed over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import needs
+
+needs.module("torch")
+
+import torch  # noqa: E402
+
+from miner_guard.checkpoints import MANIFEST, Checkpointer, CheckpointError, Saved, Skipped, damage, step_of  # noqa: E402
+
+
+def state(value: float) -> dict[str, object]:
+    return {"model": {"weight": torch.full((64, 64), value)}, "counters": {"total": int(value)}}
+
+
+def saved(folder: Path, *steps: int, keep: int = 5) -> list[Saved]:
+    done: list[Saved] = []
+    checkpoints = Checkpointer(folder, every=10, keep=keep, on_saved=done.append)
+    for step in steps:
+        checkpoints.save(step, state(step))
+    checkpoints.close()
+    return done
+
+
+def resumed(folder: Path, which: str = "latest") -> tuple[Path | None, float, list[Skipped]]:
+    target = state(-1)
+    skipped: list[Skipped] = []
+    path = Checkpointer(folder, every=10).resume(target, which, skipped.append)
+    weights = target["model"]
+    assert isinstance(weights, dict)
+    return path, float(weights["weight"][0, 0]), skipped
+
+
+def test_the_newest_is_resumed_and_the_last_k_are_kept(tmp_path: Path) -> None:
+    done = saved(tmp_path, 10, 20, 30, 40, keep=2)
+    assert [s.step for s in done] == [10, 20, 30, 40]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
+    path, weight, skipped = resumed(tmp_path)
+    assert path is not None
+    assert (step_of(path), weight, skipped) == (40, 40.0, [])
+
+
+def test_a_named_one_is_resumed(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    assert resumed(tmp_path, "step-00000010")[1] == 10.0
+    with pytest.raises(CheckpointError, match="its manifest cannot be read"):
+        resumed(tmp_path, "step-00000099")
+
+
+def test_nothing_to_resume_is_an_answer(tmp_path: Path) -> None:
+    assert resumed(tmp_path) == (None, -1.0, [])
+
+
+def largest(path: Path) -> Path:
+    return max((p for p in path.iterdir() if p.name != MANIFEST), key=lambda p: p.stat().st_size)
+
+
+def cut(path: Path) -> None:
+    os.truncate(largest(path), 100)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(largest(path).read_bytes())
+    data[len(data) // 2] ^= 1
+    largest(path).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (cut, "has 100 bytes"),
+        (flip, "does not have the checksum"),
+        (lambda p: largest(p).unlink(), "is missing"),
+        (lambda p: (p / MANIFEST).unlink(), "not finished"),
+        (lambda p: (p / MANIFEST).write_text('{"files"'), "its manifest cannot be read"),
+    ],
+)
+def test_a_damaged_one_is_passed_over_with_its_reason(tmp_path: Path, harm: object, words: str) -> None:
+    saved(tmp_path, 10, 20)
+    assert callable(harm)
+    harm(tmp_path / "step-00000020")
+    path, weight, skipped = resumed(tmp_path)
+    assert path is not None
+    assert (step_of(path), weight) == (10, 10.0)
+    assert [s.path.name for s in skipped] == ["step-00000020"]
+    assert words in skipped[0].reason
+
+
+def test_one_whose_content_does_not_fit_is_passed_over_too(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    checkpoints = Checkpointer(tmp_path, every=10)
+    checkpoints.save(20, {"something": {"else": torch.zeros(3)}})
+    checkpoints.close()
+    path, weight, skipped = resumed(tmp_path)
+    assert path is not None
+    assert (step_of(path), weight) == (10, 10.0)
+    assert "cannot be loaded" in skipped[0].reason
+
+
+def test_what_a_death_left_half_written_is_swept_and_never_resumed(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    half = tmp_path / ".draft-00000020"
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    assert resumed(tmp_path)[1] == 10.0
+    assert not half.exists()
+
+
+def test_due_every_n_steps_and_on_request(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path, every=10)
+    assert [s for s in range(1, 31) if checkpoints.due(s)] == [10, 20, 30]
+    checkpoints.request()
+    assert checkpoints.due(33)
+    checkpoints.save(33, state(33))
+    checkpoints.close()
+    assert not checkpoints.due(34)
+    assert damage(tmp_path / "step-00000033") is None
+
+
+def test_a_full_disk_is_said_and_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 10)
+
+    def full(_source: object, _target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoints = Checkpointer(tmp_path, every=10)
+    monkeypatch.setattr("miner_guard.checkpoints.os.replace", full)
+    checkpoints.save(20, state(20))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    assert resumed(tmp_path)[1] == 10.0
+
+
+_WRITES_FOR_EVER = """
+import sys
+from pathlib import Path
+import torch
+from miner_guard.checkpoints import Checkpointer
+checkpoints = Checkpointer(Path(sys.argv[1]), every=1, keep=3)
+for step in range(1, 100000):
+    checkpoints.save(step, {"weight": torch.full((256, 1024), float(step)), "step": step})
+    checkpoints.wait()
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_what_bears_a_name_is_whole(tmp_path: Path) -> None:
+    """A dozen SIGKILLs at moments that are spread over the writing."""
+    for number in range(12):
+        with subprocess.Popen(
+            [sys.executable, "-c", _WRITES_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        ) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            time.sleep(0.003 * number)
+            child.kill()
+        complete = sorted(tmp_path.glob("step-*"))
+        assert complete
+        assert [damage(p) for p in complete] == [None] * len(complete)
+        manifest = json.loads((complete[-1] / MANIFEST).read_text())
+        assert manifest["step"] == step_of(complete[-1])

@@ -1,0 +1,78 @@
+"""What a rank journals is said, and a checkpoint that grows old is said once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config
+from miner_guard.events import line
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context, Launch
+from miner_guard.supervisor.parts.reports import Reports
+
+CLOCK_START = 1000.0
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(monotonic=CLOCK_START)
+
+
+@pytest.fixture
+def part(tmp_path: Path, clock: FakeClock) -> Reports:
+    missing: Any = None
+    return Reports(
+        Context(Config(), StateDir(tmp_path), clock, "r1", lambda _f: None, jobs=missing, control=missing, status=dict)
+    )
+
+
+def checkpoint(step: int, size: int = 1000, complete: bool = True) -> dict[str, Any]:
+    path = f"ckpt/step-{step}"
+    return {"kind": "checkpoint", "path": path, "step": step, "seconds": 0.5, "size_bytes": size, "complete": complete}
+
+
+def test_a_ranks_own_finding_is_logged_with_its_rank(part: Reports) -> None:
+    fields = {"path": "a", "step": 20}
+    entry = {"kind": "finding", "event": "checkpoint_resumed", "level": None, "rank": 1, "fields": fields}
+    (finding,) = part.on_entry(1, entry)
+    assert (finding.rank, line(finding)) == (1, "CHECKPOINT RESUMED: a at step 20")
+
+
+def test_a_finding_that_the_catalogue_lacks_is_said_not_dropped(part: Reports) -> None:
+    (finding,) = part.on_entry(0, {"kind": "finding", "event": "nonsense", "fields": {}})
+    assert "nonsense" in line(finding)
+
+
+def test_a_checkpoint_that_grows_old_is_said_once(part: Reports, clock: FakeClock) -> None:
+    (saved,) = part.on_entry(0, checkpoint(20))
+    assert line(saved) == "CHECKPOINT SAVED: ckpt/step-20 in 0.50s"
+    assert not list(part.on_tick(CLOCK_START + 3600, {}))
+    (stale,) = part.on_tick(CLOCK_START + 3601, {})
+    assert "step 20) is 3601s old (limit 3600s)" in line(stale)
+    assert not list(part.on_tick(CLOCK_START + 9999, {}))
+    clock.advance(9999)
+    part.on_entry(0, checkpoint(40))
+    assert not list(part.on_tick(clock.monotonic() + 10, {}))
+
+
+def test_a_restart_is_no_stale_checkpoint(part: Reports) -> None:
+    part.on_entry(0, checkpoint(20))
+    part.on_launch(Launch(("x",), 1, 1, CLOCK_START + 5000))
+    assert not list(part.on_tick(CLOCK_START + 5001, {}))
+
+
+def test_one_that_is_half_as_large_or_incomplete_is_said(part: Reports) -> None:
+    part.on_entry(0, checkpoint(20))
+    _, shrunk = part.on_entry(0, checkpoint(40, size=400))
+    assert "400 bytes, the one before had 1000" in line(shrunk)
+    (incomplete,) = part.on_entry(0, checkpoint(60, complete=False))
+    assert "incomplete" in line(incomplete)
+
+
+def test_a_miner_without_checkpoints_is_left_alone(part: Reports) -> None:
+    assert not list(part.on_tick(CLOCK_START + 1e6, {}))
+    assert part.snapshot() == {"checkpoint": None, "checkpoint_age_s": None}
