@@ -22,7 +22,7 @@ from miner_guard.supervisor import compose, environment, sweep
 from miner_guard.supervisor.bell import Bell
 from miner_guard.supervisor.child import become_subreaper
 from miner_guard.supervisor.control import Control as ControlSocket
-from miner_guard.supervisor.core import Order, Supervisor, Wish
+from miner_guard.supervisor.core import Supervisor
 from miner_guard.supervisor.flights import Flights
 from miner_guard.supervisor.gather import Question
 from miner_guard.supervisor.gpu_settle import GpuSettle
@@ -30,6 +30,7 @@ from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.lock import Lock
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.manager import Manager, managers
+from miner_guard.supervisor.orders import Order, Wish
 from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.health import Health
 from miner_guard.supervisor.processes import HELPER

@@ -10,19 +10,19 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from miner_guard.clock import Clock, iso_utc
-from miner_guard.config import Config
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Now
-from miner_guard.statedir import StateDir
 from miner_guard.supervisor import processes
 from miner_guard.supervisor.child import Child
+from miner_guard.supervisor.family import Family
 from miner_guard.supervisor.flights import Flights
 from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.loop import Loop, Timer
+from miner_guard.supervisor.orders import Order, Wish
 from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.relay import Relay
 from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
@@ -36,32 +36,6 @@ BLAME_S = 300.0
 DROPS_EVERY_S = 60.0
 CRASH_LOOP = 75
 FAILED = 1
-
-
-@dataclass(frozen=True)
-class Order:
-    """What is to be supervised."""
-
-    command: Sequence[str]
-    environment: Callable[[int], Mapping[str, str]]
-    """The miner's environment for launch number n."""
-
-    config: Config
-    state: StateDir
-    run_id: str
-    finished_code: int = 0
-    """What the guard exits with when the miner has finished."""
-
-
-@dataclass
-class Wish:
-    """Why the current launch is being ended by the guard."""
-
-    cause: str
-    then: str
-    """`stop`, `restart` (by the policy) or `relaunch` (a person asked: at once, not counted)."""
-
-    exit_code: int = 0
 
 
 class Supervisor:
@@ -94,7 +68,7 @@ class Supervisor:
         self._next_start: float | None = None
         self._incident: Finding | None = None
         self._incident_at = 0.0
-        self._run_processes: set[processes.Process] = set()
+        self._family = Family(order.state, clock)
         self._first_step_at: float | None = None
         self._healthy_said = False
         self._dropped_said = 0
@@ -164,7 +138,6 @@ class Supervisor:
     def _launch(self) -> None:
         self._cancel_wait()
         self._wish, self._teardown, self._incident = None, None, None
-        self._run_processes.clear()
         self._first_step_at, self._healthy_said = None, False
         attempt = self.launches
         stdout, stderr = self.relay.open()
@@ -227,12 +200,8 @@ class Supervisor:
             self._ended(self.child, self._teardown)
 
     def _leftovers(self) -> set[processes.Process]:
-        """Living processes of this launch but the launcher: by marker, by parentage, and those seen before."""
         assert self.child is not None
-        found_now = set(processes.marked(str(self.order.state.root))) | processes.adopted(os.getpid())
-        found_now |= {process for process in self._run_processes if processes.alive(process)}
-        spared = processes.ancestors(os.getpid())
-        return {p for p in found_now if p.pid not in spared and p != self.child.process}
+        return self._family.leftovers(self.child.process)
 
     def _ended(self, child: Child, teardown: Teardown) -> None:
         """Nothing of the launch is left: hand over its last words, then decide what comes next."""
@@ -341,7 +310,11 @@ class Supervisor:
         self.host.tick(self.clock.monotonic(), ranks)
         self._watch_health(ranks)
         self._watch_drops()
-        self._reap_adopted()
+        self._watch_family()
+
+    def _watch_family(self) -> None:
+        launcher = None if self.child is None else self.child.process
+        self._family.look(launcher)
 
     def _watch_health(self, ranks: Mapping[int, Now]) -> None:
         stepping = any(now.total_steps > 0 for now in ranks.values())
@@ -363,22 +336,6 @@ class Supervisor:
             self._dropped_said += dropped
             self._drops_said_at = self.clock.monotonic()
             self.host.finding(found("output_dropped", dropped_bytes=dropped))
-
-    def _reap_adopted(self) -> None:
-        """Take leave of orphans that came to us and ended. Our own helpers are waited for by who started them."""
-        for pid in processes.children(os.getpid()):
-            seen = processes.stat(pid)
-            if seen is None or seen.state != "Z" or (self.child is not None and pid == self.child.pid):
-                continue
-            if seen.process in self._zombies:
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
-        self._zombies = self._zombies_now()
-
-    _zombies: frozenset[processes.Process] = frozenset()
-
-    def _zombies_now(self) -> frozenset[processes.Process]:
-        seen = [processes.stat(pid) for pid in processes.children(os.getpid())]
-        return frozenset(s.process for s in seen if s is not None and s.state == "Z")
 
     def document(self) -> dict[str, Any]:
         """The run's own part of status.json."""

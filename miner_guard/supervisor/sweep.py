@@ -11,6 +11,7 @@ from miner_guard.events import Finding, found
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor import processes
 from miner_guard.supervisor.processes import Process
+from miner_guard.supervisor.roster import Roster
 
 _GIVE_UP_AFTER_S = 8.0
 
@@ -19,7 +20,7 @@ def sweep(state: StateDir, grace_s: float, report: Callable[[Finding], None]) ->
     """End every process of an earlier run; returns what could not be ended.
 
     They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. Found by the marker in
-    their environment together with this state directory, never by name.
+    their environment together with this state directory, or in the list that the earlier guard kept; never by name.
     """
     spared = processes.ancestors(os.getpid())
     left = _left(state, spared)
@@ -41,7 +42,8 @@ def sweep(state: StateDir, grace_s: float, report: Callable[[Finding], None]) ->
 
 
 def _left(state: StateDir, spared: set[int]) -> dict[Process, str]:
-    return {p: run for p, run in processes.marked(str(state.root)).items() if p.pid not in spared}
+    listed = dict.fromkeys(Roster(state).left(), "an earlier guard's list")
+    return {p: run for p, run in {**listed, **processes.marked(str(state.root))}.items() if p.pid not in spared}
 
 
 def _wait(state: StateDir, spared: set[int], seconds: float) -> dict[Process, str]:

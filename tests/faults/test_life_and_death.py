@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -102,6 +103,25 @@ def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> N
     assert len(guarded.named("orphan_killed")) >= 4
     assert all("sleep" in words or "miner_guard" in words for _, words in _marked(guarded)), _marked(guarded)
     assert guarded.stop() == 0
+
+
+def test_the_next_guard_also_ends_what_shed_its_environment(guarded: Guarded) -> None:
+    guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 1})
+    wait_for_family(guarded)
+    whole = len([words for _, words in living(guarded.token) if guarded.token in words and "miner_guard" not in words])
+    until(lambda: _listed(guarded) >= whole, 20, "the list of the run's processes")
+    guarded.processes[0].kill()
+    guarded.processes[0].wait()
+    guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
+    assert guarded.processes[1].wait(60) == 0
+    guarded.assert_nothing_left(5)
+
+
+def _listed(guarded: Guarded) -> int:
+    try:
+        return len(json.loads((guarded.state.root / "run.json").read_text())["processes"])
+    except OSError:
+        return 0
 
 
 def _child_of(pid: int, guarded: Guarded) -> bool:
