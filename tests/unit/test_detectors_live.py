@@ -327,6 +327,22 @@ def test_overfit_needs_a_gap_and_falling_training_loss() -> None:
     assert remarks == [None] * 30
 
 
+@pytest.mark.parametrize(
+    "line", ["INFO | Validation Loss: {:.4f} (best so far)\n", "{{'eval_loss': {}, 'epoch': 1.0}}\n"]
+)
+def test_overfitting_is_seen_in_the_miners_own_lines_even_where_they_are_cut(tmp_path: Path, line: str) -> None:
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(600), healthy(1), strict=False):
+        run.step(0.3, loss)
+        if number % 20 == 19:
+            text = line.format(3.0 + 0.01 * abs(number // 20 - 8)).encode()
+            for part in run.parts:
+                for piece in (text[:17], text[17:]):
+                    run._take(part.on_output(piece))
+    assert run.alarms() == ["overfit"]
+    assert run.of("overfit")[0].fields["evidence"]["best_step"] == 180
+
+
 def test_convergence_and_plateau_are_remarks_with_different_words() -> None:
     source = random.Random(4)
     for start, word in ((8.0, "converged"), (2.05, "below its first level")):

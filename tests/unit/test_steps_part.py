@@ -15,7 +15,9 @@ from miner_guard.clock import FakeClock
 from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings, StepSettings
 from miner_guard.detectors.step_time import StepTimes, grade
 from miner_guard.events import Finding
-from miner_guard.rank.flight import Now, Step
+from miner_guard.rank.environment import find
+from miner_guard.rank.flight import FlightReader, Now, Step
+from miner_guard.rank.hook import Guard
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit, Launch
 from miner_guard.supervisor.parts.steps import StepsPart
@@ -212,3 +214,34 @@ def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
     part = StepsPart(make_context(tmp_path, FakeClock(), Config()))
     now: dict[int, Now] = {}
     assert not list(part.on_tick(0.0, now))
+
+
+def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> None:
+    """From `with guard.phase(…)` in a rank, through the flight record, to the words on the console."""
+    clock = FakeClock()
+    state = StateDir(tmp_path)
+    guard = Guard(find({"RANK": "0", "WORLD_SIZE": "1"}, state.root), clock.monotonic)
+
+    def spend(name: str, seconds: float) -> None:
+        with guard.phase(name):
+            clock.advance(seconds)
+
+    for step in range(1, 201):
+        spend("forward", 15.0)
+        with guard.phase("monitor"):
+            clock.advance(0.078)
+            spend("example_loss", 0.045)
+            if step == 200:
+                spend("inference", 6.123)
+                spend("val_loss", 1.456)
+        guard.step(outer_step=56, inner_step=step, loss=3.4, lr=2.1e-5)
+    part = StepsPart(make_context(tmp_path, clock, Config()))
+    seen = list(part.on_steps(0, list(FlightReader(state.flight_of(0)).steps())))
+    assert set(lines(seen, "fast_log")) == {"Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"}
+    assert len(lines(seen, "fast_log")) == 19
+    block = lines(seen, "timing_breakdown")[0].splitlines()
+    assert block[0] == "TIMING BREAKDOWN (Step 200):"
+    assert block[2] == "   Inference:      6.123s (79.5%)"
+    assert block[5] == "   Overhead:       0.078s (1.0%)"
+    assert not lines(seen, "timing_red_flag")
+    assert part.snapshot()["goodput"]["monitoring"] == pytest.approx((200 * 0.123 + 7.579) / (200 * 15.123 + 7.579))

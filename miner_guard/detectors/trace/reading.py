@@ -82,6 +82,14 @@ def read(lines: Iterable[str]) -> Trace:
     return trace
 
 
+def evaluation_in(line: str) -> float | None:
+    """The evaluation loss that a line of a miner's output prints; None where it prints none."""
+    text = _ANSI.sub("", line).strip()
+    document = _document(text)
+    values = _plain_values(text) if document is None else _named(document)
+    return next((value for name, value in values if name == "eval_loss"), None)
+
+
 class _Counter:
     """Step numbers for records that have none, and a step number over outer steps for those that start anew."""
 
@@ -100,11 +108,18 @@ def _take(trace: Trace, counter: _Counter, text: str) -> bool:
     if isinstance(document.get("event"), str) and "msg" in document:
         return _take_event(trace, document)
     step = _whole(document.get("step", document.get("global_step")))
-    values = [(n, v) for k, n in _JSON_NAMES.items() if (v := number(document.get(k))) is not None]
+    values = list(_named(document))
     if not values:
         return False
     _add(trace, counter.next() if step is None else step, values)
     return True
+
+
+def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, name in _JSON_NAMES.items():
+        value = number(document.get(key))
+        if value is not None:
+            yield name, value
 
 
 def _document(text: str) -> Mapping[str, Any] | None:
@@ -138,7 +153,7 @@ def _take_event(trace: Trace, document: Mapping[str, Any]) -> bool:
         return False
     step = _whole(document.get("total_steps"))
     step = _whole(document.get("inner_step")) if step is None else step
-    values = [(n, v) for k, n in _JSON_NAMES.items() if (v := number(document.get(k))) is not None]
+    values = list(_named(document))
     if step is None or not values:
         return False
     _add(trace, step, values)

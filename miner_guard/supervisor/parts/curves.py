@@ -9,8 +9,10 @@ from typing import Any
 from miner_guard.blocks import gb
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import LossWatch, not_finite
+from miner_guard.detectors.loss import LossWatch, OverfitWatch, not_finite
 from miner_guard.detectors.memory import MemoryWatch
+from miner_guard.detectors.trace.reading import evaluation_in
+from miner_guard.detectors.window import SortedWindow
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Step
 from miner_guard.supervisor.parts import Context, Launch, Part
@@ -24,8 +26,16 @@ _EVENTS = {
 }
 
 
+_LONGEST_LINE = 4096
+_EVALUATION = (b"val_loss", b"val loss", b"validation_loss", b"validation loss")
+"""In small letters; `eval_loss` holds the first of them."""
+
+
 class CurvesPart(Part):
-    """The loss of the lowest rank that reports one; NaN on any rank; memory of each rank."""
+    """The loss of the lowest rank that reports one; NaN on any rank; memory of each rank.
+
+    The evaluation loss is not in the flight record: it is read from the miner's own lines, where it prints one.
+    """
 
     name = "curves"
 
@@ -38,6 +48,10 @@ class CurvesPart(Part):
 
     def _reset(self) -> None:
         self._loss = LossWatch(self.context.config.loss)
+        self._overfit = OverfitWatch(self.context.config.loss)
+        self._recent = SortedWindow(16)
+        self._last_step: tuple[int, Step] | None = None
+        self._carry = b""
         self._memory: dict[int, MemoryWatch] = {}
         self._lead: int | None = None
         self._not_finite: set[int] = set()
@@ -54,9 +68,32 @@ class CurvesPart(Part):
     def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
         for step in steps:
             for anomaly in self._judge(rank, step):
-                self._counts[anomaly.type] = self._counts.get(anomaly.type, 0) + 1
-                self._last = {"type": anomaly.type, "at_step": anomaly.at_step, "detail": anomaly.detail}
+                self._count(anomaly)
                 yield to_finding(anomaly, rank, step)
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        data = self._carry + chunk
+        self._carry = data[data.rfind(b"\n") + 1 :][-_LONGEST_LINE:]
+        # Looked for in the whole chunk: nearly all output has no such line and is not split.
+        if not _evaluates(data):
+            return
+        for line in data[: data.rfind(b"\n") + 1].splitlines():
+            if len(line) <= _LONGEST_LINE and _evaluates(line):
+                yield from self._evaluation(line.decode("utf-8", "replace"))
+
+    def _evaluation(self, line: str) -> Iterator[Finding]:
+        value = evaluation_in(line)
+        if value is None or self._last_step is None or not len(self._recent):
+            return
+        rank, step = self._last_step
+        anomaly = self._overfit.observe(step.total_steps, value, self._recent.median)
+        if anomaly is not None:
+            self._count(anomaly)
+            yield to_finding(anomaly, rank, step)
+
+    def _count(self, anomaly: Anomaly) -> None:
+        self._counts[anomaly.type] = self._counts.get(anomaly.type, 0) + 1
+        self._last = {"type": anomaly.type, "at_step": anomaly.at_step, "detail": anomaly.detail}
 
     def _judge(self, rank: int, step: Step) -> Iterator[Anomaly]:
         number = _number(step)
@@ -79,10 +116,17 @@ class CurvesPart(Part):
         self._not_finite.discard(rank)
         if self._lead is None or rank <= self._lead:
             self._lead = rank
+            self._last_step = (rank, step)
+            self._recent.add(loss)
             yield from self._loss.observe(number, loss, self._facts, step.lr)
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"anomalies": dict(self._counts), "last": self._last}
+
+
+def _evaluates(text: bytes) -> bool:
+    small = text.lower()
+    return any(words in small for words in _EVALUATION)
 
 
 def _number(step: Step) -> int:
