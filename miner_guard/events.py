@@ -94,6 +94,7 @@ _SPECS = (
     Spec("guard_stopped", "info", "🛡️ ", "GUARD STOPPED: exit code {exit_code}, {reason}", ("exit_code", "reason")),
     Spec("guard_degraded", "warning", _WARN, "GUARD DEGRADED: {what}", ("what",)),
     Spec("preflight", "info", "🔍", "PREFLIGHT: {ok} ok, {warn} warnings, {critical} critical, {unknown} unknown", ("ok", "warn", "critical", "unknown")),
+    Spec("preflight_waiting", "info", "🔍", "PREFLIGHT WAITING: up to {left_s:.0f}s, since this may mend: {what}", ("left_s", "what")),
     Spec("preflight_finding", "warning", _WARN, "PREFLIGHT {check}: {seen}; {next_step}", ("check", "seen", "limit", "next_step")),
     Spec("gpu_diagnostics", "info", "🔍", blocks.gpu_diagnostics, ("ranks",)),
     Spec("cuda_unavailable", "critical", _BAD, "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)", ()),

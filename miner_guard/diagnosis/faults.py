@@ -25,6 +25,10 @@ _CONFIRM = frozenset({"gpu.pcie", "gpu.temperature"})
 """Seen in two samples running before they are said: both move with the load."""
 
 
+DRIVER_SILENT_S = 20.0
+"""Two samples without an answer: one alone may be a busy machine."""
+
+
 class Faults:
     """Says each fault once when it comes, and once when it is gone."""
 
@@ -32,6 +36,8 @@ class Faults:
         self._standing: dict[tuple[str, str], str] = {}
         self._suspected: set[tuple[str, str]] = set()
         self._throttled: dict[str, deque[float]] = {}
+        self._silent_since: float | None = None
+        self._silence_said = False
 
     def observe(self, rows: list[Row], now: float) -> Iterator[Finding]:
         """The rows of one sample, `now` monotonic."""
@@ -42,6 +48,24 @@ class Faults:
             yield from self._throttle(gpu, row, now)
             for name in sorted(_WATCHED):
                 yield from self._one(gpu, row, name, checks.get(name))
+
+    def driver(self, reason: str | None, had_gpus: bool, now: float) -> Iterator[Finding]:
+        """NVML as a whole: `reason` why there is no sample, None where there is one. Only where there were GPUs."""
+        if reason is None:
+            if self._silence_said:
+                yield found("gpu_recovered", gpu="all", what="NVML answers again")
+            self._silent_since, self._silence_said = None, False
+            return
+        if not had_gpus:
+            return
+        if self._silent_since is None:
+            self._silent_since = now
+        if now - self._silent_since >= DRIVER_SILENT_S and not self._silence_said:
+            self._silence_said = True
+            step = "look at dmesg; in a container its access was revoked: restart the container"
+            yield found(
+                "gpu_fault", gpu="all", what=f"can't be read any more: {reason}", next_step=step, check="driver.nvml"
+            )
 
     def _one(self, gpu: str, row: Row, name: str, check: Check | None) -> Iterator[Finding]:
         key = (gpu, name)

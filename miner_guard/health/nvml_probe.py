@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 import pynvml as nvml
@@ -141,7 +141,10 @@ class System:
         self.facts: dict[str, Any] = {"state": "hangs", "reason": "NVML is being initialised", "count": None}
         self._initialized = False
         self._events: Any = None
+        self._watched: set[int] = set()
         self.xids: dict[str, list[int]] = {}
+        self.xid_reason: str | None = None
+        """Why some Xid events can't be heard of."""
 
     def refresh(self) -> None:
         """Initialise if need be; versions and the number of GPUs."""
@@ -170,16 +173,22 @@ class System:
             }
         self.facts = facts
 
-    def watch(self, gpus: dict[int, Gpu]) -> None:
-        """Ask for Xid events of all GPUs; where they are not supported, there are none to read."""
+    def watch(self, gpus: Mapping[int, Gpu]) -> None:
+        """Ask for the Xid events of those GPUs that are not asked yet; one that refuses is asked again next time."""
         self.worker.at = "nvmlEventSetCreate"
         try:
-            self._events = nvml.nvmlEventSetCreate()
-            for gpu in gpus.values():
-                gpu.watch(self._events)
+            self._events = self._events or nvml.nvmlEventSetCreate()
         except nvml.NVMLError as error:
-            self._events = None
-            self.facts["xid_reason"] = f"Xid events are not readable: {error}"
+            self.xid_reason = f"Xid events are not readable: {error}"
+            return
+        for index, gpu in gpus.items():
+            try:
+                if index not in self._watched:
+                    self.worker.at = "nvmlDeviceRegisterEvents"
+                    gpu.watch(self._events)
+                    self._watched.add(index)
+            except nvml.NVMLError as error:
+                self.xid_reason = f"Xid events of GPU {index} are not readable: {error}"
 
     def poll_events(self) -> None:
         """Drain the Xid events into `xids`, by UUID, without waiting."""
@@ -190,7 +199,7 @@ class System:
                 uuid = _text(nvml.nvmlDeviceGetUUID(event.device))
             except nvml.NVMLError as error:
                 if error.value != nvml.NVML_ERROR_TIMEOUT:
-                    self._events = None
+                    self.xid_reason = f"Xid events are not readable: {error}"
                 return
             self.xids.setdefault(uuid, []).append(int(event.eventData))
 
@@ -205,7 +214,6 @@ class Probe:
     def __init__(self) -> None:
         self._system = System()
         self._gpus: dict[int, Gpu] = {}
-        self._watched = 0
 
     def sample(self, until: float) -> dict[str, Any]:
         """Everything that answers by `until` (monotonic); the rest is named as hanging."""
@@ -220,7 +228,7 @@ class Probe:
         count = int(system.facts["count"] or 0)
         rows = self._rows(count, until)
         self._events(count, until, rows)
-        return {**system.facts, "gpus": rows, "seconds": time.monotonic() - started}
+        return {**system.facts, "xid_reason": system.xid_reason, "gpus": rows, "seconds": time.monotonic() - started}
 
     def _rows(self, count: int, until: float) -> list[dict[str, Any]]:
         for index in range(count):
@@ -233,12 +241,11 @@ class Probe:
 
     def _events(self, count: int, until: float, rows: list[dict[str, Any]]) -> None:
         system = self._system
-        here = {i: self._gpus[i] for i in range(count)}
+        here = {i: self._gpus[i] for i in range(count) if rows[i]["state"] == "ok"}
 
         def work() -> None:
-            if self._watched != count:
-                system.watch(here)
-                self._watched = count
+            system.xid_reason = None
+            system.watch(here)
             system.poll_events()
 
         if count and system.worker.do(work) and system.worker.done_by(until):

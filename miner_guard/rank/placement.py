@@ -93,7 +93,7 @@ def cuda_facts(device: str | None) -> Mapping[str, Any]:
     uuid = getattr(properties, "uuid", None)
     facts |= {
         "device_name": properties.name,
-        "uuid": None if uuid is None else f"GPU-{uuid}",
+        "uuid": None if uuid is None else "GPU-" + str(uuid).removeprefix("GPU-"),
         "pci_bus": getattr(properties, "pci_bus_id", None),
         "capability": f"{properties.major}.{properties.minor}",
         "total_bytes": properties.total_memory,

@@ -48,6 +48,7 @@ def preflight(
     settings = question.config.gpu
     end = timer.monotonic() + settings.preflight_wait_s
     said: set[tuple[str, str]] = set()
+    waiting = False
     while True:
         snapshot = look(question, wait)
         checks = judge(snapshot)
@@ -60,6 +61,9 @@ def preflight(
         left = end - timer.monotonic()
         if not critical or left <= 0 or not all(c.may_mend for c in critical):
             break
+        if not waiting:
+            waiting = True
+            emit(found("preflight_waiting", left_s=left, what=", ".join(sorted({c.check for c in critical}))))
         if wait(min(_AGAIN_S, left)):
             return Outcome(False, checks, snapshot.expectation, stopped=True)
     go = not critical or settings.on_critical == "warn"

@@ -97,6 +97,20 @@ def test_an_xid_is_told_once_and_to_its_own_gpu(sampler: NvmlSampler, fake_nvml:
     assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [], []]
 
 
+def test_a_lost_gpu_does_not_take_the_others_events_with_it(fake_nvml: FakeNvml) -> None:
+    fake_nvml.set({"fail.*.1": 15})
+    sampler = NvmlSampler(30, {**os.environ, **fake_nvml.env})
+    try:
+        sampler.sample()
+        sampler.sample()
+        fake_nvml.set({"xid.2": 79})
+        assert sampler.memory_levels()
+        # It came with a reading of the levels, and is told with the next sample all the same.
+        assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [79], []]
+    finally:
+        sampler.close()
+
+
 def test_a_child_that_is_killed_is_started_again(sampler: NvmlSampler) -> None:
     sampler.sample()
     assert sampler._child is not None

@@ -358,7 +358,8 @@ def test_missing_gpus_are_waited_for_and_said_once(tmp_path: Path) -> None:
     looking = Looking(tmp_path, [healthy(3), healthy(3), healthy(4)])
     assert looking.run().go
     assert looking.waited == 10
-    assert [f.fields["check"] for f in looking.said[:-1]] == ["gpu.count", "cuda.count"]
+    assert [f.fields.get("check") for f in looking.said[:-1]] == ["gpu.count", "cuda.count", None]
+    assert looking.said[-2].fields["what"] == "cuda.count, gpu.count"
 
 
 def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembered(tmp_path: Path) -> None:

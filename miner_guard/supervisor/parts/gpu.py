@@ -114,10 +114,15 @@ class Gpu(Part):
                     yield from self._relaunch(finding)
 
     def _observe(self, now: float) -> Iterator[Finding]:
-        sample = (self.context.status().get("health") or {}).get("gpus")
+        if self._settings.expect == 0:
+            # The CPU was asked for: what the GPUs do is nobody's concern.
+            return
+        health = self.context.status().get("health") or {}
+        sample = health.get("gpus")
         if sample is not None and (self._nvml is None or sample["taken"] != self._nvml["taken"]):
             self._nvml = sample
             yield from self._faults.observe(list(sample["gpus"]), now)
+        yield from self._faults.driver((health.get("unknown") or {}).get("gpus"), bool(self._rows()), now)
 
     def _wanted(self) -> bool:
         """A GPU is to be used: by setting, or since there are some."""
