@@ -27,6 +27,9 @@ _HEAD = re.compile(
     rb'\{"ts": "([0-9T:.Z-]+)", "level": "([a-z]+)", "event": "([a-z_]+)", "msg": "([^"\\]*(?:\\.[^"\\]*)*)", '
     rb'"run_id": "?[^"\\]*"?, "host": "[^"\\]*", "rank": (null|[0-9]+)[,}]'
 )
+_Block = tuple[bytes, int, int]
+"""Bytes, and where in them whole lines begin and end."""
+
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
@@ -129,21 +132,25 @@ def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[
     return list(deque(search(log, query, seen), maxlen=count))
 
 
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The rest of a file in pieces that end with a newline; a last line without one comes as it is."""
+def _blocks(file: BinaryIO) -> Iterator[_Block]:
+    """The rest of a file as whole lines, each piece as read and unmoved; a last line without newline as it is."""
     rest = b""
     while piece := file.read(_CHUNK):
-        end = piece.rfind(b"\n") + 1
-        if end == 0:
+        first, last = piece.find(b"\n") + 1, piece.rfind(b"\n") + 1
+        if first == 0:
             rest += piece
             continue
-        yield rest + piece[:end]
-        rest = piece[end:]
+        if rest:
+            yield rest + piece[:first], 0, len(rest) + first
+        else:
+            first = 0
+        yield piece, first, last
+        rest = piece[last:]
     if rest:
-        yield rest
+        yield rest, 0, len(rest)
 
 
-def _matching(blocks: Iterable[bytes], query: Query, seen: Seen) -> Iterator[Hit]:
+def _matching(blocks: Iterable[_Block], query: Query, seen: Seen) -> Iterator[Hit]:
     needles = query.needles()
     accept = _filter(query)
     for block in blocks:
@@ -156,27 +163,25 @@ def _matching(blocks: Iterable[bytes], query: Query, seen: Seen) -> Iterator[Hit
                 yield hit
 
 
-def _candidates(block: bytes, needles: list[bytes]) -> Iterable[bytes]:
+def _candidates(block: _Block, needles: list[bytes]) -> Iterable[bytes]:
+    data, begin, end = block
     if not needles:
-        return [line for line in block.split(b"\n") if line]
+        return [line for line in data[begin:end].split(b"\n") if line]
     if len(needles) == 1:
-        return _lines_with(block, needles[0])
+        return (line for _, line in _placed(block, needles[0]))
     starts = {start: line for needle in needles for start, line in _placed(block, needle)}
     return [starts[start] for start in sorted(starts)]
 
 
-def _lines_with(block: bytes, needle: bytes) -> Iterator[bytes]:
-    return (line for _, line in _placed(block, needle))
-
-
-def _placed(block: bytes, needle: bytes) -> Iterator[tuple[int, bytes]]:
-    place = block.find(needle)
+def _placed(block: _Block, needle: bytes) -> Iterator[tuple[int, bytes]]:
+    data, begin, end = block
+    place = data.find(needle, begin, end)
     while place >= 0:
-        start = block.rfind(b"\n", 0, place) + 1
-        end = block.find(b"\n", place)
-        end = len(block) if end < 0 else end
-        yield start, block[start:end]
-        place = block.find(needle, end)
+        start = data.rfind(b"\n", begin, place) + 1 or begin
+        stop = data.find(b"\n", place, end)
+        stop = end if stop < 0 else stop
+        yield start, data[start:stop]
+        place = data.find(needle, stop, end)
 
 
 def _filter(query: Query) -> Callable[[Hit], bool]:
@@ -239,7 +244,7 @@ class Follower:
             data = self._rest + self._file.read()
             end = data.rfind(b"\n") + 1
             self._rest = data[end:]
-            hits += _matching([data[:end]], self._query, self._seen)
+            hits += _matching([(data, 0, end)], self._query, self._seen)
             if following is None:
                 break
             self._open(*following)

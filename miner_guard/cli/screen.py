@@ -77,13 +77,21 @@ def lines(
     if status is None:
         top = ["no guard is running here", ""]
     else:
-        top = [_head(status, age_s), "", *_steps(part(status, "steps"), curves, width, ascii_only)]
-        top += _uploads(status, min_inner_step, width, ascii_only)
-        top += [*_ranks(part(status, "steps")), *_gpus(part(status, "health")), _host(status), ""]
+        shown = overview(status, curves, width, min_inner_step=min_inner_step, ascii_only=ascii_only)
+        top = [_head(status, age_s), "", *shown, ""]
     room = max(0, height - len(top) - 1)
     body = [*top[: height - 1], "last events", *events[-room + 1 :]] if room > 1 else top
     padded = [line[:width] for line in body[:height]]
     return padded + [""] * (height - len(padded))
+
+
+def overview(
+    status: Mapping[str, Any], curves: Curves, width: int, *, min_inner_step: int, ascii_only: bool = False
+) -> list[str]:
+    """Steps, uploads, ranks, GPUs, host; `status` shows the same lines."""
+    steps = part(status, "steps")
+    rows = [*_steps(steps, curves, width, ascii_only), *_uploads(status, min_inner_step, ascii_only)]
+    return [line[:width] for line in (*rows, *_ranks(steps), *_gpus(part(status, "health")), _host(status))]
 
 
 def _head(status: Mapping[str, Any], age_s: float) -> str:
@@ -111,7 +119,7 @@ def _steps(steps: Mapping[str, Any], curves: Curves, width: int, ascii_only: boo
     ]
 
 
-def _uploads(status: Mapping[str, Any], least: int, width: int, ascii_only: bool) -> list[str]:
+def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[str]:
     steps, uploads = part(status, "steps"), part(status, "uploads")
     repo, decision = part(uploads, "repo"), part(uploads, "decision")
     inner = steps.get("inner_step")

@@ -8,8 +8,14 @@ from typing import Any
 
 import typer
 
-from miner_guard.cli import options
+from miner_guard import logquery
+from miner_guard.cli import options, screen
 from miner_guard.cli.exits import FAILED, NOT_RUNNING, Refused
+from miner_guard.logquery import Query
+
+_WIDTH = 120
+_EVENTS = 8
+"""Warnings and worse that are shown below."""
 
 
 def command(
@@ -28,32 +34,24 @@ def command(
         raise Refused(f"{problem}; start it with `miner-guard run`", NOT_RUNNING) from problem
     except (OSError, KeyError, ValueError) as error:
         raise Refused(f"the guard in {place.state.root} does not answer: {error!r}", FAILED) from error
-    typer.echo(json.dumps(document, ensure_ascii=False, indent=1) if as_json else "\n".join(_lines(document)))
+    if as_json:
+        typer.echo(json.dumps(document, ensure_ascii=False, indent=1))
+        return
+    hits = logquery.last(place.state.log, Query(least_level="warning"), _EVENTS)
+    told = [f"{hit.ts[:19]}Z {hit.level:<8} {hit.msg.partition(chr(10))[0]}"[:_WIDTH] for hit in hits]
+    typer.echo("\n".join(_lines(document, told, place.settings.config.gate.min_inner_step)))
 
 
-def _lines(document: Mapping[str, Any]) -> list[str]:
-    """One line per fact; a part's own numbers one line each."""
+def _lines(document: Mapping[str, Any], events: list[str], min_inner_step: int) -> list[str]:
+    """One screen: the run, then what `top` shows, then the last events."""
     paused = ", restarts paused" if document.get("paused") else ""
-    lines = [
+    ranks = ", ".join(sorted(document.get("rank_processes") or {}, key=int)) or "none yet"
+    return [
         f"state      {document.get('state')}{paused}",
         f"run        {document.get('run_id')}, guard pid {document.get('pid')}, miner pid {document.get('miner_pid')}",
         f"attempt    {document.get('attempt')}, restarts in a row {document.get('restarts')}",
         f"started    {document.get('started') or 'not running'}",
-        f"ranks      {', '.join(sorted(document.get('rank_processes') or {}, key=int)) or 'none yet'}",
+        f"ranks      {ranks}",
+        *(line.rstrip() for line in screen.overview(document, screen.Curves(), _WIDTH, min_inner_step=min_inner_step)),
+        *events,
     ]
-    own = {
-        "state",
-        "paused",
-        "run_id",
-        "pid",
-        "miner_pid",
-        "attempt",
-        "restarts",
-        "started",
-        "rank_processes",
-        "command",
-    }
-    for key, value in document.items():
-        if key not in own and value not in (None, {}, []):
-            lines.append(f"{key:<10} {json.dumps(value, ensure_ascii=False)}")
-    return lines

@@ -1,0 +1,77 @@
+"""What a health snapshot costs with 0, 4 and 8 GPUs; scraping /metrics; a report of a week."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from miner_guard import events
+from miner_guard.clock import FakeClock
+from miner_guard.config import LogSettings
+from miner_guard.health import metrics
+from miner_guard.health.host import HostSampler
+from miner_guard.health.own import OwnSampler
+from miner_guard.health.report import render
+from miner_guard.health.snapshot import assemble, summary
+from miner_guard.logs import Emitter, JsonlSink, json_line
+from miner_guard.redact import Redactor
+from miner_guard.statedir import StateDir
+from tests.benchmarks.frame import Row, per_call
+
+TITLE = "Health: one snapshot, one scrape, one report"
+_STATUS: dict[str, Any] = {
+    "state": "running", "restarts": 0,
+    "steps": {"outer_step": 56, "inner_step": 84, "loss": 3.4, "p50_s": 15.2, "steps": 900,
+              "goodput": {"training": 0.9},
+              "per_rank": {str(rank): {"step_time_s": 15.0, "last_step_age_s": 3.0} for rank in range(8)}},
+    "uploads": {"repo": {"age_s": 600}}, "costs": {"share_pct": 0.1},
+}  # fmt: skip
+
+
+def _gpus(count: int) -> dict[str, Any]:
+    row = {"state": "ok", "uuid": "GPU-1", "memory_used_bytes": 2e10, "memory_total_bytes": 8e10,
+           "utilization_ratio": 0.97, "temperature_c": 60, "power_w": 300.0, "unread": {}}  # fmt: skip
+    return {"state": "ok", "gpus": [{**row, "index": index} for index in range(count)]}
+
+
+def _week(folder: Path) -> StateDir:
+    state, clock = StateDir(folder), FakeClock()
+    emitter = Emitter(clock, "r1", Redactor(), [JsonlSink(state.log, LogSettings())])
+    snapshot = {"uploads": {"repo": {"age_s": 600}}, "miner": {"goodput": 0.9}, "costs": {"share_pct": 0.1},
+                "gpus": _gpus(4)}  # fmt: skip
+    for step in range(7 * 86400 // 15):
+        clock.advance(15)
+        figures = {"outer_step": step // 500, "inner_step": step % 500, "lr": 1e-4, "loss": 3.0, "step_time_s": 15.0}
+        emitter.emit(events.found("inner_step", **figures, gpu_mem_gb=18.4))
+        if step % 4 == 0:
+            emitter.emit(events.found("health_snapshot", summary="x", snapshot=snapshot))
+    return state
+
+
+def run() -> list[Row]:
+    """Milliseconds of CPU, and of wall time where the two differ."""
+    host, own, redactor = HostSampler({"state": Path("/")}), OwnSampler(), Redactor()
+    rows = [Row("sampling the host and the guard", 1000 * per_call(lambda: (host.sample(), own.sample()), 50), "ms")]
+    host_sample, own_sample = host.sample(), own.sample()
+
+    def snapshot(gpus: dict[str, Any]) -> str:
+        document = assemble(_STATUS, host_sample, gpus, own_sample, {})
+        return json_line(redactor.value({"msg": summary(document), "snapshot": document}))
+
+    for count in (0, 4, 8):
+        made = functools.partial(snapshot, _gpus(count))
+        rows.append(Row(f"a snapshot with {count} GPUs, to its line", 1000 * per_call(made, 200), "ms"))
+    status = {**_STATUS, "health": {"gpus": _gpus(8), "host": host.sample()}}
+    scrape = per_call(lambda: metrics.text(json.loads(json.dumps(status)), version="1", age_s=1.0), 50)
+    rows.append(Row("a scrape of /metrics, 8 GPUs", 1000 * scrape, "ms"))
+    with tempfile.TemporaryDirectory() as folder:
+        state = _week(Path(folder))
+        start = time.perf_counter()
+        page = render(state)
+        rows.append(Row("report of a week (40 320 steps)", time.perf_counter() - start, "s", "<= 5"))
+        rows.append(Row("its size", len(page.encode()) / 1e6, "MB", "<= 5"))
+    return rows
