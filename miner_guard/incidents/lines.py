@@ -11,7 +11,7 @@ OVERLAP = 1024
 """Bytes that two pieces of one line share, so that no message is cut in two."""
 
 _ANSI = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
+    r"\x1b(?:_[^\x07\x1b]*(?:\x07|\x1b\\)|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
     r"|\[(?:\d{1,3}(?:;\d{1,3})*)?m(?![a-z])"  # the ESC is often lost on the way
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -27,6 +27,10 @@ _PREFIX = re.compile(
       | \((?:[\w./:-]+\s+)?pid=\d+(?:,\s*ip=[\d.]+)?\)\s?                           # ray, vLLM
       | (?:stderr|stdout)\s*[|:]\s?
       | [\w.-]{1,60}\s+\|\s                                                         # docker compose
+      | (?:\|\s*)?(?:ERROR|CRITICAL|FATAL|INFO|DEBUG|SUCCESS)\s*\|\s?(?:[\w.]+:[\w.<>]+:\d+\s[|-]\s?)?   # loguru, bittensor
+      | (?:ERROR|INFO)\s\d\d-\d\d\s\d\d:\d\d:\d\d\s\[[\w./]+:\d+\]\s?                 # vLLM
+      | [EIF]\d{4}\s\d\d:\d\d:\d\d(?:\.\d+)?\s+\d+\s[\w./-]+:\d+\]\s?                  # glog
+      | (?:[\w.]+\s)?-\s(?:ERROR|INFO|CRITICAL)\s-\s                                     # logging
       | \|?\s*(?:\[\w+\]\s*)?rank\s(?P<rank_d>\d{1,5})\s*\|\s?                      # subnet 38
     )
     """,

@@ -81,7 +81,8 @@ def in_words(
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
     return Explained(
         incident.label, label.severity, label.restart, label.applies, sighting.line,
-        lines.excerpt(redact(sighting.text)), f"{cause}{_where(incident)}", tuple(fixes), incident.count, tuple(incident.ranks), incident.root,
+        lines.excerpt(redact(sighting.text)), f"{cause}{_where(incident)}", tuple(fixes), incident.count,
+        tuple(incident.ranks), incident.root,
     )  # fmt: skip
 
 
