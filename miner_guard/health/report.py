@@ -61,7 +61,7 @@ def _tiles(data: Data) -> str:
     slow, restarts = data.counts["slow_step"], data.counts["miner_restarting"]
     share = (data.costs or {}).get("total_percentage")
     tiles = [
-        ("steps", _number(steps.get("total_steps"), ",.0f"), ""),
+        ("steps", _number(steps.get("steps"), ",.0f"), ""),
         ("loss", loss, ""),
         ("step p50 / p95", _pair(steps.get("p50_s"), steps.get("p95_s")), ""),
         ("slow steps", str(slow), "warn" if slow else ""),
