@@ -345,6 +345,12 @@ class HealthSettings:
     shm_min_gb: NotNegative = 1.0
     """A smaller /dev/shm is warned of: Docker's 64 MB breaks NCCL and dataloaders."""
 
+    node_check_every_s: Positive = 5.0
+    """Seconds between two looks at the other nodes of a run on several."""
+
+    node_timeout_s: Positive = 3.0
+    """How long another node may take to answer."""
+
     clock_skew_max_s: Positive = 60.0
     """A larger difference to the storage's Date header is warned of."""
 

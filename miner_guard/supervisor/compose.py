@@ -13,7 +13,7 @@ from miner_guard.supervisor.parts import Context, Part
 
 PARTS = (
     "log_only", "reports", "steps", "curves", "ranks", "incidents", "diagnosis", "chain", "uploads", "health",
-    "gpu", "hang", "costs", "exposed", "metrics", "alerts",
+    "gpu", "hang", "nodes", "costs", "exposed", "metrics", "alerts",
 )  # fmt: skip
 """Modules of `miner_guard.supervisor.parts`; each defines exactly one `Part`."""
 
