@@ -10,7 +10,7 @@ RULE = "base_age"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block where the network's outer step is beyond the one that the local state was loaded from."""
+    """Block where the network's outer step is beyond the one that ours was loaded from; warn of the opposite."""
     ours, network = facts.candidate.base_outer_step, facts.network.outer_step
     if network is None:
         why = facts.network.reason or "the master's repo was not read"
@@ -24,4 +24,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             RULE, "block", ours, network,
             f"base outer_step ({ours}) < network ({network}): a gradient against an old base. Reload the global state",
         )  # fmt: skip
+    if ours > network:
+        words = f"base outer_step ({ours}) > network ({network}): is the right network looked at?"
+        return Verdict(RULE, "warn", ours, network, words)
     return Verdict(RULE, "pass", ours, network, f"base outer_step {ours}, network {network}")

@@ -21,7 +21,10 @@ def reduced(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block where a field that validators read is missing, is no step, or names another outer step."""
+    """Block where a field that validators read is missing, is no step, or names another outer step.
+
+    Another inner step is warned of: upstream writes the one of the upload's end, and it is the one that counts.
+    """
     seen, needed = facts.candidate.metadata, list(limits.metadata_fields)
     if seen is None:
         return Verdict(RULE, "unknown", None, needed, "metadata.json was not handed in")
@@ -35,6 +38,10 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     if outer is not None and outer != facts.candidate.outer_step:
         ours = facts.candidate.outer_step
         return Verdict(RULE, "block", outer, ours, f"metadata.json names outer step {outer}, the gradient is of {ours}")
+    inner = seen.get("inner_step")
+    if inner is not None and inner != facts.candidate.inner_step:
+        ours = facts.candidate.inner_step
+        return Verdict(RULE, "warn", inner, ours, f"metadata.json names inner step {inner}, the gradient is of {ours}")
     return Verdict(
         RULE, "pass", sorted(seen), needed, f"metadata.json has {', '.join(needed) or 'nothing that is needed'}"
     )

@@ -8,6 +8,9 @@ from validators.verdict import Verdict
 
 RULE = "window"
 
+_NARROW = 0.3
+"""Share of the time that must be left, for an upload takes time too."""
+
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block outside `window_put_s` seconds after the start of a window of `window_blocks` blocks."""
@@ -21,6 +24,11 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     length = blocks * limits.block_s
     into = ((network.block % blocks) * limits.block_s + elapsed) % length
     seen = round(into, 1)
+    if put[0] <= into <= put[1] and put[1] - into < _NARROW * (put[1] - put[0]):
+        words = (
+            f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s: will it be there in {put[1] - into:.0f}s?"
+        )
+        return Verdict(RULE, "warn", seen, list(put), words)
     if put[0] <= into <= put[1]:
         return Verdict(RULE, "pass", seen, list(put), f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s")
     early = into < put[0]

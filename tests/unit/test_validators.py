@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miner_guard import settings
 from miner_guard.config import GateSettings
@@ -28,8 +32,8 @@ from validators import (
 from validators.facts import Candidate, Facts, Network, Published
 from validators.limits import Limits
 from validators.profiles import guard_settings, load_profile, names
-from validators.rules import for_gate
-from validators.verdict import Verdict
+from validators.rules import for_audit, for_gate
+from validators.verdict import OUTCOMES, Verdict
 
 NOW = 10_000.0
 SN38 = Limits.of(GateSettings(), load_profile("sn38").limits)
@@ -68,7 +72,7 @@ def step(inner: int) -> Facts:
 
 Judge = Callable[[Facts, Limits], Verdict]
 SPACED = replace(SN38, min_upload_interval_s=300.0)
-OUTCOMES: list[tuple[str, Judge, Facts, Limits, str]] = [
+CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("enough inner steps", min_inner_step.judge, facts(inner_step=50), SN38, "pass"),
     ("too few inner steps", min_inner_step.judge, facts(inner_step=49), SN38, "block"),
     ("published inner step 60", min_inner_step.judge_published, step(60), SN38, "pass"),
@@ -86,6 +90,7 @@ OUTCOMES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("publication unread", repo_age.judge_published, facts(), SN38, "unknown"),
     ("current base", base_age.judge, facts(base_outer_step=56, network=chain(outer_step=56)), SN38, "pass"),
     ("old base", base_age.judge, facts(base_outer_step=55, network=chain(outer_step=56)), SN38, "block"),
+    ("base beyond the network", base_age.judge, facts(base_outer_step=57, network=chain(outer_step=56)), SN38, "warn"),
     ("network unread", base_age.judge, facts(base_outer_step=55), SN38, "unknown"),
     ("base not handed in", base_age.judge, facts(network=chain(outer_step=56)), SN38, "unknown"),
     ("recent block", block_list.judge, facts(config={"block_list": [900]}, network=chain(block=1000)), SN38, "pass"),
@@ -105,6 +110,7 @@ OUTCOMES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("metadata", metadata.judge, facts(metadata=META), SN38, "pass"),
     ("metadata lacks peer_id", metadata.judge, facts(metadata={**META, "peer_id": None}), SN38, "block"),
     ("metadata with a word as step", metadata.judge, facts(metadata={**META, "inner_step": "84"}), SN38, "block"),
+    ("metadata of a later inner step", metadata.judge, facts(metadata={**META, "inner_step": 86}), SN38, "warn"),
     ("metadata of another epoch", metadata.judge, facts(metadata={**META, "outer_step": 55}), SN38, "block"),
     ("metadata not handed in", metadata.judge, facts(), SN38, "unknown"),
     ("good file", gradients.judge, facts(files={"size_bytes": 9, "params": 3, "problems": []}), SN38, "pass"),
@@ -131,15 +137,14 @@ OUTCOMES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("NaN", loss.judge, facts(loss=float("nan")), SN38, "block"),
     ("loss not handed in", loss.judge, facts(), SN38, "unknown"),
     ("in the window", window.judge, facts(network=chain(block=115 * 9)), SN3, "pass"),
+    ("late in the window", window.judge, facts(network=chain(block=115 * 9 + 5)), SN3, "warn"),
     ("past the window", window.judge, facts(network=chain(block=115 * 9 + 6)), SN3, "block"),
     ("block unread", window.judge, facts(), SN3, "unknown"),
     ("no windows", window.judge, facts(network=chain(block=9)), SN38, "unknown"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("judge", "given", "limits", "outcome"), [c[1:] for c in OUTCOMES], ids=[c[0] for c in OUTCOMES]
-)
+@pytest.mark.parametrize(("judge", "given", "limits", "outcome"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_rule(judge: Judge, given: Facts, limits: Limits, outcome: str) -> None:
     verdict = judge(given, limits)
     assert verdict.outcome == outcome, verdict.sentence
@@ -207,3 +212,29 @@ def test_a_bad_profile_says_what_is_wrong(tmp_path: Path, text: str, words: str)
         load_profile(str(path))
     with pytest.raises(FileNotFoundError, match="sn3, sn38"):
         load_profile("sn99")
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+documents = st.dictionaries(st.sampled_from(["block_list", "outer_step", "inner_step", "run", "peer_id"]), anything)
+reports = st.dictionaries(st.sampled_from(["problems", "warnings"]), st.lists(st.text(max_size=9), max_size=3))
+
+
+@given(documents, documents, reports, st.text(max_size=20), st.integers(-1, 10**9) | st.none(), st.floats(-1e9, 1e9))
+def test_whatever_is_handed_in_every_rule_answers_and_none_raises(
+    config: dict[str, Any], meta: dict[str, Any], report: dict[str, Any], name: str, block: int | None, age: float
+) -> None:
+    given_facts = facts(
+        published=aged(age), network=chain(block=block, commitment=OURS), name=name, config=config, metadata=meta,
+        files=report, revision=name, loss=age,
+    )  # fmt: skip
+    for limits in (SN38, SN3, Limits()):
+        for rules in (for_gate, for_audit):
+            for rule, judge in rules(given_facts, limits):
+                verdict = judge(given_facts, limits)
+                assert verdict.rule == rule
+                assert verdict.outcome in OUTCOMES
+                json.dumps(verdict.as_dict())
