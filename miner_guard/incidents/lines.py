@@ -27,7 +27,7 @@ _PREFIX = re.compile(
       | \((?:[\w./:-]+\s+)?pid=\d+(?:,\s*ip=[\d.]+)?\)\s?                           # ray, vLLM
       | (?:stderr|stdout)\s*[|:]\s?
       | [\w.-]{1,60}\s+\|\s                                                         # docker compose
-      | (?:\|\s*)?(?:ERROR|CRITICAL|FATAL|INFO|DEBUG|SUCCESS)\s*\|\s?(?:[\w.]+:[\w.<>]+:\d+\s[|-]\s?)?   # loguru, bittensor
+      | (?:\|\s*)?(?:ERROR|CRITICAL|FATAL|INFO|DEBUG|SUCCESS)\s*\|\s?(?:[\w.]+:[\w.<>]+:\d+\s[|-]\s?)?
       | (?:ERROR|INFO)\s\d\d-\d\d\s\d\d:\d\d:\d\d\s\[[\w./]+:\d+\]\s?                 # vLLM
       | [EIF]\d{4}\s\d\d:\d\d:\d\d(?:\.\d+)?\s+\d+\s[\w./-]+:\d+\]\s?                  # glog
       | (?:[\w.]+\s)?-\s(?:ERROR|INFO|CRITICAL)\s-\s                                     # logging
@@ -37,7 +37,7 @@ _PREFIX = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _RANK_INSIDE = re.compile(r"\[rank\s?(\d{1,5})\]|\brank:?\s(\d{1,5})\s\|", re.IGNORECASE)
-_MOST_PREFIXES = 5
+_MOST_PREFIXES = 8
 
 
 def clean(raw: bytes) -> tuple[int | None, str]:

@@ -62,8 +62,8 @@ ROOTS = (
 def causes() -> list[tuple[str, str]]:
     rows = tomllib.loads(Path(__file__).with_name("excerpts.toml").read_text(encoding="utf-8"))["excerpt"]
     texts = [(row["label"], row["text"].strip("\n")) for row in rows if row["label"] in ROOTS and "skip" not in row]
-    # Excerpts that name ranks or several processes are cascades themselves.
-    return [(label, text) for label, text in texts if not re.search(r"\[rank\d|Rank \d", text)]
+    # Excerpts that name ranks are cascades themselves; a launcher's words are a consequence.
+    return [(label, text) for label, text in texts if not re.search(r"\[rank\d|Rank \d|launch\.py|exited unexp", text)]
 
 
 PREFIXES = (
