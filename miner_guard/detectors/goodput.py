@@ -26,6 +26,7 @@ class Goodput:
         self._launches = 0
         self._stepped = False
         self._hung = False
+        self._finished = False
 
     def launched(self, now: float) -> None:
         """The miner was started; what lies between the last step and now was lost to the restart."""
@@ -34,7 +35,7 @@ class Goodput:
         else:
             self._spend("restart", now)
         self._launches += 1
-        self._stepped = self._hung = False
+        self._stepped = self._hung = self._finished = False
 
     def step(self, start: float, end: float, phases: Mapping[str, float], nested_in_monitor_s: float) -> None:
         """One finished step."""
@@ -58,9 +59,10 @@ class Goodput:
         """The time since the last step is a hang's."""
         self._hung = True
 
-    def exited(self, now: float) -> None:
-        """The miner ended; time since its last step led nowhere."""
-        if self._accounted is not None:
+    def exited(self, now: float, *, finished: bool) -> None:
+        """The miner ended. Where it had not finished, the time since its last step led nowhere."""
+        self._finished = finished
+        if self._accounted is not None and not finished:
             self._spend("hang" if self._hung else "restart", now)
 
     def shares(self, now: float, phase: str = "") -> dict[str, float]:
@@ -68,7 +70,8 @@ class Goodput:
         if self._accounted is None:
             return {}
         totals = dict(self.seconds)
-        totals[self._category(phase)] += max(0.0, now - self._accounted)
+        if not self._finished:
+            totals[self._category(phase)] += max(0.0, now - self._accounted)
         whole = sum(totals.values())
         return {name: seconds / whole for name, seconds in totals.items()} if whole > 0 else {}
 

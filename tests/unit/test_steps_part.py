@@ -184,6 +184,19 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_told_apart(tmp_path: Path) -> N
     assert shares["restart"] == pytest.approx(100 / 600)
 
 
+def test_the_time_after_a_finish_is_not_lost_to_a_restart(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsPart(make_context(tmp_path, clock, Config()))
+    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
+    drive(part, clock, [10.0] * 20)
+    clock.advance(60)
+    list(part.on_exit(Exit(0, None, False, True, 260)))
+    clock.advance(600)
+    shares = part.snapshot()["goodput"]
+    assert shares["restart"] == 0
+    assert shares["training"] == pytest.approx(1)
+
+
 def test_unknown_stays_unknown(tmp_path: Path) -> None:
     shot = StepsPart(make_context(tmp_path, FakeClock(), Config())).snapshot()
     assert shot["loss"] is None

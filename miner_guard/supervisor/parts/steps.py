@@ -155,7 +155,7 @@ class StepsPart(Part):
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         now = self.context.clock.monotonic()
-        self._goodput.exited(now)
+        self._goodput.exited(now, finished=end.finished)
         return self._left_out(float("inf"))
 
     def _left_out(self, now: float) -> Iterator[Finding]:
