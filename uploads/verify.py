@@ -26,6 +26,9 @@ class Reported:
     size_bytes: int | None = None
     """Of all files, where the reporter knew it."""
 
+    checksum: str | None = None
+    """Of the gradients as the repo gave it to the publisher, where it told."""
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -48,7 +51,8 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
     if None not in (after.outer_step, reported.outer_step) and (after.outer_step or 0) > (reported.outer_step or 0):
         later = after.revision or f"outer step {after.outer_step}"
         return Verification(None, f"followed by {later} before anybody looked", superseded=True)
-    for doubt in (_not_moved(before, after, reported), _other_steps(after, reported), _same_content(before, after)):
+    doubts = (_not_moved(before, after, reported), _other_steps(after, reported), _same_content(before, after))
+    for doubt in (*doubts, _other_content(after, reported)):
         if doubt is not None:
             return Verification(False, doubt)
     if reported.since_start_s is None and moved_by(before, after) is None and reported.inner_step is None:
@@ -104,3 +108,10 @@ def _same_content(before: Published | None, after: Published) -> str | None:
     if (before.outer_step, before.inner_step) == (after.outer_step, after.inner_step):
         return None
     return f"the gradients did not change: checksum {after.checksum[:12]} as before, under another step"
+
+
+def _other_content(after: Published, reported: Reported) -> str | None:
+    same_push = (after.outer_step, after.inner_step) == (reported.outer_step, reported.inner_step)
+    if not same_push or None in (reported.checksum, after.checksum) or after.checksum == reported.checksum:
+        return None
+    return f"the gradients have checksum {str(after.checksum)[:12]}, the publisher read {str(reported.checksum)[:12]}"

@@ -58,7 +58,7 @@ class Uploader:
     def _push(self, revision: Revision, upload: Any) -> None:
         try:
             result = push(self._options.repo, revision, self._options.work, self._lines.info, _DEADLINE_S)
-            upload.size_bytes = result.size_bytes
+            upload.size_bytes, upload.attempts, upload.checksum = result.size_bytes, result.attempts, result.checksum
         except PublishError as error:
             # A failed upload is no reason to stop training: the next one comes in a few steps.
             upload.error = str(error)

@@ -22,6 +22,10 @@ class Upload:
         """What is published, such as `5.56.51`."""
 
         self.size_bytes: int | None = None
+        self.attempts: int | None = None
+        self.checksum: str | None = None
+        """Where the publisher tells them."""
+
         self.error: str | None = None
         """Set where the upload failed without an exception."""
 
@@ -57,5 +61,5 @@ class Upload:
             "kind": "upload", "phase": phase, "decision_id": decision.decision_id, "outer_step": decision.outer_step,
             "inner_step": decision.inner_step, "upload_kind": decision.kind, "tag": self.tag,
             "seconds": None if phase == "started" else self._recorder.monotonic() - self._started,
-            "bytes": self.size_bytes, "error": self.error,
+            "bytes": self.size_bytes, "attempts": self.attempts, "checksum": self.checksum, "error": self.error,
         }  # fmt: skip

@@ -244,7 +244,7 @@ class UploadsPart(Part):
         published = self._look()
         entry, now = push.entry, self.context.clock.monotonic()
         since = None if push.began is None else now - push.began
-        reported = Reported(*_steps(entry), since, _tag(entry), entry.get("bytes"))
+        reported = Reported(*_steps(entry), since, _tag(entry), entry.get("bytes"), entry.get("checksum"))
         seen = verify(push.before, published, reported)
         looks = push.looks + 1
         if (
