@@ -104,7 +104,7 @@ class Label:
     """Labels that this one is a consequence of, where both are seen."""
 
     events: frozenset[str]
-    """The guard's own events that say the same."""
+    """The guard's own events that say the same; after one of them the incident is not said in that launch."""
 
 
 class Knowledge:

@@ -52,7 +52,6 @@ class Incidents(Part):
         self._training = Training(miner.batch_size, miner.effective_batch_size)
         self._counts: Counter[str] = Counter()
         self._latest: Explained | None = None
-        self._events: dict[str, float] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -61,6 +60,7 @@ class Incidents(Part):
         self._first_s: float | None = None
         self._last_s = self._named_s = float("-inf")
         self._said: dict[str, float] = {}
+        self._events: set[str] = set()
         self._root: Explained | None = None
         self._stopping = False
 
@@ -90,7 +90,7 @@ class Incidents(Part):
         return ()
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        self._events[finding.event] = self.context.clock.monotonic()
+        self._events.add(finding.event)
         if finding.event == "miner_stopping":
             self._stopping = True
         return ()
@@ -129,7 +129,7 @@ class Incidents(Part):
             return True
         if root.first.role in ("symptom", "ending") and self._root is not None and now - self._named_s < SYMPTOMS_S:
             return True
-        return any(now - self._events.get(event, float("-inf")) < EPISODE_S for event in label.events)
+        return not self._events.isdisjoint(label.events)
 
     def _finding(self, explained: Explained, root: Incident) -> Finding:
         folder = self.context.state.incidents / f"{self._stamp()}-{explained.label}"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from miner_guard import events
 from miner_guard.clock import FakeClock
@@ -13,6 +17,17 @@ from miner_guard.events import Finding, found
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit, Launch
 from miner_guard.supervisor.parts.incidents import COOLDOWN_S, EPISODE_S, SETTLE_S, Incidents
+from tests.unit.incidents.helpers import root
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+EXCERPTS = [
+    row["text"]
+    for row in tomllib.loads(Path(__file__).with_name("excerpts.toml").read_text(encoding="utf-8"))["excerpt"]
+]
 
 OOM = (
     b"[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has a total capacity of "
@@ -157,6 +172,19 @@ def test_a_loss_that_the_guard_has_called_nan_itself_is_not_said_twice(tmp_path:
     live.prints(b"step 512 | loss: nan\n")
     live.after(SETTLE_S)
     assert live.labels == []
+
+
+@pytest.mark.parametrize("number", range(len(EXCERPTS)))
+def test_live_and_offline_agree(number: int, tmp_path: Path) -> None:
+    chance, text = random.Random(number), EXCERPTS[number].encode()
+    live = Live(tmp_path)
+    while text:
+        size = chance.randint(1, 200)
+        live.prints(text[:size])
+        text = text[size:]
+    live.ends()
+    offline = root(EXCERPTS[number])
+    assert live.labels == ([] if offline is None else [offline])
 
 
 def test_the_evidence_is_stored_without_secrets(tmp_path: Path) -> None:
