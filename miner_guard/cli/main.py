@@ -30,6 +30,7 @@ COMMANDS = {
     "costs": "miner_guard.cli.costs",
     "report": "miner_guard.cli.report",
     "bundle": "miner_guard.cli.bundle",
+    "export": "miner_guard.cli.export",
     "alerts": "miner_guard.cli.alerts",
     "ctl": "miner_guard.cli.ctl",
     "config": "miner_guard.cli.config",

@@ -123,6 +123,8 @@ def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[st
     steps, uploads = part(status, "steps"), part(status, "uploads")
     repo, decision = part(uploads, "repo"), part(uploads, "decision")
     inner = steps.get("inner_step")
+    # What the running guard counts with, where it says so: its settings may not be those of this terminal.
+    least = part(uploads, "forecast").get("min_inner_step") or least
     bar = progress_bar(inner or 0, least, 20, ascii_only=ascii_only)
     valid = (
         "valid now" if isinstance(inner, int) and inner >= least else f"valid in {duration(steps.get('eta_upload_s'))}"

@@ -1,0 +1,57 @@
+"""`miner-guard export`: the run's numbers for TensorBoard or Weights & Biases."""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from miner_guard import logquery
+from miner_guard.cli.exits import FAILED, UNAVAILABLE, USAGE, Refused
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
+from miner_guard.logquery import Follower
+
+_KINDS = ("tensorboard", "wandb")
+
+
+def command(
+    kind: Annotated[str, typer.Argument(metavar="tensorboard|wandb", help="For which.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder that is written to.")],
+    project: Annotated[str, typer.Option("--project", help="wandb: the project.")] = "miner-guard",
+    online: Annotated[bool, typer.Option("--online", help="wandb: send it; without, offline files only.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+    config: Config = None,
+    name: Name = DEFAULT_NAME,
+    state_dir: State = None,
+) -> None:
+    """Write the run's numbers for TensorBoard or Weights & Biases, out of the guard's way. Exit 1: no numbers."""
+    from miner_guard.health import export
+
+    if kind not in _KINDS:
+        raise Refused(f"export takes {' or '.join(_KINDS)}, not {kind!r}", USAGE)
+    log = choose_state(name, state_dir).log
+    follower = Follower(log, export.QUERY)
+    try:
+        if kind == "tensorboard":
+            write, close = export.tensorboard_writer(output)
+        else:
+            write, close = export.wandb_writer(output, project, online=online)
+    except ImportError as error:
+        raise Refused(f"{kind} is not installed ({error}); pip install 'miner-guard[{kind}]'", UNAVAILABLE) from error
+    except OSError as error:
+        raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
+    count = 0
+    hits = chain(logquery.search(log, export.QUERY), follower.hits() if follow else ())
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            for point in export.points(hits):
+                write(point)
+                count += 1
+    finally:
+        close()
+    typer.echo(f"wrote {count} points below {output}")
+    if not count:
+        raise typer.Exit(FAILED)

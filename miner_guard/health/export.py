@@ -1,0 +1,100 @@
+"""A run's numbers for TensorBoard and Weights & Biases, read from guard.jsonl by a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miner_guard.clock import parse_iso_utc
+from miner_guard.logquery import Hit, Query
+
+QUERY = Query(events=frozenset({"inner_step", "health_snapshot"}))
+"""What is exported."""
+
+_STEP = {
+    "loss": "train/loss", "lr": "train/learning_rate", "grad_norm": "train/grad_norm",
+    "step_time_s": "train/step_time_s",
+    "gpu_mem_gb": "train/gpu_mem_gb", "outer_step": "train/outer_step", "inner_step": "train/inner_step",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """Values of one moment."""
+
+    time: float
+    step: int
+    values: Mapping[str, float]
+
+
+def points(hits: Iterable[Hit]) -> Iterator[Point]:
+    """One point for each event with numbers. Steps count over restarts of the miner; they never go back."""
+    step = 0
+    for hit in hits:
+        try:
+            record, time = hit.record(), parse_iso_utc(hit.ts)
+        except ValueError:
+            continue
+        if hit.event == "inner_step":
+            total = record.get("total_steps")
+            step = max(step + 1, total) if isinstance(total, int) else step + 1
+            values = _numbers((name, record.get(key)) for key, name in _STEP.items())
+        else:
+            values = _of_snapshot(record.get("snapshot") or {})
+        if values:
+            yield Point(time, step, values)
+
+
+def _of_snapshot(snapshot: Mapping[str, Any]) -> dict[str, float]:
+    repo = ((snapshot.get("uploads") or {}).get("repo") or {}).get("age_s")
+    host, costs = snapshot.get("host") or {}, snapshot.get("costs") or {}
+    rows = [
+        ("guard/repo_age_s", repo),
+        ("guard/goodput", (snapshot.get("miner") or {}).get("goodput")),
+        ("guard/monitoring_pct", costs.get("share_pct")),
+        ("host/cpu_pct", host.get("cpu_pct")),
+        ("host/memory_used_bytes", host.get("memory_used_bytes")),
+    ]
+    for gpu in (snapshot.get("gpus") or {}).get("gpus") or ():
+        for key in ("memory_used_bytes", "utilization_ratio", "temperature_c", "power_w"):
+            rows.append((f"gpu{gpu.get('index')}/{key}", gpu.get(key)))
+    return _numbers(rows)
+
+
+def _numbers(rows: Iterable[tuple[str, Any]]) -> dict[str, float]:
+    return {name: float(value) for name, value in rows if isinstance(value, (int, float)) and value - value == 0}
+
+
+Write = Callable[[Point], None]
+
+
+def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
+    """Writes event files below `folder`. Raises ImportError without the extra `tensorboard`, OSError."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = EventFileWriter(str(folder))
+
+    def write(point: Point) -> None:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
+        writer.add_event(Event(wall_time=point.time, step=point.step, summary=Summary(value=values)))
+
+    return write, writer.close
+
+
+def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Callable[[], None]]:
+    """Logs to Weights & Biases; without `online` below `folder` only. Raises ImportError without the extra `wandb`."""
+    import wandb
+
+    folder.mkdir(parents=True, exist_ok=True)
+    quiet = wandb.Settings(silent=True, console="off")
+    run = wandb.init(project=project, dir=str(folder), mode="online" if online else "offline", settings=quiet)
+
+    def write(point: Point) -> None:
+        run.log({**point.values, "time": point.time}, step=point.step)
+
+    return write, run.finish
