@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import needs
-from tests.faults.guarded import Guarded
+from tests.faults.guarded import MINERS, Guarded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -59,3 +59,18 @@ def test_steps_that_stay_eight_times_as_long_are_suspected_of_the_cpu(guarded: G
     fallback = next(e for e in seen if e["event"] == "cpu_fallback")
     assert fallback["verdict"] == "suspected"
     assert "times as long as before" in fallback["evidence"]
+
+
+def test_the_rank_that_the_others_wait_for_is_named_and_cleared(guarded: Guarded, tmp_path: Path) -> None:
+    needs.module("torch")
+    miner = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+        str(MINERS / "straggling.py"), guarded.token,
+    ]  # fmt: skip
+    process = guarded.start(miner, settings=SETTINGS)
+    assert process.wait(LONGEST) == 0, guarded.tail()
+    named = guarded.named("straggler")
+    assert {(e["rank"], e["phase"]) for e in named} == {(1, "data")}
+    assert named[0]["score"] > 0.2
+    assert [e["rank"] for e in guarded.named("straggler_cleared")] == [1]
+    assert {e["event"] for e in guarded.events if e["event"] in JUDGED} == {"straggler"}
