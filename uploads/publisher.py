@@ -18,7 +18,6 @@ from typing import TypeVar
 
 from uploads.journal import COMMITTING, Journal, tickets_of
 from uploads.repos.base import CONFIG, GRADIENTS, METADATA, Repo, RepoError, Ticket, epoch_key
-from uploads.repos.local import file_sha256
 
 T = TypeVar("T")
 
@@ -188,14 +187,9 @@ class Publisher:
 
     def _stage(self, key: str, path: Path, effort: _Effort, meter: _Meter) -> Ticket:
         notes = self._journal.notes_of(key)
-        digest = file_sha256(path)
-        if notes.get("sha256") != digest:
-            # The file of an earlier attempt was another one: what was sent of it is of no use.
-            notes["parts"] = None
-            notes["sha256"] = digest
 
         def staged() -> Ticket:
-            return self._repo.stage(key, path, digest, meter.add, notes)
+            return self._repo.stage(key, path, meter.add, notes)
 
         return effort.of(f"sending {key}", staged, may_cancel=True)
 

@@ -75,17 +75,11 @@ def test_repeating_a_commit_that_was_cut_off_changes_nothing_seen(
     settings, state = server
     what = revision(tmp_path, 50)
     repo = open_repo(settings)
-    tickets = [repo.stage(key, path, _sha256(path), lambda _n: None, {}) for key, path in what.files()]
+    tickets = [repo.stage(key, path, lambda _n: None, {}) for key, path in what.files()]
     repo.commit(tickets, what.tag)
     files = state.repos[REPO_ID][0].files
     repo.commit(tickets, what.tag)
     assert state.repos[REPO_ID][0].files == files
-
-
-def _sha256(path: Path) -> str:
-    from uploads.repos.local import file_sha256
-
-    return file_sha256(path)
 
 
 def test_a_refused_token_and_a_busy_hub_are_said(

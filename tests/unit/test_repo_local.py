@@ -11,7 +11,7 @@ import pytest
 from miner_guard.config import RepoSettings
 from uploads.repos import look_at
 from uploads.repos.base import METADATA, RepoError, Ticket, epoch_key
-from uploads.repos.local import LocalRepo, file_sha256
+from uploads.repos.local import LocalRepo
 
 
 def publish(repo: LocalRepo, folder: Path, outer: int, inner: int) -> list[Ticket]:
@@ -24,7 +24,7 @@ def publish(repo: LocalRepo, folder: Path, outer: int, inner: int) -> list[Ticke
     for number, (key, text) in enumerate(files.items()):
         path = folder / f"{inner}-{number}"
         path.write_text(text)
-        tickets.append(repo.stage(key, path, file_sha256(path), lambda _n: None, {}))
+        tickets.append(repo.stage(key, path, lambda _n: None, {}))
     return tickets
 
 
@@ -40,7 +40,7 @@ def test_staged_is_unseen_and_committed_is_whole(tmp_path: Path) -> None:
     assert (seen.revision, seen.config, seen.reason) == ("5.3.60", {"block_list": [60]}, None)
     assert seen.age_s is not None
     assert seen.age_s < 60
-    assert all(repo.confirm(t).checksum == t.sha256 for t in tickets)
+    assert all(repo.confirm(t).checksum == t.data["sha256"] for t in tickets)
 
 
 def test_age_is_the_age_of_the_gradients(tmp_path: Path) -> None:

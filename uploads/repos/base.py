@@ -75,9 +75,8 @@ class Ticket:
 
     key: str
     size_bytes: int
-    sha256: str
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The repo's own notes: upload id and parts, a draft's path."""
+    """The repo's own notes: upload id and parts, a draft's name, digests, the path of the source."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,7 +114,7 @@ class Repo(Protocol):
         """Remove one object; one that is not there is no error."""
         ...
 
-    def stage(self, key: str, path: Path, sha256: str, progress: Progress, notes: Notes) -> Ticket:
+    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> Ticket:
         """Move the bytes of `path`, unseen. What an earlier attempt had sent, by its `notes`, is not sent again."""
         ...
 

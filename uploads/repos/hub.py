@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from miner_guard.config import RepoSettings
 from uploads.repos.base import DOCUMENT_LIMIT, Entry, Missing, Notes, Progress, RepoError, Ticket, published_state
 from uploads.repos.credentials import find, first
+from uploads.repos.local import file_sha256
 from validators.facts import Published
 
 T = TypeVar("T")
@@ -82,9 +83,9 @@ class HubRepo:
         except Missing:
             return
 
-    def stage(self, key: str, path: Path, sha256: str, progress: Progress, notes: Notes) -> Ticket:
+    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> Ticket:
         progress(0)
-        return Ticket(key, path.stat().st_size, sha256, {"path": str(path.resolve())})
+        return Ticket(key, path.stat().st_size, {"path": str(path.resolve()), "sha256": file_sha256(path)})
 
     def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
         """One commit and its tag. Repeating it changes nothing: files that the Hub has already make no difference."""
@@ -119,7 +120,8 @@ class HubRepo:
             raise RepoError(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were {ticket.size_bytes}; publish again"
             )
-        if entry.checksum != ticket.sha256 and self._hash_of(ticket.key) != ticket.sha256:
+        staged = ticket.data["sha256"]
+        if entry.checksum != staged and self._hash_of(ticket.key) != staged:
             raise RepoError(f"{ticket.key} reads back with other content than was staged; publish again")
         return entry
 

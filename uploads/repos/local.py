@@ -72,17 +72,19 @@ class LocalRepo:
         except OSError as error:
             raise _refused(self._path(key), error) from error
 
-    def stage(self, key: str, path: Path, sha256: str, progress: Progress, notes: Notes) -> Ticket:
+    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> Ticket:
         draft = self._draft()
+        digest = hashlib.sha256()
         try:
             draft.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "rb") as source, open(draft, "wb") as target:
                 while chunk := source.read(_CHUNK):
                     target.write(chunk)
+                    digest.update(chunk)
                     progress(len(chunk))
                 target.flush()
                 os.fsync(target.fileno())
-            return Ticket(key, draft.stat().st_size, sha256, {"draft": draft.name})
+            return Ticket(key, draft.stat().st_size, {"draft": draft.name, "sha256": digest.hexdigest()})
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise _refused(draft, error) from error
@@ -113,10 +115,10 @@ class LocalRepo:
 
     def confirm(self, ticket: Ticket) -> Entry:
         entry = self.head(ticket.key)
-        if (entry.size_bytes, entry.checksum) != (ticket.size_bytes, ticket.sha256):
+        if (entry.size_bytes, entry.checksum) != (ticket.size_bytes, ticket.data["sha256"]):
             raise RepoError(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes with sha256 {str(entry.checksum)[:12]}, "
-                f"staged were {ticket.size_bytes} bytes with {ticket.sha256[:12]}; publish again"
+                f"staged were {ticket.size_bytes} bytes with {ticket.data['sha256'][:12]}; publish again"
             )
         return entry
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ PART_BYTES = 16 * 1024 * 1024
 _MOST_PARTS = 10_000
 _PARALLEL = 8
 _CONNECT_S = 5.0
+_MD5 = re.compile("[0-9a-f]{32}")
 
 
 class S3Repo:
@@ -88,7 +90,7 @@ class S3Repo:
     def delete(self, key: str) -> None:
         self._call(self._client.delete_object, Key=key)
 
-    def stage(self, key: str, path: Path, sha256: str, progress: Progress, notes: Notes) -> Ticket:
+    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> Ticket:
         size = path.stat().st_size
         if size == 0:
             raise RepoError(f"{path} is empty; there is nothing to publish")
@@ -107,7 +109,8 @@ class S3Repo:
         whole = hashlib.md5(bytes.fromhex("".join(digests)), usedforsecurity=False).hexdigest()
         parts = [{"PartNumber": n, "ETag": f'"{d}"'} for n, d in zip(numbers, digests, strict=True)]
         etags = [f"{whole}-{len(parts)}", *(digests if len(digests) == 1 else [])]
-        return Ticket(key, size, sha256, {"upload_id": upload_id, "parts": parts, "etags": etags})
+        notes_for_later = {"upload_id": upload_id, "parts": parts, "etags": etags, "path": str(path.resolve())}
+        return Ticket(key, size, notes_for_later)
 
     def _begun(self, key: str, notes: Notes, part_bytes: int) -> tuple[str | None, dict[int, str]]:
         """The upload that an earlier attempt began, and the parts that had arrived, by number."""
@@ -191,17 +194,21 @@ class S3Repo:
             raise RepoError(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were {ticket.size_bytes}; publish again"
             )
-        if entry.checksum not in ticket.data["etags"] and self._hash_of(ticket.key) != ticket.sha256:
+        if entry.checksum not in ticket.data["etags"] and not self._same_content(ticket, entry.checksum):
             raise RepoError(f"{ticket.key} reads back with other content than was staged; publish again")
         return entry
 
-    def _hash_of(self, key: str) -> str:
-        """sha256 of the object's bytes, for servers whose ETag is no digest of them."""
-        body = self._call(self._client.get_object, Key=key)["Body"]
-        digest = hashlib.sha256()
-        while chunk := self._guarded(lambda: body.read(1024 * 1024)):
-            digest.update(chunk)
-        return digest.hexdigest()
+    def _same_content(self, ticket: Ticket, etag: str | None) -> bool:
+        """For servers whose ETag is not the digest of the parts' digests: rclone gives the md5 of the whole file."""
+        path = Path(ticket.data["path"])
+        try:
+            with open(path, "rb") as file:
+                if etag is not None and _MD5.fullmatch(etag):
+                    return _digest(file.read, "md5") == etag
+                body = self._call(self._client.get_object, Key=ticket.key)["Body"]
+                return _digest(file.read, "sha256") == self._guarded(lambda: _digest(body.read, "sha256"))
+        except FileNotFoundError as error:
+            raise RepoError(f"{ticket.key} can't be read back against {path}, which is gone") from error
 
     def _call(self, operation: Callable[..., Any], **arguments: Any) -> Any:
         return self._guarded(lambda: operation(Bucket=self._bucket, **arguments))
@@ -266,6 +273,13 @@ def _server_time(answer: Mapping[str, Any]) -> float:
 def _etag(item: Mapping[str, Any]) -> str | None:
     tag = item.get("ETag")
     return tag.strip('"') if isinstance(tag, str) else None
+
+
+def _digest(read: Callable[[int], bytes], algorithm: str) -> str:
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    while chunk := read(1024 * 1024):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _ours(key: str) -> bool:

@@ -1,0 +1,103 @@
+"""Publishing to a local S3 server against `boto3.upload_file` alone, alternating, on the same file."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import RepoSettings
+from tests.benchmarks.frame import Row
+from tests.servers import s3
+from uploads.journal import Journal, journal_path
+from uploads.publisher import Publisher, Revision
+from uploads.push import push
+from uploads.repos import open_repo
+
+TITLE = "Publishing"
+BUCKET = "llama-4b-ws-4-007"
+SIZE_MB = int(os.environ.get("BENCH_PUBLISH_MB", "1024"))
+ROUNDS = 3
+
+
+def run() -> list[Row]:
+    """1 GiB by default (BENCH_PUBLISH_MB). The server is `rclone serve s3`, else in-process moto."""
+    os.environ.update(s3.KEYS)
+    with tempfile.TemporaryDirectory(prefix="bench-publish-") as name:
+        folder = Path(name)
+        program = _rclone()
+        if program is None:
+            with s3.moto() as (endpoint, _):
+                return _rows(folder, endpoint, "in-process moto")
+        (folder / "served").mkdir()
+        with s3.rclone(program, folder / "served") as endpoint:
+            return _rows(folder, endpoint, "rclone serve s3")
+
+
+def _rclone() -> str | None:
+    import shutil
+    import sys
+
+    return shutil.which("rclone") or shutil.which("rclone", path=str(Path(sys.executable).parent))
+
+
+def _rows(folder: Path, endpoint: str, server: str) -> list[Row]:
+    settings = RepoSettings(
+        kind="s3", bucket=BUCKET, endpoint=endpoint, region="us-east-1", timeout_s=300.0
+    )  # fmt: skip
+    client = _client(settings)
+    client.create_bucket(Bucket=BUCKET)
+    revision = _revision(folder)
+    alone, seen, ours, child = [], [], [], []
+    for number in range(ROUNDS):
+        alone.append(_seconds(lambda: client.upload_file(str(revision.folder / "gradients.pt"), BUCKET, "alone.pt")))
+        # What reading back costs at the least: some servers hash the whole object when they are first asked for it.
+        seen.append(alone[-1] + _seconds(lambda: client.head_object(Bucket=BUCKET, Key="alone.pt")))
+        ours.append(_seconds(lambda: _publish(settings, revision, folder)))
+        if number == 0:
+            child.append(_seconds(lambda: push(settings, revision, folder, lambda _l: None)))
+    ours_s = statistics.median(ours)
+    note = f"{SIZE_MB} MiB to {server}, median of {ROUNDS}"
+    return [
+        Row("boto3.upload_file alone", statistics.median(alone), "s", note=note),
+        Row("Publisher.publish: 4 files, staged, shown, read back", ours_s, "s"),
+        Row("speed against upload_file alone", statistics.median(alone) / ours_s, "×", target=">= 0.9 ×"),
+        Row("speed against upload_file and a HEAD", statistics.median(seen) / ours_s, "×"),
+        Row("the same from a child (`push`)", statistics.median(child), "s", note="interpreter and boto3 included"),
+    ]
+
+
+def _client(settings: RepoSettings) -> Any:
+    import boto3
+
+    return boto3.client(
+        "s3", endpoint_url=settings.endpoint, region_name=settings.region,
+        aws_access_key_id=s3.KEYS["AWS_ACCESS_KEY_ID"], aws_secret_access_key=s3.KEYS["AWS_SECRET_ACCESS_KEY"],
+    )  # fmt: skip
+
+
+def _revision(folder: Path) -> Revision:
+    own = folder / "revision"
+    own.mkdir()
+    with open(own / "gradients.pt", "wb") as file:
+        block = os.urandom(1024 * 1024)
+        for _ in range(SIZE_MB):
+            file.write(block)
+    (own / "config.json").write_text(json.dumps({"block_list": [1]}))
+    (own / "metadata.json").write_text(json.dumps({"run": 1, "outer_step": 3, "inner_step": 50, "peer_id": "b"}))
+    return Revision(own, 1, 3, 50)
+
+
+def _publish(settings: RepoSettings, revision: Revision, folder: Path) -> None:
+    repo = open_repo(settings)
+    Publisher(repo, Journal(journal_path(folder, repo.label)), lambda _l: None).publish(revision)
+
+
+def _seconds(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
