@@ -127,6 +127,7 @@ _SPECS = (
     Spec("straggler", "warning", _WARN, "STRAGGLER: rank {rank} {detail}", ("detail", "score")),
     Spec("straggler_cleared", "info", _OK, "STRAGGLER CLEARED: rank {rank} after {steps} steps", ("steps",)),
     Spec("hang_detected", "critical", _BAD, "HANG DETECTED: {detail}", ("detail", "culprits", "idle_s", "limit_s")),
+    Spec("hang_evidence", "error", _BAD, "HANG EVIDENCE: {detail}", ("detail", "ranks")),
     Spec("stack_dump", "error", _BAD, "STACK DUMP: {ranks} in {path}", ("ranks", "path")),
     # gate and uploads
     Spec("upload_blocked", "warning", _WARN, "UPLOAD BLOCKED: {reason}", ("reason", "outer_step", "inner_step", "kind", "verdicts")),

@@ -45,6 +45,10 @@ class StateDir:
         """Where a rank writes its threads' stacks when it is asked to (`rank.hook.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
 
+    def collectives_of(self, rank: int) -> Path:
+        """Where a rank writes its last collectives when it is asked to (`rank.collectives`)."""
+        return self.flight / f"rank-{rank:04d}.collectives"
+
     @property
     def socket(self) -> Path:
         return self.root / "guard.sock"

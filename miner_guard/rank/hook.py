@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from miner_guard.events import Finding, found
-from miner_guard.rank import agree, alone, environment, gating, layout, numbers
+from miner_guard.rank import agree, alone, collectives, environment, gating, layout, numbers
 from miner_guard.rank.costs import Costs
 from miner_guard.rank.phases import Phase, Phases
 from miner_guard.rank.recorder import CLOSED, FINISHED, Recorder, describe
@@ -389,6 +389,8 @@ class Guard:
         if self.world_size > 1 and agree:
             self._agreed()
         if self.place.state is not None:
+            if self.world_size > 1:
+                collectives.serve(self.place.state.collectives_of(self.rank))
             self._stacks = _register_stacks(self.place.state.stacks_of(self.rank))
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
 

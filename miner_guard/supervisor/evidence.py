@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -17,14 +18,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from miner_guard.detectors.collectives import Late, late
+from miner_guard.rank.collectives import asking
 from miner_guard.rank.flight import BadFlight, FlightReader, Identity, Now
 from miner_guard.redact import Redactor
-from miner_guard.statedir import StateDir, finite, write_json
+from miner_guard.statedir import StateDir, finite, read_json, write_json
 from miner_guard.supervisor import processes
 
 STACKS_SIGNAL = signal.SIGUSR2
 """The hook registers faulthandler on it, and says so with its pid in the first line of the stacks file."""
 
+_COLLECTIVES_S = 2.0
 _TAIL_STEPS = 64
 _FAULTHANDLER_S = 1.0
 
@@ -48,6 +52,15 @@ class Subject:
     gone: bool
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """What was had."""
+
+    stacks_of: tuple[int, ...]
+    late: Late | None
+    """Who is late to a collective, by torch's Flight Recorder."""
+
+
 def subjects(state: StateDir, ranks: Mapping[int, Now]) -> list[Subject]:
     """Who the ranks are, from their flight records."""
     found: list[Subject] = []
@@ -66,17 +79,20 @@ def subjects(state: StateDir, ranks: Mapping[int, Now]) -> list[Subject]:
 def gather(
     state: StateDir, folder: Path, who: list[Subject], story: Mapping[str, Any], output: bytes, redactor: Redactor,
     timeout_s: float,
-) -> list[int]:  # fmt: skip
-    """Write everything into `folder`; returns the ranks whose stacks were had. Raises OSError where it can't write."""
+) -> Gathered:  # fmt: skip
+    """Write everything into `folder`. Raises OSError where it can't write."""
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     kernel = {subject.rank: _kernel_view(subject) for subject in who}
+    traces = _collectives(state, folder, who)
+    behind = late(traces)
     stacks = _stacks(state, folder, who, deadline)
     for subject in who:
         _flight_tail(state, folder, subject)
     (folder / "output.log").write_text(redactor.text(output.decode("utf-8", "replace")), encoding="utf-8")
     document = {
         **story,
+        "late_in_collective": None if behind is None else asdict(behind),
         "ranks": {
             subject.rank: {
                 "pid": subject.identity.pid, "gone": subject.gone, "kernel": kernel[subject.rank],
@@ -86,7 +102,8 @@ def gather(
         },
     }  # fmt: skip
     write_json(folder / "hang.json", redactor.value(finite(document)))
-    return [rank for rank, source in stacks.items() if source in ("py-spy", "faulthandler")]
+    had = [rank for rank, source in stacks.items() if source in ("py-spy", "faulthandler")]
+    return Gathered(tuple(had), behind)
 
 
 def _kernel_view(subject: Subject) -> dict[str, Any]:
@@ -122,6 +139,36 @@ def _stacks(state: StateDir, folder: Path, who: list[Subject], deadline: float) 
         else:
             sources[subject.rank] = _faulthandler(state, path, subject)
     return sources
+
+
+def _collectives(state: StateDir, folder: Path, who: list[Subject]) -> dict[int, list[Any]]:
+    """The last collectives of the ranks that answer in time: a rank that holds the interpreter's lock does not."""
+    asked = {s.rank: state.collectives_of(s.rank) for s in who if not s.gone and _ask(state.collectives_of(s.rank))}
+    deadline = time.monotonic() + _COLLECTIVES_S
+    while time.monotonic() < deadline and not all(path.exists() for path in asked.values()):
+        time.sleep(0.02)
+    traces: dict[int, list[Any]] = {}
+    for rank, path in asked.items():
+        document = read_json(path)
+        if isinstance(document, dict) and isinstance(document.get("entries"), list):
+            traces[rank] = document["entries"]
+            shutil.copy(path, folder / f"collectives-rank-{rank:04d}.json")
+    return traces
+
+
+def _ask(path: Path) -> bool:
+    path.unlink(missing_ok=True)
+    try:
+        pipe = os.open(asking(path), os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        # No such pipe (one rank, no torch.distributed), or nobody reads it.
+        return False
+    try:
+        return os.write(pipe, b"?") == 1
+    except OSError:
+        return False
+    finally:
+        os.close(pipe)
 
 
 def _stack_file(folder: Path, subject: Subject) -> Path:

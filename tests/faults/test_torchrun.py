@@ -61,6 +61,7 @@ def test_a_hung_rank_is_named_and_the_miner_goes_on_from_its_checkpoint(guarded:
     assert "rank 1 in data for" in hang["detail"]
     assert "rank 0 waiting" in hang["detail"]
     folder = Path(guarded.wait_for("stack_dump")["path"])
+    assert guarded.named("hang_evidence")[0]["ranks"] == [1]
     assert "train" in (folder / "stacks-rank-0001.txt").read_text()
     finished(guarded)
     assert len(guarded.named("miner_started")) == 2

@@ -88,7 +88,9 @@ class HangWatch(Part):
                 self.context.state, folder, who, told, output, self._redactor,
                 self._settings.stack_timeout_s,
             )  # fmt: skip
-            ranks = ", ".join(f"rank {rank}" for rank in had) if had else "no rank's stacks, the rest"
+            if had.late is not None:
+                self.context.emit(found("hang_evidence", detail=had.late.detail, ranks=list(had.late.ranks)))
+            ranks = ", ".join(f"rank {rank}" for rank in had.stacks_of) or "no rank's stacks, the rest"
             self.context.emit(found("stack_dump", ranks=ranks, path=str(folder)))
         except OSError as error:
             what = f"the evidence of the hang could not be stored: {error.strerror or error}"
