@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 
 from miner_guard.diagnosis.check import Check, Snapshot
 
@@ -10,6 +11,7 @@ from miner_guard.diagnosis.check import Check, Snapshot
 def checks(s: Snapshot) -> Iterator[Check]:
     """Count against the expectation, device files, CUDA_VISIBLE_DEVICES, ranks."""
     yield _count(s)
+    yield from _ranks(s)
     yield from _device_files(s)
     yield from _visible(s)
 
@@ -26,6 +28,26 @@ def _count(s: Snapshot) -> Check:
         return Check("gpu.count", "ok", seen, limit)
     step = "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its GPUs: restart the container"
     return Check("gpu.count", "critical", seen, limit, step, may_mend=True)
+
+
+def ranks_of(command: Sequence[str]) -> int | None:
+    """`--nproc_per_node=N` of a torchrun command, None where it is not a number or not there."""
+    found = re.search(r"--nproc[-_]per[-_]node[= ](\d+)", " ".join(command))
+    return int(found.group(1)) if found else None
+
+
+def _ranks(s: Snapshot) -> Iterator[Check]:
+    """Ranks that the command starts here against working GPUs; nothing where the CPU is asked for or all there is."""
+    ranks = ranks_of(s.command)
+    working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
+    if ranks is None or not working or s.expectation.count == 0:
+        return
+    level = "critical" if ranks > working else "warn" if ranks < working else "ok"
+    step = {
+        "critical": "lower --nproc_per_node: two ranks would share a GPU",
+        "warn": "raise --nproc_per_node: GPUs idle",
+    }
+    yield Check("gpu.ranks", level, f"{ranks} ranks on {working} GPUs", "one per GPU", step.get(level), may_mend=True)
 
 
 def _device_files(s: Snapshot) -> Iterator[Check]:

@@ -15,6 +15,7 @@ from miner_guard import probe
 from miner_guard.config import Config
 from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation, expected
+from miner_guard.diagnosis.gpu_count import ranks_of
 from miner_guard.diagnosis.held_memory import HELD_BYTES
 from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.interpreter import of_command
@@ -54,12 +55,6 @@ def profile_of(config: Config) -> Mapping[str, Any]:
     except (OSError, ValueError):
         # Settings were loaded with it before; what is wrong with it was said there.
         return {}
-
-
-def ranks_of(command: Sequence[str]) -> int | None:
-    """`--nproc_per_node=N` of a torchrun command, None where it is not a number or not there."""
-    found = re.search(r"--nproc[-_]per[-_]node[= ](\d+)", " ".join(command))
-    return int(found.group(1)) if found else None
 
 
 def expectation_of(question: Question, present: int | None) -> Expectation:

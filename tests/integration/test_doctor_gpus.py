@@ -120,16 +120,12 @@ def test_each_failure_of_the_driver_is_told_apart(
 def test_a_driver_that_hangs_is_a_finding_and_not_a_hang(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
     fake_nvml.set({"hang.nvmlDeviceGetUtilizationRates.1": 600})
     start = time.monotonic()
-    code, document = doctor(fake_nvml, tmp_path, python, GPU__PROBE_TIMEOUT_S=8)
+    code, document = doctor(fake_nvml, tmp_path, python, GPU__PROBE_TIMEOUT_S=6)
     assert time.monotonic() - start < 45
     assert code == CRITICAL
     assert levels(document, "gpu.state") == {0: "ok", 1: "critical", 2: "ok", 3: "ok"}
     assert "hangs the driver" in words(document, "gpu.state")
-    assert document["nvml"]["seconds"] < 8
-    fake_nvml.set({"hang.init": 600})
-    code, document = doctor(fake_nvml, tmp_path, python, "--expect-gpus", "4", GPU__PROBE_TIMEOUT_S=8)
-    assert code == CRITICAL
-    assert "NVML hangs" in words(document, "driver.nvml")
+    assert document["nvml"]["seconds"] < 6
 
 
 def test_no_permission_anywhere_is_not_readable_and_never_well(

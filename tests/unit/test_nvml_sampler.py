@@ -67,6 +67,17 @@ def test_a_call_that_hangs_is_named_and_the_next_sample_works_again(sampler: Nvm
     assert states(sampler.sample()) == ["ok"] * 4
 
 
+def test_a_driver_that_hangs_at_initialisation_is_named_within_the_deadline(
+    sampler: NvmlSampler, fake_nvml: FakeNvml
+) -> None:
+    fake_nvml.set({"hang.init": 600})
+    start = time.monotonic()
+    sample = sampler.sample(3)
+    assert time.monotonic() - start < 3.5
+    assert (sample["state"], sample["gpus"]) == ("hangs", [])
+    assert sample["reason"]
+
+
 def test_a_gpu_that_was_there_is_gone_and_its_return_is_seen(sampler: NvmlSampler, fake_nvml: FakeNvml) -> None:
     sampler.sample()
     fake_nvml.set(count=3)

@@ -31,11 +31,12 @@ from miner_guard.diagnosis import (
 )
 from miner_guard.diagnosis.check import Check, Snapshot
 from miner_guard.diagnosis.expectation import Expectation
+from miner_guard.diagnosis.gpu_count import ranks_of
 from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.judge import judge
 from miner_guard.events import Finding
 from miner_guard.statedir import StateDir
-from miner_guard.supervisor.gather import Question, expectation_of, ports_of, ranks_of
+from miner_guard.supervisor.gather import Question, expectation_of, ports_of
 from miner_guard.supervisor.preflight import preflight
 
 GIB = 1024**3
@@ -283,6 +284,14 @@ def test_the_miners_interpreter_is_found_from_its_command(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_ranks_of_a_torchrun_command(command: str, ranks: int | None) -> None:
     assert ranks_of(command.split()) == ranks
+
+
+@pytest.mark.parametrize(("ranks", "level"), [(4, "ok"), (8, "critical"), (2, "warn")])
+def test_ranks_are_counted_against_gpus_before_the_start(ranks: int, level: str) -> None:
+    command = ("torchrun", f"--nproc_per_node={ranks}", "m.py")
+    assert {c.check: c.level for c in judge(healthy(4, command=command))}["gpu.ranks"] == level
+    on_cpu = healthy(4, command=command, expectation=Expectation(0, "[gpu] expect"))
+    assert "gpu.ranks" not in {c.check for c in judge(on_cpu)}
 
 
 def test_the_profile_demands_one_gpu_per_rank(tmp_path: Path) -> None:
