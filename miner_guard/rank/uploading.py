@@ -61,5 +61,10 @@ class Upload:
             "kind": "upload", "phase": phase, "decision_id": decision.decision_id, "outer_step": decision.outer_step,
             "inner_step": decision.inner_step, "upload_kind": decision.kind, "tag": self.tag,
             "seconds": None if phase == "started" else self._recorder.monotonic() - self._started,
-            "bytes": self.size_bytes, "attempts": self.attempts, "checksum": self.checksum, "error": self.error,
+            "bytes": self.size_bytes, "attempts": self.attempts, "checksum": _shown(self.checksum), "error": self.error,
         }  # fmt: skip
+
+
+def _shown(checksum: str | None) -> str | None:
+    """Its beginning: a whole sha256 looks like a private key, and would be redacted as one."""
+    return None if checksum is None else checksum[:32]

@@ -41,8 +41,9 @@ def test_every_upload_is_decided_told_stored_and_looked_for(
     assert "Repo Age: 0s (keep < 1800s)" in out
 
     state = tmp_path / "state"
-    uploads = {row["tag"]: row["outcome"] for row in ReadOnlyLedger(state / "ledger.sqlite3").rows("uploads")}
-    assert (uploads["5.3.6"], uploads["5.3.8"]) == ("verified", "refuted")
+    uploads = {row["tag"]: row for row in ReadOnlyLedger(state / "ledger.sqlite3").rows("uploads")}
+    assert (uploads["5.3.6"]["outcome"], uploads["5.3.8"]["outcome"]) == ("verified", "refuted")
+    assert uploads["5.3.6"]["attempts"] == 2
     decisions = ReadOnlyLedger(state / "ledger.sqlite3").rows("decisions")
     assert [row["allowed"] for row in decisions] == [1, 0, 0, 0, 0, 1, 1, 1, 1]
     status = json.loads((state / "status.json").read_text())["uploads"]
