@@ -23,14 +23,15 @@ _PREFIX = re.compile(
       | \d{1,3}\|[\w.@-]{1,40}\s*\|\s?                                              # pm2
       | \[(?:default|rank)\s?(?P<rank_a>\d{1,5})\]:\s?                              # torchrun --tee, torch
       | \[\d+,(?P<rank_b>\d{1,5})\]<(?:stdout|stderr|stddiag)>:\s?                  # mpirun
-      | (?P<rank_c>\d{1,4}):\s(?=\S)                                                # srun -l
+      | (?P<rank_c>\d\d?|[1-3]\d\d):\s(?=\s*\S)                                             # srun -l
       | \((?:[\w./:-]+\s+)?pid=\d+(?:,\s*ip=[\d.]+)?\)\s?                           # ray, vLLM
+      | [A-Z][a-z]{2}\s+\d{1,2}\s\d\d:\d\d:\d\d\s\S+\s[\w.@/-]+(?:\[\d+\])?:\s?          # syslog
       | (?:stderr|stdout)\s*[|:]\s?
-      | [\w.-]{1,60}\s+\|\s                                                         # docker compose
       | (?:\|\s*)?(?:ERROR|CRITICAL|FATAL|INFO|DEBUG|SUCCESS)\s*\|\s?(?:[\w.]+:[\w.<>]+:\d+\s[|-]\s?)?
+      | [\w.-]{1,60}\s+\|\s                                                         # docker compose
       | (?:ERROR|INFO)\s\d\d-\d\d\s\d\d:\d\d:\d\d\s\[[\w./]+:\d+\]\s?                 # vLLM
       | [EIF]\d{4}\s\d\d:\d\d:\d\d(?:\.\d+)?\s+\d+\s[\w./-]+:\d+\]\s?                  # glog
-      | (?:[\w.]+\s)?-\s(?:ERROR|INFO|CRITICAL)\s-\s                                     # logging
+      | (?:-\s)?(?:[\w.]+\s)?-\s(?:ERROR|INFO|CRITICAL)\s-\s                                     # logging
       | \|?\s*(?:\[\w+\]\s*)?rank\s(?P<rank_d>\d{1,5})\s*\|\s?                      # subnet 38
     )
     """,

@@ -25,7 +25,7 @@ SETTLE_S = 2.0
 LONGEST_S = 10.0
 """Named after so long at the latest, while further lines still come."""
 
-EPISODE_S = 120.0
+EPISODE_S = 600.0
 """What comes later than this is an incident of its own, unless it is only a symptom."""
 
 SYMPTOMS_S = 3600.0
@@ -33,6 +33,9 @@ SYMPTOMS_S = 3600.0
 
 COOLDOWN_S = 900.0
 """The same label within one launch is not said again sooner."""
+
+REMARKS = 3
+"""What is tried again counts as an incident when it was seen so often, or when the miner ended."""
 
 _OUTPUT_TAIL = 64 * 1024
 _SEEN = 120
@@ -98,22 +101,24 @@ class Incidents(Part):
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if self._first_s is None or (now - self._last_s < SETTLE_S and now - self._first_s < LONGEST_S):
             return ()
-        return self._name(now)
+        return self._name(now, REMARKS)
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         now = self.context.clock.monotonic()
         self._case.add(self._scanner.finish())
-        return () if end.asked or end.finished else self._name(now)
+        return () if end.asked or end.finished else self._name(now, remarks=1)
 
     def root_cause(self) -> Explained | None:
         """What the latest incident of this launch was; None where nothing was seen."""
         return self._root
 
-    def _name(self, now: float) -> Iterable[Finding]:
-        """Say the root of what was seen, unless it was said."""
+    def _name(self, now: float, remarks: int) -> Iterable[Finding]:
+        """Say the root of what was seen, unless it was said, or is a mere remark seen fewer than `remarks` times."""
         self._first_s = None
         root = next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
         if self._stopping or root is None or self._is_known(root, now):
+            return ()
+        if root.first.role == "remark" and root.count < remarks:
             return ()
         self._root = self._latest = explained = report.in_words(
             root, self._knowledge, self._training, self._redactor.text
@@ -137,7 +142,8 @@ class Incidents(Part):
         output = self._tail
         self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
         return found(
-            "incident", rank=explained.ranks[0] if len(explained.ranks) == 1 else None, level=explained.severity,
+            "incident", rank=explained.ranks[0] if len(explained.ranks) == 1 else None,
+            level="warning" if root.first.role == "remark" else explained.severity,
             label=explained.label, cause=f"{explained.cause} Seen: {lines.excerpt(explained.excerpt, _SEEN)}",
             fix=explained.fixes[0], fixes=list(explained.fixes), excerpt=explained.excerpt,
             restart=explained.restart, applies=explained.applies, ranks=list(explained.ranks), evidence=str(folder),

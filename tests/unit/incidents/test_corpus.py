@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests import needs
 from tests.unit.incidents.helpers import root
 
@@ -44,6 +46,20 @@ def confusion(pairs: Counter[tuple[str, str]]) -> str:
 
 def _toml(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+PREFIXES = (
+    "0|miner  | ", "[rank3]: ", "[default0]:", "2026-07-29T13:21:17.7984785Z ", "3: ", "miner-1  | ", "| Rank 2 | ",
+    "2026-01-02 03:04:05.678 | ERROR    | train:main:12 - ", "2026-01-02 03:04:05,678 - train - ERROR - ",
+    "\x1b[36m(Worker pid=123)\x1b[0m ", "[1,3]<stderr>:", "Jan  2 03:04:05 host python[123]: ",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_what_stands_before_each_line_changes_nothing(prefix: str) -> None:
+    for row in _toml(EXCERPTS)["excerpt"]:
+        log = "\n".join(prefix + line for line in row["text"].splitlines())
+        assert root(log) == root(row["text"]), log
 
 
 def test_root_causes_of_our_own_excerpts() -> None:

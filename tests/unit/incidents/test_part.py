@@ -154,6 +154,18 @@ def test_the_same_label_again_is_said_after_the_cooldown_only_and_in_each_launch
     assert live.labels == ["cuda_oom"] * 3
 
 
+def test_one_retry_is_no_incident_but_many_are_a_warning(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    for attempt in range(1, 3):
+        live.prints(b"Failed to fetch data, retrying. Attempt %d/100\n" % attempt)
+        live.after(SETTLE_S)
+    assert live.labels == []
+    live.prints(b"Failed to fetch data, retrying. Attempt 3/100\n")
+    live.after(SETTLE_S)
+    assert live.labels == ["dataset_fetch_failed"]
+    assert live.said[0].severity == "warning"
+
+
 def test_what_a_stop_by_the_guard_prints_is_no_incident(tmp_path: Path) -> None:
     live = Live(tmp_path)
     live.said += live.part.on_finding(found("miner_stopping", reason="SIGTERM", grace_s=45.0))
