@@ -16,7 +16,7 @@ from miner_guard.config import Config, LogSettings, MinerSettings
 from miner_guard.events import Finding, found
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit, Launch
-from miner_guard.supervisor.parts.incidents import COOLDOWN_S, EPISODE_S, SETTLE_S, Incidents
+from miner_guard.supervisor.parts.incidents import COOLDOWN_S, SETTLE_S, Incidents
 from tests.unit.incidents.helpers import root
 
 if sys.version_info >= (3, 11):
@@ -142,7 +142,7 @@ def test_the_same_label_again_is_said_after_the_cooldown_only_and_in_each_launch
     for _ in range(5):
         live.prints(OOM)
         live.after(SETTLE_S)
-        live.after(EPISODE_S + 1)
+        live.after(COOLDOWN_S / 6)
     assert live.labels == ["cuda_oom"]
     live.after(COOLDOWN_S)
     live.prints(OOM)
