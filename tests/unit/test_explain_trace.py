@@ -93,6 +93,11 @@ def test_a_loss_that_never_falls_is_a_plateau_and_a_converged_one_is_not() -> No
     assert found(trace_of(loss=converged)) == []
 
 
+def test_a_flat_window_of_a_run_under_way_is_only_a_remark() -> None:
+    lines = [json.dumps({"step": 5000 + 10 * n, "loss": 2.1 + 0.001 * (n % 3)}) for n in range(100)]
+    assert [(a.type, a.severity) for a in judge(reading.read(lines))] == [("plateau_high", "info")]
+
+
 def test_overfit_at_the_best_evaluation() -> None:
     training = [3 * math.exp(-n / 15) + 0.1 for n in range(60)]
     evaluation = [2 + 0.001 * (n - 20) ** 2 for n in range(60)]

@@ -202,3 +202,34 @@ def test_the_live_judge_of_the_loss_stays_silent_on_healthy_curves() -> None:
     print(f"live: {dict(alarms)} alarms and {remarks} remarks in {steps} healthy steps; NaN {nan_found}/{nan_labelled}")
     assert alarms.total() <= steps / 10_000
     assert nan_found == nan_labelled
+
+
+CUTS = {"first quarter": (0, 0.25, 1), "first half": (0, 0.5, 1), "last half": (0.5, 1, 1), "every third": (0, 1, 3)}
+"""From, to (shares of the run), stride."""
+
+
+def test_cuts_of_healthy_runs_are_silent_too() -> None:
+    """Curves that nothing was tuned on: windows and thinned-out copies of the healthy ones."""
+    alarms: list[str] = []
+    steps = 0
+    for record in records():
+        if list(labels(record)):
+            continue
+        for name, (first, last, stride) in CUTS.items():
+            part = cut(record, first, last, stride)
+            steps += len(part["values"])
+            found = judging.judge(reading.read(lines(part)))
+            alarms += [f"{record['id']}, {name}: {a.type} at {a.at_step}" for a in found if a.severity != "info"]
+    print(f"cuts: {1e4 * len(alarms) / steps:.2f} false alarms per 10,000 steps ({len(alarms)} in {steps}) {alarms}")
+    assert len(alarms) <= steps / 10_000
+
+
+def cut(record: dict[str, Any], first: float, last: float, stride: int) -> dict[str, Any]:
+    """A part of a record."""
+    count = len(record["values"])
+    part = slice(int(first * count), max(int(first * count) + 1, int(last * count)), stride)
+    cut_off = {k: (record[k] or [])[part] for k in ("steps", "values", "lr", "grad_norm")}
+    low, high = cut_off["steps"][0], cut_off["steps"][-1]
+    pairs = zip(record["eval_steps"] or [], record["eval_values"] or [], strict=True)
+    kept = [(step, value) for step, value in pairs if low <= step <= high]
+    return {**record, **cut_off, "eval_steps": [s for s, _ in kept], "eval_values": [v for _, v in kept]}

@@ -20,6 +20,9 @@ _LEAST_SHARE = 0.05
 """A spike is at least this share of what the loss has fallen in all: near zero, tiny losses jump about."""
 
 _MOST_NAN = 5
+_FROM_START = 3
+"""A trace whose first step is within three strides shows its run from the start, else it is a window of it."""
+
 _ZEROS = 3
 
 
@@ -125,7 +128,10 @@ def _plateau(trace: Trace, loss: Series, seen: levels.Flat) -> Anomaly:
         f"loss {seen.first:.4g} at first and {seen.level:.4g} at the end, within {seen.band:.1%} over "
         f"{len(loss)} values from step {loss.steps[0]} to {loss.steps[-1]}"
     )
-    return Anomaly("plateau_high", step, "warning", detail, fixes, cause, {"first": seen.first, "level": seen.level})
+    # Late in a run a flat loss is ordinary; only one that was never higher has not learned.
+    stride = (loss.steps[-1] - loss.steps[0]) / max(1, len(loss) - 1)
+    severity = "warning" if loss.steps[0] <= max(_FROM_START * stride, 1) else "info"
+    return Anomaly("plateau_high", step, severity, detail, fixes, cause, {"first": seen.first, "level": seen.level})
 
 
 def _overfit(seen: evaluation.Overfit) -> Anomaly:
