@@ -42,7 +42,7 @@ class StateDir:
         return self.flight / f"rank-{rank:04d}.bin"
 
     def stacks_of(self, rank: int) -> Path:
-        """Where a rank writes its threads' stacks when it is asked to (`rank.hook.STACKS_SIGNAL`)."""
+        """Where a rank writes its threads' stacks when it is asked to (`rank.stacks.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
 
     def collectives_of(self, rank: int) -> Path:

@@ -68,6 +68,12 @@ class OwnLog:
         if self._thread is not None:
             self._idle.wait(timeout_s)
 
+    def forsake(self) -> None:
+        """In a forked child: the thread is not there, so take nothing more and wait for nothing."""
+        self._console, self._state, self._thread = None, None, None
+        self._queue.clear()
+        atexit.unregister(self.flush)
+
     def _write_on(self) -> None:
         while True:
             self._wake.wait()

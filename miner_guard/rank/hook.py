@@ -14,43 +14,27 @@ Nothing here raises, synchronises the GPU or uses the network. What does not wor
 
 from __future__ import annotations
 
-import faulthandler
 import functools
-import math
 import os
-import signal
 import sys
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import IO, Any, ParamSpec, TypeVar
 
 from miner_guard.events import Finding, found
-from miner_guard.rank import agree, alone, collectives, environment, gating, layout, numbers
+from miner_guard.rank import agree, collectives, environment, gating, stacks
 from miner_guard.rank.costs import Costs
 from miner_guard.rank.phases import Phase, Phases
 from miner_guard.rank.recorder import CLOSED, FINISHED, Recorder, describe
+from miner_guard.rank.stepping import Stepper
 from miner_guard.rank.uploading import Upload
 from uploads.decision import GateDecision
 from validators.facts import Candidate
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-NAN = math.nan
-
-STACKS_SIGNAL = signal.SIGUSR2
-"""A rank that gets this appends all its threads' stacks to `flight/rank-NNNN.stacks`.
-
-Only where that file is there and names the rank's pid in its first line: without the handler the signal kills.
-"""
-
-_RECENT_LOSSES = 64
-_EVALUATION = tuple(layout.PHASES.index(p) for p in ("inference", "val_loss", "example_loss", "monitor"))
-_SYNCHRONISING = tuple(layout.PHASES.index(p) for p in ("upload", "allreduce", "load_state", "pause"))
 
 
 def _harmless(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -89,18 +73,12 @@ class Guard:
         self._phases = Phases(self._recorder, monotonic)
         self._gate = gating.Gate(place, monotonic)
         self._costs = Costs(self._recorder, monotonic)
-        self._lines = alone.StepLines(place.settings.steps)
+        self._stepper = Stepper(place, self._recorder, self._phases, self._degraded)
         self._agreement: gating.Agreement | None = None
-        self._losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
-        self._started = monotonic()
-        self._steps = 0
-        self._outer = self._inner = -1
         self._checkpoints = 0
         self._notices: tuple[int, bool, int] = (-1, False, 0)
         self._closed = False
-        self._stacks: Any = None
-        expect = place.settings.gpu.expect
-        self._cuda_expected = isinstance(expect, int) and expect > 0
+        self._stacks: IO[bytes] | None = None
         for remark in place.remarks:
             self._recorder.trouble(remark, remark)
 
@@ -151,70 +129,9 @@ class Guard:
         """The end of an inner step. Numbers are floats or CPU tensors; one on the GPU is not read, and is said."""
         if self._closed:
             return
-        now = self._monotonic()
-        flags, loss_value = self._read_loss(loss)
-        lr_value = self._read("lr", lr)
-        norm_value = self._read("grad_norm", grad_norm)
-        outer, inner = numbers.whole(outer_step), numbers.whole(inner_step)
-        self._adopt_thread()
-        seconds, nested = self._phases.take(now)
-        for column in _EVALUATION:
-            if seconds[column]:
-                flags |= layout.FLAG_EVAL
-        for column in _SYNCHRONISING:
-            if seconds[column]:
-                flags |= layout.FLAG_SYNC
-        if self._steps == 0:
-            flags |= layout.FLAG_FIRST
-        self._steps += 1
-        self._outer, self._inner = outer, inner
-        total = self._steps if total_steps is None else total_steps
-        memory = numbers.cuda_memory()
-        open_phase = self._phases.current
-        packed, since, allowance = (b"", now, NAN) if open_phase is None else (
-            open_phase.phase.packed, open_phase.since, open_phase.phase.allowance_s
-        )  # fmt: skip
-        self._recorder.step(
-            outer, inner, total, self._started, now, loss_value, lr_value, norm_value, memory,
-            numbers.whole(tokens), flags, seconds, nested, packed, since, allowance,
-        )  # fmt: skip
-        if self._recorder.bell.alone and self.rank == 0:
-            given = loss_value if flags & layout.FLAG_LOSS_GIVEN else None
-            for finding in self._lines.of(now, now - self._started, outer, inner, given, lr_value, memory[0]):
-                self._recorder.own_log.say(finding)
-        if self._phases.failed is not None:
-            self._degraded("phase", self._phases.failed)
-            self._phases.failed = None
-        self._started = now
-        self._costs.own(self._monotonic() - now)
-
-    def _read_loss(self, loss: Any) -> tuple[int, float]:
-        if loss is None:
-            return 0, NAN
-        try:
-            value, device = numbers.number("loss", loss)
-        except Exception as error:  # noqa: BLE001 - any object may be handed in; said as guard_degraded
-            self._degraded("loss", error)
-            return 0, NAN
-        self._losses.append(value)
-        flags = layout.FLAG_LOSS_GIVEN
-        if device == "cpu" and (self._cuda_expected or numbers.cuda_in_use()):
-            flags |= layout.FLAG_LOSS_ON_CPU
-        return flags, value
-
-    def _read(self, name: str, value: Any) -> float:
-        if value is None:
-            return NAN
-        try:
-            return numbers.number(name, value)[0]
-        except Exception as error:  # noqa: BLE001 - any object may be handed in; said as guard_degraded
-            self._degraded(name, error)
-            return NAN
-
-    def _adopt_thread(self) -> None:
-        # The thread that steps is the one that trains, wherever the guard was made.
-        if not self._phases.stack:
-            self._phases.owner = threading.get_ident()
+        started = self._monotonic()
+        self._stepper.step(outer_step, inner_step, loss, lr, grad_norm, tokens, total_steps)
+        self._costs.own(self._monotonic() - started)
 
     # the gate
 
@@ -231,10 +148,11 @@ class Guard:
         """
         candidate = Candidate("gradient", -1, -1)
         try:
-            losses = tuple(self._losses)
-            last = None if loss is None else self._read("loss", loss)
+            losses = tuple(self._stepper.losses)
+            last = None if loss is None else self._stepper.number("loss", loss)
             candidate = Candidate(
-                kind=kind, outer_step=numbers.whole(outer_step), inner_step=numbers.whole(inner_step),
+                kind=kind, outer_step=self._stepper.whole("outer_step", outer_step),
+                inner_step=self._stepper.whole("inner_step", inner_step),
                 loss=last if last is not None else (losses[-1] if losses else None), recent_losses=losses,
                 base_outer_step=base_outer_step, files=files, config=config, metadata=metadata, revision=revision,
             )  # fmt: skip
@@ -296,15 +214,15 @@ class Guard:
 
     def _notice(self) -> tuple[int, bool, int]:
         """(step, upload due, checkpoints asked for) as rank 0 sees it, shared once a step."""
-        if self._notices[0] != self._steps:
+        if self._notices[0] != self._stepper.count:
             own = None
             if self.rank == 0:
                 flight = self._recorder.flight
                 asked = 0 if flight is None else flight.checkpoint_requests()
                 own = b"%d %d" % (self._gate.due(), asked)
             with self._phases.named("collective"):
-                due, requests = self._agreed().share(f"notice {self._steps}", own).split()
-            self._notices = (self._steps, due == b"1", int(requests))
+                due, requests = self._agreed().share(f"notice {self._stepper.count}", own).split()
+            self._notices = (self._stepper.count, due == b"1", int(requests))
         return self._notices
 
     # the rest
@@ -391,22 +309,13 @@ class Guard:
         if self.place.state is not None:
             if self.world_size > 1:
                 collectives.serve(self.place.state.collectives_of(self.rank))
-            self._stacks = _register_stacks(self.place.state.stacks_of(self.rank))
+            self._stacks = stacks.register(self.place.state.stacks_of(self.rank))
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
 
 
 def _forget(guard: weakref.ref[Guard]) -> None:
     if (own := guard()) is not None:
         own._forked()
-
-
-def _register_stacks(path: Path) -> Any:
-    if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
-        raise RuntimeError(f"{STACKS_SIGNAL.name} is in use by the program: no stacks at a hang, except by py-spy")
-    file = open(path, "wb", buffering=0)  # noqa: SIM115 - open as long as the process: the handler writes to it
-    file.write(b"pid %d\n" % os.getpid())
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-    return file
 
 
 def _finding_of(decision: GateDecision) -> Finding:

@@ -71,6 +71,11 @@ class Phases:
         """The innermost open phase."""
         return self.stack[-1] if self.stack else None
 
+    def shown(self, now: float) -> tuple[bytes, float, float]:
+        """Name, since when and allowance of the innermost phase; an empty name between phases."""
+        frame = self.current
+        return (b"", now, NAN) if frame is None else (frame.phase.packed, frame.since, frame.phase.allowance_s)
+
     def take(self, now: float) -> tuple[list[float], float]:
         """The seconds since the last call, and those nested in monitor; open phases are counted up to now."""
         for depth, frame in enumerate(self.stack):

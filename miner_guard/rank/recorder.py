@@ -148,6 +148,7 @@ class Recorder:
         """In a forked child: the record is the parent's, so write nothing more."""
         self.flight = None
         self.bell.close()
+        self.own_log.forsake()
 
 
 def describe(error: BaseException) -> str:

@@ -6,21 +6,24 @@ import errno
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miner_guard.rank import hook
+from miner_guard.rank import hook, stacks
 from miner_guard.rank.environment import Place, RankSettings, find
 from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.hook import Guard
 from miner_guard.rank.layout import FLAG_EVAL, FLAG_FIRST, FLAG_LOSS_ON_CPU, FLAG_SYNC, JOURNAL_SLOTS
+from miner_guard.rank.stacks import STACKS_SIGNAL, SignalTaken
 from miner_guard.statedir import StateDir
 
 
@@ -433,6 +436,41 @@ def test_a_forked_child_does_not_write_into_its_parents_record(state: StateDir, 
     subprocess.run([sys.executable, "-c", script, str(state.root)], check=True, timeout=60)
     assert [s.inner_step for s in reader_of(state).steps()] == [1, 3]
     assert state_of(state) == "running"
+
+
+def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(state: StateDir, listener: socket.socket) -> None:
+    script = (
+        "import sys, threading, miner_guard\n"
+        "guard = miner_guard.init(sys.argv[1])\n"
+        "lock = threading.Lock(); lock.acquire()\n"
+        "def waits_for_ever():\n"
+        "    print('there', flush=True); lock.acquire()\n"
+        "waits_for_ever()\n"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", script, str(state.root)], stdout=subprocess.PIPE)
+    try:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"there\n"
+        file = state.stacks_of(0)
+        assert file.read_bytes() == b"pid %d\n" % rank.pid
+        rank.send_signal(STACKS_SIGNAL)
+        deadline = time.monotonic() + 30
+        while b"waits_for_ever" not in file.read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert rank.poll() is None
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
+def test_a_signal_that_the_program_uses_itself_is_left_alone(state: StateDir, listener: socket.socket) -> None:
+    before = signal.signal(STACKS_SIGNAL, lambda *_: None)
+    try:
+        with pytest.raises(SignalTaken):
+            stacks.register(state.root / "stacks")
+    finally:
+        signal.signal(STACKS_SIGNAL, before)
 
 
 def test_importing_and_using_the_hook_imports_neither_torch_nor_third_party_modules() -> None:
