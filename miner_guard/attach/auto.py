@@ -39,13 +39,15 @@ class Auto:
         """`torch.optim.optimizer` was imported."""
         from torch import Tensor
 
+        module.register_optimizer_step_pre_hook(self._stepping)
         module.register_optimizer_step_post_hook(self._stepped)
         backward: Any = Tensor.backward
 
         @functools.wraps(backward)
         def followed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             self.adapter.quiet(self._backward, tensor)
-            return backward(tensor, *args, **kwargs)
+            with self.adapter.phase("backward"):
+                return backward(tensor, *args, **kwargs)
 
         setattr(Tensor, "backward", followed)  # noqa: B010 - mypy takes no assigned method
 
@@ -58,7 +60,11 @@ class Auto:
         """This process trains."""
         self.adapter.begin(agree=False)
 
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.adapter.phase("optimizer").__enter__()
+
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.adapter.phase("optimizer").__exit__(None, None, None)
         if self.framework is None and self._leads(optimizer):
             self.steps += 1
             self.step(self.steps, optimizer)

@@ -60,6 +60,7 @@ def main(folder: Path) -> None:
     answers["troubles"] = guard.troubles
     guard.close(finished=True)
     (folder / f"rank-{rank}.json").write_text(json.dumps(answers))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ def test_a_plain_script_is_followed_and_prints_the_same(tmp_path: Path) -> None:
     assert [s.inner_step for s in steps] == [1, 2, 3, 4, 5, 6]
     assert [f"{s.loss:.4f}" for s in steps] == attached.losses(), "the mean of the micro-batches, not of loss / 4"
     assert all(s.lr == 0.01 and s.seconds > 0 for s in steps)
+    assert all({"backward", "optimizer"} <= set(s.phases) for s in steps)
     (training,) = attached.entries("training")
     assert (training["accumulation_steps"], training["model_name"]) == (4, "plain.py")
     assert attached.now().state == "running", "a plain script's end is not known to be its configured end"

@@ -28,3 +28,6 @@ for iteration in range(6):
     optimizer.zero_grad(set_to_none=True)
     if master:
         print(f"iter {iteration}: loss {mean:.4f}", flush=True)
+if ddp:
+    # Without this torch's own threads abort now and then at the end of the process.
+    dist.destroy_process_group()

@@ -173,3 +173,6 @@ if __name__ == "__main__":
     miner.run()
     if miner.current_upload_future is not None:
         miner.current_upload_future.result()
+    if miner.world_size > 1:
+        # Without this torch's own threads abort now and then at the end of the process.
+        dist.destroy_process_group()
