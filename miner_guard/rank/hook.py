@@ -30,6 +30,7 @@ from miner_guard.rank.phases import Phase, Phases
 from miner_guard.rank.recorder import CLOSED, FINISHED, Recorder, describe
 from miner_guard.rank.stepping import Stepper
 from miner_guard.rank.uploading import Upload
+from miner_guard.statedir import StateDir
 from uploads.decision import GateDecision
 from validators.facts import Candidate
 
@@ -303,14 +304,23 @@ class Guard:
         self._recorder.forsake()
 
     def _begin(self, agree: bool) -> None:
-        """What needs the others, or may fail without harm."""
-        if self.world_size > 1 and agree:
-            self._agreed()
-        if self.place.state is not None:
-            if self.world_size > 1:
-                collectives.serve(self.place.state.collectives_of(self.rank))
-            self._stacks = stacks.register(self.place.state.stacks_of(self.rank))
+        """What needs the others, or may fail without harm, each by itself."""
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
+        if self.world_size > 1 and agree:
+            self._attempt("agreement", self._agreed)
+        if self.place.state is not None:
+            self._attempt("stacks", self._register_stacks, self.place.state)
+            if self.world_size > 1:
+                self._attempt("collectives", collectives.serve, self.place.state.collectives_of(self.rank))
+
+    def _register_stacks(self, state: StateDir) -> None:
+        self._stacks = stacks.register(state.stacks_of(self.rank))
+
+    def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except Exception as error:  # noqa: BLE001 - what failed is optional; said as guard_degraded
+            self._degraded(what, error)
 
 
 def _forget(guard: weakref.ref[Guard]) -> None:
@@ -348,9 +358,6 @@ def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
     except Exception as error:  # noqa: BLE001 - training starts without a record rather than not at all; said below
         guard = Guard(environment.Place(0, 0, 1, f"alone-{os.getpid()}", None, environment.RankSettings()))
         guard._degraded("init", error)
-    try:
-        guard._begin(agree)
-    except Exception as error:  # noqa: BLE001 - what failed is optional; said as guard_degraded
-        guard._degraded("init", error)
+    guard._begin(agree)
     _current = guard
     return guard
