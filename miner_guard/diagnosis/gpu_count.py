@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from miner_guard.diagnosis.check import Check, Snapshot
 
@@ -39,7 +40,7 @@ def ranks_of(command: Sequence[str]) -> int | None:
 def _ranks(s: Snapshot) -> Iterator[Check]:
     """Ranks that the command starts here against working GPUs; nothing where the CPU is asked for or all there is."""
     ranks = ranks_of(s.command)
-    working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
+    working = usable(s)
     if ranks is None or not working or s.expectation.count == 0:
         return
     level = "critical" if ranks > working else "warn" if ranks < working else "ok"
@@ -60,15 +61,30 @@ def _device_files(s: Snapshot) -> Iterator[Check]:
         )  # fmt: skip
 
 
+def visible(env: Mapping[str, str]) -> int | None:
+    """GPUs that CUDA_VISIBLE_DEVICES lets a process see; None where it is not set. CUDA stops at a -1."""
+    mask = env.get("CUDA_VISIBLE_DEVICES")
+    if mask is None:
+        return None
+    parts = [part.strip() for part in mask.split(",")]
+    return sum(1 for part in itertools.takewhile(lambda p: p != "-1", parts) if part)
+
+
+def usable(s: Snapshot) -> int:
+    """Working GPUs that the miner may see. NVML itself ignores CUDA_VISIBLE_DEVICES."""
+    working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
+    shown = visible(s.env)
+    return working if shown is None else min(working, shown)
+
+
 def _visible(s: Snapshot) -> Iterator[Check]:
-    visible = s.env.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    shown = visible(s.env)
+    if shown is None:
         return
-    # CUDA stops at the first index that is not there.
-    shown = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
-    short = s.expectation.wanted and len(shown) < (s.expectation.count or 0)
+    short = s.expectation.wanted and shown < (s.expectation.count or 0)
+    mask = s.env["CUDA_VISIBLE_DEVICES"]
     yield Check(
-        "gpu.visible", "critical" if short else "ok", f"CUDA_VISIBLE_DEVICES={visible!r} shows {len(shown)} GPUs",
+        "gpu.visible", "critical" if short else "ok", f"CUDA_VISIBLE_DEVICES={mask!r} shows {shown} GPUs",
         str(s.expectation.count) if s.expectation.wanted else None,
         "unset CUDA_VISIBLE_DEVICES or name all GPUs" if short else None,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from miner_guard import probe
 from miner_guard.config import Config
 from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation, expected
-from miner_guard.diagnosis.gpu_count import ranks_of
+from miner_guard.diagnosis.gpu_count import ranks_of, visible
 from miner_guard.diagnosis.held_memory import HELD_BYTES
 from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.interpreter import of_command
@@ -122,6 +122,9 @@ class _Gathering:
         asked = {name: self._pool.submit(work) for name, work in self._questions().items()}
         nvml = self._sampler.sample()
         present = sum(1 for row in nvml["gpus"] if row["state"] != "gone")
+        # A mask on the GPUs is meant: those behind it are expected by nobody.
+        if (shown := visible(self._q.env)) is not None:
+            present = min(present, shown)
         expectation = expectation_of(self._q, present)
         torch = None
         if self._q.torch or nvml["state"] != "absent" or expectation.wanted:

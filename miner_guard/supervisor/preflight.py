@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from miner_guard.clock import Clock, SystemClock
 from miner_guard.diagnosis.check import Check, Snapshot, counts
 from miner_guard.diagnosis.expectation import Expectation
+from miner_guard.diagnosis.gpu_count import usable
 from miner_guard.diagnosis.judge import judge
 from miner_guard.events import Finding, found
 from miner_guard.statedir import StateDir, read_json, write_json
@@ -89,7 +90,7 @@ def remember_gpus(state: StateDir, snapshot: Snapshot, emit: Callable[[Finding],
     """Note in host.json how many GPUs work here, for the next run's `expect = "auto"`."""
     if snapshot.nvml is None or snapshot.nvml["state"] not in ("ok", "absent"):
         return
-    count = sum(1 for row in snapshot.gpu_rows if row["state"] == "ok")
+    count = usable(snapshot)
     document = read_json(state.host_memory)
     memory = document if isinstance(document, dict) else {}
     if memory.get("gpu_count") == count:

@@ -157,6 +157,15 @@ def test_a_driver_older_than_torchs_cuda_is_critical(fake_nvml: FakeNvml, tmp_pa
     assert "torch is built for CUDA 12.4, the driver knows 11.8" in words(document, "driver.cuda_version")
 
 
+def test_a_mask_on_the_gpus_is_no_missing_gpu(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+    fake_nvml.set({"torch.count": 2})
+    command = [*GUARD, "doctor", "--json", "--", str(python), "miner.py"]
+    env = {**environment(fake_nvml, tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout)["expected_gpus"] == {"count": 2, "by": "what is there"}
+
+
 def test_without_a_gpu_it_depends_on_who_expects_one(tmp_path: Path) -> None:
     code, document = doctor(None, tmp_path, Path(sys.executable), "--expect-gpus", "4")
     if document["nvml"]["state"] != "absent":

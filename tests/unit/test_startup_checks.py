@@ -31,7 +31,7 @@ from miner_guard.diagnosis import (
 )
 from miner_guard.diagnosis.check import Check, Snapshot
 from miner_guard.diagnosis.expectation import Expectation
-from miner_guard.diagnosis.gpu_count import ranks_of
+from miner_guard.diagnosis.gpu_count import ranks_of, visible
 from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.judge import judge
 from miner_guard.events import Finding
@@ -284,6 +284,20 @@ def test_the_miners_interpreter_is_found_from_its_command(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_ranks_of_a_torchrun_command(command: str, ranks: int | None) -> None:
     assert ranks_of(command.split()) == ranks
+
+
+@pytest.mark.parametrize(
+    ("mask", "shown"), [(None, None), ("", 0), ("-1", 0), ("0,1", 2), ("0,-1,2", 1), ("GPU-1a, GPU-2b", 2)]
+)
+def test_what_cuda_visible_devices_shows(mask: str | None, shown: int | None) -> None:
+    assert visible({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}) == shown
+
+
+def test_masked_gpus_are_remembered_as_masked(tmp_path: Path) -> None:
+    masked = healthy(4, env={"CUDA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(2, "what is there"))
+    looking = Looking(tmp_path, [masked])
+    assert looking.run().go
+    assert '"gpu_count": 2' in looking.state.host_memory.read_text()
 
 
 @pytest.mark.parametrize(("ranks", "level"), [(4, "ok"), (8, "critical"), (2, "warn")])
