@@ -85,5 +85,5 @@ def report(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
             yield f"         likely cause: {alike[0].cause}"
         for place, fix in enumerate(alike[0].fixes, 1):
             yield f"         {place}. {fix}"
-    if found:
+    if any(a.severity != "info" for a in found):
         yield "Make one change at a time, and note what helped."

@@ -51,8 +51,11 @@ def _not_finite(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
             finite = math.isfinite(value)
         if said:
             return
-    for step in [*trace.nan_said[:1], *_hidden_nan(trace)][:1]:
-        yield _nan(trace, facts, step, f"loss is printed as 0 or not at all at step {step}, which stands for NaN")
+    for step in trace.nan_said[:1]:
+        yield _nan(trace, facts, step, f"the guard logged that the loss is NaN or Inf at step {step}")
+        return
+    for step in _hidden_nan(trace):
+        yield _nan(trace, facts, step, f"loss is printed as 0 at step {step}, which stands for NaN in HF Trainer")
 
 
 def _hidden_nan(trace: Trace) -> Iterator[int]:
