@@ -90,7 +90,9 @@ def main() -> None:
     except (Busy, Cancelled, PublishError, RepoError) as error:
         answer = {"error": redactor.text(str(error))}
         say(f"Model state upload failed: {error}")
-    say(_RESULT + json.dumps(answer))
+    # Not through the redactor, which takes a sha256 for a key; an error in it is redacted already.
+    sys.stdout.write(_RESULT + json.dumps(answer) + "\n")
+    sys.stdout.flush()
     sys.exit(0 if "result" in answer else 1)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from miner_guard.redact import MASK
 from validators.facts import Published
 
 _SLACK_S = 5.0
@@ -112,7 +113,7 @@ def _same_content(before: Published | None, after: Published) -> str | None:
 
 def _other_content(after: Published, reported: Reported) -> str | None:
     same_push = (after.outer_step, after.inner_step) == (reported.outer_step, reported.inner_step)
-    if not same_push or after.checksum is None or reported.checksum is None:
+    if not same_push or after.checksum is None or reported.checksum is None or MASK in reported.checksum:
         return None
     # A report may hold the checksum's beginning only.
     if after.checksum.startswith(reported.checksum) or reported.checksum.startswith(after.checksum):

@@ -16,6 +16,7 @@ from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.events import Finding, found, line
 from miner_guard.rank.flight import Step
 from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.redact import MASK
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit
 from miner_guard.supervisor.parts import uploads as module
@@ -346,6 +347,8 @@ def test_other_content_than_the_publisher_read_back_is_refuted() -> None:
     after = Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="b" * 40)
     assert verify(None, after, Reported(56, 51, 20.0, checksum="b" * 40)).verified is True
     assert verify(None, after, Reported(56, 51, 20.0, checksum="b" * 32)).verified is True
+    # Whoever redacts may take a whole sha256 for a key; a mask is no checksum.
+    assert verify(None, after, Reported(56, 51, 20.0, checksum=MASK)).verified is True
     result = verify(None, after, Reported(56, 51, 20.0, checksum="c" * 32))
     assert result.verified is False
     assert "checksum bbbbbbbbbbbb, the publisher read cccccccccccc" in result.detail
