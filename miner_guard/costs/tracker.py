@@ -325,4 +325,5 @@ def _of_this_rank(ledger: Path) -> MonitoringCostTracker | None:
     def on_record(operation: str, seconds: float, blocking: bool) -> None:
         guard.add_cost(operation, seconds, blocking=blocking)
 
-    return MonitoringCostTracker(ledger=ledger, report=report, on_record=on_record)
+    budget = Budget.from_settings(guard.place.settings.costs)
+    return MonitoringCostTracker(budget=budget, ledger=ledger, report=report, on_record=on_record)

@@ -1,0 +1,74 @@
+"""Source 000's disaster in a real run, much faster: called out, kept in one ledger, throttled when allowed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.logquery import Query, search
+
+MINER = """
+import time
+import miner_guard
+
+guard = miner_guard.init()
+tracker = miner_guard.get_global_tracker()
+for step in range(1, 201):
+    time.sleep(0.02)
+    guard.step(outer_step=1, inner_step=step, loss=1.0)
+    if tracker.due("evolution_snapshot", every_steps=20, step=step):
+        with tracker.track("evolution_snapshot"):
+            time.sleep(0.4)
+    if tracker.due("status", every_steps=10, step=step):
+        with tracker.track("status"):
+            pass
+guard.close(finished=True)
+"""
+
+
+def _run(folder: Path, **settings: str) -> tuple[dict[str, Any], list[str]]:
+    """The ledger and the events of one run of the miner."""
+    script, state = folder / "miner.py", folder / "state"
+    script.write_text(MINER)
+    guard = str(Path(sys.executable).with_name("miner-guard"))
+    answer = subprocess.run(
+        [guard, "run", "--no-preflight", "--state-dir", str(state), "--", sys.executable, str(script)],
+        cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    ledger = json.loads((state / "status" / "monitoring_costs.json").read_text())
+    return ledger, [hit.event for hit in search(state / "guard.jsonl", Query())]
+
+
+@pytest.fixture(scope="module")
+def unthrottled(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[str]]:
+    return _run(tmp_path_factory.mktemp("costs"), MINER_GUARD_COSTS__OPERATION_WARN_S="0.3")
+
+
+def test_it_is_called_out_and_the_ledger_knows_what_it_cost(unthrottled: tuple[dict[str, Any], list[str]]) -> None:
+    ledger, events = unthrottled
+    assert "monitoring_operation_slow" in events
+    assert "monitoring_over_budget" in events
+    assert "monitoring_throttled" not in events
+    evolution = ledger["operations"]["evolution_snapshot"]
+    assert evolution["calls"] == 10
+    assert evolution["total_time"] == pytest.approx(4.0, rel=0.3)
+    assert ledger["budget_status"] == "critical"
+    assert {"guard.hook", "guard.loop", "status"} <= ledger["operations"].keys()
+    assert ledger["operations"]["guard.hook"]["percentage"] < 2, (
+        "steps of 20 ms; at one second it is a fiftieth of that"
+    )
+
+
+def test_it_is_throttled_when_allowed(unthrottled: tuple[dict[str, Any], list[str]], tmp_path: Path) -> None:
+    ledger, events = _run(tmp_path, MINER_GUARD_COSTS__THROTTLE="true")
+    assert events.count("monitoring_throttled") == 1
+    assert 1 <= ledger["operations"]["evolution_snapshot"]["calls"] <= 4
+    assert ledger["operations"]["status"]["calls"] == 20, "what is cheap runs as often as asked"
+    assert ledger["total_percentage"] < unthrottled[0]["total_percentage"] / 3
