@@ -17,8 +17,12 @@ from typing import Any
 
 import pytest
 
-from miner_guard.clock import iso_utc
-from miner_guard.statedir import read_json, write_json
+from miner_guard.clock import FakeClock, iso_utc
+from miner_guard.config import Config, HttpSettings
+from miner_guard.events import Finding
+from miner_guard.statedir import StateDir, read_json, write_json
+from miner_guard.supervisor.parts import Context
+from miner_guard.supervisor.parts.metrics import Metrics
 from tests import needs
 
 TOKEN = "token-of-the-test"
@@ -207,3 +211,59 @@ def _port_of(state: Path) -> int:
             return int(str(url).rstrip("/").rsplit(":", 1)[1])
         time.sleep(0.1)
     raise AssertionError("no port within 40 s")
+
+
+class _Jobs:
+    def every(self, name: str, seconds: float, work: Any, *, first_after_s: float | None = None) -> None:
+        raise AssertionError("nothing of this part is periodic")
+
+    def once(self, name: str, work: Any) -> None:
+        work()
+
+
+def _part(folder: Path, settings: HttpSettings) -> tuple[Metrics, list[Finding], FakeClock]:
+    said: list[Finding] = []
+    clock = FakeClock()
+    context = Context(
+        Config(http=settings), StateDir(folder), clock, "r", said.append, _Jobs(), None, dict,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Metrics(context), said, clock
+
+
+def test_no_port_is_opened_to_the_world_without_a_token(tmp_path: Path) -> None:
+    part, said, _ = _part(tmp_path, HttpSettings(port=0, host="0.0.0.0"))
+    assert part.snapshot()["url"] is None
+    assert [finding.event for finding in said] == ["guard_degraded"]
+    assert "not loopback and no token" in said[0].fields["what"]
+
+
+def test_a_port_in_use_is_said_once_and_tried_again(tmp_path: Path) -> None:
+    needs.module("uvicorn")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        part, said, clock = _part(tmp_path, HttpSettings(port=number))
+        clock.advance(31)
+        list(part.on_tick(clock.monotonic(), {}))
+        assert [finding.event for finding in said] == ["guard_degraded"]
+        assert "is it in use?" in said[0].fields["what"]
+    clock.advance(31)
+    list(part.on_tick(clock.monotonic(), {}))
+    assert part.snapshot()["url"] == f"http://127.0.0.1:{number}/"
+    list(part.on_stop())
+
+
+def test_a_killed_port_process_comes_back(tmp_path: Path) -> None:
+    needs.module("uvicorn")
+    part, said, clock = _part(tmp_path, HttpSettings(port=0))
+    first = part.snapshot()["url"]
+    assert part._child is not None
+    part._child.kill()
+    part._child.wait()
+    for _ in range(2):
+        clock.advance(31)
+        list(part.on_tick(clock.monotonic(), {}))
+    second = part.snapshot()["url"]
+    assert [finding.event for finding in said] == ["http_listening", "guard_degraded", "http_listening"]
+    assert first
+    assert _ask(f"{second}healthz")[0] == 503
+    list(part.on_stop())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +75,22 @@ def test_a_question_that_makes_no_sense_is_refused(
 def test_a_state_directory_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["logs", "--state-dir", str(tmp_path / "none")]) == 1
     assert "there is no state directory" in capsys.readouterr().err
+
+
+def test_following_shows_the_last_ten_and_then_what_comes(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "guard.jsonl", LogSettings(max_bytes=1000))
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
+    for number in range(30):
+        emitter.emit(events.found("rank_message", text=str(number)))
+    program = str(Path(sys.executable).with_name("miner-guard"))
+    child = subprocess.Popen(
+        [program, "logs", "--follow", "--json", "--state-dir", str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert [json.loads(child.stdout.readline())["text"] for _ in range(10)] == [str(n) for n in range(20, 30)]
+    for number in range(30, 60):
+        emitter.emit(events.found("rank_message", text=str(number)))
+    assert [json.loads(child.stdout.readline())["text"] for _ in range(30)] == [str(n) for n in range(30, 60)]
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=20) == 0
+    child.stdout.close()
