@@ -216,7 +216,7 @@ def _pcie(row: Row) -> Iterator[Check]:
 
 def _nvlink(row: Row) -> Iterator[Check]:
     up, there = row.get("nvlinks_up"), row.get("nvlinks")
-    if there:
+    if there and up is not None:
         bad = up != there
         yield _check(
             row,

@@ -1,0 +1,98 @@
+"""Faults of GPUs over successive samples: said once when they come, once when they go, not for what wobbles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from miner_guard import events
+from miner_guard.diagnosis.faults import Faults
+from miner_guard.diagnosis.gpu_rows import of_row
+from miner_guard.events import Finding
+
+HEALTHY: dict[str, Any] = {
+    "index": 0, "state": "ok", "error": None, "uuid": "GPU-0", "name": "NVIDIA A100-SXM4-80GB",
+    "pci_bus": "00000000:10:00.0", "capability": "8.0",
+    "memory_used_bytes": 4 << 20, "memory_reserved_bytes": 600 << 20, "memory_total_bytes": 80 << 30,
+    "utilization_ratio": 0.97, "memory_busy_ratio": 0.4, "temperature_c": 55, "slowdown_c": 89, "power_w": 310.0,
+    "power_limit_w": 400.0, "power_default_w": 400.0, "sm_clock_mhz": 1410, "sm_clock_max_mhz": 1410,
+    "memory_clock_mhz": 1593, "throttle_bits": 0, "throttle": [], "ecc_uncorrected": 0, "ecc_corrected": 0,
+    "rows_corrected": 0, "rows_uncorrected": 0, "remap_pending": False, "remap_failed": False,
+    "recovery_action": "none",
+    "pcie_generation": 4, "pcie_generation_max": 4, "pcie_width": 16, "pcie_width_max": 16, "pcie_replays": 0,
+    "nvlinks_up": 12, "nvlinks": 12, "peers": 3, "fabric": None, "persistence": 1, "compute_mode": 0, "mig": 0,
+    "processes": 0, "unread": {}, "xids": [],
+}  # fmt: skip
+
+
+def observed(faults: Faults, now: float, **changes: Any) -> list[Finding]:
+    return list(faults.observe([{**HEALTHY, **changes}], now))
+
+
+def test_a_healthy_gpu_says_nothing_in_a_day_of_samples() -> None:
+    faults = Faults()
+    assert not any(observed(faults, 10.0 * n) for n in range(8640))
+
+
+def test_a_fault_is_said_once_and_its_end_once() -> None:
+    faults = Faults()
+    said = [f for n in range(10) for f in observed(faults, 10.0 * n, ecc_uncorrected=n // 5)]
+    assert [f.event for f in said] == ["gpu_fault"]
+    assert [f.event for f in observed(faults, 200.0)] == ["gpu_recovered"]
+
+
+def test_a_lost_gpu_keeps_what_stood_before_and_is_said_itself() -> None:
+    faults = Faults()
+    observed(faults, 0.0, ecc_uncorrected=1)
+    lost = observed(faults, 10.0, state="lost", error="GPU is lost in uuid")
+    assert [events.line(f).partition(";")[0] for f in lost] == [
+        "GPU FAULT: GPU 0 is lost: it has fallen off the bus (GPU is lost in uuid)"
+    ]
+    assert lost[0].severity == "critical"
+
+
+def test_throttling_counts_from_six_samples_in_ten_minutes() -> None:
+    faults = Faults()
+    sparse = [observed(faults, 130.0 * n, throttle_bits=0x40, throttle=["HW thermal"]) for n in range(20)]
+    assert not any(sparse)
+    dense = [observed(faults, 5000 + 10.0 * n, throttle_bits=0x8, throttle=["HW slowdown"]) for n in range(8)]
+    assert [len(s) for s in dense] == [0, 0, 0, 0, 0, 1, 0, 0]
+    assert dense[5][0].severity == "warning"
+    assert [f.event for f in observed(faults, 6000.0)] == ["gpu_recovered"]
+
+
+@pytest.mark.parametrize("bits", [0x1, 0x4, 0x1 | 0x4])
+def test_idle_and_the_software_power_cap_are_everyday(bits: int) -> None:
+    faults = Faults()
+    assert not any(observed(faults, 10.0 * n, throttle_bits=bits, throttle=["x"]) for n in range(50))
+
+
+def test_a_narrow_link_must_be_seen_twice_and_under_load() -> None:
+    faults = Faults()
+    assert not any(observed(faults, 10.0 * n, pcie_width=8, utilization_ratio=0.0) for n in range(5))
+    assert not observed(faults, 100.0, pcie_width=8)
+    assert not observed(faults, 110.0)
+    assert not observed(faults, 120.0, pcie_width=8)
+    assert [f.event for f in observed(faults, 130.0, pcie_width=8)] == ["gpu_fault"]
+
+
+@pytest.mark.parametrize(("xid", "level"), [(79, "critical"), (48, "critical"), (94, "warning"), (31, "warning")])
+def test_an_xid_is_a_fault_of_its_weight_each_time(xid: int, level: str) -> None:
+    faults = Faults()
+    for now in (0.0, 10.0):
+        (fault,) = observed(faults, now, xids=[xid])
+        assert fault.severity == level
+        assert f"Xid {xid}" in events.line(fault)
+
+
+@pytest.mark.parametrize("field", [n for n in HEALTHY if n not in ("index", "state", "unread", "xids")])
+def test_any_value_may_be_unreadable_and_is_then_neither_well_nor_a_fault(field: str) -> None:
+    paired = {"throttle_bits": ["throttle"], "remap_pending": ["rows_corrected", "rows_uncorrected", "remap_failed"]}
+    unread = dict.fromkeys([field, *paired.get(field, [])])
+    with_ok = {c.check for c in of_row(HEALTHY)}
+    checks = {c.check: c for c in of_row({**HEALTHY, **unread, "unread": {field: "Insufficient Permissions"}})}
+    assert checks["gpu.state"].level == "unknown"
+    assert field in checks["gpu.state"].seen
+    assert {c.level for n, c in checks.items() if n != "gpu.state"} <= {"ok"}
+    assert set(checks) <= with_ok
