@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import deque
@@ -41,7 +42,7 @@ class Miner:
         self.outer_step = 1
         self.inner_step = 0
         self.first_loss: float | None = None
-        self.loss = float("nan")
+        self.loss = self.grad_norm = float("nan")
         self._stop_asked = False
         self._saved: deque[Saved] = deque()
         self._micro_batches = max(1, options.effective_batch_size // (options.batch_size * dist.get_world_size()))
@@ -131,7 +132,10 @@ class Miner:
             f"Learning Rate: {lr:.8f} | Average Loss: {loss:.2f}"
         )
         self._report_checkpoints()
-        self.guard.step(outer_step=self.outer_step, inner_step=self.inner_step, loss=loss, lr=lr)
+        self.guard.step(
+            outer_step=self.outer_step, inner_step=self.inner_step, loss=loss, lr=lr, grad_norm=self.grad_norm,
+            tokens=self.options.effective_batch_size * self.shape.context, total_steps=total,
+        )  # fmt: skip
         self._after_step()
         return stop, checkpoint
 
@@ -178,7 +182,8 @@ class Miner:
             group["lr"] = lr
         if poison:
             _poison(self.model)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return lr
@@ -193,8 +198,9 @@ class Miner:
         return loss, stop > 0, checkpoint > 0
 
     def _checkpoint(self) -> None:
-        if self.loss != self.loss:
-            self.lines.info("Loss is NaN: this state is not worth a checkpoint")
+        # The loss is from before the step: only the gradient tells whether the weights are still numbers after it.
+        if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
+            self.lines.info("Loss or gradient is not finite: this state is not worth a checkpoint")
             return
         # Copying the state holds up every rank: a step with it is none to compare with the others.
         with self.guard.phase("pause"):

@@ -63,6 +63,7 @@ def summarise(
     """
     counts: Counter[str] = Counter()
     alarms: Counter[str] = Counter()
+    steps = 0
     losses: list[float] = []
     times: list[float] = []
     for record in records:
@@ -70,12 +71,13 @@ def summarise(
         counts[event] += 1
         if record["level"] != "info" and event != "upload_blocked":
             alarms[event] += 1
-        if event == "inner_step":
+        if event == "inner_step" and record.get("rank") == 0:
+            steps += 1
             losses += [v] if (v := record.get("loss")) is not None else []
             times += [v] if (v := record.get("step_time_s")) is not None else []
     hook = ((costs or {}).get("operations") or {}).get("guard.hook") or {}
     return Summary(
-        steps=counts["inner_step"],
+        steps=steps,
         loss_from=_mean(losses[:_AVERAGED]),
         loss_to=_mean(losses[-_AVERAGED:]),
         p50_s=_quantile(times, 0.50),
