@@ -8,7 +8,7 @@ DEMO_STATE := $(CURDIR)/.demo/state
 .PHONY: demo test check unit faults bench soak clean
 
 demo: $(VENV)/.demo
-	$(BIN)/miner-guard demo $(DEMO_ARGS)
+	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
 
 test: check
 	$(BIN)/python -m pytest -m "not long" tests/unit tests/integration tests/faults $(PYTEST_ARGS)

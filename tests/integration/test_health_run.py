@@ -98,3 +98,38 @@ def test_snapshots_come_on_time_without_drift_and_once_more_at_the_end(run: Run)
     assert all(later > earlier for earlier, later in itertools.pairwise(scheduled))
     gpus = run.events("health_snapshot")[-2]["snapshot"]["gpus"]
     assert [row["index"] for row in gpus["gpus"]] == [0, 1]
+
+
+STEPS = """
+import time
+import miner_guard
+
+guard = miner_guard.init()
+start, step = time.monotonic(), 0
+while time.monotonic() - start < 1200:
+    time.sleep(0.5)
+    step += 1
+    guard.step(outer_step=1, inner_step=step, loss=3.0 - step / 10_000, lr=1e-4)
+guard.close(finished=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_twenty_minutes_of_steps_leave_memory_flat_and_cost_next_to_nothing(tmp_path: Path) -> None:
+    script, state = tmp_path / "train.py", tmp_path / "state"
+    script.write_text(STEPS)
+    program = Path(sys.executable).with_name("miner-guard")
+    done = subprocess.run(
+        [program, "run", "--state-dir", state, "--", sys.executable, script], cwd=tmp_path, timeout=1400,
+        stdout=subprocess.DEVNULL, env={**os.environ, **SETTINGS, "MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "10"},
+    )  # fmt: skip
+    assert done.returncode == 0
+    records = [hit.record() for hit in search(state / "guard.jsonl", Query(events=frozenset({"health_snapshot"})))]
+    snapshots = [record["snapshot"] for record in records]
+    assert len(snapshots) == pytest.approx(120, rel=0.1)
+    memory = [snapshot["guard"]["memory_bytes"] for snapshot in snapshots]
+    # The first minutes fill windows and caches; from then on it stays as it is.
+    assert memory[-1] - memory[30] < 3 * 1024**2
+    assert snapshots[-1]["costs"]["share_pct"] < 0.5
+    assert snapshots[-1]["guard"]["cpu_s"] / 1200 < 0.02
