@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import inspect
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from miner_guard.attach import ATTACHED
-from miner_guard.events import Finding, found
+from miner_guard.events import Finding, found, line
 from miner_guard.rank import hook
 from miner_guard.rank.recorder import describe
 
@@ -39,10 +40,18 @@ class Adapter:
 
     def say(self, finding: Finding) -> None:
         """Log a finding, as soon as there is a guard."""
-        if self.guard is None:
-            self._pending.append(finding)
-        else:
+        if self.guard is not None:
             self.guard.emit(finding)
+            return
+        if not self._pending:
+            atexit.register(self._say_at_last)
+        self._pending.append(finding)
+
+    def _say_at_last(self) -> None:
+        """The process ends and no guard has begun: what was found out must not be lost with it."""
+        for finding in self._pending:
+            with contextlib.suppress(OSError):
+                os.write(2, f"{line(finding)}\n".encode("utf-8", "replace"))
 
     def degraded(self, what: str) -> None:
         """Something does not fit; the program goes on untouched there."""

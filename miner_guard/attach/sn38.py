@@ -100,9 +100,9 @@ class Subnet38:
             self._replace(cls, "upload_model", self.uploads.recorded)
 
     def _replace(self, cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        function = vars(cls)[name]
+        function = vars(cls).get(name)
         if not inspect.isfunction(function):
-            self.adapter.degraded(f"{cls.__name__}.{name} is a {type(function).__name__}, not a method; left as it is")
+            self.adapter.degraded(f"{cls.__name__} has no method {name} of its own; nothing is followed there")
             return
         setattr(cls, name, wrap(function))
 

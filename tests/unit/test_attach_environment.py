@@ -1,0 +1,93 @@
+"""What attaching puts into the miner's environment, and a Python that has never heard of the guard."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miner_guard import attach
+from miner_guard.rank.flight import FlightReader
+from miner_guard.statedir import StateDir
+
+BASE = """
+class BaseMinerNeuron:
+    def __init__(self, config=None):
+        pass
+"""
+
+MINER = """
+from types import SimpleNamespace
+from template.base.miner import BaseMinerNeuron
+
+class Miner(BaseMinerNeuron):
+    def __init__(self):
+        super().__init__()
+        self.local_progress = SimpleNamespace(epoch=1, inner_step=0, loss=2.0)
+
+    def inner_optimizer_step(self):
+        self.local_progress.inner_step += 1
+
+miner = Miner()
+for _ in range(3):
+    miner.inner_optimizer_step()
+"""
+
+
+def test_nothing_is_added_where_nothing_is_attached() -> None:
+    env = {"PATH": "/bin", "PYTHONPATH": "/mine"}
+    assert attach.environment(None, env) == env
+    assert attach.environment("log", env) == env
+
+
+def test_the_programs_own_path_stays_behind_the_guards() -> None:
+    env = attach.environment("auto", {"PYTHONPATH": "/mine:/yours", attach.ATTACHED: "7"})
+    first, *others = env["PYTHONPATH"].split(":")
+    assert (Path(first) / "sitecustomize.py").is_file()
+    assert others == ["/mine", "/yours"]
+    assert attach.ATTACHED not in env, "a restart attaches anew"
+    assert attach.environment("auto", env) == env, "twice is once"
+
+
+def test_an_unknown_way_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(attach.UnknownAttach, match="sn38, auto, log"):
+        attach.environment("sn39", {})
+
+
+def run(tmp_path: Path, base: str) -> tuple[StateDir, subprocess.CompletedProcess[str]]:
+    """An older miner in a Python that does not have the guard installed."""
+    package = tmp_path / "template" / "base"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "miner.py").write_text(base)
+    (tmp_path / "run.py").write_text(MINER)
+    state = StateDir(tmp_path / "state")
+    env = attach.environment("sn38", {"MINER_GUARD_STATE_DIR": str(state.root)})
+    bare = str(getattr(sys, "_base_executable", sys.executable))
+    done = subprocess.run(
+        [bare, "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    return state, done
+
+
+def test_a_python_without_the_guard_finds_it(tmp_path: Path) -> None:
+    state, _ = run(tmp_path, BASE)
+    assert [s.inner_step for s in FlightReader(state.flight_of(0)).steps()] == [0, 1, 2]
+
+
+def test_a_guard_that_cannot_be_imported_is_one_line_and_the_miner_runs(tmp_path: Path) -> None:
+    # A package of the same name that is not ours, as PyPI's `validators` would be.
+    (tmp_path / "miner_guard").mkdir()
+    (tmp_path / "miner_guard" / "__init__.py").touch()
+    _, done = run(tmp_path, BASE)
+    assert done.stderr.count("GUARD DEGRADED: attach sn38 at template.base.miner: ModuleNotFoundError") == 1
+
+
+def test_what_does_not_fit_is_said_even_where_no_guard_ever_begins(tmp_path: Path) -> None:
+    state, done = run(tmp_path, "class BaseMinerNeuron:\n    pass\n")
+    assert done.stderr.count("GUARD DEGRADED: attach sn38") == 1
+    assert "BaseMinerNeuron has no method __init__ of its own" in done.stderr
+    assert not state.flight.exists()
