@@ -7,6 +7,7 @@ interval stays an interval.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
@@ -42,6 +43,9 @@ class Scheduler:
         from apscheduler.executors.pool import ThreadPoolExecutor
         from apscheduler.schedulers.background import BackgroundScheduler
 
+        # It would print a line for each run that it leaves out; lateness is reported by ourselves, as a finding.
+        logging.getLogger("apscheduler").addHandler(logging.NullHandler())
+        logging.getLogger("apscheduler").propagate = False
         self._scheduler = BackgroundScheduler(
             timezone=timezone.utc,
             daemon=True,

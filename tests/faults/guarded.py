@@ -20,14 +20,14 @@ MINERS = Path(__file__).with_name("miners")
 TOKEN = "_MINER_GUARD_TEST_TOKEN"
 
 
-def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+def until(condition: Callable[[], Any], seconds: float, what: str | Callable[[], str]) -> Any:
     """Wait for a true answer. Raises AssertionError naming what did not come."""
     deadline = time.monotonic() + seconds
     while True:
         answer = condition()
         if answer:
             return answer
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
         time.sleep(0.02)
 
 
@@ -92,7 +92,9 @@ class Guarded:
     def wait_for(self, event: str, count: int = 1, seconds: float = 30.0) -> dict[str, Any]:
         """The `count`th event of this name."""
         found: list[dict[str, Any]] = until(
-            lambda: e if len(e := self.named(event)) >= count else None, seconds, f"{count} x {event}: {self.tail()}"
+            lambda: e if len(e := self.named(event)) >= count else None,
+            seconds,
+            lambda: f"{count} x {event}: {self.tail()}",
         )
         return found[count - 1]
 

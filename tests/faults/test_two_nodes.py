@@ -20,6 +20,7 @@ SETTINGS = {
     "MINER_GUARD_GPU__PREFLIGHT": "false", "MINER_GUARD_HEALTH__NODE_CHECK_EVERY_S": "0.5",
     "MINER_GUARD_HEALTH__NODE_TIMEOUT_S": "1", "MINER_GUARD_MINER__STOP_TIMEOUT_S": "35",
     "MINER_GUARD_RESTART__BACKOFF_S": "0.5", "MINER_GUARD_LOGS__STEP_LINES_PER_S": "100",
+    "MINER_GUARD_HANG__MIN_S": "15", "MINER_GUARD_HANG__FIRST_STEP_S": "90",
 }  # fmt: skip
 PORT = 29444
 
@@ -96,6 +97,8 @@ def torchrun(link: Link, tmp_path: Path, node: int) -> list[str]:
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
         f"--rdzv-endpoint={link.addresses[0]}:{PORT}", f"--rdzv-id={link.names[0]}",
+        # torch looks its own address up by the host's name, which two namespaces share.
+        f"--rdzv-conf=is_host={int(node == 0)}",
         f"--local-addr={link.addresses[node]}", "--max-restarts=0", "-m", "miner_guard.demo.train", "--work",
         str(tmp_path / "work"), "--steps", "100000", "--effective-batch-size", "8", "--batch-size", "4",
         "--upload-steps", "100000", "--inner-steps-per-outer", "100000",
