@@ -62,6 +62,12 @@ def test_what_stands_before_each_line_changes_nothing(prefix: str) -> None:
         assert root(log) == root(row["text"]), log
 
 
+def test_lines_of_healthy_runs_are_silent_one_by_one() -> None:
+    rows = [row for row in _toml(EXCERPTS)["excerpt"] if row.get("each_line")]
+    loud = {line: label for row in rows for line in row["text"].splitlines() if (label := root(line))}
+    assert not loud
+
+
 def test_root_causes_of_our_own_excerpts() -> None:
     """Guards the families of messages that the corpus has few of; each excerpt stands for one."""
     rows = [row for row in _toml(EXCERPTS)["excerpt"] if "skip" not in row]

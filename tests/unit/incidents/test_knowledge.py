@@ -26,6 +26,13 @@ def test_every_label_has_a_cause_fixes_and_a_class_for_the_restart_policy() -> N
         assert label.restart in knowledge.RESTARTS
 
 
+def test_a_word_that_is_enough_by_itself_holds_a_trigger() -> None:
+    """Otherwise the line would never be looked at."""
+    known = knowledge.load()
+    enough = [word for pattern in known.patterns if pattern.regex is None for word in pattern.has]
+    assert not [word for word in enough if not any(trigger.decode() in word for trigger in known.triggers)]
+
+
 def test_corpus_and_subnet_labels_are_all_there() -> None:
     assert {
         "cuda_oom", "host_oom_kill", "user_interrupt", "hub_or_storage_unavailable", "gpu_hardware",

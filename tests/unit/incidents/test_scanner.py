@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import tracemalloc
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miner_guard.incidents import knowledge
+from miner_guard.incidents.knowledge import Benign
+from miner_guard.incidents.lines import clean
 from miner_guard.incidents.scanner import Scanner, Seen
 from tests.unit.incidents.helpers import incidents, root
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+EXCERPTS = Path(__file__).with_name("excerpts.toml")
 
 CASCADE = b"""\
 [rank0]: step 10 loss 3.4
@@ -87,8 +98,17 @@ def test_lines_are_counted_as_an_editor_counts() -> None:
 
 
 def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
-    """A line is only looked at where it holds a trigger word; each literal that can stand alone must bring one."""
-    assert root("GPU 0000:91:00.0: GPU has fallen off the bus.") == "gpu_hardware"
+    """A line is only looked at where it holds a trigger word; a line that a pattern knows must bring one."""
+    known = knowledge.load()
+    lost = []
+    for row in tomllib.loads(EXCERPTS.read_text(encoding="utf-8"))["excerpt"]:
+        for line in row["text"].splitlines():
+            lowered = clean(line.encode())[1].lower()
+            answer = known.match(lowered)
+            worth_it = answer.cancels if isinstance(answer, Benign) else answer
+            if worth_it and not any(word.decode() in lowered for word in known.triggers):
+                lost.append(line)
+    assert not lost
 
 
 def test_noise_is_no_incident() -> None:
