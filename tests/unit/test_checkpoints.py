@@ -159,7 +159,7 @@ for step in range(1, 100000):
 @pytest.mark.slow
 def test_killed_at_any_moment_what_bears_a_name_is_whole(tmp_path: Path) -> None:
     """SIGKILLs at moments that are spread over the writing."""
-    for number in range(6):
+    for number in range(4):
         with subprocess.Popen(
             [sys.executable, "-c", _WRITES_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
         ) as child:
