@@ -26,6 +26,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "repo": {"kind": "local", "refresh_every_s": 5.0},
     "restart": {"backoff_s": 1.0},
     "hang": {"min_s": 45.0},
+    "steps": {"breakdown_every": 30},
 }
 """What the demo has otherwise than a real run: it is over in minutes. guard.toml and the environment win over it."""
 

@@ -12,12 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from miner_guard.checkpoints import Checkpointer, Saved, Skipped
 from miner_guard.demo import faults
 from miner_guard.demo.corpus import Corpus, standard_library
+from miner_guard.demo.evaluation import Evaluation
 from miner_guard.demo.faults import FaultPlan
 from miner_guard.demo.lines import Lines
 from miner_guard.demo.model import ByteGPT, Shape
@@ -52,8 +58,12 @@ class Miner:
 
     def _load(self) -> None:
         torch.manual_seed(self.options.seed)
-        self.corpus = Corpus(standard_library(), self.options.seed, self.rank)
+        training, held_out = _split(standard_library())
+        self.corpus = Corpus(training, self.options.seed, self.rank)
         self.model = _sharded(ByteGPT(self.shape), self.device)
+        self.evaluation = Evaluation(
+            self.model, Corpus(held_out, self.options.seed, self.rank), self.guard, self.lines, self.device
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.95))
         self.outer = OuterOptimizer(self.model)
         self.checkpoints = Checkpointer(
@@ -132,12 +142,20 @@ class Miner:
             f"Learning Rate: {lr:.8f} | Average Loss: {loss:.2f}"
         )
         self._report_checkpoints()
+        self._look(total, batches[0])
         self.guard.step(
             outer_step=self.outer_step, inner_step=self.inner_step, loss=loss, lr=lr, grad_norm=self.grad_norm,
             tokens=self.options.effective_batch_size * self.shape.context, total_steps=total,
         )  # fmt: skip
         self._after_step()
         return stop, checkpoint
+
+    def _look(self, step: int, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        tokens, targets = (part[:1] for part in batch)
+        if step % self.options.eval_steps == 0:
+            self.evaluation.full(step, tokens, targets)
+        elif step % self.options.log_steps == 0:
+            self.evaluation.fast_log(tokens, targets)
 
     def _after_step(self) -> None:
         # Asked on every rank at every step: `upload_due` is collective.
@@ -224,8 +242,15 @@ def _sharded(model: ByteGPT, device: torch.device) -> Any:
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
+    register_fsdp_forward_method(model, "logits")
     assert isinstance(model, FSDPModule)
     return model
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """Training data, and the last twentieth held out."""
+    cut = len(data) - len(data) // 20
+    return data[:cut], data[cut:]
 
 
 def _poison(model: nn.Module) -> None:

@@ -59,13 +59,17 @@ class ByteGPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte; `tokens` and `targets` are (batch, context), int64."""
+        logits = self.logits(tokens)
+        loss: Tensor = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return loss
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Scores of each next byte, (batch, length, 256), for `tokens` (batch, length <= context), int64."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
-        logits = functional.linear(self.norm(x), self.token.weight)
-        loss: Tensor = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return loss
+        return functional.linear(self.norm(x), self.token.weight)
 
 
 def _initialise(module: nn.Module) -> None:

@@ -30,6 +30,12 @@ class Options:
     upload_steps: int = 15
     """Inner steps between two uploads; 15 is also where source 004 shows the blocked one."""
 
+    log_steps: int = 10
+    """Inner steps between two looks at a training example (source 001's fast log)."""
+
+    eval_steps: int = 30
+    """Inner steps between two full evaluations."""
+
     batch_size: int = 4
     effective_batch_size: int = 16
     warmup: int = 10
@@ -56,6 +62,8 @@ def parse(arguments: list[str] | None = None) -> Options:
         ("steps", "inner steps of the whole run"),
         ("inner-steps-per-outer", "inner steps between two outer steps"),
         ("upload-steps", "inner steps between two uploads"),
+        ("log-steps", "inner steps between two fast logs"),
+        ("eval-steps", "inner steps between two evaluations"),
         ("batch-size", "samples per micro-batch and rank"),
         ("effective-batch-size", "samples per inner step over all ranks"),
         ("warmup", "inner steps until the full learning rate"),
