@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from miner_guard.config import Config
+
 MASK = "[redacted]"
 
 SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|MNEMONIC|CREDENTIAL", re.IGNORECASE)
@@ -54,6 +56,12 @@ class Redactor:
     def from_environment(cls, env: Mapping[str, str], more: Iterable[str] = ()) -> Redactor:
         """Knows the values of variables named *KEY*, *SECRET*, *TOKEN*, *PASSWORD*, and `more`."""
         return cls([*(v for k, v in env.items() if SECRET_NAME.search(k) and not v.startswith("/")), *more])
+
+    @classmethod
+    def for_guard(cls, env: Mapping[str, str], config: Config) -> Redactor:
+        """Knows the environment's secrets and those that the guard's own settings hold."""
+        alerts = config.alerts
+        return cls.from_environment(env, [*alerts.urls, alerts.heartbeat_url or "", config.http.token or ""])
 
     def text(self, text: str) -> str:
         """`text` without secrets."""

@@ -71,7 +71,7 @@ class Assembly:
         self.loop = Loop(self.clock, self._defect)
         self.host = Host(self.log)
         self.relay = Relay(self.loop, self.host.output)
-        self.redactor = Redactor.from_environment(self.env)
+        self.redactor = Redactor.for_guard(self.env, request.config)
         self.emitter = self._emitter()
         self.flights = Flights(request.state, self.run_id, self.log)
         order = Order(

@@ -13,8 +13,11 @@ from miner_guard.supervisor.processes import HELPER
 
 _RANK_SECTIONS = ("gate", "steps", "gpu", "costs")
 
-_OF_THE_GUARD = {HELPER, "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"}
-"""Meant for the guard itself; a miner that had them would answer systemd in its place."""
+_OF_THE_GUARD = {
+    HELPER, "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES",
+    "MINER_GUARD_HTTP__TOKEN", "MINER_GUARD_ALERTS__URLS", "MINER_GUARD_ALERTS__HEARTBEAT_URL",
+}  # fmt: skip
+"""Meant for the guard itself: a miner that had them would answer systemd in its place, or leak keys."""
 
 _PM2_TEXT = """
 args autorestart autostart automation axm_actions axm_dynamic axm_monitor axm_options command created_at cwd

@@ -35,7 +35,7 @@ class Alerts(Part):
         settings = context.config.alerts
         self._settings = settings
         self._policy = AlertPolicy(settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}")
-        self._redactor = Redactor.from_environment(os.environ, (*settings.urls, settings.heartbeat_url or ""))
+        self._redactor = Redactor.for_guard(os.environ, context.config)
         self._queue: queue.Queue[Alert | None] = queue.Queue(_WAITING)
         self._counts = {"sent": 0, "failed": 0, "dropped": 0}
         self._stopping = threading.Event()

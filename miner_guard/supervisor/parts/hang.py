@@ -28,7 +28,7 @@ class HangWatch(Part):
         super().__init__(context)
         self._settings = context.config.hang
         self._detector = HangDetector(self._settings)
-        self._redactor = Redactor.from_environment(os.environ)
+        self._redactor = Redactor.for_guard(os.environ, context.config)
         self._tail: list[bytes] = []
         self._tail_bytes = 0
         self._last_incident: str | None = None

@@ -50,7 +50,7 @@ class Incidents(Part):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._knowledge = knowledge.load()
-        self._redactor = Redactor.from_environment(os.environ)
+        self._redactor = Redactor.for_guard(os.environ, context.config)
         miner = context.config.miner
         self._training = Training(miner.batch_size, miner.effective_batch_size)
         self._counts: Counter[str] = Counter()

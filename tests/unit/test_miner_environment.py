@@ -1,0 +1,42 @@
+"""The environment that the miner gets: nothing that is meant for the guard alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from miner_guard.config import AlertSettings, Config, HttpSettings
+from miner_guard.redact import Redactor
+from miner_guard.statedir import MARKER, StateDir
+from miner_guard.supervisor import environment
+
+PM2 = {"pm_id": "0", "pm_exec_path": "/x", "name": "miner", "NODE_CHANNEL_FD": "3"}
+
+
+def _of_miner(env: dict[str, str]) -> dict[str, str]:
+    return environment.of_miner(env, Config(), StateDir(Path("/nowhere")), "run-1", 0)
+
+
+def test_the_miner_sees_neither_pm2_nor_systemd_nor_the_keys_of_the_guard() -> None:
+    """Guards against a miner's debug output that prints its environment, token and alert addresses included."""
+    given = {
+        **PM2, "HOME": "/root", "NOTIFY_SOCKET": "/run/x", "MINER_GUARD_HTTP__TOKEN": "t0ken-of-the-port",
+        "MINER_GUARD_ALERTS__URLS": "json://user:pass@host", "MINER_GUARD_GATE__MODE": "shadow",
+    }  # fmt: skip
+    seen = _of_miner(given)
+    assert seen.keys().isdisjoint({*PM2, "NOTIFY_SOCKET", "MINER_GUARD_HTTP__TOKEN", "MINER_GUARD_ALERTS__URLS"})
+    assert (seen["HOME"], seen["MINER_GUARD_GATE__MODE"], seen[MARKER]) == ("/root", "shadow", "run-1")
+
+
+def test_without_pm2_a_variable_called_name_is_the_miners_own() -> None:
+    assert _of_miner({"name": "mine"})["name"] == "mine"
+
+
+def test_the_guard_redacts_the_secrets_of_its_own_settings() -> None:
+    """Guards against keys given in guard.toml, which no environment variable names."""
+    config = replace(
+        Config(), alerts=AlertSettings(urls=("json://user:pass@host",)), http=HttpSettings(token="t0ken-of-the-port")
+    )
+    text = Redactor.for_guard({}, config).text("sent to json://user:pass@host with t0ken-of-the-port")
+    assert "pass" not in text
+    assert "t0ken" not in text
