@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_STATE := $(CURDIR)/.demo/state
+# Most tests wait for processes that they watch: three at a time keep two cores busy.
+PARALLEL := -n 3 --dist loadfile
 
 .PHONY: demo test check unit faults bench soak clean
 
@@ -11,10 +13,10 @@ demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "not long" tests/unit tests/integration tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long" $(PARALLEL) tests/unit tests/integration tests/faults $(PYTEST_ARGS)
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) tests/unit $(PYTEST_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

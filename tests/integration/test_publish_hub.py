@@ -31,6 +31,8 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", hub.TOKEN)
     # Large files go through LFS, which the stub has, in the older and the newer library alike.
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    # The variable is read at the import, which another test of this process may have done.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True, raising=False)
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
