@@ -96,7 +96,7 @@ def since_text(text: str, now: float) -> str:
     """`90s`, `15m`, `1h`, `2d`, or an ISO time, as the ISO time from which lines count. Raises ValueError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip())
     if match:
-        return iso_utc(now - float(match[1]) * _UNITS[match[2]])
+        return iso_utc(max(0.0, now - float(match[1]) * _UNITS[match[2]]))
     if re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d(:\d\d(:\d\d(\.\d+)?)?)?)?Z?", text.strip()):
         return text.strip().rstrip("Z")
     raise ValueError(f"{text!r} is not a time: allowed are 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)")

@@ -9,18 +9,23 @@ import typer
 
 from miner_guard import statedir
 from miner_guard.cli.exits import FAILED, NOT_RUNNING, USAGE, Refused
-from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
+from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, Place, State, open_place
 from miner_guard.costs import PRESETS, Budget, estimate, table
 
 
 def command(
     what: Annotated[str, typer.Argument(metavar="[estimate]", help="Without it: the guard's ledger.")] = "",
     operation: Annotated[str, typer.Argument(help="Name of the new operation, for the words.")] = "this operation",
-    every: Annotated[Optional[int], typer.Option("--every", min=1, help="estimate: steps between two calls.")] = None,
-    seconds: Annotated[Optional[float], typer.Option("--seconds", min=0, help="estimate: time of one call.")] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="estimate: steps of training.")] = 1000,
+    every: Annotated[
+        Optional[int], typer.Option("--every", min=1, max=MOST, help="estimate: steps between two calls.")
+    ] = None,
+    seconds: Annotated[
+        Optional[float], typer.Option("--seconds", min=0, max=MOST, help="estimate: time of one call.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=MOST, help="estimate: steps of training.")] = 1000,
     step_time: Annotated[
-        Optional[float], typer.Option("--step-time", help="estimate: seconds a step; else the running miner's.")
+        Optional[float],
+        typer.Option("--step-time", max=MOST, help="estimate: seconds a step; else the running miner's."),
     ] = None,
     config: Config = None,
     name: Name = DEFAULT_NAME,

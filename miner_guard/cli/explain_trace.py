@@ -62,9 +62,7 @@ def _lines(source: str) -> Iterator[TextIO]:
             yield file
     except OSError as error:
         reason = error.strerror or str(error)
-        raise exits.Refused(
-            f"{source}: cannot be read: {reason}; give a trace file, or -", exits.UNAVAILABLE
-        ) from error
+        raise exits.Refused(f"{source}: cannot be read: {reason}; give a trace file, or -", exits.USAGE) from error
 
 
 def report(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:

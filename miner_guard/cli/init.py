@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 
 from miner_guard.cli.exits import FAILED, USAGE, Refused
-from miner_guard.cli.options import DEFAULT_NAME, Name, choose_state
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
 from miner_guard.statedir import write_atomic
 
-CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+CONTEXT = {"allow_interspersed_args": False}
 
 _NUMBERS = {
     "--neuron.local_batch_size_train": "batch_size",
@@ -30,14 +30,16 @@ def command(
     cmd: Annotated[list[str], typer.Argument(metavar="-- CMD…", help="The command that starts the miner.")],
     name: Name = DEFAULT_NAME,
     directory: Annotated[Path, typer.Option("--dir", help="Where to write.")] = Path(),
+    config: Config = None,
+    state_dir: State = None,
 ) -> None:
     """Write guard.toml and ecosystem.config.js for a miner's command; overwrites nothing."""
     if not cmd:
         raise Refused("no command; write it after --, as in `miner-guard init -- torchrun … neurons/miner.py`", USAGE)
-    choose_state(name, None)
+    choose_state(name, state_dir)
     texts = {
-        directory / "guard.toml": guard_toml(cmd),
-        directory / "ecosystem.config.js": ecosystem(cmd, name),
+        directory / (config or "guard.toml"): guard_toml(cmd),
+        directory / "ecosystem.config.js": ecosystem(cmd, name, _flags(config, state_dir)),
     }
     if taken := [str(path) for path in texts if path.exists() or path.is_symlink()]:
         raise Refused(f"{' and '.join(taken)} already there, nothing written; move it away or use --dir", FAILED)
@@ -57,11 +59,19 @@ def guard_toml(cmd: Sequence[str]) -> str:
     return _fill("guard.toml", {"MINER": "\n".join(miner), "CHAIN": "\n".join(chain), "GPU": gpu})
 
 
-def ecosystem(cmd: Sequence[str], name: str) -> str:
-    """The pm2 file."""
+def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
+    """The pm2 file; `flags` are the guard's own."""
     guard = Path(sys.executable).with_name("miner-guard")
-    values = {"RUN": ["run", "--", *cmd], "PYTHON": sys.executable, "GUARD": str(guard)}
-    return _fill("ecosystem.config.js", {**{k: json.dumps(v) for k, v in values.items()}, "NAME": name})
+    values = {"RUN": ["run", *flags, "--", *cmd], "PYTHON": sys.executable, "GUARD": str(guard)}
+    # The name stands between the quotes of the template.
+    quoted = json.dumps(name)[1:-1]
+    return _fill("ecosystem.config.js", {**{k: json.dumps(v) for k, v in values.items()}, "NAME": quoted})
+
+
+def _flags(config: Path | None, state_dir: str | None) -> list[str]:
+    """The guard's own flags that `run` needs to find what `init` was told."""
+    settings = [] if config is None else ["-c", str(config)]
+    return settings if state_dir is None else [*settings, "--state-dir", str(Path(state_dir).absolute())]
 
 
 def _fill(template: str, values: dict[str, str]) -> str:
@@ -81,7 +91,7 @@ def _miner(cmd: Sequence[str]) -> list[str]:
         ]
     for argument, key in _NUMBERS.items():
         value = _value(cmd, [argument])
-        rows.append(f"{key} = {value}" if value.isdigit() else f"# {key} = 1")
+        rows.append(f"{key} = {value}" if _is_number(value) else f"# {key} = 1")
     rows += ["# The miner ends by itself, and exit code 0 means finished:", "# finite = true"]
     return rows
 
@@ -91,14 +101,19 @@ def _chain(cmd: Sequence[str]) -> list[str]:
     netuid = _value(cmd, ["--netuid"])
     return [
         f"network = {json.dumps(network)}" if network else '# network = "finney"',
-        f"netuid = {netuid}" if netuid.isdigit() else "# netuid = 38",
+        f"netuid = {netuid}" if _is_number(netuid) else "# netuid = 38",
         '# hotkey = "5…"',
     ]
 
 
 def _gpu(cmd: Sequence[str]) -> str:
     ranks = _value(cmd, ["--nproc_per_node", "--nproc-per-node"])
-    return f"# expect = {ranks if ranks.isdigit() else 4}"
+    return f"# expect = {ranks if _is_number(ranks) else 4}"
+
+
+def _is_number(value: str) -> bool:
+    """Whether TOML takes it for a whole number."""
+    return re.fullmatch("0|[1-9][0-9]{0,14}", value) is not None
 
 
 def _value(cmd: Sequence[str], names: Iterable[str]) -> str:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 DEFAULT_NAME = "miner"
 
+MOST = 10**15
+"""The greatest number that a flag takes where it has no limit of its own; infinity is no number that JSON knows."""
+
 Config = Annotated[
     Optional[Path], typer.Option("--config", "-c", help="Settings file; ./guard.toml where it is there.")
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any, Optional
@@ -11,7 +12,7 @@ import typer
 
 from miner_guard import planning
 from miner_guard.cli.exits import USAGE, Refused
-from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, State, open_place
+from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, State, open_place
 from miner_guard.detectors.step_time import grade
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -21,30 +22,37 @@ def _params(text: str) -> float:
     """`4e9` or `4B`."""
     factor = _SUFFIXES.get(text[-1:].lower())
     try:
-        return float(text[:-1]) * factor if factor else float(text)
-    except ValueError as error:
-        raise Refused(f"--params {text!r} is no number of parameters; such as 4e9 or 4B", USAGE) from error
+        count = float(text[:-1]) * factor if factor else float(text)
+    except ValueError:
+        count = math.nan
+    if not 1 <= count <= MOST:
+        raise Refused(f"--params {text!r} is no number of parameters; such as 4e9 or 4B", USAGE)
+    return count
 
 
 def command(
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the miner (world size).")] = 4,
+    gpus: Annotated[int, typer.Option(min=1, max=MOST, help="GPUs of the miner (world size).")] = 4,
     batch: Annotated[
-        Optional[int], typer.Option(min=1, help="Samples per micro-batch; else [miner] batch_size, else 2.")
+        Optional[int], typer.Option(min=1, max=MOST, help="Samples per micro-batch; else [miner] batch_size, else 2.")
     ] = None,
     effective: Annotated[
-        Optional[int], typer.Option(min=1, help="Effective batch size; else [miner] effective_batch_size, else 512.")
+        Optional[int],
+        typer.Option(min=1, max=MOST, help="Effective batch size; else [miner] effective_batch_size, else 512."),
     ] = None,
     params: Annotated[str, typer.Option(metavar="N", help="Parameters, such as 4e9 or 4B.")] = "4e9",
-    seq: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 1024,
+    seq: Annotated[int, typer.Option(min=1, max=MOST, help="Sequence length.")] = 1024,
     upload_steps: Annotated[
-        Optional[int], typer.Option(min=1, help="Inner steps between uploads; else [miner] upload_steps, else 3.")
+        Optional[int],
+        typer.Option(min=1, max=MOST, help="Inner steps between uploads; else [miner] upload_steps, else 3."),
     ] = None,
     micro_batch_ms: Annotated[
-        Optional[float], typer.Option(min=0.001, help="Time of one micro-batch, measured or assumed.")
+        Optional[float], typer.Option(min=0.001, max=MOST, help="Time of one micro-batch, measured or assumed.")
     ] = None,
-    step_s: Annotated[Optional[float], typer.Option(min=0.001, help="Measured time of an inner step, instead.")] = None,
+    step_s: Annotated[
+        Optional[float], typer.Option(min=0.001, max=MOST, help="Measured time of an inner step, instead.")
+    ] = None,
     gpu_memory_gb: Annotated[
-        Optional[float], typer.Option(min=0.1, help="Memory of one GPU, to say whether it fits.")
+        Optional[float], typer.Option(min=0.1, max=MOST, help="Memory of one GPU, to say whether it fits.")
     ] = None,
     config: Config = None,
     name: Name = DEFAULT_NAME,

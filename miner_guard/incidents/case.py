@@ -14,7 +14,7 @@ _KEPT = 4
 
 _MOST_RANKS = 1024
 _SURVIVED_AFTER = 200
-"""An exception after which so many lines follow, and nothing ends, was handled by the program."""
+"""An exception, or something tried again, after which so many lines follow and nothing ends: the program coped."""
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Case:
         for item in seen:
             self._last = max(self._last, item.line)
             if isinstance(item, Retraction):
-                for (label, _), trail in self._trails.items():
-                    if label in item.labels:
+                for (label, role), trail in self._trails.items():
+                    if label in item.labels and (not item.roles or role in item.roles):
                         trail.retract(item.line, item.within)
             else:
                 self._trails.setdefault((item.label, item.role), Trail()).add(item)
@@ -85,8 +85,9 @@ class Case:
     def incidents(self, lines: int) -> list[Incident]:
         """One entry a label in the order of the log, at most one of them the root; `lines` is the log's length."""
         trails = {key: trail for key, trail in self._trails.items() if trail.count > 0 and trail.kept}
-        if lines - self._last > _SURVIVED_AFTER and all(role == "uncaught" for _, role in trails):
-            trails.pop(("code_bug", "uncaught"), None)
+        if lines - self._last > _SURVIVED_AFTER and all(role in ("uncaught", "remark") for _, role in trails):
+            survived = {("code_bug", "uncaught"), *(key for key in trails if key[1] == "remark")}
+            trails = {key: trail for key, trail in trails.items() if key not in survived}
         root = self._root(trails)
         return sorted(
             (self._incident(label, trails, root) for label in {label for label, _ in trails}),

@@ -89,6 +89,9 @@ class Benign:
     cancels: tuple[str, ...]
     """Labels seen just before that this line takes back."""
 
+    roles: tuple[str, ...] = ()
+    """Only what was seen in one of these roles is taken back; in any, where there is none."""
+
 
 @dataclass(frozen=True)
 class Label:
@@ -183,7 +186,8 @@ def parse(texts: Mapping[str, str]) -> Knowledge:
         triggers += document.pop("triggers", [])
         for entry in document.pop("benign", []):
             where = f"{file}: benign"
-            benign.append(Benign(_pattern(where, "benign", "cause", entry), tuple(entry.get("cancels", ()))))
+            cancels, roles = tuple(entry.get("cancels", ())), tuple(entry.get("roles", ()))
+            benign.append(Benign(_pattern(where, "benign", "cause", entry), cancels, roles))
         for name, table in document.items():
             if name in labels:
                 raise BadKnowledge(f"{file}: label {name} is defined twice")
@@ -211,7 +215,7 @@ def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
 
 
 def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pattern:
-    if unknown := set(entry) - {"has", "not", "regex", "frames", "role", "cause", "cancels"}:
+    if unknown := set(entry) - {"has", "not", "regex", "frames", "role", "cause", "cancels", "roles"}:
         raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]} in a pattern")
     has, excludes = tuple(entry.get("has", ())), tuple(entry.get("not", ()))
     if not has or any(len(word) < 2 for word in has):
@@ -235,6 +239,8 @@ def _check_references(labels: Mapping[str, Label], benign: Iterable[Benign]) -> 
     for entry in benign:
         if unknown := set(entry.cancels) - labels.keys():
             raise BadKnowledge(f"benign: cancels {sorted(unknown)[0]}, which is no label")
+        if unknown := set(entry.roles) - set(ROLES):
+            raise BadKnowledge(f"benign: {sorted(unknown)[0]} is no role")
 
 
 def _triggers(words: Iterable[str]) -> tuple[bytes, ...]:

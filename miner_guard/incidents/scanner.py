@@ -81,6 +81,9 @@ class Retraction:
     within: int = 30
     """Lines that it reaches back."""
 
+    roles: tuple[str, ...] = ()
+    """Only sightings in these roles; in any, where there is none."""
+
 
 @dataclass
 class _Traceback:
@@ -201,7 +204,7 @@ class Scanner:
         matches = [] if self._is_ignored(rank, number) else self._knowledge.match(lowered)
         if isinstance(matches, Benign):
             if matches.cancels:
-                seen.append(Retraction(matches.cancels, number))
+                seen.append(Retraction(matches.cancels, number, roles=matches.roles))
             return
         ended = self._ends(text, number, rank)
         first = self._chained.pop(rank, None) if ended is not None else None

@@ -71,6 +71,32 @@ def test_init_overwrites_nothing_and_then_writes_nothing(tmp_path: Path, capsys:
     assert (tmp_path / "ecosystem.config.js").read_text() == "mine"
 
 
+@pytest.mark.parametrize("flag", ["--force", "-x"])
+def test_init_refuses_a_flag_it_does_not_know_instead_of_running_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert run(["init", "--dir", str(tmp_path), flag, "--", "python", "train.py"]) == 64
+    assert "No such option" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_init_passes_settings_file_and_state_directory_on_to_run(tmp_path: Path) -> None:
+    flags = ["-c", "mine.toml", "--state-dir", str(tmp_path / "state"), "--name", 'a "b"']
+    assert run(["init", "--dir", str(tmp_path), *flags, "--", "python", "train.py", "--lr", "3"]) == 0
+    app = _app(tmp_path / "ecosystem.config.js")
+    assert app["name"] == 'a "b"'
+    assert app["args"][2:5] == ["run", "--name", 'a "b"']
+    assert app["args"][7:] == [*flags[:4], "--", "python", "train.py", "--lr", "3"]
+    assert (tmp_path / "mine.toml").is_file()
+
+
+@pytest.mark.parametrize("number", ["007", "²", "١", "4x", ""])
+def test_init_takes_only_what_toml_takes_for_a_number(tmp_path: Path, number: str) -> None:
+    file = tmp_path / "guard.toml"
+    file.write_text(guard_toml(["x", "--netuid", number, "--neuron.upload_steps", number, "--nproc_per_node", number]))
+    assert settings.load(file, env={}).config.chain.netuid != 7
+
+
 def _app(file: Path) -> dict[str, Any]:
     script = f"console.log(JSON.stringify(require({json.dumps(str(file))}).apps[0]))"
     answer = subprocess.run([needs.tool("node"), "-e", script], capture_output=True, text=True, check=True, timeout=30)

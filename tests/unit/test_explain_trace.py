@@ -214,5 +214,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, text = run(sick, capsys, as_json=False)
     assert "spike at step 50" in text
     assert "halve the learning rate" in text
-    with pytest.raises(exits.Refused, match="cannot be read"):
+    with pytest.raises(exits.Refused, match="cannot be read") as refused:
         explain_trace(str(tmp_path / "absent"), as_json=True)
+    assert refused.value.code == exits.USAGE

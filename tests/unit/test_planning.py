@@ -90,4 +90,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     for words in ("256", "1024", "~30.0 GB", "10.24s", "Where the document simplifies"):
         assert words in out
     assert main.run(["plan", "--batch", "8", "--effective", "4"]) == 64
-    assert main.run(["plan", "--params", "many"]) == 64
+    for none in ("many", "nan", "inf", "4e400", "1e308T", "-4B", "0"):
+        assert main.run(["plan", "--params", none]) == 64
+    for none in ("nan", "inf", "1e308"):
+        assert main.run(["plan", "--micro-batch-ms", none, "--json"]) == 64
+    assert main.run(["plan", "--gpus", "9" * 400, "--json"]) == 64

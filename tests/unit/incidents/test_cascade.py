@@ -116,3 +116,10 @@ def test_without_the_culprits_own_words_the_exit_code_tells() -> None:
 def test_ctrl_c_is_the_root_of_what_falls_apart_after_it() -> None:
     log = "^CKeyboardInterrupt\n" + cascade("step 11 loss 3.0", random.Random(6))
     assert root(log) == "user_interrupt"
+
+
+def test_what_was_tried_again_and_is_long_past_is_nothing() -> None:
+    retry = "WARNING huggingface 429 Client Error: Too Many Requests for url: https://huggingface.co/x, retrying\n"
+    healthy = "Outer Step: 3 | Inner Step: 12 | Loss: 3.40\n"
+    assert root(retry + 5 * healthy) == "hf_rate_limit"
+    assert root(retry + 500 * healthy) is None
