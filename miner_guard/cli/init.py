@@ -75,7 +75,7 @@ def _flags(config: Path | None, state_dir: str | None) -> list[str]:
 
 
 def _fill(template: str, values: dict[str, str]) -> str:
-    text = resources.files("miner_guard.cli").joinpath("templates", template).read_text(encoding="utf-8")
+    text = (resources.files("miner_guard.cli") / "templates" / template).read_text(encoding="utf-8")
     return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
 
 

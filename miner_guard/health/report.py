@@ -26,7 +26,7 @@ _SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("",
 def render(state: statedir.StateDir, *, gate: GateSettings | None = None, since: str = "", refresh_s: int = 0) -> str:
     """The page. `since` leaves out earlier events; `refresh_s` makes it reload itself."""
     data, rules = gather(state, since), gate or GateSettings()
-    css = resources.files("miner_guard.health").joinpath("templates", "report.css").read_text(encoding="utf-8")
+    css = (resources.files("miner_guard.health") / "templates" / "report.css").read_text(encoding="utf-8")
     title = f"miner-guard: {data.host or state.root.name}"
     reload = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     body = "\n".join(
