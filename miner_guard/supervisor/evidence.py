@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,12 +20,10 @@ from typing import Any
 from miner_guard.detectors.collectives import Late, late
 from miner_guard.rank.collectives import asking
 from miner_guard.rank.flight import BadFlight, FlightReader, Identity, Now
+from miner_guard.rank.stacks import STACKS_SIGNAL
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir, finite, read_json, write_json
 from miner_guard.supervisor import processes
-
-STACKS_SIGNAL = signal.SIGUSR2
-"""The hook registers faulthandler on it, and says so with its pid in the first line of the stacks file."""
 
 _COLLECTIVES_S = 2.0
 _TAIL_STEPS = 64
