@@ -28,11 +28,12 @@ RULES = {
     "transient": Rule(None, "look at the incidents and at the miner's last lines above"),
     "once": Rule(1, "a restart does not mend it"),
     "hardware": Rule(1, "a restart of the miner can't bring it back: restart the container, then the host"),
-    "config": Rule(0, "a person must change something first; a restart can't mend it"),
+    "config": Rule(1, "a person must change something first; a restart can't mend it"),
 }
 """By the value of an incident's field `restart`; `never` and unknown ones are treated as transient.
 
-`once` and `hardware` count by label: the same label again without a healthy stretch between ends it.
+All with a number count by label: the same label again without a healthy stretch between ends it. `config` too
+has one try, because the cause is read from log lines: one line misread must not end a miner for the night.
 """
 
 

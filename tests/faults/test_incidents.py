@@ -19,8 +19,8 @@ def miner(*lines: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.stderr.write({chr(10).join(lines) + chr(10)!r}); sys.exit(1)"]
 
 
-def test_a_wrong_key_is_named_and_not_tried_again(guarded: Guarded) -> None:
-    """A restart can't mend it: the guard says what a person must do instead of spinning."""
+def test_a_wrong_key_is_named_and_tried_once_more(guarded: Guarded) -> None:
+    """A restart can't mend it: the guard says what a person must do instead of spinning; one line may be misread."""
     guard = guarded.start(
         miner(
             "step 1 loss 3.2",
@@ -35,7 +35,8 @@ def test_a_wrong_key_is_named_and_not_tried_again(guarded: Guarded) -> None:
     assert incident["restart"] == "config"
     assert incident["msg"].startswith("INCIDENT storage_access_denied: ")
     assert incident["fix"] in guarded.named("crash_loop")[0]["detail"]
-    assert not guarded.named("miner_restarting")
+    assert "again after a restart" in guarded.named("crash_loop")[0]["detail"]
+    assert len(guarded.named("miner_restarting")) == 1
     story = json.loads((Path(incident["evidence"]) / "incident.json").read_text())
     assert story["label"] == "storage_access_denied"
     assert "InvalidAccessKeyId" in (Path(incident["evidence"]) / "output.log").read_text()

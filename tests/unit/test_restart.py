@@ -45,13 +45,15 @@ def test_a_healthy_stretch_forgets_what_was_before() -> None:
     assert (again.wait_s, again.attempt) == (2.0, 1)
 
 
-def test_what_a_person_must_mend_is_not_tried_at_all() -> None:
-    decision = policy().failed(failure("config", "not_registered", "Register the hotkey."))
+def test_what_a_person_must_mend_has_one_try_since_a_line_may_be_misread() -> None:
+    own = policy()
+    assert isinstance(own.failed(failure("config", "not_registered", "Register the hotkey.")), Again)
+    decision = own.failed(failure("config", "not_registered", "Register the hotkey."))
     assert isinstance(decision, GiveUp)
     assert "Register the hotkey." in decision.why
 
 
-@pytest.mark.parametrize("kind", ["once", "hardware"])
+@pytest.mark.parametrize("kind", ["once", "hardware", "config"])
 def test_the_same_label_again_ends_it_another_one_does_not(kind: str) -> None:
     own = policy()
     assert isinstance(own.failed(failure(kind, "cuda_oom")), Again)
