@@ -1,4 +1,4 @@
-"""A probe: sends one message through Apprise, or pings a heartbeat URL; `python -m miner_guard.health.alert_send`.
+"""A probe: sends letters through Apprise, or pings a heartbeat URL; `python -m miner_guard.health.alert_send`.
 
 Runs in a child with a deadline: a webhook that never answers costs nobody anything. Addresses come over
 stdin and are named by their kind alone in what is answered: they hold secrets.
@@ -6,8 +6,11 @@ stdin and are named by their kind alone in what is answered: they hold secrets.
 
 from __future__ import annotations
 
+import threading
+import time
 import urllib.request
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miner_guard import probe
@@ -17,14 +20,14 @@ _TYPES = {"critical": "failure", "error": "failure", "warning": "warning"}
 
 
 def main() -> None:
-    """Answer how many targets were reached, or why not all."""
+    """Answer which letters did not arrive, with the reason for each; or 1 for a heartbeat."""
     request: Mapping[str, Any] = probe.request()
     try:
-        reached = _ping(request["heartbeat_url"]) if "heartbeat_url" in request else _send(request)
+        done = _ping(request["heartbeat_url"]) if "heartbeat_url" in request else _send(request)
     except (OSError, ValueError, ImportError) as error:
         probe.reply(error=f"{type(error).__name__}: {getattr(error, 'reason', None) or error}")
         return
-    probe.reply(reached)
+    probe.reply(done)
 
 
 def _ping(url: str) -> int:
@@ -34,25 +37,47 @@ def _ping(url: str) -> int:
         return 1
 
 
-def _send(request: Mapping[str, Any]) -> int:
+def _send(request: Mapping[str, Any]) -> dict[str, str]:
+    """Letters to one target one after another, the targets side by side: a dead one delays no other."""
     import apprise
 
-    failed, urls = [], list(request["urls"])
-    for number, url in enumerate(urls, 1):
-        target = apprise.Apprise.instantiate(url)
-        kind = url.partition(":")[0]
+    within_s = float(request["within_s"])
+    by_target: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for letter in request["letters"]:
+        by_target[int(letter["target"])].append(letter)
+    failed = {
+        str(letter["id"]): f"{_name(letter)} gave no answer within {within_s:g} s" for letter in request["letters"]
+    }
+    threads = [
+        threading.Thread(target=_deliver, args=(apprise, letters, failed), daemon=True)
+        for letters in by_target.values()
+    ]
+    deadline = time.monotonic() + within_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(failed)
+
+
+def _name(letter: Mapping[str, Any]) -> str:
+    return f"target {letter['target']} ({str(letter['url']).partition(':')[0]})"
+
+
+def _deliver(apprise: Any, letters: Sequence[Mapping[str, Any]], failed: dict[str, str]) -> None:
+    for letter in letters:
+        number = str(letter["id"])
+        target = apprise.Apprise.instantiate(letter["url"])
         if target is None:
-            failed.append(f"target {number} ({kind}) is not an address that Apprise knows")
+            failed[number] = f"{_name(letter)} is not an address that Apprise knows"
             continue
-        # One at a time: which one failed is worth knowing.
         service = apprise.Apprise()
         service.add(target)
-        level = _TYPES.get(str(request.get("level")), "info")
-        if not service.notify(title=request["title"], body=request["body"], notify_type=level):
-            failed.append(f"target {number} ({kind}) did not take it")
-    if failed:
-        raise ValueError("; ".join(failed))
-    return len(urls)
+        level = _TYPES.get(str(letter["level"]), "info")
+        if service.notify(title=letter["title"], body=letter["body"], notify_type=level):
+            failed.pop(number, None)
+        else:
+            failed[number] = f"{_name(letter)} did not take it"
 
 
 if __name__ == "__main__":

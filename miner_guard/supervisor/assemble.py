@@ -42,6 +42,10 @@ from miner_guard.supervisor.status import Status
 
 _LAST_WORDS_S = 2.0
 _SWEEP_GRACE_S = 5.0
+_GAVE_UP = (69, 75, 78)
+_FLUSH_S = 10.0
+_FLUSH_ASKED_S = 2.0
+"""Whoever asked for the end needs no alert of it."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,8 @@ class Assembly:
 
     def _pulse(self) -> None:
         self.loop.after(1.0, self._pulse)
-        self.jobs.tick()
+        if not self._ended:
+            self.jobs.tick()
         document = self._document()
         self.status.update(document)
         if not self._ready and self.supervisor.launches:
@@ -254,12 +259,21 @@ class Assembly:
         self.loop.drain()
         self._ended = True
         self.host.stop()
+        self._linger()
         self.status.update(self._document())
         self.jobs.close()
         for close in reversed(self._closers):
             close()
         self.flights.close()
         self.loop.close()
+
+    def _linger(self) -> None:
+        """Wait, with the loop running, until the parts have sent their last words; not for a dead webhook."""
+        within_s = _FLUSH_S if self.supervisor.exit_code in _GAVE_UP else _FLUSH_ASKED_S
+        over = self.loop.after(within_s, lambda: None).when
+        while self.host.lingers() and self.clock.monotonic() < over:
+            self.loop.after(0.05, lambda: None)
+            self.loop.turn()
 
 
 class _Control:

@@ -305,6 +305,9 @@ class Supervisor:
     def _tick(self) -> None:
         self.loop.after(TICK_S, self._tick)
         self.relay.tick()
+        if self.exit_code is not None:
+            # The parts have ended; only their last words are waited for.
+            return
         self.flights.look(self.host)
         ranks = self.flights.now()
         self.host.tick(self.clock.monotonic(), ranks)

@@ -46,6 +46,10 @@ class Host:
     def stop(self) -> None:
         self._each("on_stop")
 
+    def lingers(self) -> bool:
+        """Some part still has something to send."""
+        return any(part.lingers() for part in self.parts)
+
     def finding(self, finding: Finding, source: Part | None = None, depth: int = 0) -> None:
         """Log a finding and show it to every part but the one it comes from."""
         self._log(finding)

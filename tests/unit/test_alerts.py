@@ -19,8 +19,8 @@ from miner_guard.config import AlertSettings, Config
 from miner_guard.events import Finding, found
 from miner_guard.health.alert_policy import Alert, AlertPolicy
 from miner_guard.statedir import StateDir
+from miner_guard.supervisor import outbox
 from miner_guard.supervisor.parts import Context
-from miner_guard.supervisor.parts import alerts as part_module
 from miner_guard.supervisor.parts.alerts import Alerts
 from tests import needs
 
@@ -152,7 +152,7 @@ def _until(true: Callable[[], object], seconds: float = 30.0) -> None:
 def test_an_alert_arrives_after_a_refusal_and_is_said(
     tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_module, "RETRIES_S", (0.1,))
+    monkeypatch.setattr(outbox, "RETRIES_S", (0.1,))
     webhook.refuse = 1
     part, said = _part(tmp_path, AlertSettings(urls=(webhook.url,)))
     part.on_finding(HANG)
@@ -161,17 +161,24 @@ def test_an_alert_arrives_after_a_refusal_and_is_said(
     assert webhook.bodies[0]["title"].endswith("CRITICAL: hang_detected")
     assert webhook.bodies[0]["message"] == "HANG DETECTED: rank 2 in data for 912s"
     part.on_stop()
+    assert not part.lingers()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a webhook that takes connections and never answers."""
+    needs.module("apprise")
+    server = socket.create_server(("127.0.0.1", 0))
+    yield f"json://127.0.0.1:{server.getsockname()[1]}/planted-secret-path"
+    server.close()
 
 
 def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs.module("apprise")
-    monkeypatch.setattr(part_module, "DEADLINE_S", 2.0)
-    monkeypatch.setattr(part_module, "RETRIES_S", ())
-    silent = socket.create_server(("127.0.0.1", 0))
-    url = f"json://127.0.0.1:{silent.getsockname()[1]}/planted-secret-path"
-    part, said = _part(tmp_path, AlertSettings(urls=(url,), cooldown_s=0))
+    monkeypatch.setattr(outbox, "WITHIN_S", 1.0)
+    monkeypatch.setattr(outbox, "RETRIES_S", ())
+    part, said = _part(tmp_path, AlertSettings(urls=(silent,), cooldown_s=0))
     start = time.monotonic()
     for _ in range(500):
         part.on_finding(HANG)
@@ -179,10 +186,43 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
     assert part.snapshot()["dropped"] >= 400
     _until(lambda: said)
     assert said[0].event == "alert_failed"
-    assert "no answer within 2 s" in said[0].fields["reason"]
-    part._settings = AlertSettings()
+    assert said[0].fields["reason"] == "target 1 (json) gave no answer within 1 s"
+    part._outbox._fresh.clear()
     part.on_stop()
-    silent.close()
+
+
+def test_a_dead_webhook_delays_neither_the_other_target_nor_the_next_alert(
+    tmp_path: Path, silent: str, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "WITHIN_S", 3.0)
+    monkeypatch.setattr(outbox, "RETRIES_S", (600.0,))
+    part, said = _part(tmp_path, AlertSettings(urls=(silent, webhook.url), cooldown_s=0))
+    part.on_finding(HANG)
+    _until(lambda: len(webhook.bodies) == 1)
+    part.on_finding(FAILED)
+    _until(lambda: len(webhook.bodies) == 2)
+    assert not said, "the dead target is still to be tried"
+    monkeypatch.setattr(outbox, "LAST_WITHIN_S", 1.0)
+    part.on_stop()
+    _until(lambda: not part.lingers())
+    assert {finding.event for finding in said} == {"alert_failed"}
+    assert len(webhook.bodies) == 2, "a target that took it does not get it twice"
+
+
+def test_what_waits_at_the_end_is_tried_once_more_and_lingering_ends_when_it_arrived(
+    tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "RETRIES_S", (600.0,))
+    webhook.refuse = 1
+    part, said = _part(tmp_path, AlertSettings(urls=(webhook.url,)))
+    part.on_finding(HANG)
+    _until(lambda: part._outbox._later)
+    part.on_finding(found("crash_loop", detail="x", restarts=5))
+    part.on_stop()
+    assert part.lingers()
+    _until(lambda: not part.lingers())
+    assert len(webhook.bodies) == 2
+    assert [finding.event for finding in said] == ["alert_sent"] * 2
 
 
 def test_the_heartbeat_is_sent_while_the_miner_progresses_and_only_then(tmp_path: Path, webhook: Webhook) -> None:

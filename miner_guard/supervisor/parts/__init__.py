@@ -141,6 +141,10 @@ class Part:
         """The guard ends."""
         return ()
 
+    def lingers(self) -> bool:
+        """After `on_stop`: something of this part should still go out before the process ends."""
+        return False
+
     def snapshot(self) -> Mapping[str, Any]:
         """What status.json holds under this part's name. Unknown is null."""
         return {}

@@ -1,32 +1,29 @@
-"""Alerts: decides what is told, and delivers it from a thread of its own through a child with a deadline."""
+"""Alerts: decides what is told, and hands it to the outbox."""
 
 from __future__ import annotations
 
 import os
-import queue
 import socket
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from miner_guard import probe
 from miner_guard.config import AlertSettings
-from miner_guard.events import Finding, found
+from miner_guard.events import Finding
 from miner_guard.health import progress
 from miner_guard.health.alert_policy import Alert, AlertPolicy
 from miner_guard.rank.flight import Step
 from miner_guard.redact import Redactor
+from miner_guard.supervisor import outbox
+from miner_guard.supervisor.outbox import Outbox
 from miner_guard.supervisor.parts import Context, Part
 
-SENDER = "miner_guard.health.alert_send"
-DEADLINE_S = 30.0
-RETRIES_S = (5.0, 30.0, 120.0)
-_WAITING = 64
+_HEARTBEAT_S = 15.0
 
 
 class Alerts(Part):
-    """Without addresses it does nothing. At most 64 messages wait; what comes on top is counted, not kept."""
+    """Without addresses it does nothing."""
 
     name = "alerts"
 
@@ -36,11 +33,7 @@ class Alerts(Part):
         self._settings = settings
         self._policy = AlertPolicy(settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}")
         self._redactor = Redactor.for_guard(os.environ, context.config)
-        self._queue: queue.Queue[Alert | None] = queue.Queue(_WAITING)
-        self._counts = {"sent": 0, "failed": 0, "dropped": 0}
-        self._stopping = threading.Event()
-        if settings.urls:
-            threading.Thread(target=self._deliver_all, name="alerts", daemon=True).start()
+        self._outbox = Outbox(settings.urls, self._say)
         if settings.heartbeat_url:
             context.jobs.every("heartbeat", settings.heartbeat_every_s, self._heartbeat, first_after_s=5.0)
 
@@ -56,58 +49,48 @@ class Alerts(Part):
 
     def _put(self, alerts: Iterator[Alert]) -> None:
         for alert in alerts:
-            try:
-                self._queue.put_nowait(alert)
-            except queue.Full:
-                self._counts["dropped"] += 1
+            title, body = self._redactor.text(alert.title), self._redactor.text(alert.body)
+            self._outbox.put(replace(alert, title=title, body=body))
 
-    def _deliver_all(self) -> None:
-        while (alert := self._queue.get()) is not None:
-            self._deliver(alert)
-
-    def _deliver(self, alert: Alert) -> None:
-        message = {
-            "urls": list(self._settings.urls), "level": alert.level, "title": self._redactor.text(alert.title),
-            "body": self._redactor.text(alert.body),
-        }  # fmt: skip
-        reason = ""
-        for wait_s in (0.0, *RETRIES_S):
-            if self._stopping.wait(wait_s) and wait_s:
-                break
-            answer = probe.ask(SENDER, message, DEADLINE_S)
-            if answer.known:
-                self._counts["sent"] += 1
-                self.context.emit(found("alert_sent", alert=alert.title, targets=answer.value))
-                return
-            reason = answer.reason or ""
-        self._counts["failed"] += 1
-        self.context.emit(found("alert_failed", alert=alert.title, reason=self._redactor.text(reason)))
+    def _say(self, finding: Finding) -> None:
+        """From the outbox's threads."""
+        self.context.emit(replace(finding, fields=self._redactor.value(finding.fields)))
 
     def _heartbeat(self) -> None:
         status = self.context.status()
         if progress.trouble(status, 0.0, self.context.clock.wall(), self.context.config.hang) is not None:
             # Silence is the message: whoever waits for the ping is told by its absence.
             return
-        answer = probe.ask(SENDER, {"heartbeat_url": self._settings.heartbeat_url}, DEADLINE_S)
+        answer = probe.ask(outbox.SENDER, {"heartbeat_url": self._settings.heartbeat_url}, _HEARTBEAT_S)
         if not answer.known:
             raise ConnectionError(self._redactor.text(answer.reason or ""))
 
     def on_stop(self) -> Iterable[Finding]:
-        self._stopping.set()
-        # What was decided last (a crash loop, say) still goes out, but the end does not wait for a dead webhook.
-        deadline = time.monotonic() + 5.0
-        while not self._queue.empty() and time.monotonic() < deadline and self._settings.urls:
-            time.sleep(0.05)
+        self._outbox.close()
         return ()
 
+    def lingers(self) -> bool:
+        return self._outbox.waiting > 0
+
     def snapshot(self) -> Mapping[str, Any]:
-        return {"targets": len(self._settings.urls), "waiting": self._queue.qsize(), **self._counts}
+        box = self._outbox
+        return {
+            "targets": len(self._settings.urls), "waiting": box.waiting, "sent": box.sent, "failed": box.failed,
+            "dropped": box.dropped,
+        }  # fmt: skip
 
 
 def send_test(settings: AlertSettings) -> probe.Answer:
-    """Send a test message to all targets of the settings."""
-    message = {
-        "urls": list(settings.urls), "level": "info", "title": f"[{socket.gethostname()}] miner-guard test",
-        "body": "This is a test message of miner-guard. Alerts arrive here.",
-    }  # fmt: skip
-    return probe.ask(SENDER, message, DEADLINE_S)
+    """Send a test message to all targets of the settings; the answer's value is their number."""
+    title, body = f"[{socket.gethostname()}] miner-guard test", "This is a test message of miner-guard. Alerts arrive."
+    letters = [
+        {"id": number, "target": number, "url": url, "level": "info", "title": title, "body": body}
+        for number, url in enumerate(settings.urls, 1)
+    ]
+    request = {"within_s": outbox.WITHIN_S, "letters": letters}
+    answer = probe.ask(outbox.SENDER, request, outbox.WITHIN_S + outbox.START_S)
+    if not answer.known:
+        return answer
+    if answer.value:
+        return replace(answer, value=None, reason="; ".join(answer.value.values()))
+    return replace(answer, value=len(letters))

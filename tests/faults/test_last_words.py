@@ -1,0 +1,60 @@
+"""Alerts of the guard's end: they arrive before it ends, and a dead webhook holds the end up 10 s at most."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests import needs
+from tests.faults.guarded import Guarded
+
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
+
+
+@pytest.fixture
+def taken() -> Iterator[tuple[str, list[str]]]:
+    """A webhook's address, and the messages that it took."""
+    needs.module("apprise")
+    bodies: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["message"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_arguments: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"json://127.0.0.1:{server.server_port}/hook", bodies
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_crash_loop_is_told_before_the_guard_ends(guarded: Guarded, taken: tuple[str, list[str]]) -> None:
+    url, bodies = taken
+    guarded.start(["false"], "--max-restarts", "1", settings={**FAST, "alerts.urls": url})
+    assert guarded.processes[0].wait(60) == 75
+    assert any("CRASH LOOP" in body for body in bodies), bodies
+    assert [e["alert"] for e in guarded.named("alert_sent") if "crash_loop" in e["alert"]]
+    guarded.assert_nothing_left()
+
+
+def test_a_dead_webhook_holds_the_end_up_ten_seconds_at_most(guarded: Guarded) -> None:
+    needs.module("apprise")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"json://127.0.0.1:{silent.getsockname()[1]}/hook"
+        guarded.start(["false"], "--max-restarts", "1", settings={**FAST, "alerts.urls": url})
+        guarded.wait_for("crash_loop", seconds=60)
+        since = time.monotonic()
+        assert guarded.processes[0].wait(60) == 75
+        assert time.monotonic() - since < 15
+    guarded.assert_nothing_left()
