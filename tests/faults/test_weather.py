@@ -1,0 +1,63 @@
+"""The guard's own weather: no descriptors left, damaged files of its own at the start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from miner_guard.statedir import StateDir
+from tests import needs
+from tests.faults.guarded import Guarded, until
+
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
+
+
+def test_with_every_descriptor_in_use_the_miner_goes_on(guarded: Guarded) -> None:
+    """The guard that may open nothing more says so, relays on, and works again when it may."""
+    code = "import time\nfor n in range(100000): print('line', n, flush=True); time.sleep(0.05)"
+    settings = {**FAST, "health.sample_every_s": 1, "health.snapshot_every_s": 1, "logs.level": "warning"}
+    guard = guarded.start([sys.executable, "-c", code], settings=settings)
+    guarded.wait_for("health_snapshot", seconds=60)
+    pid = guarded.named("miner_started")[0]["pid"]
+    _limit(guard.pid, 3)
+    size = guarded.output.stat().st_size
+    guarded.wait_for("sampler_failed", seconds=60)
+    until(lambda: guarded.output.stat().st_size > size, 20, "the miner's output to go on")
+    assert guard.poll() is None
+    assert os.path.exists(f"/proc/{pid}")
+    _limit(guard.pid, 1000)
+    guarded.wait_for("sampler_recovered", seconds=60)
+    assert guarded.stop() == 0
+    assert len(guarded.named("miner_started")) == 1
+    guarded.assert_nothing_left()
+
+
+def _limit(pid: int, descriptors: int) -> None:
+    needs.tool("prlimit")
+    subprocess.run(["prlimit", f"--pid={pid}", f"--nofile={descriptors}:"], check=True, timeout=10)
+
+
+def test_damaged_files_of_the_last_run_hold_up_nothing(guarded: Guarded) -> None:
+    """Torn by a full disk or a power cut: ledger, status, flight record, list of processes, host memory, sockets."""
+    state: StateDir = guarded.state
+    state.flight.mkdir(parents=True)
+    state.ledger.write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
+    state.flight_of(0).write_bytes(b"\0" * 4096)
+    for path in (state.status, state.root / "run.json", state.host_memory, state.gate_inputs):
+        path.write_bytes(b'{"processes": [\xff')
+    for path in (state.socket, state.control):
+        path.write_text("not a socket")
+    state.log.write_bytes(b'{"event": "torn')
+    settings = {**FAST, "repo.kind": "local", "repo.path": str(state.root / "repo"), "logs.step_lines_per_s": 100}
+    guarded.start(guarded.miner("steps", 20, 0.1, "finish"), settings=settings)
+    assert guarded.processes[0].wait(60) == 0, guarded.tail()
+    text = state.log.read_text()
+    events = [json.loads(line) for line in text.splitlines()[1:]]
+    assert len([e for e in events if e["event"] == "inner_step"]) == 20, guarded.tail()
+    assert len([e for e in events if e["event"] == "file_set_aside"]) >= 1
+    assert json.loads(state.status.read_text())["state"] == "done"
+    assert "a defect of the guard" not in text
+    assert "failed with" not in text, [line for line in text.splitlines() if "failed with" in line]
+    guarded.assert_nothing_left()
