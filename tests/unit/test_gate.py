@@ -58,8 +58,10 @@ def test_below_the_minimum_blocks_word_for_word() -> None:
 def test_the_archive_after_an_outer_step_is_allowed_at_inner_step_0() -> None:
     decision = ask(0, "archive")
     assert decision.allowed
-    assert outcomes(decision)["min_inner_step"] == "warn"
-    assert "inner_step (0) < minimum (50)" in decision.reason
+    assert outcomes(decision)["min_inner_step"] == "pass"
+    # On the line of an upload that is needed, these words would only frighten whoever is on call.
+    assert "Validators will reject this" not in decision.reason
+    assert "archive at inner_step 0: exempt" in decision.reason
 
 
 def test_shadow_mode_says_what_it_would_do_and_blocks_nothing() -> None:
