@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 from typing import Annotated, Any, Optional
 
 import typer
@@ -53,7 +54,14 @@ def _ledger(place: Place, *, as_json: bool) -> None:
     report = statedir.read_json(place.state.costs)
     if not isinstance(report, dict) or "operations" not in report:
         raise Refused(f"no ledger at {place.state.costs}: no guard has run there yet", NOT_RUNNING)
-    typer.echo(json_module.dumps(report, indent=1, ensure_ascii=False) if as_json else table.text(report))
+    try:
+        words = table.text(report)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Refused(
+            f"{place.state.costs} is no ledger: {error!r}; the running guard writes it anew", FAILED
+        ) from error
+    report = statedir.finite(report)
+    typer.echo(json_module.dumps(report, indent=1, ensure_ascii=False) if as_json else words)
     if report["budget_status"] != "ok":
         raise typer.Exit(FAILED)
 
@@ -89,7 +97,7 @@ def _step_time(place: Place) -> float:
     status = statedir.read_json(place.state.status)
     steps = status.get("steps") if isinstance(status, dict) else None
     median = steps.get("p50_s") if isinstance(steps, dict) else None
-    if not isinstance(median, (int, float)) or median <= 0:
+    if not isinstance(median, (int, float)) or not 0 < median < math.inf:
         raise Refused("no step time is known here; give --step-time SECONDS", USAGE)
     return float(median)
 

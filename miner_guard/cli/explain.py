@@ -37,6 +37,8 @@ def command(
     json: Json = False,
 ) -> None:
     """Root cause and fixes from any log. Exit 1: nothing wrong."""
+    if trace and note:
+        raise Refused("--note goes with a log, not with --trace: notes are kept by the label of an incident", USAGE)
     if trace:
         _trace(file, as_json=json)
         return

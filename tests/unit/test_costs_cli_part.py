@@ -59,6 +59,21 @@ def test_estimate_within_budget_is_exit_0_and_json(tmp_path: Path, capsys: pytes
     assert answer["budget_status"] == "ok"
 
 
+@pytest.mark.parametrize("content", ['{"operations": 5}', '{"operations": {"a": {"seconds": NaN}}}'])
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_ledger_that_is_none_is_said_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, flags: list[str]
+) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "monitoring_costs.json").write_text(content)
+    (tmp_path / "status.json").write_text('{"steps": {"p50_s": NaN}}')
+    assert run(["costs", *flags, "--state-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "is no ledger" in said.err
+    assert run(["costs", "estimate", "--every", "5", "--seconds", "1", "--state-dir", str(tmp_path)]) == 64
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

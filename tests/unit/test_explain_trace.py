@@ -59,6 +59,12 @@ def test_healthy_curves_are_healthy(seed: int, noise: float) -> None:
     assert found(seen) == []
 
 
+def test_noise_beyond_all_numbers_is_no_climb_and_no_error() -> None:
+    values = [1e-300, 1e300] * 20 + [1e300] * 20
+    trace_of(loss=values)
+    trace_of(loss=[*values, *reversed(values), *[1.7e308] * 40])
+
+
 def test_nan_at_its_step_with_the_examples() -> None:
     facts = TrainingFacts(batch_size=4, accumulation_steps=4)
     seen = trace_of(facts, loss=changed(healthy(), lambda n, v: math.nan if n >= 300 else v))

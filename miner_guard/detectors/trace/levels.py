@@ -127,7 +127,7 @@ def climb(values: Sequence[float]) -> Climb | None:
     noise = step_noise([math.log(v) for v in values if v > 0])
     if tail - best < 0.1 * fallen or math.log(tail / best) < 4 * noise:
         return None
-    limit = min(best + 0.25 * (tail - best), best * math.exp(3 * noise), 1.5 * best)
+    limit = min(best + 0.25 * (tail - best), best * math.exp(min(3 * noise, 1.0)), 1.5 * best)
     limit = max(limit, best * 1.02)
     last_low = max((n for n, v in enumerate(values) if v <= limit), default=-1)
     onset = last_low + 1

@@ -117,3 +117,8 @@ def test_secrets_in_the_observed_line_are_masked(tmp_path: Path, capsys: pytest.
     _, document = explained(capsys, write(tmp_path, log))
     assert document["root_cause"] == "hf_auth"
     assert "hf_aaaa" not in json.dumps(document)
+
+
+def test_a_note_with_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["explain", "--trace", write(tmp_path, b'{"step": 1, "loss": 2}\n'), "--note", "x"]) == 64
+    assert "not with --trace" in capsys.readouterr().err
