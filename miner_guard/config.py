@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed values of a number; `None` leaves that side open."""
+    """Allowed values of a number; `None` leaves that side open, but infinity is no number."""
 
     ge: float | None = None
     gt: float | None = None
@@ -25,6 +25,8 @@ class Range:
         schema = handler(source)
         bounds = {"ge": self.ge, "gt": self.gt, "le": self.le}
         schema.update({name: limit for name, limit in bounds.items() if limit is not None})
+        if schema["type"] == "float":
+            schema["allow_inf_nan"] = False
         return schema
 
 

@@ -71,6 +71,16 @@ def test_init_overwrites_nothing_and_then_writes_nothing(tmp_path: Path, capsys:
     assert (tmp_path / "ecosystem.config.js").read_text() == "mine"
 
 
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan"])
+def test_config_refuses_a_number_that_json_does_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str
+) -> None:
+    file = tmp_path / "guard.toml"
+    file.write_text(f"[steps]\nslow_s = {number}\n[gate]\nrepo_age_limit_s = {number}\n")
+    assert run(["config", "-c", str(file), "--json"]) == 78
+    assert "steps.slow_s" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--force", "-x"])
 def test_init_refuses_a_flag_it_does_not_know_instead_of_running_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
