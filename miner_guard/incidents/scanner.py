@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Union
 
 from miner_guard.incidents.knowledge import Benign, Knowledge, Pattern
 from miner_guard.incidents.lines import MAX_LINE, OVERLAP, clean, excerpt
+from miner_guard.shapes import Lines, Sieve, shape
 
 _EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
@@ -36,10 +36,6 @@ _TRIED_AGAIN = re.compile(
 )
 _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
 _LAUNCHERS = frozenset({"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"})
-_LOWER = bytes(range(256)).lower()
-_NUMBERS = b"0123456789+-."
-_MOST_SHAPES = 4096
-_LONGEST_SHAPE = 1024
 _MOST_STREAMS = 256
 _TRACEBACK_LINES = 2000
 """A traceback that is still open after so many lines was cut off."""
@@ -121,14 +117,15 @@ class Scanner:
 
         self._tail: Sighting | None = None
         self._tail_line = 0
-        self._quiet: set[bytes] = set()
-        """Shapes of lines that hold none of the words."""
+        self._sieve = Sieve(knowledge.triggers)
 
         self.line = 1
         """The line that comes next."""
 
     def feed(self, chunk: bytes) -> list[Seen]:
         """What the next piece of the log shows, as far as its lines are complete."""
+        if isinstance(chunk, Lines) and not self._carry:
+            return self._block(chunk)
         data = self._carry + chunk if self._carry else chunk
         cut = data.rfind(b"\n") + 1
         seen = self._block(data[:cut]) if cut else []
@@ -152,8 +149,9 @@ class Scanner:
     def _block(self, block: bytes) -> list[Seen]:
         """Look at whole lines. The text after the last newline is a piece of a line whose number stays the same."""
         seen: list[Seen] = []
-        shapes = block.translate(_LOWER, _NUMBERS).split(b"\n")
-        hits = self._hits(shapes)
+        known = block if isinstance(block, Lines) else Lines(block)
+        shapes, loud = known.shapes, self._sieve.loud(known)
+        hits = {index for index, text in enumerate(shapes) if text in loud} if loud else set()
         wanted = hits | self._tails(shapes, hits)
         if wanted:
             lines = block.split(b"\n")
@@ -164,22 +162,6 @@ class Scanner:
         self.line += len(shapes) - 1
         return seen
 
-    def _hits(self, shapes: list[bytes]) -> set[int]:
-        """Which of the lines hold one of the words."""
-        new = set(shapes) - self._quiet
-        if not new:
-            return set()
-        together = b"\n".join(new)
-        words = [word for word in self._knowledge.triggers if word in together]
-        loud = {shape for shape in new if any(word in shape for word in words)}
-        self._remember(new - loud)
-        return {index for index, shape in enumerate(shapes) if shape in loud} if loud else set()
-
-    def _remember(self, quiet: set[bytes]) -> None:
-        if len(self._quiet) > _MOST_SHAPES:
-            self._quiet.clear()
-        self._quiet.update(shape for shape in islice(quiet, _MOST_SHAPES) if len(shape) <= _LONGEST_SHAPE)
-
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
         """Which lines may go on with an out-of-memory message."""
         starts = {index for index in hits if b"out of memory" in shapes[index]} | ({-1} if self._tail else set())
@@ -188,11 +170,8 @@ class Scanner:
     def _line(self, line: bytes, number: int, seen: list[Seen]) -> None:
         pieces = [piece for part in _pieces(line) for piece in part.split(b"\r") if piece]
         for piece in pieces:
-            if len(pieces) == 1 or self._is_loud(piece.translate(_LOWER, _NUMBERS)):
+            if len(pieces) == 1 or self._sieve.holds(shape(piece)):
                 self._piece(piece, number, seen)
-
-    def _is_loud(self, shape: bytes) -> bool:
-        return any(word in shape for word in self._knowledge.triggers)
 
     def _piece(self, raw: bytes, number: int, seen: list[Seen]) -> None:
         rank, text = clean(raw)

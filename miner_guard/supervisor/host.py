@@ -8,6 +8,7 @@ from typing import Any
 
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Now, Step
+from miner_guard.supervisor.output import Output, Piece
 from miner_guard.supervisor.parts import Exit, Launch, Part
 
 _DEEPEST = 4
@@ -23,9 +24,11 @@ class Host:
         self.on_finding: Callable[[Finding], None] = lambda _finding: None
         """The supervisor's own ear: incidents decide on restarts."""
 
+        self._output: Output | None = None
         self._failed: set[tuple[str, str]] = set()
 
     def launch(self, launch: Launch) -> None:
+        self._output = Output(self.parts)
         self._each("on_launch", launch)
 
     def steps(self, rank: int, steps: Sequence[Step]) -> None:
@@ -35,12 +38,26 @@ class Host:
         self._each("on_entry", rank, entry)
 
     def output(self, chunk: bytes) -> None:
-        self._each("on_output", chunk)
+        """Show output of the miner to the parts; the unfinished end of a long piece waits for the next tick."""
+        if self._output is None:
+            self._output = Output(self.parts)
+        self._show(self._output.pieces(chunk))
+
+    def _rest_of_output(self) -> None:
+        if self._output is not None:
+            self._show(self._output.rest())
+
+    def _show(self, pieces: Iterable[Piece]) -> None:
+        for part, text in pieces:
+            for finding in self._call(part, "on_output", text):
+                self.finding(finding, part)
 
     def tick(self, now: float, ranks: Mapping[int, Now]) -> None:
+        self._rest_of_output()
         self._each("on_tick", now, ranks)
 
     def exit(self, end: Exit) -> None:
+        self._rest_of_output()
         self._each("on_exit", end)
 
     def stop(self) -> None:

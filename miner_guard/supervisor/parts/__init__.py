@@ -106,6 +106,10 @@ class Part:
 
     name = "part"
 
+    words: frozenset[bytes] | None = None
+    """Where `on_output` looks for nothing but lines that hold one of these, it is spared the others. Each is a
+    `shapes.shape`; None: the part wants every byte."""
+
     def __init__(self, context: Context) -> None:
         self.context = context
 
@@ -122,7 +126,7 @@ class Part:
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
-        """Raw output of the miner, up to 64 KiB, cut anywhere."""
+        """Raw output of the miner, up to 80 KiB, cut anywhere; see `words`."""
         return ()
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:

@@ -38,6 +38,7 @@ class CurvesPart(Part):
     """
 
     name = "curves"
+    words = frozenset(_EVALUATION)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

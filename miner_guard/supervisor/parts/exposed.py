@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard.events import Finding, found
 from miner_guard.redact import SECRET_NAME
+from miner_guard.shapes import shape
 from miner_guard.supervisor.parts import Context, Launch, Part
 
-_COMMITMENT = re.compile(rb"Commitment - \[")
+_COMMITMENT = b"Commitment - ["
 _SHORTEST = 12
 """Shorter values of secret variables would be found in ordinary words."""
+
+_SHORTEST_SHAPE = 4
 
 _NEXT_STEP = "switch the miner's debug logging off, delete the log files that have it, and replace the keys"
 
@@ -30,7 +32,10 @@ class Exposed(Part):
             for name, value in os.environ.items()
             if SECRET_NAME.search(name) and len(value) >= _SHORTEST and not value.startswith("/")
         }
-        self._longest = max([len(b"Commitment - ["), *map(len, self._values.values())])
+        self._longest = max([len(_COMMITMENT), *map(len, self._values.values())])
+        words = frozenset(map(shape, [_COMMITMENT, *self._values.values()]))
+        # A value of nearly nothing but digits has no shape to look for; one of several lines is not in any line.
+        self.words = None if any(len(word) < _SHORTEST_SHAPE or b"\n" in word for word in words) else words
         self._tail = b""
         self._said: set[str] = set()
 
@@ -43,7 +48,7 @@ class Exposed(Part):
         text = self._tail + chunk
         self._tail = text[-(self._longest - 1) :]
         shown = [f"the value of {name}" for name, value in self._values.items() if value in text]
-        if _COMMITMENT.search(text):
+        if _COMMITMENT in text:
             shown.append("a commitment, with read credentials in it")
         return [self._say(kind) for kind in shown if kind not in self._said]
 

@@ -12,12 +12,15 @@ from miner_guard.diagnosis.faults import Faults
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Now
 from miner_guard.rank.reports import unpack
+from miner_guard.shapes import shape
 from miner_guard.supervisor.parts import Context, Launch, Part
 
 _GIB = 1024**3
 
 _LONGEST_LINE = 4096
 """Of the miner's output; longer ones are no GPU lines."""
+
+_PRINTED = (b"GPU", b"Model: ")
 
 _IDLE_BYTES = 300 * 1024**2
 """A GPU with less in use by everybody is not one that the miner trains on: below a bare CUDA context."""
@@ -27,6 +30,7 @@ class Gpu(Part):
     """Reads the health part's NVML samples, the ranks' headers and the miner's lines; opens nothing of its own."""
 
     name = "gpu"
+    words = frozenset(map(shape, _PRINTED))
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -69,7 +73,7 @@ class Gpu(Part):
         lines, newline, rest = data.rpartition(b"\n")
         self._carry = rest[-_LONGEST_LINE:]
         # Looked for in the whole chunk: nearly all output has no such line and is not split.
-        if newline and (b"GPU" in lines or b"Model: " in lines):
+        if newline and any(words in lines for words in _PRINTED):
             for line in lines.decode("utf-8", "replace").splitlines():
                 if len(line) <= _LONGEST_LINE and ("GPU" in line or "Model: " in line):
                     self._read(parse(line))

@@ -14,8 +14,8 @@ from miner_guard.redact import Redactor
 from miner_guard.supervisor import evidence
 from miner_guard.supervisor.evidence import Subject
 from miner_guard.supervisor.parts import Context, Launch, Part
+from miner_guard.supervisor.tail import Tail
 
-_OUTPUT_TAIL = 64 * 1024
 _STOPPED_BY_HANG = 75
 
 
@@ -29,15 +29,14 @@ class HangWatch(Part):
         self._settings = context.config.hang
         self._detector = HangDetector(self._settings)
         self._redactor = Redactor.for_guard(os.environ, context.config)
-        self._tail: list[bytes] = []
-        self._tail_bytes = 0
+        self._tail = Tail()
         self._last_incident: str | None = None
         self._ranks_seen = False
         self._hang: Hang | None = None
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._detector.launched(launch.started)
-        self._tail, self._tail_bytes = [], 0
+        self._tail = Tail()
         self._last_incident, self._ranks_seen, self._hang = None, False, None
         return ()
 
@@ -48,10 +47,7 @@ class HangWatch(Part):
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
-        self._tail.append(chunk)
-        self._tail_bytes += len(chunk)
-        while len(self._tail) > 1 and self._tail_bytes - len(self._tail[0]) >= _OUTPUT_TAIL:
-            self._tail_bytes -= len(self._tail.pop(0))
+        self._tail.add(chunk)
         return ()
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
@@ -74,7 +70,7 @@ class HangWatch(Part):
             "idle_s": hang.idle_s,
             "limit_s": hang.limit_s,
         }
-        output = b"".join(self._tail)
+        output = self._tail.text()
         self.context.jobs.once("hang evidence", lambda: self._gather_and_act(who, story, output))
         return [found("hang_detected", rank=hang.culprits[0] if len(hang.culprits) == 1 else None, **story)]
 

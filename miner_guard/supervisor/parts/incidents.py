@@ -18,6 +18,7 @@ from miner_guard.incidents.scanner import Scanner
 from miner_guard.rank.flight import Now
 from miner_guard.redact import Redactor
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
+from miner_guard.supervisor.tail import Tail
 
 SETTLE_S = 2.0
 """Quiet for so long: the cascade is complete, its root can be named."""
@@ -37,7 +38,6 @@ COOLDOWN_S = 900.0
 REMARKS = 3
 """What is tried again counts as an incident when it was seen so often, or when the miner ended."""
 
-_OUTPUT_TAIL = 64 * 1024
 _SEEN = 120
 """Characters of the line itself in the incident's line."""
 
@@ -59,7 +59,7 @@ class Incidents(Part):
 
     def _begin(self) -> None:
         self._scanner, self._case = Scanner(self._knowledge), Case(self._knowledge)
-        self._tail = b""
+        self._tail = Tail()
         self._first_s: float | None = None
         self._last_s = self._named_s = float("-inf")
         self._said: dict[str, float] = {}
@@ -81,7 +81,7 @@ class Incidents(Part):
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
         if not self.context.config.logs.classify:
             return ()
-        self._tail = (self._tail + chunk)[-_OUTPUT_TAIL:]
+        self._tail.add(chunk)
         seen = self._scanner.feed(chunk)
         if seen:
             now = self.context.clock.monotonic()
@@ -139,7 +139,7 @@ class Incidents(Part):
     def _finding(self, explained: Explained, root: Incident) -> Finding:
         folder = self.context.state.incidents / f"{self._stamp()}-{explained.label}"
         story = {**explained.as_dict(), "count": explained.count, "ranks": list(explained.ranks)}
-        output = self._tail
+        output = self._tail.text()
         self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
         return found(
             "incident", rank=explained.ranks[0] if len(explained.ranks) == 1 else None,
