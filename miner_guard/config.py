@@ -292,8 +292,11 @@ class HangSettings:
     pause_s: Positive = 1800.0
     """Allowance of the phase `pause`."""
 
-    exit_s: Positive = 300.0
-    """How long the miner's process may live on after all ranks have ended their training."""
+    exit_s: Positive = 330.0
+    """How long the miner's process may live on after all ranks have ended their training.
+
+    Above torchrun's exit barrier: a node that is done waits so long for the others, also for one that is lost.
+    """
 
     phases: dict[str, float] = field(default_factory=dict)
     """Allowances of other phases, by name, in seconds."""
@@ -502,6 +505,9 @@ class LogSettings:
 
     keep: Count = 10
     """Rotated files kept."""
+
+    keep_incidents: AtLeastOne = 50
+    """Folders of evidence kept under incidents/, the newest; each holds up to about 1 MB per rank."""
 
     step_lines_per_s: Positive = 5.0
     """Step lines on the console and in guard.jsonl; the number left out is said."""

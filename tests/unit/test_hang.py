@@ -122,6 +122,16 @@ def test_a_process_that_outlives_its_training_is_a_hang(detector: HangDetector) 
     assert "lives on" in seen[1].detail
 
 
+def test_torchruns_wait_for_the_other_nodes_at_its_end_is_no_hang() -> None:
+    """A node that is done first, or whose peer is lost, waits at torchrun's exit barrier: 300 s by default."""
+    detector = HangDetector(HangSettings())
+    detector.launched(0.0)
+    detector.stepped(100.0, 10.0)
+    ranks = {0: rank(state="finished", heartbeat=110.0), 1: rank(state="finished", heartbeat=110.0)}
+    assert watch(detector, 111.0, 110.0 + 300 + 10, ranks) is None
+    assert watch(detector, 421.0, 600.0, ranks) is not None
+
+
 def test_a_rank_that_is_gone_is_the_culprit(detector: HangDetector) -> None:
     hang = detector.look(101.0, {}) or detector.look(102.0, {0: rank("backward"), 1: rank("backward")}, gone={1})
     assert hang is None
