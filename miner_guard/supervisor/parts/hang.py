@@ -6,12 +6,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.clock import iso_utc
 from miner_guard.detectors.hang import Hang, HangDetector
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Now, Step
 from miner_guard.redact import Redactor
-from miner_guard.supervisor import evidence
+from miner_guard.supervisor import evidence, evidence_folders
 from miner_guard.supervisor.evidence import Subject
 from miner_guard.supervisor.parts import Context, Launch, Part
 from miner_guard.supervisor.tail import Tail
@@ -76,8 +75,7 @@ class HangWatch(Part):
 
     def _gather_and_act(self, who: list[Subject], story: dict[str, Any], output: bytes) -> None:
         """In a job's thread."""
-        stamp = iso_utc(self.context.clock.wall())[:19].replace(":", "").replace("-", "")
-        folder = self.context.state.incidents / f"{stamp}-hang"
+        folder = evidence_folders.folder(self.context.state, self.context.clock.wall(), "hang")
         try:
             told = {**story, "status": dict(self.context.status())}
             had = evidence.gather(
@@ -88,6 +86,7 @@ class HangWatch(Part):
                 self.context.emit(found("hang_evidence", detail=had.late.detail, ranks=list(had.late.ranks)))
             ranks = ", ".join(f"rank {rank}" for rank in had.stacks_of) or "no rank's stacks, the rest"
             self.context.emit(found("stack_dump", ranks=ranks, path=str(folder)))
+            evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
             what = f"the evidence of the hang could not be stored: {error.strerror or error}"
             self.context.emit(found("guard_degraded", what=what))

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard import statedir
-from miner_guard.clock import iso_utc
 from miner_guard.events import Finding, found
 from miner_guard.incidents import knowledge, lines, report
 from miner_guard.incidents.case import Case, Incident
@@ -17,6 +16,7 @@ from miner_guard.incidents.report import Explained
 from miner_guard.incidents.scanner import Scanner
 from miner_guard.rank.flight import Now
 from miner_guard.redact import Redactor
+from miner_guard.supervisor import evidence_folders
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 from miner_guard.supervisor.tail import Tail
 
@@ -137,7 +137,7 @@ class Incidents(Part):
         return not self._events.isdisjoint(label.events)
 
     def _finding(self, explained: Explained, root: Incident) -> Finding:
-        folder = self.context.state.incidents / f"{self._stamp()}-{explained.label}"
+        folder = evidence_folders.folder(self.context.state, self.context.clock.wall(), explained.label)
         story = {**explained.as_dict(), "count": explained.count, "ranks": list(explained.ranks)}
         output = self._tail.text()
         self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
@@ -149,14 +149,12 @@ class Incidents(Part):
             restart=explained.restart, applies=explained.applies, ranks=list(explained.ranks), evidence=str(folder),
         )  # fmt: skip
 
-    def _stamp(self) -> str:
-        return iso_utc(self.context.clock.wall())[:19].replace(":", "").replace("-", "")
-
     def _store(self, folder: Any, story: Mapping[str, Any], output: bytes) -> None:
         """In a job's thread."""
         try:
             statedir.write_json(folder / "incident.json", {**story, "status": dict(self.context.status())})
             statedir.write_atomic(folder / "output.log", self._redactor.text(output.decode("utf-8", "replace")))
+            evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
             what = f"the evidence of {story['label']} could not be stored: {error.strerror or error}"
             self.context.emit(found("guard_degraded", what=what))
