@@ -12,6 +12,7 @@ Where the CPU was asked for (`[gpu] expect = 0`) there is nothing to find.
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,13 +26,20 @@ CERTAIN, SUSPECTED, CLEARED = "certain", "suspected", "cleared"
 _LASTING = 5
 """Steps in a row that evidence must last, for and against."""
 
-_BASELINE = 10
-_FACTOR = 5.0
-"""A CPU is 10-20 times slower than a GPU (source 004: 240 s for 15 s); a busy host rarely five times."""
+_BASELINE = 5
+"""Steps that the later ones are compared with at the least; what is slower than twice their median is not taken in."""
+
+_FACTOR = 4.0
+_EACH_FACTOR = 2.0
+"""A CPU is 10-20 times slower than a GPU (source 004: 240 s for 15 s); a busy host makes one step in hundreds
+four times as long. The median of the lasting steps must be, and each of them twice: one quick step is no recovery."""
 
 _LEAST_EXCESS_S = 0.25
 _LEAST_SLOWED_S = 5.0
 """Steps of a fraction of a second are held up by anything: they must be slow for this long together."""
+
+_KEPT = 64
+"""Slowed steps in a row that are remembered: as many of a fifth of a second make five seconds together."""
 
 _EXPLAINING = 0.5
 """Share of the excess that a phase of waiting must hold to explain a slow step."""
@@ -65,8 +73,7 @@ class RankWatch:
         self._steps = steps
         self._baseline = SortedWindow(64)
         self._recent: deque[Observation] = deque(maxlen=_LASTING)
-        self._slowed = 0
-        self._slowed_s = 0.0
+        self._slowed: list[float] = []
         self._seen = 0
         self.model_device: str | None = None
         """Compute device by the rank's own diagnosis."""
@@ -99,10 +106,9 @@ class RankWatch:
             return
         excess = core - base.median
         waited = sum(seen.phases.get(name, 0.0) for name in _WAITING)
-        slowed = core > _FACTOR * base.median and excess > _LEAST_EXCESS_S and waited < _EXPLAINING * excess
-        self._slowed = self._slowed + 1 if slowed else 0
-        self._slowed_s = self._slowed_s + core if slowed else 0.0
-        if core <= 2 * base.median:
+        slowed = core > _EACH_FACTOR * base.median and excess > _LEAST_EXCESS_S and waited < _EXPLAINING * excess
+        self._slowed = [*self._slowed, core][-_KEPT:] if slowed else []
+        if core <= _EACH_FACTOR * base.median:
             base.add(core)
 
     def _changed(self) -> Verdict | None:
@@ -134,13 +140,18 @@ class RankWatch:
         if (low or idle) and len(slow) >= 2:
             how_slow = f"step {last.seconds:.1f}s (slow above {self._steps.slow_s:g}s)"
             return Verdict(SUSPECTED, (*memory, *idle, how_slow))
-        if self._slowed >= _LASTING and self._slowed_s >= _LEAST_SLOWED_S and not self._on_gpu(last):
+        if self._lastingly_slowed() and not self._on_gpu(last):
             times = last.seconds / self._baseline.median
             return Verdict(SUSPECTED, (
                 "no GPU memory in use", f"steps take {times:.1f} times as long as before "
                 f"({self._baseline.median:.2f}s to {last.seconds:.2f}s)", "no waiting phase explains it",
             ))  # fmt: skip
         return None
+
+    def _lastingly_slowed(self) -> bool:
+        if len(self._slowed) < _LASTING or sum(self._slowed) < _LEAST_SLOWED_S:
+            return False
+        return statistics.median(self._slowed[-_LASTING:]) > _FACTOR * self._baseline.median
 
     def _certain(self, last: Observation, low: bool) -> list[str]:
         evidence = []

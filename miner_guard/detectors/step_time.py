@@ -81,12 +81,15 @@ class StepTimes:
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
         self._windows: dict[str, SortedWindow] = {}
+        self._early: dict[str, SortedWindow] = {}
         self._streak: dict[str, int] = {}
         self._seen = 0
 
     def observe(self, seconds: float, kind: str = TRAINING, scheduled_s: float = 0.0) -> SlowStep | None:
         """Judge one finished step. The first `warmup` steps of a launch are only judged absolutely.
 
+        Until enough steps have followed them, they are what a step is compared with: a slowdown right after
+        the warm-up would else be taken for the run's own speed.
         `scheduled_s` is the part of `seconds` that was not training: an upload of ten minutes inside a
         step does not make it slow by the absolute rule.
         """
@@ -96,15 +99,21 @@ class StepTimes:
             if len(self._windows) >= _MAX_KINDS:
                 return self._absolute(seconds, scheduled_s, kind)
             window = self._windows[kind] = SortedWindow(self._settings.window)
-        relative = self._relative(seconds, kind, window)
-        if self._seen > self._settings.warmup:
-            self._admit(seconds, kind, window, outlier=relative is not None)
+            self._early[kind] = SortedWindow(max(1, self._settings.warmup))
+        if self._seen <= self._settings.warmup:
+            self._early[kind].add(seconds)
+            return self._absolute(seconds, scheduled_s, kind)
+        known = window if len(window) >= _LEAST else self._early[kind]
+        relative = self._relative(seconds, kind, known)
+        self._admit(seconds, kind, window, outlier=relative is not None)
         return self._absolute(seconds, scheduled_s, kind) or relative
 
     def training_window(self) -> SortedWindow | None:
-        """Durations of the recent training steps; None where none were seen yet."""
-        window = self._windows.get(TRAINING)
-        return window if window is not None and len(window) else None
+        """Durations of the recent training steps after the warm-up; of the warm-up where there is no other."""
+        if self._seen <= self._settings.warmup:
+            return None
+        window, early = self._windows.get(TRAINING), self._early.get(TRAINING)
+        return window or early or None
 
     def _relative(self, seconds: float, kind: str, window: SortedWindow) -> SlowStep | None:
         if len(window) < _LEAST:

@@ -247,6 +247,31 @@ def test_a_run_that_lastingly_takes_eight_times_as_long_without_a_gpu_is_suspect
     assert set(run.alarms()) == {"slow_step", "cpu_fallback"}
 
 
+@pytest.mark.parametrize("at", [8, 12, 14, 18])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fallback_soon_after_the_start_is_found_on_a_busy_host(tmp_path: Path, at: int, seed: int) -> None:
+    # A run that falls back right after its warm-up, as `miner-guard demo --fault cpu-fallback@14` on a loaded host.
+    run = Run(tmp_path, ranks=2)
+    source = random.Random(seed)
+    for number in range(1, 31):
+        seconds = 1.4 * source.lognormvariate(0, 0.2) * (1 if number < at else 7)
+        seconds += 4.0 if number == 1 else 0.0
+        # One step in between is quick by chance: the others still last.
+        run.step(4.0 if number == at + 2 else seconds, 3.0, allocated_bytes=None)
+    assert [f.fields["verdict"] for f in run.of("cpu_fallback")] == ["suspected"]
+    assert set(run.alarms()) == {"slow_step", "cpu_fallback"}
+    assert run.of("slow_step")[0].fields["inner_step"] == max(at, StepSettings().warmup + 2)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_short_clean_run_on_a_busy_host_cries_no_wolf(tmp_path: Path, seed: int) -> None:
+    run = Run(tmp_path)
+    source = random.Random(seed)
+    for number in range(90):
+        run.step(0.3 * source.lognormvariate(0, 0.3) + (3.0 if number == 0 else 0), 4.0, allocated_bytes=None)
+    assert run.alarms() == []
+
+
 def test_waiting_for_data_is_not_called_cpu_fallback(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(80), healthy(1), strict=False):
