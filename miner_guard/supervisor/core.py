@@ -207,7 +207,7 @@ class Supervisor:
         """Nothing of the launch is left: hand over its last words, then decide what comes next."""
         self._teardown = None
         self.relay.drain()
-        self.flights.look(self.host)
+        self.flights.last_look(self.host)
         for process, command in teardown.killed:
             self.host.finding(found("orphan_killed", pid=process.pid, command=command, of_run=self.order.run_id))
         for process in teardown.stuck:

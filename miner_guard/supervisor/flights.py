@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,9 @@ from miner_guard.rank.flight import BadFlight, FlightReader, Identity, Now, Step
 from miner_guard.statedir import StateDir, set_aside
 
 _MOST_STEPS_A_LOOK = 1024
+
+_PATIENCE = 2
+"""Looks for which the other ranks' steps wait for the lead rank's: ranks end a step milliseconds apart."""
 
 
 class Reader(Protocol):
@@ -31,7 +35,11 @@ class _Open:
     inode: int
     next_step: int = 0
     next_entry: int = 0
-    bad: bool = field(default=False)
+    total_steps: int = -1
+    """Of the last step that was handed over."""
+
+    waited: int = 0
+    """Looks at which it was ahead of the lead rank."""
 
 
 class Flights:
@@ -65,29 +73,49 @@ class Flights:
             self._not_before = 0
 
     def look(self, reader: Reader) -> None:
-        """Hand over all that is new in all records."""
-        for path in self._paths():
-            self._refresh(path)
+        """Hand over what is new in all records; of a step the lead (lowest) rank's record comes first."""
+        self._refresh_all()
         for rank in sorted(self._open):
-            self.look_at(rank, reader)
+            current = self._open[rank]
+            ahead = self._hand_over(rank, current, reader, patient=current.waited < _PATIENCE)
+            current.waited = current.waited + 1 if ahead else 0
+
+    def last_look(self, reader: Reader) -> None:
+        """Hand over all that is left: no rank writes any more, so none is waited for."""
+        self._refresh_all()
+        for rank in sorted(self._open):
+            self._hand_over(rank, self._open[rank], reader, patient=False)
 
     def look_at(self, rank: int, reader: Reader) -> None:
-        """Hand over what is new in one record; a rank not seen before is opened."""
-        current = self._open.get(rank)
-        if current is None:
-            self._refresh(self._state.flight_of(rank))
-            current = self._open.get(rank)
-        if current is None:
+        """Hand over what is new in one record, after the lead rank's; a rank not seen before is opened."""
+        if rank not in self._open:
+            self._refresh_all()
+        if rank not in self._open:
             return
-        steps = list(current.reader.steps(current.next_step))
+        for each in sorted({min(self._open), rank}):
+            self._hand_over(each, self._open[each], reader, patient=True)
+
+    def _hand_over(self, rank: int, current: _Open, reader: Reader, *, patient: bool) -> bool:
+        """Whether steps were kept back, since the lead rank has not come as far."""
+        lead = self._open[min(self._open)]
+        new = list(current.reader.steps(current.next_step))
+        steps = new
+        if patient and current is not lead:
+            steps = list(itertools.takewhile(lambda step: step.total_steps <= lead.total_steps, new))
         for start in range(0, len(steps), _MOST_STEPS_A_LOOK):
             reader.steps(rank, steps[start : start + _MOST_STEPS_A_LOOK])
         if steps:
             current.next_step = steps[-1].number + 1
+            current.total_steps = steps[-1].total_steps
         for number, entry in list(current.reader.entries(current.next_entry)):
             reader.entry(rank, entry)
             current.next_entry = number + 1
             current.reader.acknowledge(number + 1)
+        return len(steps) < len(new)
+
+    def _refresh_all(self) -> None:
+        for path in self._paths():
+            self._refresh(path)
 
     def now(self) -> dict[int, Now]:
         """Each rank's header, of those that have written one."""

@@ -1,0 +1,111 @@
+"""How the supervisor reads the ranks' flight records: whose steps come first, and that none is kept back for good."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.rank.flight import FlightWriter, Step
+from miner_guard.rank.layout import PHASES
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.flights import Flights
+
+RUN = "r1"
+NAN = float("nan")
+
+
+class _Heard:
+    def __init__(self) -> None:
+        self.steps_of: list[tuple[int, int]] = []
+
+    def steps(self, rank: int, steps: Sequence[Step]) -> None:
+        self.steps_of += [(rank, step.total_steps) for step in steps]
+
+    def entry(self, rank: int, entry: Mapping[str, Any]) -> None:
+        raise AssertionError("not used")
+
+
+class _Ranks:
+    """Ranks that write steps, and the supervisor's side that reads them."""
+
+    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
+        self.state = StateDir(folder)
+        self.writers = {
+            r: FlightWriter(self.state.flight_of(r), rank=r, local_rank=r % 8, world_size=16, run_id=RUN) for r in ranks
+        }
+        self.heard = _Heard()
+        self.flights = Flights(self.state, RUN, lambda finding: pytest.fail(str(finding)))
+        self.flights.launched(os.getpid())
+        for writer in self.writers.values():
+            self._show(writer, 0)
+
+    @staticmethod
+    def _show(writer: FlightWriter, total: int) -> None:
+        writer.now(
+            state=1, phase=b"", phase_since=1.0, heartbeat=1.0, outer_step=1, inner_step=total, total_steps=total,
+            loss=NAN, lr=NAN, allocated_bytes=NAN, allowance_s=NAN,
+        )  # fmt: skip
+
+    def step(self, rank: int, total: int) -> None:
+        writer = self.writers[rank]
+        writer.step(1, total, total, total, total + 0.9, 1e9, 3.0, NAN, NAN, NAN, NAN, -1, 0, [0.0] * len(PHASES), 0.0)
+        self._show(writer, total)
+
+    def bell(self, rank: int) -> None:
+        self.flights.look_at(rank, self.heard)
+
+    def tick(self) -> None:
+        self.flights.look(self.heard)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[_Ranks]:
+    made = _Ranks(tmp_path, (0, 1))
+    yield made
+    made.flights.close()
+    for writer in made.writers.values():
+        writer.close()
+
+
+def test_the_lead_ranks_step_comes_first_whoever_rings(ranks: _Ranks) -> None:
+    for rank in (1, 0):
+        ranks.step(rank, 1)
+    ranks.bell(1)
+    assert ranks.heard.steps_of == [(0, 1), (1, 1)]
+
+
+def test_a_rank_that_is_ahead_waits_a_tick_for_the_lead_rank(ranks: _Ranks) -> None:
+    ranks.step(1, 1)
+    ranks.bell(1)
+    ranks.tick()
+    assert ranks.heard.steps_of == []
+    ranks.step(0, 1)
+    ranks.bell(0)
+    ranks.tick()
+    assert ranks.heard.steps_of == [(0, 1), (1, 1)]
+
+
+def test_a_lead_rank_that_never_steps_holds_nobody_back_for_long(ranks: _Ranks) -> None:
+    ranks.step(1, 1)
+    for _ in range(3):
+        ranks.tick()
+    assert ranks.heard.steps_of == [(1, 1)]
+
+
+def test_the_last_look_keeps_nothing_back(ranks: _Ranks) -> None:
+    ranks.step(1, 1)
+    ranks.flights.last_look(ranks.heard)
+    assert ranks.heard.steps_of == [(1, 1)]
+
+
+def test_on_another_node_the_lowest_rank_there_leads(tmp_path: Path) -> None:
+    node = _Ranks(tmp_path, (8, 9))
+    node.step(9, 1)
+    node.step(8, 1)
+    node.bell(9)
+    assert node.heard.steps_of == [(8, 1), (9, 1)]
+    node.flights.close()
