@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 from miner_guard.config import LossSettings
 from miner_guard.detectors import advice
@@ -243,6 +244,18 @@ def not_finite(step: int, loss: float, facts: TrainingFacts, lr: float | None) -
     examples = advice.example_range(facts, step)
     seen = {"loss": repr(loss), "examples": list(examples) if examples else None}
     return Anomaly("nan", step, "critical", f"loss is {loss} at step {step}", fixes, cause, seen)
+
+
+def hides_nan(loss: float, grad_norm: float | None) -> bool:
+    """Whether a loss of exactly 0 stands for NaN: HF Trainer shows it so, beside a gradient norm that is none."""
+    return loss == 0.0 and grad_norm is not None and not math.isfinite(grad_norm)
+
+
+def hidden_nan(step: int, grad_norm: float, facts: TrainingFacts, lr: float | None) -> Anomaly:
+    """The finding for a loss of 0.0 with a gradient norm that is not finite."""
+    anomaly = not_finite(step, 0.0, facts, lr)
+    detail = f"loss is 0.0 at step {step} with a gradient norm of {grad_norm}, which stands for NaN in HF Trainer"
+    return replace(anomaly, detail=detail, evidence={**anomaly.evidence, "grad_norm": repr(grad_norm)})
 
 
 def explosion(step: int, loss: float, median: float, steps: int, lr: float | None) -> Anomaly:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.rank import layout
+from miner_guard.rank.layout import FLAG_GRAD_NORM_GIVEN
 from miner_guard.rank.layout import FLAG_LOSS_GIVEN as FLAG_LOSS_GIVEN
 
 NAN = math.nan
@@ -81,6 +82,8 @@ class Step:
     loss_given: bool
     lr: float | None
     grad_norm: float | None
+    """None where it was not given; NaN and infinities are kept."""
+
     allocated_bytes: float | None
     reserved_bytes: float | None
     tokens: int | None
@@ -319,7 +322,8 @@ def _step(number: int, v: tuple[Any, ...]) -> Step:
     columns = v[15 : 15 + len(layout.PHASES)]
     return Step(
         number, _count(v[1]), _count(v[2]), v[3], v[4], v[5], v[6], v[7] if given else None, given,
-        _known(v[8]), _known(v[9]), _known(v[10]), _known(v[11]), _count(v[12]), v[13],
+        _known(v[8]), v[9] if v[13] & FLAG_GRAD_NORM_GIVEN else _known(v[9]), _known(v[10]), _known(v[11]),
+        _count(v[12]), v[13],
         {name: seconds for name, seconds in zip(layout.PHASES, columns, strict=True) if seconds > 0},
         v[15 + len(layout.PHASES)],
     )  # fmt: skip

@@ -75,6 +75,8 @@ FLAG_SYNC = 8
 """Some of the step went to upload, allreduce, load_state or pause."""
 FLAG_LOSS_GIVEN = 1 << 16
 """A loss was given; NaN is then a loss that is NaN, and else an unknown one."""
+FLAG_GRAD_NORM_GIVEN = 1 << 17
+"""The same for the gradient norm."""
 
 SLOT = struct.Struct("<QII")
 """sequence number + 1, length of the JSON that follows, its crc32."""

@@ -46,7 +46,11 @@ class Stepper:
         now = self._recorder.monotonic()
         given, loss_value, flags = self._loss(loss)
         lr_value = self.number("lr", lr)
-        norm_value = self.number("grad_norm", grad_norm)
+        norm_value, norm_given = self._norm(grad_norm)
+        flags |= norm_given
+        if loss_value == 0.0 and norm_given and not math.isfinite(norm_value):
+            # HF Trainer shows a NaN loss as 0.0: the gate must not take it for a number.
+            self.losses[-1] = NAN
         outer, inner = self.whole("outer_step", outer_step), self.whole("inner_step", inner_step)
         self._adopt_thread()
         seconds, nested = self._phases.take(now)
@@ -87,6 +91,12 @@ class Stepper:
         self.losses.append(value)
         on_cpu = device == "cpu" and (self._cuda_expected or numbers.cuda_in_use())
         return True, value, layout.FLAG_LOSS_GIVEN | (layout.FLAG_LOSS_ON_CPU if on_cpu else 0)
+
+    def _norm(self, grad_norm: Any) -> tuple[float, int]:
+        if grad_norm is None:
+            return NAN, 0
+        value = self._attempt("grad_norm", lambda: numbers.number("grad_norm", grad_norm)[0], None)
+        return (NAN, 0) if value is None else (value, layout.FLAG_GRAD_NORM_GIVEN)
 
     def number(self, name: str, value: Any) -> float:
         """`value` as a float, NaN where it is unknown or must not be read here."""

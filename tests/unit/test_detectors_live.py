@@ -164,6 +164,25 @@ def test_fault_nan_names_the_examples(tmp_path: Path) -> None:
     assert any("816 to 831" in fix for fix in finding.fields["fixes"])
 
 
+def test_a_loss_of_zero_with_a_nan_gradient_norm_is_nan(tmp_path: Path) -> None:
+    # HF Trainer shows a NaN loss as 0.0 (logging_nan_inf_filter), and the norm as it is.
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(60), healthy(1), strict=False):
+        bad = number >= 50
+        run.step(0.3, 0.0 if bad else loss, grad_norm=math.nan if bad else 1.0, allocated_bytes=None)
+    assert run.alarms() == ["loss_nan"]
+    assert events.line(run.of("loss_nan")[0]) == "Loss is NaN or Inf at step 51"
+    assert "gradient norm of nan" in run.of("loss_nan")[0].fields["detail"]
+
+
+def test_a_nan_gradient_norm_beside_a_real_loss_is_only_a_skipped_step(tmp_path: Path) -> None:
+    # fp16 with a gradient scaler: an overflow skips the step and lowers the scale.
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(60), healthy(1), strict=False):
+        run.step(0.3, loss, grad_norm=math.inf if number % 20 == 7 else 1.0, allocated_bytes=None)
+    assert run.alarms() == []
+
+
 @pytest.mark.parametrize("at", [12, 40, 200])
 def test_fault_spike_is_a_remark_and_the_second_in_a_row_a_warning(tmp_path: Path, at: int) -> None:
     for length, levels in ((1, ["info"]), (2, ["info", "warning"])):

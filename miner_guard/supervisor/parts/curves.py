@@ -9,7 +9,7 @@ from typing import Any
 from miner_guard.blocks import gb
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import LossWatch, OverfitWatch, not_finite
+from miner_guard.detectors.loss import LossWatch, OverfitWatch, hidden_nan, hides_nan, not_finite
 from miner_guard.detectors.memory import MemoryWatch
 from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.detectors.window import SortedWindow
@@ -107,11 +107,14 @@ class CurvesPart(Part):
                 yield anomaly
 
     def _judge_loss(self, rank: int, step: Step, number: int, loss: float) -> Iterator[Anomaly]:
-        if not math.isfinite(loss):
+        hidden = hides_nan(loss, step.grad_norm)
+        if hidden or not math.isfinite(loss):
             # All ranks share the weights: one line for the first rank that shows it.
             first = not self._not_finite
             self._not_finite.add(rank)
-            if first:
+            if first and hidden:
+                yield hidden_nan(number, step.grad_norm or 0.0, self._facts, step.lr)
+            elif first:
                 yield not_finite(number, loss, self._facts, step.lr)
             return
         self._not_finite.discard(rank)

@@ -114,7 +114,7 @@ class LogOnly(Part):
             _whole(line.outer), line.inner, self._written, step.start, step.end, self.context.clock.wall(),
             _real(line.loss), _real(line.lr), _real(line.grad_norm),
             _NAN if line.gpu_gb is None else line.gpu_gb * 1024**3, _NAN, -1,
-            flags | (0 if line.loss is None else layout.FLAG_LOSS_GIVEN), [0.0] * len(layout.PHASES), 0.0,
+            flags | _given(line), [0.0] * len(layout.PHASES), 0.0,
         )  # fmt: skip
 
     def _show(self, state: int, now: float) -> None:
@@ -149,6 +149,11 @@ class LogOnly(Part):
         if not self._active:
             return {"active": False}
         return {"active": True, "steps": self._written}
+
+
+def _given(line: StepLine) -> int:
+    loss = 0 if line.loss is None else layout.FLAG_LOSS_GIVEN
+    return loss | (0 if line.grad_norm is None else layout.FLAG_GRAD_NORM_GIVEN)
 
 
 def _whole(value: int | None) -> int:
