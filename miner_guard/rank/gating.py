@@ -35,6 +35,7 @@ class Gate:
         self._monotonic = monotonic
         self._wall = wall
         self._local = 0
+        self._uploaded_at: float | None = None
 
     def ask(
         self, agreement: Callable[[], Agreement], candidate: Candidate, question: str | None = None
@@ -52,7 +53,19 @@ class Gate:
 
     def due(self) -> bool:
         """Whether what is published is past its target age, as far as this rank knows."""
-        return gate.due(self._inputs(), self._settings, self._monotonic())
+        inputs, now = self._inputs(), self._monotonic()
+        if self._just_uploaded(inputs.published.seen_at, now):
+            return False
+        return gate.due(inputs, self._settings, now)
+
+    def uploaded(self) -> None:
+        """An upload of this rank has just gone out well: it counts until somebody looks at the repo again."""
+        self._uploaded_at = self._monotonic()
+
+    def _just_uploaded(self, seen_at: float | None, now: float) -> bool:
+        if self._uploaded_at is None or (seen_at is not None and seen_at > self._uploaded_at):
+            return False
+        return now - self._uploaded_at <= self._settings.repo_age_target_s
 
     def _judged(self, candidate: Candidate) -> GateDecision:
         try:

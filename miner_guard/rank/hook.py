@@ -197,11 +197,14 @@ class Guard:
 
         Set `tag`, `size_bytes` on what it yields, where they are known. What the body raises is recorded and goes on.
         """
-        return Upload(self._recorder, self._phases.named("upload"), decision)
+        return Upload(self._recorder, self._phases.named("upload"), decision, self._gate.uploaded)
 
     @_harmless(lambda: False)
     def upload_due(self) -> bool:
-        """Whether what is published is past its target age. Collective, the same answer on every rank."""
+        """Whether what is published is past its target age. Collective, the same answer on every rank.
+
+        An upload that has just ended well counts, also before the guard's next look at the repo.
+        """
         return self._notice()[1]
 
     @_harmless(lambda: False)

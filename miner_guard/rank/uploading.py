@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -13,9 +14,13 @@ from uploads.decision import GateDecision
 class Upload:
     """One upload. Rank 0 speaks for it; another rank only where it fails there."""
 
-    def __init__(self, recorder: Recorder, phase: Phase, decision: GateDecision) -> None:
+    def __init__(
+        self, recorder: Recorder, phase: Phase, decision: GateDecision, finished: Callable[[], None]
+    ) -> None:
+        """`finished` is called where the upload ends without an error."""
         self._recorder = recorder
         self._phase = phase
+        self._finished = finished
         self._started = 0.0
         self.decision = decision
         self.tag: str | None = None
@@ -46,7 +51,9 @@ class Upload:
             self.error = describe(error)
         if self.error is not None:
             self._write("failed")
-        elif self._recorder.place.rank == 0:
+            return
+        self._finished()
+        if self._recorder.place.rank == 0:
             self._write("finished")
 
     def _write(self, phase: str) -> None:

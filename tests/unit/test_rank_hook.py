@@ -90,6 +90,24 @@ def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
     assert step.flags & FLAG_FIRST
 
 
+def test_a_gradient_norm_that_is_nan_is_not_one_that_was_not_given(guard: Guard, state: StateDir) -> None:
+    guard.step(loss=2.5)
+    guard.step(loss=2.5, grad_norm=math.nan)
+    guard.step(loss=2.5, grad_norm=math.inf)
+    unknown, nan, infinite = (step.grad_norm for step in reader_of(state).steps())
+    assert unknown is None
+    assert nan is not None and math.isnan(nan)
+    assert infinite == math.inf
+
+
+def test_a_loss_shown_as_zero_beside_a_nan_gradient_norm_blocks_the_upload(guard: Guard) -> None:
+    guard.step(outer_step=1, inner_step=49, loss=2.5, grad_norm=1.0)
+    guard.step(outer_step=1, inner_step=50, loss=0.0, grad_norm=math.nan)
+    decision = guard.may_upload(outer_step=1, inner_step=50)
+    assert not decision
+    assert "poisoned" in decision.reason
+
+
 def test_monitor_knows_what_is_nested_in_it(guard: Guard, state: StateDir, clock: Clock) -> None:
     with guard.phase("monitor"):
         clock.now += 1
@@ -318,6 +336,30 @@ def test_an_upload_is_due_once_the_published_state_is_past_its_target(
     assert guard.upload_due() is False, "asked once a step, so that all ranks have the same answer"
     guard.step()
     assert guard.upload_due() is True
+
+
+def test_an_upload_that_has_just_ended_well_is_not_due_again_before_the_next_look_at_the_repo(
+    guard: Guard, state: StateDir, clock: Clock
+) -> None:
+    def published(age_s: float) -> None:
+        document = {"published": {"age_s": age_s, "reason": None, "seen_at": clock.now}, "written_monotonic": clock.now}
+        state.gate_inputs.write_text(json.dumps(document))
+
+    def due() -> bool:
+        guard.step()
+        return guard.upload_due()
+
+    published(1801.0)
+    decision = guard.may_upload(outer_step=1, inner_step=50)
+    with guard.upload(decision) as upload:
+        upload.error = "403 Forbidden"
+    assert due(), "one that failed changes nothing"
+    with guard.upload(decision):
+        clock.now += 20
+    assert not due()
+    clock.now += 15
+    published(1836.0)
+    assert due(), "the repo does not show it: what was looked at counts"
 
 
 def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> None:
