@@ -270,6 +270,32 @@ class Guard:
         """Account for a monitoring operation. `blocking`: training waited for it."""
         self._costs.add(str(operation), float(seconds), blocking)
 
+    @_harmless(lambda: False)
+    def due(
+        self, operation: str, *, every_s: float | None = None, every_steps: int | None = None, step: int | None = None
+    ) -> bool:
+        """Whether a monitoring operation should run now: `MonitoringCostTracker.due` of rank 0, for all ranks alike.
+
+        Collective: for an operation that holds a collective itself, which must run on all ranks or on none.
+        Give `every_s` or `every_steps`; `step` is counted by `guard.step` where it is not given.
+        """
+        if every_s is None and every_steps is None:
+            raise ValueError(f"due({operation!r}) needs every_s or every_steps")
+        own = None
+        if self.rank == 0:
+            own = b"%d" % self._due_here(operation, every_s, every_steps, self._stepper.count if step is None else step)
+        with self._phases.named("collective"):
+            return self._agreed().share(f"due {operation} {self._stepper.count}", own) == b"1"
+
+    def _due_here(self, operation: str, every_s: float | None, every_steps: int | None, step: int) -> bool:
+        from miner_guard.costs.tracker import get_global_tracker
+
+        try:
+            return get_global_tracker().due(operation, every_s=every_s, every_steps=every_steps, step=step)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; said as guard_degraded
+            self._degraded("due", error)
+            return False
+
     def track(self, operation: str) -> Any:
         """`with guard.track("eval"): …` times a monitoring operation that training waits for."""
         return self._costs.track(operation)

@@ -14,9 +14,7 @@ from uploads.decision import GateDecision
 class Upload:
     """One upload. Rank 0 speaks for it; another rank only where it fails there."""
 
-    def __init__(
-        self, recorder: Recorder, phase: Phase, decision: GateDecision, finished: Callable[[], None]
-    ) -> None:
+    def __init__(self, recorder: Recorder, phase: Phase, decision: GateDecision, finished: Callable[[], None]) -> None:
         """`finished` is called where the upload ends without an error."""
         self._recorder = recorder
         self._phase = phase

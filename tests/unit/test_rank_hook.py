@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from miner_guard.clock import FakeClock
+from miner_guard.costs.tracker import MonitoringCostTracker
 from miner_guard.rank import hook, stacks
 from miner_guard.rank.environment import Place, RankSettings, find
 from miner_guard.rank.flight import FlightReader
@@ -96,7 +98,8 @@ def test_a_gradient_norm_that_is_nan_is_not_one_that_was_not_given(guard: Guard,
     guard.step(loss=2.5, grad_norm=math.inf)
     unknown, nan, infinite = (step.grad_norm for step in reader_of(state).steps())
     assert unknown is None
-    assert nan is not None and math.isnan(nan)
+    assert nan is not None
+    assert math.isnan(nan)
     assert infinite == math.inf
 
 
@@ -360,6 +363,20 @@ def test_an_upload_that_has_just_ended_well_is_not_due_again_before_the_next_loo
     clock.now += 15
     published(1836.0)
     assert due(), "the repo does not show it: what was looked at counts"
+
+
+def test_due_is_what_rank_0s_tracker_says_and_never_raises(
+    guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = MonitoringCostTracker(clock=FakeClock())
+    monkeypatch.setattr("miner_guard.costs.tracker._global", own)
+    answers = []
+    for _ in range(6):
+        guard.step()
+        answers.append(guard.due("snapshot", every_steps=3))
+    assert answers == [False, False, True, False, False, True]
+    assert guard.due("snapshot") is False
+    assert any("needs every_s or every_steps" in what for what in said(state))
 
 
 def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> None:
