@@ -1,0 +1,104 @@
+"""kill -9 of a publisher to a folder at each of its file operations: what is shown is whole, or is made whole."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uploads.journal import COMMITTING, Journal, journal_path
+from uploads.publisher import Publisher, Revision
+from uploads.repos.base import METADATA, epoch_key
+from uploads.repos.local import LocalRepo
+
+OUTER = 3
+SHOWN = (epoch_key(OUTER, "gradients.pt"), epoch_key(OUTER, "config.json"), epoch_key(OUTER, METADATA), METADATA)
+_FILE_OPERATIONS = ("open", "os.rename", "os.remove", "os.utime", "os.mkdir")
+
+
+def revision(folder: Path, inner: int) -> Revision:
+    own = folder / f"revision-{inner}"
+    own.mkdir()
+    (own / "gradients.pt").write_bytes(inner.to_bytes(4, "big") * 1000)
+    (own / "config.json").write_text(json.dumps({"block_list": [inner]}))
+    (own / METADATA).write_text(json.dumps({"run": 1, "outer_step": OUTER, "inner_step": inner, "peer_id": "p"}))
+    return Revision(own, 1, OUTER, inner)
+
+
+def contents(of: Revision) -> dict[str, bytes]:
+    return {key: path.read_bytes() for key, path in of.files()}
+
+
+class Folder:
+    """A repo and its publisher's journal."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.repo = LocalRepo(root / "repo")
+        self.journal = journal_path(root / "journal", self.repo.label)
+
+    def publisher(self) -> Publisher:
+        return Publisher(self.repo, Journal(self.journal), lambda _line: None)
+
+    def shown(self) -> dict[str, bytes]:
+        return {key: (self.root / "repo" / key).read_bytes() for key in SHOWN}
+
+    def killed_at(self, operation: int, what: Revision) -> bool:
+        """Publish in a child that is killed before its `operation`-th file operation; whether it came to that."""
+        child = multiprocessing.get_context("fork").Process(target=self._publish_until, args=(operation, what))
+        child.start()
+        child.join(30)
+        assert child.exitcode in (0, -signal.SIGKILL)
+        return child.exitcode != 0
+
+    def _publish_until(self, operation: int, what: Revision) -> None:
+        sys.addaudithook(_killer(operation, str(self.root)))
+        self.publisher().publish(what)
+
+
+def _killer(operation: int, below: str) -> Callable[[str, tuple[Any, ...]], None]:
+    left = operation
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in _FILE_OPERATIONS and str(arguments[0]).startswith(below):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return audit
+
+
+def test_killed_at_any_file_operation_the_folder_is_whole_or_made_whole(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    before = revision(tmp_path, 50)
+    folder.publisher().publish(before)
+    undone = finished = 0
+    for operation in range(1, 400):
+        after = revision(tmp_path, 1000 + operation)
+        if not folder.killed_at(operation, after):
+            break
+        old, new, seen = contents(before), contents(after), folder.shown()
+        left = Journal(folder.journal).read()
+        assert all(seen[key] in (old[key], new[key]) for key in SHOWN), f"torn at operation {operation}"
+        committing = left is not None and left["phase"] == COMMITTING
+        if not committing:
+            assert seen in (old, new), f"mixed at operation {operation}, and nobody would finish it"
+        folder.publisher().recover()
+        assert folder.shown() == (new if committing else seen)
+        undone, finished = undone + (folder.shown() == old), finished + (folder.shown() == new)
+        if folder.shown() == new:
+            before = after
+    else:
+        pytest.fail("the publisher never came to its end")
+    assert undone >= 10
+    assert finished >= 10
+    assert folder.shown() == contents(after)
+    assert not list((tmp_path / "repo" / ".incoming").iterdir()), "leftovers of the killed ones"
