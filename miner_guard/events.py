@@ -132,8 +132,7 @@ _SPECS = (
     # gate and uploads
     Spec("upload_blocked", "warning", _WARN, "UPLOAD BLOCKED: {reason}", ("reason", "outer_step", "inner_step", "kind", "verdicts")),
     Spec("upload_allowed", "info", _OK, "UPLOAD ALLOWED: {reason}", ("reason", "outer_step", "inner_step", "kind", "verdicts")),
-    Spec("upload_started", "info", "💾", "UPLOAD STARTED: tag {tag} ({files} files, {size})", ("tag", "files", "size")),
-    Spec("upload_progress", "info", "💾", "UPLOAD PROGRESS: {done} of {size} ({pct:.0f}%)", ("done", "size", "pct")),
+    Spec("upload_started", "info", "💾", "UPLOAD STARTED: tag {tag}", ("tag",)),
     Spec("upload_succeeded", "info", _OK, "UPLOAD VERIFIED: tag {tag} {detail}", ("tag", "detail")),
     Spec("upload_failed", "error", _BAD, "UPLOAD FAILED: {reason}", ("reason",)),
     Spec("upload_reported", "info", "💾", "UPLOAD REPORTED: tag {tag} {detail}", ("tag", "detail", "source")),

@@ -112,3 +112,17 @@ def test_the_guard_killed_takes_torchrun_and_its_ranks_with_it(guarded: Guarded,
     guarded.processes[0].kill()
     guarded.processes[0].wait()
     guarded.assert_nothing_left(60)
+
+
+@pytest.mark.long
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(guarded: Guarded, tmp_path: Path) -> None:
+    guarded.start(demo(guarded, tmp_path, steps=11), settings=FAST)
+    assert guarded.processes[0].wait(SLOWEST) == 0, guarded.tail()
+    newest = max(tmp_path.glob("work-*/checkpoints/step-*"))
+    for file in newest.glob("*.distcp"):
+        os.truncate(file, file.stat().st_size // 2)
+    guarded.start(demo(guarded, tmp_path, steps=14), settings=FAST)
+    assert guarded.processes[1].wait(SLOWEST) == 0, guarded.tail()
+    assert guarded.named("checkpoint_skipped")[0]["path"].endswith(newest.name)
+    assert guarded.named("checkpoint_resumed")[0]["step"] == 5
+    guarded.assert_nothing_left()

@@ -72,6 +72,13 @@ def test_each_oddity_is_named(change: dict[str, Any], finding: str) -> None:
     assert finding in said(ranks(change), 4)
 
 
+def test_a_rank_with_hardly_any_memory_on_no_gpu_is_named() -> None:
+    nothing = {"allocated_bytes": GIB // 2, "model_device": None}
+    low = [f for f in across_ranks.findings(ranks(nothing), 4) if f.event == "low_gpu_memory"]
+    assert [(f.rank, f.fields["gpu_mem_gb"]) for f in low] == [(2, 0.5)]
+    assert "low_gpu_memory" not in said(ranks({"allocated_bytes": GIB // 2}), 4), "a small model on its GPU is well"
+
+
 def test_gpus_are_counted_against_ranks_on_each_host() -> None:
     assert "fewer_gpus_than_ranks" in said([report(r, gpu_count=2) for r in range(4)])
     assert "more_gpus_than_ranks" in said([report(r, gpu_count=8) for r in range(4)])

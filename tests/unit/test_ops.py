@@ -38,6 +38,18 @@ def test_the_runbook_has_one_row_for_every_event_and_none_for_what_is_no_event()
     assert counts.keys() == CATALOGUE.keys()
 
 
+def test_every_row_of_the_runbook_is_produced_by_a_test() -> None:
+    """By the event's name, or by the words of its line: a row that nothing produces would be a promise."""
+    tests = needs.REPO / "tests"
+    own = Path(__file__)
+    code = "".join(path.read_text(encoding="utf-8") for path in sorted(tests.rglob("test_*.py")) if path != own)
+    unseen = [
+        event for event, (grep, *_) in _rows().items()
+        if not re.search(rf"""["']{event}["']""", code) and grep.strip() not in code
+    ]  # fmt: skip
+    assert unseen == []
+
+
 @pytest.mark.parametrize("spec", CATALOGUE.values(), ids=lambda spec: spec.name)
 def test_the_runbooks_grep_finds_the_real_line(spec: Spec) -> None:
     grep, meaning, action = _rows()[spec.name]

@@ -382,6 +382,7 @@ def test_missing_gpus_are_waited_for_and_said_once(tmp_path: Path) -> None:
     assert looking.run().go
     assert looking.waited == 10
     assert [f.fields.get("check") for f in looking.said[:-1]] == ["gpu.count", "cuda.count", None]
+    assert looking.said[-2].event == "preflight_waiting"
     assert looking.said[-2].fields["what"] == "cuda.count, gpu.count"
 
 

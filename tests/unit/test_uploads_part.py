@@ -215,7 +215,7 @@ def test_no_forecast_where_the_minimum_comes_first_or_nothing_is_known(bench: Be
 
 def test_a_push_that_arrived_is_verified_by_a_look_and_stored(bench: Bench) -> None:
     bench.look()
-    bench.push("started")
+    assert [f.event for f in bench.push("started")] == ["upload_started"]
     bench.clock.advance(12)
     assert bench.push("finished") == []
     bench.repo = Published(age_s=2.0, reason=None, outer_step=56, inner_step=51, size_bytes=900, checksum="c1" * 20)

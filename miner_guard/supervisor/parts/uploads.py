@@ -176,6 +176,7 @@ class UploadsPart(Part):
         if entry.get("phase") == "started":
             with self._mutex:
                 self._began[decision] = _Begun(entry, float(entry.get("t") or now), self._watch.latest)
+            yield found("upload_started", rank=rank or None, tag=_tag(entry))
             return
         seconds = entry.get("seconds")
         with self._mutex:
