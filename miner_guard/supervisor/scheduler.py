@@ -116,6 +116,10 @@ class Scheduler:
     def close(self) -> None:
         """No further runs; what is running is not waited for."""
         if self._scheduler is not None:
+            # `shutdown` in the middle of APScheduler's look at its jobs fails in its thread: after `pause` there is no
+            # further look, and `get_jobs` waits for the one that may be under way.
+            self._scheduler.pause()
+            self._scheduler.get_jobs()
             self._scheduler.shutdown(wait=False)
 
 
