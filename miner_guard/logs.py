@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import structlog
-
 from miner_guard import events
 from miner_guard.clock import Clock, iso_utc
 from miner_guard.config import LogSettings
 from miner_guard.events import CATALOGUE, LEVELS, Finding
 from miner_guard.lines import console_line, json_line, rotated
 from miner_guard.redact import Redactor
+from miner_guard.unimported import unimported
+
+with unimported("rich"):
+    # Half of structlog's import is rich, for a console renderer that the guard has no use for.
+    import structlog
 
 __all__ = ["ConsoleSink", "Emitter", "JsonlSink", "Record", "Sink", "console_line", "json_line", "rotated"]
 

@@ -157,6 +157,8 @@ class Assembly:
             self.log(found("guard_degraded", what="the kernel refuses PR_SET_CHILD_SUBREAPER; orphans may escape"))
         sweep.sweep(self.request.state, _SWEEP_GRACE_S, self.log)
         self._try("reaper", self._start_reaper)
+        # Only now: what is left of an earlier run would be seen. Its children work while the parts are made.
+        self.startup.look()
         self.host.parts = compose.compose(self._context(), self.log)
         self._watch_gpu_memory()
         self.flights.leftovers(self.host)

@@ -15,7 +15,7 @@ CRITICAL = 69
 
 
 class Startup:
-    """One look before the first launch. `begin` returns at once; its answer comes through `soon`."""
+    """One look before the first launch. `look` returns at once; its answer comes through `soon`."""
 
     def __init__(
         self, question: Question, emit: Callable[[Finding], None], soon: Callable[[Callable[[], None]], None]
@@ -23,33 +23,41 @@ class Startup:
         """`emit` and `soon` are safe from any thread; what `soon` is given runs in the supervisor's thread."""
         self._question, self._emit, self._soon = question, emit, soon
         self._stop = threading.Event()
+        self._then: tuple[Callable[[], None], Callable[[int, str], None]] | None = None
+
+    def look(self) -> None:
+        """Begin to look, while the supervisor prepares what else a launch needs."""
+        if self._question.config.gpu.preflight:
+            threading.Thread(target=self._look, name="preflight", daemon=True).start()
 
     def begin(self, launch: Callable[[], None], refuse: Callable[[int, str], None]) -> None:
-        """Look, then `launch()` or `refuse(exit code, reason)`, in the supervisor's thread."""
-        if not self._question.config.gpu.preflight:
+        """After the look, `launch()` or `refuse(exit code, reason)`, in the supervisor's thread.
+
+        To be called before that thread does what `soon` was given.
+        """
+        if self._question.config.gpu.preflight:
+            self._then = (launch, refuse)
+        else:
             launch()
-            return
-        threading.Thread(target=self._look, args=(launch, refuse), name="preflight", daemon=True).start()
 
     def cancel(self) -> None:
         """Stop waiting, and end the probes, which could hold up the guard's end; nothing is launched any more."""
         self._stop.set()
         probe.end_all()
 
-    def _look(self, launch: Callable[[], None], refuse: Callable[[int, str], None]) -> None:
+    def _look(self) -> None:
         try:
             outcome = preflight(self._question, self._emit, self._stop.wait)
         except Exception as error:  # noqa: BLE001  a defect of the look must not keep the miner from running; it is said
             what = f"the preflight failed: {type(error).__name__}: {error}; the miner is started unexamined"
             self._emit(found("guard_degraded", what=what))
             outcome = None
-        self._soon(lambda: self._decide(outcome, launch, refuse))
+        self._soon(lambda: self._decide(outcome))
 
-    def _decide(
-        self, outcome: Outcome | None, launch: Callable[[], None], refuse: Callable[[int, str], None]
-    ) -> None:  # fmt: skip
-        if self._stop.is_set():
+    def _decide(self, outcome: Outcome | None) -> None:
+        if self._stop.is_set() or self._then is None:
             return
+        launch, refuse = self._then
         if outcome is None or outcome.go:
             launch()
             return
