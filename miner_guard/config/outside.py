@@ -1,0 +1,164 @@
+"""Settings of what is outside: the gate, repo and chain; alerts, port and logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from miner_guard.config.ranges import AtLeastOne, Count, NotNegative, Positive, Range
+
+
+@dataclass(frozen=True)
+class GateSettings:
+    """What may be uploaded. The rules' own numbers; a profile changes them."""
+
+    mode: Literal["enforce", "shadow"] = "enforce"
+    """`enforce` blocks; `shadow` says what it would do and blocks nothing."""
+
+    min_inner_step: Count = 50
+    """Inner steps below this are blocked (source 004; subnet 38's validators reject 0 only)."""
+
+    min_upload_interval_s: NotNegative = 0.0
+    """A repo younger than this blocks: too soon. 0 switches the rule off."""
+
+    repo_age_target_s: Positive = 1800.0
+    """Past this the upload is due (source 004: keep < 1800 s)."""
+
+    repo_age_limit_s: Positive = 2000.0
+    """Past this the repo is stale (source 004: < 2000 s)."""
+
+    broadcast_timeout_s: Positive = 60.0
+    """How long the ranks wait for rank 0's decision before they block locally."""
+
+    inputs_max_age_s: Positive = 300.0
+    """What gate-inputs.json says of repo and network counts as unknown when older than this."""
+
+
+@dataclass(frozen=True)
+class RepoSettings:
+    """The published repo that is watched."""
+
+    kind: Literal["none", "local", "s3", "hf"] = "none"
+    """Where the miner publishes."""
+
+    path: str | None = None
+    """`local`: the folder."""
+
+    bucket: str | None = None
+    """`s3`: the bucket."""
+
+    endpoint: str | None = None
+    """`s3`, `hf`: the endpoint's URL."""
+
+    region: str = "auto"
+    """`s3`: the region (`auto` for R2)."""
+
+    repo_id: str | None = None
+    """`hf`: owner/name."""
+
+    credentials: Literal["env", "dotenv", "file"] = "env"
+    """Where the keys are read from; never from a command line."""
+
+    credentials_file: str | None = None
+    """`dotenv`: the `.env` as the miner uses it; `file`: a TOML file with the keys."""
+
+    refresh_every_s: Positive = 60.0
+    """Seconds between two looks at the repo."""
+
+    timeout_s: Positive = 20.0
+    """Deadline of one look."""
+
+    verify_uploads: bool = True
+    """Look at the repo after each reported push."""
+
+    audit_every_s: NotNegative = 0.0
+    """Seconds between two audits; 0 runs none on a schedule."""
+
+
+@dataclass(frozen=True)
+class ChainSettings:
+    """The chain; only public data is read."""
+
+    network: str | None = None
+    """Name or ws:// URL for bittensor. None: the chain is not read."""
+
+    netuid: Annotated[int, Range(ge=0)] | None = None
+    """The subnet."""
+
+    hotkey: str | None = None
+    """ss58 address of the miner's hotkey (public)."""
+
+    master_uid: Annotated[int, Range(ge=0)] | None = None
+    """uid whose repo says the network's outer step."""
+
+    refresh_every_s: Positive = 120.0
+    """Seconds between two looks."""
+
+    timeout_s: Positive = 30.0
+    """Deadline of one look."""
+
+
+@dataclass(frozen=True)
+class AlertSettings:
+    """Who is told."""
+
+    urls: tuple[str, ...] = ()
+    """Apprise URLs; better given through MINER_GUARD_ALERTS__URLS, they hold secrets."""
+
+    preset: Literal["overnight"] | None = None
+    """`overnight`: stalls, loss explosion, nothing saved, any problem (source 003)."""
+
+    min_level: Literal["info", "warning", "error", "critical"] = "error"
+    """Events from this level on are sent."""
+
+    events: tuple[str, ...] = ()
+    """Further events, whatever their level."""
+
+    cooldown_s: NotNegative = 900.0
+    """The same alert is not repeated sooner."""
+
+    heartbeat_url: str | None = None
+    """Pinged while the miner progresses."""
+
+    heartbeat_every_s: Positive = 300.0
+    """Seconds between two pings."""
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """The HTTP port."""
+
+    port: Annotated[int, Range(ge=0, le=65535)] | None = None
+    """None: no port. 0: any free one."""
+
+    host: str = "127.0.0.1"
+    """Anything but loopback needs a token."""
+
+    token: str | None = None
+    """Bearer token; better given through MINER_GUARD_HTTP__TOKEN."""
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """Console line and guard.jsonl."""
+
+    emoji: bool = True
+    """The documents' emoji before the words."""
+
+    level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    """Console lines from this level on; guard.jsonl has them all."""
+
+    max_bytes: AtLeastOne = 50_000_000
+    """Size at which guard.jsonl is rotated."""
+
+    keep: Count = 10
+    """Rotated files kept."""
+
+    keep_incidents: AtLeastOne = 50
+    """Folders of evidence kept under incidents/, the newest; each holds up to about 1 MB per rank."""
+
+    step_lines_per_s: Positive = 5.0
+    """Step lines on the console and in guard.jsonl; the number left out is said."""
+
+    classify: bool = True
+    """Look for incidents in the relayed output."""
