@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -25,6 +27,7 @@ from uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revisio
 from uploads.push import push
 from uploads.repos import look_at, open_repo
 from uploads.repos.base import RepoError, epoch_key
+from uploads.repos.s3 import S3Repo
 
 BUCKET = "llama-4b-ws-4-007"
 MANY_MB = 12
@@ -101,6 +104,27 @@ def test_pushed_is_said_after_the_read_back_and_no_key_is_shown(
     assert "Successfully pushed new model state with tag 1.3.50 to bucket:" in lines[-1]
     assert faults.requests[-1].startswith("HEAD")
     assert s3.KEYS["AWS_SECRET_ACCESS_KEY"] not in "\n".join(lines)
+
+
+def test_each_body_goes_with_its_signed_md5_and_is_not_hashed_once_more(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
+    settings, _ = server
+    repo = open_repo(settings)
+    assert isinstance(repo, S3Repo)
+    sent: list[Any] = []
+    for operation in ("UploadPart", "PutObject"):
+        repo._client.meta.events.register(f"before-send.s3.{operation}", lambda request, **_: sent.append(request))
+    what = revision(tmp_path, 50)
+    repo.stage("epoch-3/config.json", what.folder / "config.json", lambda _n: None, {})
+    repo.put("metadata.json", (what.folder / "config.json").read_bytes())
+    md5 = base64.b64encode(hashlib.md5((what.folder / "config.json").read_bytes()).digest())
+    for request in sent:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        assert headers["content-md5"] == md5
+        assert b"content-md5" in headers["authorization"]
+        assert headers["x-amz-content-sha256"] == b"UNSIGNED-PAYLOAD"
+    assert len(sent) == 2
 
 
 def test_age_is_the_servers_age_whatever_this_hosts_clock(
