@@ -21,7 +21,7 @@ def command(
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
 ) -> None:
-    """Collect source 004's "Getting Help" and more in one redacted archive with a manifest."""
+    """Collect what a helper asks for, from diagnostics to settings, in one redacted archive with a manifest."""
     from miner_guard.health.bundle import collect, pack
     from miner_guard.redact import Redactor
 

@@ -24,7 +24,9 @@ _BATCH = 1024
 
 def command(
     event: Annotated[Optional[list[str]], typer.Option("--event", "-e", help="Only this event; repeatable.")] = None,
-    level: Annotated[str, typer.Option("--level", "-l", help="This level and above.")] = "debug",
+    level: Annotated[
+        str, typer.Option("--level", "-l", help="This level (debug, info, warning, error, critical) and above.")
+    ] = "debug",
     since: Annotated[str, typer.Option("--since", help="90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC).")] = "",
     rank: Annotated[Optional[list[int]], typer.Option("--rank", "-r", help="Only this rank; repeatable.")] = None,
     lines: Annotated[

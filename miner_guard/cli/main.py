@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -55,8 +56,14 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
         if importlib.util.find_spec(COMMANDS[name]) is not None:
             module = importlib.import_module(COMMANDS[name])
-            app.command(name, context_settings=getattr(module, "CONTEXT", None))(module.command)
+            short = _first_sentence(module.command.__doc__ or "")
+            app.command(name, short_help=short, context_settings=getattr(module, "CONTEXT", None))(module.command)
     return app
+
+
+def _first_sentence(help_text: str) -> str:
+    """The help's first sentence, whole: the list of commands would cut it after 45 characters."""
+    return re.split(r"(?<=[.?])\s", help_text.strip(), maxsplit=1)[0]
 
 
 def _version(asked: bool) -> None:

@@ -115,7 +115,8 @@ def fits(plan: planning.Plan) -> bool | None:
 def text(plan: planning.Plan, steps: Any) -> Iterator[str]:
     """The plan for people."""
     s, doc, actual = plan.settings, plan.document, plan.actual
-    yield f"{s.gpus} GPUs, batch {s.batch}, effective batch {s.effective}, {s.params:.3g} parameters, sequence {s.seq}"
+    batches = f"batch {s.batch}, effective batch {s.effective}"
+    yield f"{s.gpus} GPUs, {batches}, {s.params / 1e9:.3g}B parameters, sequence {s.seq}"
     yield ""
     yield f"{'':34}{'as the document':>18}{'as the miner does':>20}"
     for title, one, two in (

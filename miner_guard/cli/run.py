@@ -23,7 +23,11 @@ def command(
     name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
     attach: Annotated[
-        Optional[str], typer.Option(help="Hook an unmodified miner: sn38, auto, log.", show_default=False)
+        Optional[str],
+        typer.Option(
+            help="Hook an unmodified miner: sn38 (subnet 38's), auto (any torch loop), log (its step lines).",
+            show_default=False,
+        ),
     ] = None,
     max_restarts: Annotated[Optional[int], typer.Option(help="Restarts in a row before it is a crash loop.")] = None,
     no_restart: Annotated[
