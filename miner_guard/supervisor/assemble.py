@@ -260,6 +260,8 @@ class Assembly:
     def _take_apart(self) -> None:
         self.loop.drain()
         self._ended = True
+        # The parts' last words, the final HEALTH line among them, are of how it ended, not of the last pulse.
+        self.status.update(self._document())
         self.host.stop()
         self._linger()
         self.status.update(self._document())
