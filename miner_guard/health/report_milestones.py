@@ -84,12 +84,13 @@ def _regular(data: Data, gate: GateSettings) -> list[Milestone]:
         mark for mark in data.of("upload_blocked") if (mark.fields.get("inner_step") or 0) >= gate.min_inner_step
     ]
     end = data.last
+    got_there = _first_time(data.inner_step, lambda v: v >= gate.min_inner_step) is not None
     return [
         _at(stage, "Uploads regularly", done[2].time if len(done) > 2 else None, f"{len(done)} verified so far"),
         _at(stage, "Loss decreasing over time", end if falls else None, "not, or too few steps to say"),
         _quiet(data, stage, 'No "SLOW STEP" warnings for an hour', data.of("slow_step")),
-        _at(stage, f'No "UPLOAD BLOCKED" from inner step {gate.min_inner_step} on', None if blocked else end,
-            f"{len(blocked)} blocked"),
+        _at(stage, f'No "UPLOAD BLOCKED" from inner step {gate.min_inner_step} on',
+            end if got_there and not blocked else None, f"{len(blocked)} blocked" if blocked else "not that far yet"),
     ]  # fmt: skip
 
 

@@ -98,6 +98,18 @@ def test_the_page_shows_slow_steps_restarts_uploads_and_milestones(tmp_path: Pat
     assert re.search(r"Rank &lt; 15</td><td class=\"\">unknown", page)
 
 
+@pytest.mark.parametrize(("steps", "blocked_at", "reached"), [(20, 15, False), (60, 15, True), (60, 55, False)])
+def test_no_block_from_step_50_on_is_reached_only_by_a_run_that_came_so_far(
+    tmp_path: Path, steps: int, blocked_at: int, reached: bool
+) -> None:
+    log = Log(tmp_path)
+    for number in range(1, steps + 1):
+        log.step(number, loss=5.0)
+    log.say("upload_blocked", reason="why", outer_step=1, inner_step=blocked_at, kind="gradient", verdicts=[])
+    done = re.findall(r"<td>([^<]*)</td><td class=\"good\">reached", render(log.state))
+    assert any("from inner step 50 on" in title for title in done) == reached
+
+
 def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1, loss=float("nan"))
