@@ -72,6 +72,12 @@ class Hit(NamedTuple):
     msg: str
     rank: int | None
 
+    @property
+    def headline(self) -> str:
+        """The first line of the message that has words: a block begins with a rule."""
+        rows = self.msg.splitlines()
+        return next((row for row in rows if any(map(str.isalnum, row))), rows[0] if rows else "")
+
     def console(self, *, emoji: bool) -> str:
         """The line as the console showed it."""
         head = {"ts": self.ts, "level": self.level, "event": self.event, "msg": self.msg, "rank": self.rank}

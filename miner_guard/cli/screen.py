@@ -142,10 +142,11 @@ def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[st
 
 
 def _ranks(steps: Mapping[str, Any]) -> list[str]:
-    rows = [
-        f"rank {rank}: {number(row.get('step_time_s'), '.3g', 's')} {number(row.get('gpu_mem_gb'), '.1f', 'GB')}"
-        for rank, row in part(steps, "per_rank").items()
-    ]
+    rows = []
+    for rank, row in part(steps, "per_rank").items():
+        memory = row.get("gpu_mem_gb")
+        told = "mem ?" if memory is None else number(memory, ".1f", "GB")
+        rows.append(f"rank {rank}: {number(row.get('step_time_s'), '.3g', 's')} {told}")
     return [" | ".join(rows[place : place + 3]) for place in range(0, min(len(rows), 9), 3)]
 
 

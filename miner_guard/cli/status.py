@@ -38,7 +38,7 @@ def command(
         typer.echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
     hits = logquery.last(place.state.log, Query(least_level="warning"), _EVENTS)
-    told = [f"{hit.ts[:19]}Z {hit.level:<8} {hit.msg.partition(chr(10))[0]}"[:_WIDTH] for hit in hits]
+    told = [f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}"[:_WIDTH] for hit in hits]
     typer.echo("\n".join(_lines(document, told, place.settings.config.gate.min_inner_step)))
 
 

@@ -60,7 +60,7 @@ class View:
 
     def _take(self, hits: list[Hit]) -> None:
         wanted = [hit for hit in hits if hit.event not in ("inner_step", "health_snapshot")]
-        told = [f"{hit.ts[11:19]} {hit.level:<8} {hit.msg.partition(chr(10))[0]}" for hit in wanted]
+        told = [f"{hit.ts[11:19]} {hit.level:<8} {hit.headline}" for hit in wanted]
         self._events = [*self._events, *told][-_LAST_EVENTS:]
 
     def lines(self, width: int, height: int) -> list[str]:

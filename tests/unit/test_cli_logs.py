@@ -14,6 +14,7 @@ from miner_guard import events
 from miner_guard.cli.main import run
 from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
+from miner_guard.logquery import Hit
 from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.redact import Redactor
 
@@ -36,6 +37,12 @@ def test_one_event_is_found_and_printed_as_on_the_console(
     assert capfdbinary.readouterr().out.decode() == (
         "2026-01-02T03:04:05.000Z | ERROR | guard | ❌ UPLOAD FAILED: 403 Forbidden\n"
     )
+
+
+def test_a_blocks_headline_is_its_first_line_with_words() -> None:
+    hit = Hit(b"", "2026-01-02T03:04:05Z", "info", "gpu_diagnostics", "=====\n🔍 GPU DIAGNOSTICS\n=====", 0)
+    assert hit.headline == "🔍 GPU DIAGNOSTICS"
+    assert hit._replace(msg="").headline == ""
 
 
 def test_json_is_one_document(state: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -54,6 +54,12 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
         assert words in shown
 
 
+def test_a_ranks_unknown_memory_is_named() -> None:
+    status = {**STATUS, "steps": {**STATUS["steps"], "per_rank": {"0": {"step_time_s": 15.2, "gpu_mem_gb": None}}}}
+    shown = "\n".join(lines(status, Curves(), [], 80, 24, age_s=0, min_inner_step=50))
+    assert "rank 0: 15.2s mem ?" in shown
+
+
 def test_curves_and_bars_without_unicode() -> None:
     assert sparkline([1, 2, 3, float("nan")], 10, ascii_only=True) == "_+#"
     assert sparkline([], 10) == ""
