@@ -103,7 +103,7 @@ def text(report: Report, known: Mapping[str, Sequence[notes.Note]], file: str) -
     """The report for people: observed, hypothesis, the one change to make."""
     root = report.root
     if root is None:
-        return f"Nothing wrong found in {report.lines} lines."
+        return f"Nothing wrong found in {report.lines} line{'s' * (report.lines != 1)}."
     where = f"line {root.line}" + (f", rank {root.ranks[0]}" if len(root.ranks) == 1 else "")
     rows = [
         f"ROOT CAUSE {root.label} ({where})",

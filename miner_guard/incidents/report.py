@@ -62,13 +62,14 @@ class Report:
 
 def explain(log: BinaryIO, knowledge: Knowledge, training: oom.Training, redact: Callable[[str], str] = str) -> Report:
     """Read `log` to its end. Raises OSError where it can't be read, nothing else."""
-    scanner, case, size = Scanner(knowledge), Case(knowledge), 0
+    scanner, case, size, unfinished = Scanner(knowledge), Case(knowledge), 0, False
     while chunk := log.read(_CHUNK):
         size += len(chunk)
+        unfinished = not chunk.endswith(b"\n")
         case.add(scanner.feed(chunk))
     case.add(scanner.finish())
     found = [in_words(incident, knowledge, training, redact) for incident in case.incidents(scanner.line)]
-    return Report(tuple(found), scanner.line, size)
+    return Report(tuple(found), scanner.line - 1 + unfinished, size)
 
 
 def in_words(

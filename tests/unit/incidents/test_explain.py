@@ -33,6 +33,14 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(("log", "said"), [(b"", "0 lines."), (b"fine\n", "1 line."), (b"fine\nand fi", "2 lines.")])
+def test_the_lines_of_a_log_without_trouble_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], log: bytes, said: str
+) -> None:
+    assert main.run(["explain", write(tmp_path, log)]) == 1
+    assert capsys.readouterr().out == f"Nothing wrong found in {said}\n"
+
+
 def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, document = explained(capsys, write(tmp_path, CASCADE))
     assert code == 0
