@@ -59,6 +59,8 @@ def command(
     if fault_repeat:
         arguments.append("--fault-repeat")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks or _default_ranks()}"]
+    # Without a folder of its own torchrun leaves one in /tmp at every start.
+    launcher += ["--log-dir", str(state.root / _WORK / "torchrun")]
     miner = (sys.executable, "-u", *launcher, "-m", "miner_guard.demo.train", *arguments)
     raise typer.Exit(_run(miner, settings, state, finished_code))
 

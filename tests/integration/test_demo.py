@@ -71,6 +71,10 @@ def test_the_documents_greps_find_what_they_should(run: Run, words: str) -> None
     assert words in run.output
 
 
+def test_torchruns_own_folder_is_in_the_state_directory(run: Run) -> None:
+    assert list((run.state.root / "demo" / "torchrun").iterdir()), "not in /tmp, where nobody clears it away"
+
+
 def test_asked_at_15_the_line_is_word_for_word(run: Run) -> None:
     assert (
         "UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this! "
