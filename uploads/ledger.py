@@ -169,7 +169,7 @@ class Ledger:
             aside = set_aside(self.path)
             for leftover in ("-wal", "-shm"):
                 self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
-            self._report(found("file_set_aside", path=str(self.path), reason=str(error), aside=str(aside)))
+            self._report(found("file_set_aside", path=str(self.path), reason=f"damaged ({error})", aside=str(aside)))
             return self._done(work)
 
     def _done(self, work: Callable[[sqlite3.Connection], Any]) -> Any:

@@ -53,7 +53,8 @@ def command(
 def _ledger(place: Place, *, as_json: bool) -> None:
     report = statedir.read_json(place.state.costs)
     if not isinstance(report, dict) or "operations" not in report:
-        raise Refused(f"no ledger at {place.state.costs}: no guard has run there yet", NOT_RUNNING)
+        why = "what is there can't be read" if place.state.costs.exists() else "no guard has run there yet"
+        raise Refused(f"no ledger at {place.state.costs}: {why}", NOT_RUNNING)
     try:
         words = table.text(report)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

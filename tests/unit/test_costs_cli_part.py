@@ -94,6 +94,13 @@ def test_bad_questions_are_refused(
     assert words in capsys.readouterr().err
 
 
+def test_a_ledger_that_is_garbage_is_not_called_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "monitoring_costs.json").write_bytes(b"\x00garbage")
+    assert run(["costs", "--state-dir", str(tmp_path)]) == 3
+    assert "can't be read" in capsys.readouterr().err
+
+
 def test_phases_are_entered_once_each(part: Costs) -> None:
     """5 s of monitor phase of which 3 s are validation nested in it: 2 s are its own, 5 s together."""
     part.on_launch(Launch(["x"], 1, 0, 1000.0))
