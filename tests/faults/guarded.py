@@ -52,6 +52,7 @@ class Guarded:
 
     def __init__(self, folder: Path) -> None:
         self.state = StateDir(folder / "state")
+        self.python = sys.executable
         self.token = uuid.uuid4().hex
         self.processes: list[subprocess.Popen[bytes]] = []
         self.output = folder / "output.log"
@@ -68,7 +69,7 @@ class Guarded:
         if "stdout" not in popen:
             popen["stdout"] = self.output.open("ab")
             popen["stderr"] = subprocess.STDOUT
-        line = [sys.executable, "-m", "miner_guard", "run", "--state-dir", str(self.state.root), *flags, "--", *command]
+        line = [self.python, "-m", "miner_guard", "run", "--state-dir", str(self.state.root), *flags, "--", *command]
         process = subprocess.Popen(line, env=env, stdin=subprocess.DEVNULL, **popen)
         self.processes.append(process)
         return process

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -49,11 +48,9 @@ def test_without_py_spy_the_rank_writes_its_stacks_itself(guarded: Guarded, tmp_
     # An interpreter without py-spy beside it, and a PATH that has none.
     python.symlink_to(Path(sys.executable).resolve())
     path = [str(p) for p in map(Path, os.environ["PATH"].split(":")) if not (p / "py-spy").exists()]
-    env = {"PATH": ":".join(path), "PYTHONPATH": f"{os.getcwd()}:{sysconfig.get_paths()['purelib']}"}
-    guarded.start(
-        guarded.miner("steps", 3, 0.1, "hang"), settings={**FAST, "hang.action": "warn", "hang.stack_timeout_s": 0.01},
-        env=env,
-    )  # fmt: skip
+    env = {"PATH": ":".join(path), "PYTHONPATH": ":".join([os.getcwd(), *filter(None, sys.path)])}
+    guarded.python = str(python)
+    guarded.start(guarded.miner("steps", 3, 0.1, "hang"), settings={**FAST, "hang.action": "warn"}, env=env)
     guarded.wait_for("stack_dump", seconds=60)
     assert json.loads((evidence(guarded) / "hang.json").read_text())["ranks"]["0"]["stacks"] == "faulthandler"
     assert "steps.py" in (evidence(guarded) / "stacks-rank-0000.txt").read_text()
