@@ -36,7 +36,8 @@ RESTARTS = ("transient", "once", "hardware", "config", "never")
 
 `transient`: it may pass by itself; restart with backoff. `once`: try again, but the same label again soon
 means that a restart does not mend it. `hardware`: restart only where the startup checks pass. `config`:
-a person must change something first; a restart can't mend it. `never`: it was asked to stop.
+a person must change something first; tried once all the same, since a line may be misread. `never`: it was
+asked to stop.
 """
 
 SEVERITIES = ("info", "warning", "error", "critical")

@@ -278,6 +278,8 @@ class Assembly:
         while self.host.lingers() and self.clock.monotonic() < over:
             self.loop.after(0.05, lambda: None)
             self.loop.turn()
+        if self.host.lingers():
+            self.log(found("guard_degraded", what=f"not all alerts were sent within {within_s:g} s of the end"))
 
 
 class _Control:

@@ -38,6 +38,21 @@ def test_the_runbook_has_one_row_for_every_event_and_none_for_what_is_no_event()
     assert counts.keys() == CATALOGUE.keys()
 
 
+def test_every_fault_of_the_runbook_is_made_by_the_test_it_names() -> None:
+    table = _runbook().partition("## Faults")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 15
+    lines = [str(spec.line) for spec in CATALOGUE.values()]
+    for row in rows:
+        said, test = row.split("|")[2], re.search(r"`(\w+)::(\w+)` \|$", row)
+        assert test is not None, row
+        code = (needs.REPO / "tests" / "faults" / f"{test[1]}.py").read_text(encoding="utf-8")
+        assert f"def {test[2]}(" in code, test[2]
+        words = re.search("`([A-Z ]+[A-Z])", said)
+        assert words is not None or said.strip().startswith("none"), row
+        assert words is None or any(words[1] in line for line in lines), row
+
+
 def test_every_row_of_the_runbook_is_produced_by_a_test() -> None:
     """By the event's name, or by the words of its line: a row that nothing produces would be a promise."""
     tests = needs.REPO / "tests"
