@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from miner_guard.events import CATALOGUE
+from miner_guard.events import CATALOGUE, LEVELS, Spec
 from miner_guard.statedir import finite
 
 _CONSOLE_LEVEL = {
@@ -23,7 +23,7 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
     """`2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`; a block keeps its own lines below."""
     spec = CATALOGUE.get(str(record["event"]))
     who = "guard" if record.get("rank") is None else f"Rank {record['rank']}"
-    mark = f"{spec.emoji} " if emoji and spec is not None and spec.emoji else ""
+    mark = f"{spec.emoji} " if emoji and spec is not None and spec.emoji and not _milder(spec, record) else ""
     level = _CONSOLE_LEVEL.get(str(record["level"]), str(record["level"]).upper())
     stamp = str(record["ts"])
     head, _, rest = str(record["msg"]).partition("\n")
@@ -33,6 +33,11 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
         return f"{head}\n{mark}{title}\n{body}"
     text = f"{stamp[:23]}Z | {level} | {who} | {mark}{head}"
     return f"{text}\n{rest}" if rest else text
+
+
+def _milder(spec: Spec, record: Mapping[str, Any]) -> bool:
+    """A cross before an exit that somebody asked for would frighten for nothing."""
+    return str(record["level"]) == "info" and LEVELS[spec.level] > LEVELS["info"]
 
 
 def json_line(record: Mapping[str, Any]) -> str:

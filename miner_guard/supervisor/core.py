@@ -234,7 +234,7 @@ class Supervisor:
         if end.finished:
             self.host.finding(found("miner_finished", how=f"code {end.code}", code=end.code, runtime_s=runtime))
             return
-        how = f"code {end.code}" if end.signal is None else f"signal {signal.Signals(end.signal).name}"
+        how = f"code {end.code}" if end.signal is None else f"signal {processes.signal_name(end.signal)}"
         finding = found("miner_exited", how=f"{how} {_asked(self._wish)}", code=end.code, runtime_s=runtime)
         self.host.finding(finding.at("info") if end.asked else finding)
 
@@ -253,7 +253,7 @@ class Supervisor:
             self._after_failure(self._failure(end), end.code)
 
     def _failure(self, end: Exit) -> Failure:
-        how = f"exit code {end.code}" if end.signal is None else f"signal {signal.Signals(end.signal).name}"
+        how = f"exit code {end.code}" if end.signal is None else f"signal {processes.signal_name(end.signal)}"
         if self._incident is None or self.clock.monotonic() - self._incident_at > BLAME_S:
             return Failure(how, end.runtime_s)
         fields = self._incident.fields

@@ -18,6 +18,14 @@ HELPER = "_MINER_GUARD_HELPER"
 """In the environment of what the guard starts for itself: probes, the reaper. Never part of a run."""
 
 
+def signal_name(number: int) -> str:
+    """`SIGKILL`; for a real-time signal, which has no name of its own, its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
 @dataclass(frozen=True)
 class Process:
     """One process, distinguishable from a later one with the same pid."""

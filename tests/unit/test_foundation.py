@@ -34,6 +34,17 @@ def test_step_line_is_word_for_word_and_unknown_is_said() -> None:
     assert "GPU Mem: unknown" in events.line(events.found("inner_step", **{**values, "gpu_mem_gb": None}))
 
 
+def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
+    """Guards against an on-call person who is frightened by the end that they asked for."""
+    lines: list[str] = []
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
+    exited = events.found("miner_exited", how="code 0 as asked: SIGINT", code=0, runtime_s=3.0)
+    emitter.emit(exited.at("info"))
+    emitter.emit(exited)
+    assert "❌" not in lines[0]
+    assert "❌ MINER EXITED" in lines[1]
+
+
 def test_a_finding_without_its_fields_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks its fields: reason"):
         events.found("upload_failed")
