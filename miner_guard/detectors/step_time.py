@@ -10,7 +10,7 @@ compared with the median of the last 32 as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miner_guard.config import StepSettings
 from miner_guard.detectors.window import SortedWindow
@@ -20,6 +20,8 @@ TRAINING = "training"
 
 SPECIAL_PHASES = ("inference", "val_loss", "upload", "allreduce", "load_state", "pause")
 """Phases that make a step another kind: it is compared with its like, not with plain training steps."""
+
+_EVALUATION = {"inference", "val_loss"}
 
 _RECENT = 32
 _LEAST = 5
@@ -104,7 +106,7 @@ class StepTimes:
             self._early[kind].add(seconds)
             return self._absolute(seconds, scheduled_s, kind)
         known = window if len(window) >= _LEAST else self._early[kind]
-        relative = self._relative(seconds, kind, known)
+        relative = self._relative(seconds, kind, known) or self._beside_evaluation(seconds, kind, scheduled_s, known)
         self._admit(seconds, kind, window, outlier=relative is not None)
         return self._absolute(seconds, scheduled_s, kind) or relative
 
@@ -121,6 +123,14 @@ class StepTimes:
         limit = window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio)
         limit = max(limit, window.median + self._settings.min_excess_s)
         return SlowStep(seconds, limit, "relative", window.median, kind) if seconds > limit else None
+
+    def _beside_evaluation(self, seconds: float, kind: str, scheduled_s: float, own: SortedWindow) -> SlowStep | None:
+        """An evaluation step without enough of its like: the rest of it is an ordinary training step."""
+        training = self.training_window()
+        if len(own) >= _LEAST or training is None or not set(kind.split("+")) <= _EVALUATION:
+            return None
+        slow = self._relative(seconds - scheduled_s, kind, training)
+        return None if slow is None else replace(slow, seconds=seconds, limit_s=slow.limit_s + scheduled_s)
 
     def _absolute(self, seconds: float, scheduled_s: float, kind: str) -> SlowStep | None:
         if seconds - scheduled_s <= self._settings.slow_s:

@@ -218,6 +218,17 @@ def test_ordinary_noise_is_silent_and_each_slow_step_is_found(noise: float) -> N
     assert found == 100
 
 
+def test_a_slow_step_that_evaluates_too_is_found_before_there_are_others_of_its_kind() -> None:
+    """Guards against a slow step that hides behind the first evaluation: nothing was there to compare it with."""
+    for scheduled, step_s, slow in ((0.9, 1.9, False), (9.0, 10.0, False), (0.9, 8.9, True)):
+        judge = StepTimes(StepSettings())
+        assert not any(judge.observe(1.0) for _ in range(29))
+        found = judge.observe(step_s, "inference+val_loss", scheduled)
+        assert (found is not None) == slow
+        if found is not None:
+            assert found.seconds == step_s
+
+
 def test_grades_are_source_004s() -> None:
     settings = StepSettings()
     assert [grade(s, settings) for s in (15.2, 30.0, 50.0, 245.7)] == ["good", "acceptable", "poor", "bad"]
