@@ -1,0 +1,207 @@
+"""`run` with a fake NVML library, end to end: what stops the start, and what is said while the miner goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
+from tests.integration.gpu_guard import CRITICAL, GUARD, Running, environment, python
+
+__all__ = ["fake_nvml", "nvml_library", "python"]
+
+
+def test_run_starts_on_healthy_gpus_and_says_a_loss_and_an_unplug_while_it_goes_on(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
+    running = Running(fake_nvml, tmp_path, python)
+    try:
+        running.wait_for("miner_started")
+        assert json.loads((tmp_path / "state" / "host.json").read_text())["gpu_count"] == 4
+        time.sleep(1.5)
+        fake_nvml.set({"fail.*.1": 15})
+        lost = running.wait_for("gpu_fault", "is lost")
+        assert lost["level"] == "critical"
+        assert lost["gpu"] == 1
+        fake_nvml.set({"fail.*.1": None})
+        running.wait_for("gpu_recovered", "GPU 1")
+        fake_nvml.set(count=3)
+        assert running.wait_for("gpu_fault", "is no longer there")["gpu"] == 3
+        fake_nvml.set({"ecc.unc.vol.0": 1})
+        running.wait_for("gpu_fault", "uncorrected ECC")
+        # Told once, and to nobody while the reader is being replaced after the unplug: it happens until it is heard.
+        while not any("Xid 79" in record["msg"] for record in running.events()):
+            fake_nvml.set({"xid.2": 0})
+            time.sleep(0.5)
+            fake_nvml.set({"xid.2": 79})
+            time.sleep(2.0)
+        fake_nvml.set({"clocks.reasons.1": 0x40, "pcie.width.1": 8, "rows.pending.2": 1})
+        running.wait_for("gpu_fault", "GPU 1 PCIe gen 4 x8 under load")
+        running.wait_for("gpu_fault", "a row remap is pending")
+        running.wait_for("gpu_fault", "is throttled (HW thermal) in 6 samples")
+        fake_nvml.set({"hang.nvmlDeviceGetPowerUsage.2": 600})
+        running.wait_for("gpu_fault", "GPU 2 hangs the driver")
+        assert running.process.poll() is None
+    finally:
+        code, output = running.end()
+    assert code == 0, output
+    assert "CRITICAL ERROR" in output
+
+
+def test_run_refuses_to_start_without_the_gpus_of_the_last_run(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "host.json").write_text('{"gpu_count": 4}')
+    fake_nvml.set(count=3)
+    running = Running(fake_nvml, tmp_path, python)
+    output, _ = running.process.communicate(timeout=60)
+    assert running.process.returncode == CRITICAL, output
+    assert "the miner lives" not in output
+    assert "PREFLIGHT gpu.count: 3 GPUs" in output
+    count = running.wait_for("preflight_finding", "gpu.count", seconds=1)
+    assert count["limit"] == "4 (by this host at the last run)"
+
+
+def test_run_only_warns_where_the_setting_says_so(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+    fake_nvml.set({"rows.pending.1": 1})
+    running = Running(fake_nvml, tmp_path, python, GPU__ON_CRITICAL="warn")
+    try:
+        running.wait_for("miner_started")
+        assert running.wait_for("preflight_finding", "row remap")["level"] == "critical"
+    finally:
+        assert running.end()[0] == 0
+
+
+def test_a_driver_that_is_late_after_boot_is_waited_for(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+    fake_nvml.set({"fail.init": 9, "torch.count": 0})
+    running = Running(fake_nvml, tmp_path, python, "--expect-gpus", "4", GPU__PREFLIGHT_WAIT_S=60)
+    try:
+        running.wait_for("preflight_finding", "not loaded")
+        assert not any(r["event"] == "miner_started" for r in running.events())
+        fake_nvml.set({"fail.init": None, "torch.count": None})
+        running.wait_for("miner_started")
+    finally:
+        assert running.end()[0] == 0
+
+
+MINER = """
+import sys, time
+from types import SimpleNamespace
+sys.path[:] = [p for p in sys.path if "torch_with_cuda" not in p]
+import torch
+import miner_guard
+guard = miner_guard.init()
+guard.diagnose(torch.nn.Linear(8, 8), batch_size=2, effective_batch_size=512)
+guard.close(finished=True)
+"""
+
+
+@pytest.mark.parametrize("expect", ["2", "0"])
+def test_the_red_flags_are_up_through_run_where_a_gpu_is_expected_and_only_there(tmp_path: Path, expect: str) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "miner.py"
+    script.write_text(MINER)
+    settings = {"GPU__ON_CRITICAL": "warn", "GPU__PREFLIGHT_WAIT_S": 0}
+    done = subprocess.run(
+        [*GUARD, "run", "--no-restart", "--expect-gpus", expect, "--", sys.executable, str(script)],
+        env=environment(None, tmp_path, **settings), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "CUDA available: True" in done.stdout:
+        pytest.skip("this machine has a GPU")
+    assert "🔍 GPU DIAGNOSTICS" in done.stdout
+    assert "✓ Gradient accumulation steps: 256" in done.stdout
+    assert "rank 0: device cpu" in done.stdout
+    flags = ("CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)", "Model is on CPU! This will be EXTREMELY SLOW!")
+    for flag in flags:
+        assert done.stdout.count(flag) == (1 if expect == "2" else 0)
+    assert ("CRITICAL ERROR" in done.stdout) == (expect == "2")
+
+
+GREEDY = """
+import sys, time
+batch = int(sys.argv[1].partition("=")[2])
+if batch > 512:
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+while True:
+    share = min(batch / 512 * 60, 60)
+    print(f"GPU Memory Used: {share * 0.24:.1f} GB / 24.0 GB ({share:.1f}%)", flush=True)
+    time.sleep(0.2)
+"""
+
+
+def test_an_under_used_gpu_is_relaunched_with_a_larger_batch_on_request(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
+    script = tmp_path / "miner.py"
+    script.write_text(GREEDY)
+    settings = {
+        "GPU__ON_UNDERUSE": "relaunch", "GPU__BATCH_ARGUMENT": "--batch", "GPU__FIRST_CHECK_S": 2,
+        "GPU__MODEL_NAME": "ResNet-18", "GPU__MEMORY_SETTLE_S": 0, "GPU__PREFLIGHT": "false",
+    }  # fmt: skip
+    running = Running(fake_nvml, tmp_path, python, miner=[str(python), str(script), "--batch=128"], **settings)
+    try:
+        first = running.wait_for("gpu_relaunch", "128 -> 256")
+        assert "GPU memory at 15%" in first["msg"]
+        running.wait_for("gpu_relaunch", "256 -> 512")
+        running.wait_for("gpu_usage", "GPU at 60% is good for small model (ResNet-18)")
+        commands = [r["command"].rpartition(" ")[2] for r in running.events() if r["event"] == "miner_started"]
+        assert commands == ["--batch=128", "--batch=256", "--batch=512"]
+        assert not any(r["event"] == "crash_loop" for r in running.events())
+    finally:
+        running.end()
+
+
+def test_a_stop_during_a_preflight_that_hangs_ends_the_guard_at_once(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
+    fake_nvml.set({"hang.init": 600})
+    running = Running(fake_nvml, tmp_path, python, "--expect-gpus", "4", GPU__PROBE_TIMEOUT_S=100)
+    running.wait_for("guard_started")
+    time.sleep(1.5)
+    start = time.monotonic()
+    code, output = running.end()
+    assert time.monotonic() - start < 20
+    assert code == 0, output
+    assert "MINER STARTED" not in output
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"fail.init": 12, "torch.count": 0}, "libnvidia-ml"),
+        ({"fail.init": 18, "torch.count": 0}, "versions differ"),
+        ({"fail.init": 999, "torch.count": 0}, "Unknown Error"),
+        ({"mem.used.2": 60 << 30}, "60.0 GB of 80.0 GB held"),
+    ],
+)
+def test_run_does_not_start_on_what_the_preflight_finds_critical(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path, state: dict[str, int], says: str
+) -> None:
+    """Guards against hours of training on a driver that is broken, or on a GPU that an orphan holds."""
+    fake_nvml.set(state)
+    running = Running(fake_nvml, tmp_path, python, "--expect-gpus", "4")
+    output, _ = running.process.communicate(timeout=60)
+    assert running.process.returncode == CRITICAL, output
+    assert "the miner lives" not in output
+    assert running.wait_for("preflight_finding", says, seconds=1)["level"] == "critical"
+
+
+def test_run_starts_where_a_tenant_may_read_nothing_and_never_calls_it_healthy(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
+    fake_nvml.set({"fail.*": 4})
+    running = Running(fake_nvml, tmp_path, python, HEALTH__SNAPSHOT_EVERY_S=2)
+    try:
+        running.wait_for("miner_started")
+        row = running.wait_for("health_snapshot")["snapshot"]["gpus"]["gpus"][0]
+        assert row["memory_used_bytes"] is None
+        assert not any(record["event"] == "gpu_fault" for record in running.events())
+    finally:
+        assert running.end()[0] == 0
