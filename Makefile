@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 DEMO_STATE := $(CURDIR)/.demo/state
 # Most tests wait for processes that they watch: three at a time keep two cores busy.
 PARALLEL := -n 3 --dist loadfile
+# Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
+AGAIN := --reruns 1
 
 .PHONY: demo test check unit faults bench soak clean
 
@@ -13,7 +15,7 @@ demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "not long" $(PARALLEL) tests/unit tests/integration tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long" $(PARALLEL) $(AGAIN) tests/unit tests/integration tests/faults $(PYTEST_ARGS)
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL) tests/unit $(PYTEST_ARGS)
