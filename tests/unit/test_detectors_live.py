@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,29 +32,11 @@ from miner_guard.supervisor.parts import Context, Launch, Part
 from miner_guard.supervisor.parts.curves import CurvesPart
 from miner_guard.supervisor.parts.ranks import RanksPart
 from miner_guard.supervisor.parts.steps import StepsPart
+from tests.idle import IdleControl, IdleJobs
 
 GIB = 1024**3
 QUIET = {"inner_step", "step_lines_left_out", "fast_log", "timing_breakdown", "step_summary"}
 UNKNOWN = TrainingFacts()
-
-
-class _Jobs:
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
-        raise AssertionError("not used")
-
-    def once(self, name: str, work: Callable[[], None]) -> None:
-        raise AssertionError("not used")
-
-
-class _Control:
-    def restart(self, cause: str) -> None:
-        raise AssertionError("not used")
-
-    def stop(self, cause: str, exit_code: int) -> None:
-        raise AssertionError("not used")
-
-    def checkpoint(self) -> None:
-        raise AssertionError("not used")
 
 
 class Run:
@@ -69,8 +51,8 @@ class Run:
             self.clock,
             "r",
             lambda _f: None,
-            _Jobs(),
-            _Control(),
+            IdleJobs(),
+            IdleControl(),
             lambda: self.status,
         )
         self.parts: list[Part] = [StepsPart(context), CurvesPart(context), RanksPart(context)]

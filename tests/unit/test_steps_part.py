@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from miner_guard.rank.hook import Guard
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit, Launch
 from miner_guard.supervisor.parts.steps import StepsPart
+from tests.idle import IdleControl, IdleJobs
 
 
 def make_step(number: int, start: float, seconds: float, **extra: Any) -> Step:
@@ -33,27 +34,8 @@ def make_step(number: int, start: float, seconds: float, **extra: Any) -> Step:
     return Step(number=number, start=start, end=start + seconds, **{**values, **extra})
 
 
-class _Jobs:
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
-        raise AssertionError("not used")
-
-    def once(self, name: str, work: Callable[[], None]) -> None:
-        raise AssertionError("not used")
-
-
-class _Control:
-    def restart(self, cause: str) -> None:
-        raise AssertionError("not used")
-
-    def stop(self, cause: str, exit_code: int) -> None:
-        raise AssertionError("not used")
-
-    def checkpoint(self) -> None:
-        raise AssertionError("not used")
-
-
 def make_context(tmp_path: Path, clock: FakeClock, config: Config) -> Context:
-    return Context(config, StateDir(tmp_path), clock, "r1", lambda _f: None, _Jobs(), _Control(), dict)
+    return Context(config, StateDir(tmp_path), clock, "r1", lambda _f: None, IdleJobs(), IdleControl(), dict)
 
 
 def drive(part: StepsPart, clock: FakeClock, durations: Iterable[float], **extra: Any) -> list[Finding]:
