@@ -1,12 +1,12 @@
-"""What surrounds a part whose test is not about it: asking anything of it is the failure."""
+"""What surrounds a part in a test: jobs that run when the test says so, and what must not be asked for at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class IdleJobs:
-    """Schedules nothing."""
+    """Asking it for work is the failure."""
 
     def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
         raise AssertionError("not used")
@@ -15,10 +15,30 @@ class IdleJobs:
         raise AssertionError("not used")
 
 
+class JobsAtOnce:
+    """One-time work is done at once, in this thread; what is to be repeated waits for the test to call it by name."""
+
+    def __init__(self) -> None:
+        self.repeated: dict[str, Callable[[], None]] = {}
+        self.every_s: dict[str, float] = {}
+
+    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+        self.repeated[name], self.every_s[name] = work, seconds
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        work()
+
+
 class IdleControl:
-    """Steers nothing."""
+    """Asking it to steer is the failure."""
 
     def restart(self, cause: str) -> None:
+        raise AssertionError("not used")
+
+    def use_command(self, command: Sequence[str]) -> None:
+        raise AssertionError("not used")
+
+    def relaunch(self, cause: str) -> None:
         raise AssertionError("not used")
 
     def stop(self, cause: str, exit_code: int) -> None:

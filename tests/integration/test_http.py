@@ -24,6 +24,7 @@ from miner_guard.statedir import StateDir, read_json, write_json
 from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.metrics import Metrics
 from tests import needs
+from tests.idle import JobsAtOnce
 
 TOKEN = "token-of-the-test"
 
@@ -213,19 +214,11 @@ def _port_of(state: Path) -> int:
     raise AssertionError("no port within 40 s")
 
 
-class _Jobs:
-    def every(self, name: str, seconds: float, work: Any, *, first_after_s: float | None = None) -> None:
-        raise AssertionError("nothing of this part is periodic")
-
-    def once(self, name: str, work: Any) -> None:
-        work()
-
-
 def _part(folder: Path, settings: HttpSettings) -> tuple[Metrics, list[Finding], FakeClock]:
     said: list[Finding] = []
     clock = FakeClock()
     context = Context(
-        Config(http=settings), StateDir(folder), clock, "r", said.append, _Jobs(), None, dict,  # type: ignore[arg-type]
+        Config(http=settings), StateDir(folder), clock, "r", said.append, JobsAtOnce(), None, dict,  # type: ignore[arg-type]
     )  # fmt: skip
     return Metrics(context), said, clock
 

@@ -23,6 +23,7 @@ from miner_guard.supervisor import outbox
 from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.alerts import Alerts
 from tests import needs
+from tests.idle import JobsAtOnce
 
 HANG = found("hang_detected", detail="rank 2 in data for 912s", culprits=[2], idle_s=912, limit_s=300)
 FAILED = found("upload_failed", reason="403")
@@ -120,23 +121,12 @@ def webhook() -> Iterator[Webhook]:
     hook.server.server_close()
 
 
-class OnceJobs:
-    def __init__(self) -> None:
-        self.work: dict[str, Callable[[], None]] = {}
-
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
-        self.work[name] = work
-
-    def once(self, name: str, work: Callable[[], None]) -> None:
-        work()
-
-
 def _part(
     tmp_path: Path, settings: AlertSettings, status: dict[str, Any] | None = None
 ) -> tuple[Alerts, list[Finding]]:
     said: list[Finding] = []
     context = Context(
-        Config(alerts=settings), StateDir(tmp_path), SystemClock(), "r", said.append, OnceJobs(), None,  # type: ignore[arg-type]
+        Config(alerts=settings), StateDir(tmp_path), SystemClock(), "r", said.append, JobsAtOnce(), None,  # type: ignore[arg-type]
         lambda: status or {},
     )  # fmt: skip
     return Alerts(context), said
@@ -230,11 +220,11 @@ def test_the_heartbeat_is_sent_while_the_miner_progresses_and_only_then(tmp_path
     status = {"state": "running", "steps": {"last_step_age_s": 3, "max_s": 15}}
     part, _ = _part(tmp_path, AlertSettings(heartbeat_url=url), status)
     jobs = part.context.jobs
-    assert isinstance(jobs, OnceJobs)
-    jobs.work["heartbeat"]()
+    assert isinstance(jobs, JobsAtOnce)
+    jobs.repeated["heartbeat"]()
     assert webhook.gets == 1
     status["steps"] = {"last_step_age_s": 3000, "max_s": 15}
-    jobs.work["heartbeat"]()
+    jobs.repeated["heartbeat"]()
     assert webhook.gets == 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from miner_guard.health.limits import HostLimits
 from miner_guard.health.own import OwnSampler
 from miner_guard.health.samplers import Samplers, Unreadable
 from miner_guard.health.snapshot import assemble, summary
+from tests.idle import JobsAtOnce
 
 GIB = 1024**3
 
@@ -229,26 +230,13 @@ def test_the_guard_knows_what_it_takes_itself() -> None:
     assert sample["threads"] >= 1
 
 
-class JobsOfTest:
-    """Jobs that run when the test says so."""
-
-    def __init__(self) -> None:
-        self.work: dict[str, tuple[float, Callable[[], None]]] = {}
-
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
-        self.work[name] = (seconds, work)
-
-    def once(self, name: str, work: Callable[[], None]) -> None:
-        work()
-
-
 def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Path) -> None:
     from miner_guard.config import Config
     from miner_guard.statedir import StateDir
     from miner_guard.supervisor.parts import Context
     from miner_guard.supervisor.parts.health import Health
 
-    jobs, emitted = JobsOfTest(), list[Finding]()
+    jobs, emitted = JobsAtOnce(), list[Finding]()
     config = Config(health=HealthSettings(snapshot_every_s=10.0))
     context = Context(config, StateDir(tmp_path), FakeClock(), "r", emitted.append, jobs, None, _status)  # type: ignore[arg-type]
     part = Health(context)
@@ -256,9 +244,9 @@ def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Pat
     part.samplers = Samplers(SystemClock(), 5.0, {
         "host": part._host.sample, "gpus": lambda: {"state": "absent", "gpus": []}, "guard": part._own.sample,
     })  # fmt: skip
-    assert {name: seconds for name, (seconds, _) in jobs.work.items()} == {"samplers": 10.0, "health": 10.0}
-    jobs.work["samplers"][1]()
-    jobs.work["health"][1]()
+    assert jobs.every_s == {"samplers": 10.0, "health": 10.0}
+    jobs.repeated["samplers"]()
+    jobs.repeated["health"]()
     snapshots = [finding for finding in emitted if finding.event == "health_snapshot"]
     snapshots += list(part.on_stop())
     assert len(snapshots) == 2

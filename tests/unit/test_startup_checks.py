@@ -1,14 +1,12 @@
-"""The startup checks as pure functions, the gathering of single facts, and the preflight's patience."""
+"""The startup checks as pure functions, each on a snapshot that lacks one thing."""
 
 from __future__ import annotations
 
 import http.server
 import os
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -16,47 +14,21 @@ from typing import Any
 import pytest
 
 from miner_guard import probe
-from miner_guard.clock import FakeClock
-from miner_guard.config import Config, GpuSettings, HealthSettings, MinerSettings, RepoSettings
+from miner_guard.config import Config, HealthSettings, RepoSettings
 from miner_guard.diagnosis import (
     clock_probe,
     deep,
     environment,
     host,
-    host_probe,
-    interpreter,
     minimum,
     repo_probe,
     storage,
 )
-from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation
-from miner_guard.diagnosis.gpu_count import ranks_of, visible
 from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.judge import judge
-from miner_guard.events import Finding
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.gather import Question, expectation_of, ports_of
-from miner_guard.supervisor.preflight import preflight
-
-GIB = 1024**3
-FOUR = Expectation(4, "[gpu] expect")
-NOBODY = Expectation(None, "nobody")
-
-HEALTHY_HOST: dict[str, Any] = {
-    "shm_bytes": 16 * GIB, "limits": {"nofile": 65536, "memlock": -1}, "disks": {"/": 100 * GIB},
-    "disk_bytes": 2000 * GIB,
-    "ports": [], "nvidia_devices": {}, "kernel_xids": [], "cpus": 64, "memory_bytes": 400 * GIB,
-}  # fmt: skip
-
-
-def snapshot(**changes: Any) -> Snapshot:
-    base: dict[str, Any] = {"config": Config(), "expectation": FOUR, "host": HEALTHY_HOST}
-    return Snapshot(**{**base, **changes})
-
-
-def by_name(checks: Iterator[Check]) -> dict[str, Check]:
-    return {c.check: c for c in checks}
+from tests.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
 
 
 @pytest.mark.parametrize(
@@ -113,12 +85,6 @@ def test_a_secret_on_the_command_line_is_named_and_not_shown(command: list[str],
         said = checks["env.secret_on_command_line"].seen
         assert "abcdefgh12345" not in said
         assert "aaaa" not in said
-
-
-PACKAGES: dict[str, Any] = {
-    "python": "3.11.7", "executable": "/usr/bin/python3", "miner_guard": True, "validators": "/x/validators",
-    "validators_ours": True, "pynvml_shim": None, "nvidia_ml_py": "13.0",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -250,165 +216,12 @@ def test_deep_all_reduce_really_runs_on_the_cpu() -> None:
     assert answer.value["bus_gb_s"] > 0
 
 
-def program(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_the_miners_interpreter_is_found_from_its_command(tmp_path: Path) -> None:
-    python = tmp_path / "python3.11"
-    python.symlink_to(sys.executable)
-    torchrun = program(tmp_path / "torchrun", f"#!{python}\nimport sys\n")
-    long = program(tmp_path / "accelerate", f"#!/bin/sh\n'''exec' {python} \"$0\" \"$@\"\n' '''\n")
-    script = program(tmp_path / "miner.py", "#!/usr/bin/env python3.11\n")
-    shell = program(tmp_path / "start.sh", "#!/bin/bash\n")
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    for command in (
-        [str(python), "m.py"], ["python3.11", "-u", "m.py"], ["torchrun", "--nproc_per_node=4", "m.py"],
-        [torchrun, "m.py"],
-        [long, "launch"], [script], ["env", "A=1", "python3.11", "m.py"],
-    ):  # fmt: skip
-        assert interpreter.of_command(command, env) == str(python), command
-    for command in ([], [shell], ["nothing-of-that-name"]):
-        assert interpreter.of_command(command, env) == sys.executable
-
-
-@pytest.mark.parametrize(
-    ("command", "ranks"),
-    [
-        ("torchrun --nproc_per_node=4 m.py", 4),
-        ("torchrun --nproc-per-node 8 m.py", 8),
-        ("torchrun --nproc_per_node=gpu m.py", None),
-    ],
-)  # fmt: skip
-def test_ranks_of_a_torchrun_command(command: str, ranks: int | None) -> None:
-    assert ranks_of(command.split()) == ranks
-
-
-@pytest.mark.parametrize(
-    ("mask", "shown"), [(None, None), ("", 0), ("-1", 0), ("0,1", 2), ("0,-1,2", 1), ("GPU-1a, GPU-2b", 2)]
-)
-def test_what_cuda_visible_devices_shows(mask: str | None, shown: int | None) -> None:
-    assert visible({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}) == shown
-
-
-def test_masked_gpus_are_remembered_as_masked(tmp_path: Path) -> None:
-    masked = healthy(4, env={"CUDA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(2, "what is there"))
-    looking = Looking(tmp_path, [masked])
-    assert looking.run().go
-    assert '"gpu_count": 2' in looking.state.host_memory.read_text()
-
-
 @pytest.mark.parametrize(("ranks", "level"), [(4, "ok"), (8, "critical"), (2, "warn")])
 def test_ranks_are_counted_against_gpus_before_the_start(ranks: int, level: str) -> None:
     command = ("torchrun", f"--nproc_per_node={ranks}", "m.py")
     assert {c.check: c.level for c in judge(healthy(4, command=command))}["gpu.ranks"] == level
     on_cpu = healthy(4, command=command, expectation=Expectation(0, "[gpu] expect"))
     assert "gpu.ranks" not in {c.check for c in judge(on_cpu)}
-
-
-def test_the_profile_demands_one_gpu_per_rank(tmp_path: Path) -> None:
-    config = Config(miner=MinerSettings(profile="sn38"))
-    asked = Question(config, StateDir(tmp_path), ("torchrun", "--nproc_per_node=2", "m.py"), {})
-    assert expectation_of(asked, 8) == Expectation(2, "the profile")
-    assert expectation_of(Question(config, StateDir(tmp_path), (), {}), 8) == Expectation(4, "the profile")
-
-
-def test_ports_are_read_from_the_command_and_checked(tmp_path: Path) -> None:
-    config = Config(miner=MinerSettings(master_port=29500))
-    command = ("torchrun", "--master_port=29501", "m.py", "--axon.port", "8091", "--dht.port=0")
-    asked = ports_of(Question(config, StateDir(tmp_path), command, {}))
-    assert asked == [{"port": 29501, "use": "rendezvous"}, {"port": 8091, "use": "axon"}]
-    assert ports_of(Question(config, StateDir(tmp_path), (), {})) == [{"port": 29500, "use": "rendezvous"}]
-    with socket.socket() as holder:
-        holder.bind(("", 0))
-        holder.listen()
-        number = holder.getsockname()[1]
-        taken = host_probe.facts({"paths": [str(tmp_path)], "ports": [{"port": number, "use": "axon"}]})["ports"][0]
-        assert taken["free"] is False
-        assert str(os.getpid()) in taken["held_by"]
-    assert host_probe.facts({"paths": [], "ports": [{"port": number, "use": "axon"}]})["ports"][0]["free"] is True
-
-
-# The preflight
-
-
-def nvml(count: int) -> dict[str, Any]:
-    row = {"state": "ok", "name": "A100", "unread": {}, "uuid": None, "error": None}
-    rows = [{**row, "index": i} for i in range(count)]
-    return {"state": "ok", "driver": "550", "cuda_driver": "12.4", "count": count, "gpus": rows, "reason": None}
-
-
-def healthy(count: int = 4, **changes: Any) -> Snapshot:
-    torch = {"torch_version": "2.5.1", "cuda_version": "12.4", "cuda_available": True, "gpu_count": count}
-    return snapshot(nvml=nvml(count), torch=torch, packages=PACKAGES, **changes)
-
-
-class Looking:
-    """A preflight whose looks are given, and whose clock moves only while it waits."""
-
-    def __init__(self, tmp_path: Path, looks: list[Snapshot], **gpu: Any) -> None:
-        self.clock, self.said, self.waited = FakeClock(), [], 0.0  # type: ignore[var-annotated]
-        self.looks = looks
-        self.state = StateDir(tmp_path)
-        self.question = Question(Config(gpu=GpuSettings(**gpu)), self.state, (), {})
-        self.stop_after = float("inf")
-
-    def wait(self, seconds: float) -> bool:
-        self.clock.advance(seconds)
-        self.waited += seconds
-        return self.waited >= self.stop_after
-
-    def look(self, _question: Question, _wait: Callable[[float], bool]) -> Snapshot:
-        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
-
-    def run(self) -> Any:
-        emit: Callable[[Finding], None] = self.said.append
-        return preflight(self.question, emit, self.wait, self.clock, self.look)
-
-
-def test_all_is_well_starts_at_once_and_remembers_the_gpus(tmp_path: Path) -> None:
-    looking = Looking(tmp_path, [healthy()])
-    outcome = looking.run()
-    assert outcome.go, [c for c in outcome.checks if c.level == "critical"]
-    assert looking.waited == 0
-    assert [f.event for f in looking.said] == ["preflight"]
-    assert '"gpu_count": 4' in looking.state.host_memory.read_text()
-
-
-def test_missing_gpus_are_waited_for_and_said_once(tmp_path: Path) -> None:
-    looking = Looking(tmp_path, [healthy(3), healthy(3), healthy(4)])
-    assert looking.run().go
-    assert looking.waited == 10
-    assert [f.fields.get("check") for f in looking.said[:-1]] == ["gpu.count", "cuda.count", None]
-    assert looking.said[-2].event == "preflight_waiting"
-    assert looking.said[-2].fields["what"] == "cuda.count, gpu.count"
-
-
-def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembered(tmp_path: Path) -> None:
-    looking = Looking(tmp_path, [healthy(3)], preflight_wait_s=300)
-    outcome = looking.run()
-    assert not outcome.go
-    assert 295 <= looking.waited <= 305
-    assert looking.said[-1].severity == "critical"
-    assert not looking.state.host_memory.exists()
-
-
-def test_what_waiting_cannot_mend_is_not_waited_for(tmp_path: Path) -> None:
-    bad = healthy(4, env={"CUDA_VISIBLE_DEVICES": "0"})
-    looking = Looking(tmp_path, [bad])
-    assert not looking.run().go
-    assert looking.waited == 0
-    assert Looking(tmp_path, [bad], on_critical="warn").run().go
-
-
-def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
-    looking = Looking(tmp_path, [healthy(3)])
-    looking.stop_after = 5
-    outcome = looking.run()
-    assert outcome.stopped
-    assert not outcome.go
 
 
 def test_an_unreadable_snapshot_is_judged_without_a_crash() -> None:

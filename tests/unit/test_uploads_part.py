@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,28 +14,24 @@ from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.events import Finding, found, line
 from miner_guard.rank.flight import Step
 from miner_guard.rank.layout import FLAG_FIRST
-from miner_guard.redact import MASK
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit
 from miner_guard.supervisor.parts import uploads as module
+from tests.idle import JobsAtOnce
 from uploads import inputs as gate_inputs
 from uploads.forecast import forecast
 from uploads.gate import decide, replay
-from uploads.ledger import Ledger, ReadOnlyLedger
-from uploads.verify import Reported, verify
+from uploads.ledger import ReadOnlyLedger
 from uploads.watch import DecisionVoice, RepoWatch
 from validators.facts import Candidate, Published
 
 
-class Jobs:
-    """Runs what is due when told to, in this thread."""
+class Jobs(JobsAtOnce):
+    """One-time work waits too."""
 
     def __init__(self) -> None:
-        self.repeated: dict[str, Callable[[], None]] = {}
+        super().__init__()
         self.waiting: list[Callable[[], None]] = []
-
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
-        self.repeated[name] = work
 
     def once(self, name: str, work: Callable[[], None]) -> None:
         self.waiting.append(work)
@@ -318,110 +312,6 @@ def test_the_audit_runs_on_its_schedule_and_says_what_it_could_not_see(bench: Be
     assert bench.said("audit_failed") == [
         "AUDIT FAILED: nothing is published: metadata.json is missing or names no outer step; upload"
     ]
-
-
-OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum="a" * 40)
-
-
-@pytest.mark.parametrize(
-    ("after", "verified", "words"),
-    [
-        (Published(empty=True), False, "the repo is empty"),
-        (Published(reason="timeout"), None, "could not be read: timeout"),
-        (Published(age_s=300, reason=None), False, "did not move"),
-        (Published(age_s=3, reason=None, size_bytes=0), False, "is empty"),
-        (Published(age_s=3, reason=None, outer_step=57, revision="5.57.0"), None, "followed by 5.57.0"),
-        (Published(age_s=3, reason=None, outer_step=55), False, "names outer step 55, reported was 56"),
-        (Published(age_s=3, reason=None, outer_step=56, inner_step=50), False, "names inner step 50, reported was 51"),
-        (Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="a" * 40), False, "did not change"),
-        (Published(age_s=3, reason=None, outer_step=56, inner_step=53, checksum="b" * 40), True, "3s old"),
-    ],
-)
-def test_verification(after: Published, verified: bool | None, words: str) -> None:
-    result = verify(OLD, after, Reported(56, 51, 20.0))
-    assert result.verified is verified
-    assert words in result.detail
-
-
-def test_other_content_than_the_publisher_read_back_is_refuted() -> None:
-    after = Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="b" * 40)
-    assert verify(None, after, Reported(56, 51, 20.0, checksum="b" * 40)).verified is True
-    assert verify(None, after, Reported(56, 51, 20.0, checksum="b" * 32)).verified is True
-    # Whoever redacts may take a whole sha256 for a key; a mask is no checksum.
-    assert verify(None, after, Reported(56, 51, 20.0, checksum=MASK)).verified is True
-    result = verify(None, after, Reported(56, 51, 20.0, checksum="c" * 32))
-    assert result.verified is False
-    assert "checksum bbbbbbbbbbbb, the publisher read cccccccccccc" in result.detail
-    later = Published(age_s=3, reason=None, outer_step=56, inner_step=60, checksum="b" * 40)
-    assert verify(None, later, Reported(56, 51, 20.0, checksum="c" * 40)).verified is True
-
-
-LATER = {"reason": None, "outer_step": 56, "seen_at": 60.0}
-
-
-@pytest.mark.parametrize(
-    ("after", "verified"),
-    [
-        (Published(age_s=960.0, inner_step=50, **LATER), False),
-        (Published(age_s=10.0, inner_step=51, **LATER), True),
-        # The look before saw the files already; the log line came after it.
-        (Published(age_s=960.0, inner_step=51, **LATER), True),
-    ],
-)
-def test_a_push_of_which_only_the_end_is_known_is_judged_by_the_look_before(after: Published, verified: bool) -> None:
-    before = Published(age_s=900.0, reason=None, outer_step=56, inner_step=after.inner_step, seen_at=0.0)
-    assert verify(before, after, Reported(56, 51, None)).verified is verified
-
-
-def test_a_damaged_ledger_is_set_aside_and_a_new_one_begun(tmp_path: Path) -> None:
-    path, findings = tmp_path / "ledger.sqlite3", list[Finding]()
-    path.write_bytes(b"this is no database" * 500)
-    ledger = Ledger(path, findings.append)
-    ledger.restart(1.0, "crash", 1, 2.0)
-    assert [f.event for f in findings] == ["file_set_aside"]
-    assert len(ledger.rows("restarts")) == 1
-    ledger.close()
-    data = bytearray(path.read_bytes())
-    data[4096:] = os.urandom(len(data) - 4096)
-    path.write_bytes(data)
-    for leftover in tmp_path.glob("ledger.sqlite3-*"):
-        leftover.unlink()
-    ledger.restart(2.0, "crash", 2, 4.0)
-    ledger.incident(2.0, "nccl", "a cause", "a fix", "an excerpt", 3)
-    assert ledger.rows("incidents")[-1]["label"] == "nccl"
-    assert len(list(tmp_path.glob("*.damaged-*"))) == 2
-
-
-def test_a_full_disk_costs_rows_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = list[Finding]()
-    ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append)
-    ledger.restart(1.0, "crash", 1, 2.0)
-    whole = ledger._done
-
-    def full(_work: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(ledger, "_done", full)
-    for _ in range(3):
-        ledger.restart(2.0, "crash", 2, 4.0)
-    monkeypatch.setattr(ledger, "_done", whole)
-    ledger.restart(3.0, "crash", 3, 4.0)
-    assert [line(f) for f in findings] == [
-        "DISK FULL: ledger.sqlite3 stopped writing (database or disk is full); the miner goes on",
-        "DISK RECOVERED: ledger.sqlite3 writes again, 3 lines were lost",
-    ]
-    assert [row["wall"] for row in ledger.rows("restarts")] == [1.0, 3.0]
-
-
-def test_a_ledger_beside_a_running_guard_is_read_and_never_made(tmp_path: Path) -> None:
-    absent = ReadOnlyLedger(tmp_path / "ledger.sqlite3")
-    assert absent.rows("uploads") == []
-    assert not absent.path.exists()
-    writer = Ledger(absent.path)
-    writer.upload(5.0, "verified", tag="5.56.51", bytes=10)
-    assert absent.last("uploads")["tag"] == "5.56.51"  # type: ignore[index]
-    with pytest.raises(ValueError, match="no table"):
-        absent.rows("secrets")
 
 
 def test_gate_inputs_that_cannot_be_written_are_said_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from miner_guard.events import Finding, found
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit, Launch
 from miner_guard.supervisor.parts.incidents import COOLDOWN_S, SETTLE_S, Incidents
+from tests.idle import IdleControl, JobsAtOnce
 from tests.unit.incidents.helpers import root
 
 if sys.version_info >= (3, 11):
@@ -37,25 +37,6 @@ WATCHDOG = b"[rank0]:[E] [Rank 0] Watchdog caught collective operation timeout: 
 BUG = b"Traceback (most recent call last):\n  File \"/srv/miner/train.py\", line 3, in <module>\nKeyError: 'loss'\n"
 
 
-class _Jobs:
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
-        raise AssertionError("not used")
-
-    def once(self, name: str, work: Callable[[], None]) -> None:
-        work()
-
-
-class _Control:
-    def restart(self, cause: str) -> None:
-        raise AssertionError("not used")
-
-    def stop(self, cause: str, exit_code: int) -> None:
-        raise AssertionError("not used")
-
-    def checkpoint(self) -> None:
-        raise AssertionError("not used")
-
-
 class Live:
     """The part under a clock that the test moves."""
 
@@ -64,15 +45,9 @@ class Live:
         self.said: list[Finding] = []
         self.state = StateDir(tmp_path)
         context = Context(
-            config or Config(),
-            self.state,
-            self.clock,
-            "r1",
-            self.said.append,
-            _Jobs(),
-            _Control(),
+            config or Config(), self.state, self.clock, "r1", self.said.append, JobsAtOnce(), IdleControl(),
             lambda: {"steps": 1},
-        )
+        )  # fmt: skip
         self.part = Incidents(context)
         self.launch()
 

@@ -1,0 +1,135 @@
+"""What a rank asks the guard: may it upload, is one due, is a checkpoint wanted; and how an upload is told."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from miner_guard.clock import FakeClock
+from miner_guard.costs.tracker import MonitoringCostTracker
+from miner_guard.rank.hook import Guard
+from miner_guard.statedir import StateDir
+from tests.unit.rank.helpers import Clock, entries, place, reader_of, said
+
+
+def test_a_loss_shown_as_zero_beside_a_nan_gradient_norm_blocks_the_upload(guard: Guard) -> None:
+    guard.step(outer_step=1, inner_step=49, loss=2.5, grad_norm=1.0)
+    guard.step(outer_step=1, inner_step=50, loss=0.0, grad_norm=math.nan)
+    decision = guard.may_upload(outer_step=1, inner_step=50)
+    assert not decision
+    assert "poisoned" in decision.reason
+
+
+def test_broken_gate_inputs_make_the_repo_unknown_and_block_nothing(guard: Guard, state: StateDir) -> None:
+    state.gate_inputs.write_text('{"published": {"age_s":')
+    decision = guard.may_upload(outer_step=1, inner_step=50)
+    assert decision.allowed
+    assert "torn or not JSON" in decision.reason
+
+
+def test_an_early_upload_is_blocked_in_the_documents_words(guard: Guard, state: StateDir) -> None:
+    decision = guard.may_upload(outer_step=1, inner_step=15)
+    assert not decision
+    assert decision.reason == (
+        "inner_step (15) < minimum (50). Validators will reject this! Waiting for more training steps..."
+    )
+    (entry,) = entries(state, "decision")
+    assert (entry["allowed"], entry["upload_kind"], entry["decision_id"]) == (False, "gradient", decision.decision_id)
+    assert guard.may_upload(outer_step=1, inner_step=0, kind="archive")
+
+
+def test_an_error_in_the_rules_blocks_and_says_so(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("limit")
+
+    monkeypatch.setattr("uploads.gate.decide", broken)
+    decision = guard.may_upload(outer_step=1, inner_step=99)
+    assert not decision
+    assert "the gate failed: KeyError: 'limit'" in decision.reason
+
+
+def test_ranks_without_a_process_group_cannot_agree_and_block(state: StateDir) -> None:
+    guard = Guard(place(state, world_size=4))
+    decision = guard.may_upload(outer_step=1, inner_step=99)
+    assert not decision
+    assert "torch.distributed is not initialised" in decision.reason
+    assert guard.upload_due() is False
+
+
+def test_an_upload_leaves_its_start_its_end_and_its_error(guard: Guard, state: StateDir, clock: Clock) -> None:
+    decision = guard.may_upload(outer_step=1, inner_step=50)
+    with guard.upload(decision) as upload:
+        clock.now += 3
+        upload.tag, upload.size_bytes = "5.1.50", 1000
+    with pytest.raises(ConnectionError), guard.upload(decision):
+        raise ConnectionError("storage is gone")
+    first, second, _, failed = entries(state, "upload")
+    assert (first["phase"], first["seconds"]) == ("started", None)
+    assert (second["phase"], second["seconds"], second["tag"], second["bytes"]) == ("finished", 3.0, "5.1.50", 1000)
+    assert (failed["phase"], failed["error"]) == ("failed", "ConnectionError: storage is gone")
+    assert {e["decision_id"] for e in entries(state, "upload")} == {decision.decision_id}
+
+
+def test_an_upload_is_due_once_the_published_state_is_past_its_target(
+    guard: Guard, state: StateDir, clock: Clock
+) -> None:
+    def published(age_s: float) -> None:
+        document = {"published": {"age_s": age_s, "reason": None, "seen_at": clock.now}, "written_monotonic": clock.now}
+        state.gate_inputs.write_text(json.dumps(document))
+
+    published(100.0)
+    assert guard.upload_due() is False
+    published(1801.0)
+    assert guard.upload_due() is False, "asked once a step, so that all ranks have the same answer"
+    guard.step()
+    assert guard.upload_due() is True
+
+
+def test_an_upload_that_has_just_ended_well_is_not_due_again_before_the_next_look_at_the_repo(
+    guard: Guard, state: StateDir, clock: Clock
+) -> None:
+    def published(age_s: float) -> None:
+        document = {"published": {"age_s": age_s, "reason": None, "seen_at": clock.now}, "written_monotonic": clock.now}
+        state.gate_inputs.write_text(json.dumps(document))
+
+    def due() -> bool:
+        guard.step()
+        return guard.upload_due()
+
+    published(1801.0)
+    decision = guard.may_upload(outer_step=1, inner_step=50)
+    with guard.upload(decision) as upload:
+        upload.error = "403 Forbidden"
+    assert due(), "one that failed changes nothing"
+    with guard.upload(decision):
+        clock.now += 20
+    assert not due()
+    clock.now += 15
+    published(1836.0)
+    assert due(), "the repo does not show it: what was looked at counts"
+
+
+def test_due_is_what_rank_0s_tracker_says_and_never_raises(
+    guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = MonitoringCostTracker(clock=FakeClock())
+    monkeypatch.setattr("miner_guard.costs.tracker._global", own)
+    answers = []
+    for _ in range(6):
+        guard.step()
+        answers.append(guard.due("snapshot", every_steps=3))
+    assert answers == [False, False, True, False, False, True]
+    assert guard.due("snapshot") is False
+    assert any("needs every_s or every_steps" in what for what in said(state))
+
+
+def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> None:
+    assert guard.checkpoint_requested() is False
+    reader_of(state).request_checkpoint()
+    guard.step()
+    assert guard.checkpoint_requested() is True
+    assert guard.checkpoint_requested() is False
+    guard.step()
+    assert guard.checkpoint_requested() is False

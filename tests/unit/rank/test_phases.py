@@ -1,0 +1,99 @@
+"""Phases of a step: what each takes, nested, across steps, in other threads, and when an exception passes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from miner_guard.rank.hook import Guard
+from miner_guard.rank.layout import FLAG_EVAL, FLAG_FIRST, FLAG_SYNC
+from miner_guard.statedir import StateDir
+from tests.unit.rank.helpers import Clock, reader_of
+
+
+def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
+    guard: Guard, state: StateDir, clock: Clock
+) -> None:
+    with guard.phase("forward"):
+        clock.now += 1
+        with guard.phase("data"):
+            clock.now += 2
+        with guard.phase("forward"):
+            clock.now += 4
+    guard.step(outer_step=1, inner_step=7, loss=2.5, lr=1e-4, grad_norm=0.5, tokens=512)
+    (step,) = reader_of(state).steps()
+    assert step.phases == {"forward": 7.0, "data": 2.0}
+    assert (step.inner_step, step.loss, step.lr, step.grad_norm, step.tokens) == (7, 2.5, 1e-4, 0.5, 512)
+    assert step.seconds == 7.0
+    assert step.flags & FLAG_FIRST
+
+
+def test_monitor_knows_what_is_nested_in_it(guard: Guard, state: StateDir, clock: Clock) -> None:
+    with guard.phase("monitor"):
+        clock.now += 1
+        with guard.phase("val_loss"):
+            clock.now += 2
+            with guard.phase("inference"):
+                clock.now += 3
+        with guard.phase("my own thing"):
+            clock.now += 4
+    guard.step()
+    (step,) = reader_of(state).steps()
+    assert step.phases == {"monitor": 10.0, "val_loss": 5.0, "inference": 3.0, "other": 4.0}
+    assert step.nested_in_monitor_s == 9.0
+    assert step.flags & FLAG_EVAL
+    assert not step.flags & FLAG_SYNC
+
+
+def test_a_phase_that_spans_two_steps_is_shared_between_them(guard: Guard, state: StateDir, clock: Clock) -> None:
+    with guard.phase("upload"):
+        clock.now += 5
+        guard.step(inner_step=1)
+        now = reader_of(state).now()
+        assert now is not None
+        assert (now.phase, now.phase_since) == ("upload", 1000.0)
+        clock.now += 3
+    guard.step(inner_step=2)
+    assert [s.phases["upload"] for s in reader_of(state).steps()] == [5.0, 3.0]
+
+
+def test_the_header_shows_the_innermost_phase_and_its_allowance(guard: Guard, state: StateDir, clock: Clock) -> None:
+    def phase() -> tuple[str, float, float | None]:
+        now = reader_of(state).now()
+        assert now is not None
+        return now.phase, now.phase_since, now.allowance_s
+
+    with guard.phase("load_state", allowance_s=77.0):
+        clock.now += 1
+        with guard.phase("download"):
+            assert phase() == ("download", 1001.0, None)
+            clock.now += 1
+        assert phase() == ("load_state", 1000.0, 77.0)
+    assert phase() == ("", 1002.0, None)
+
+
+def test_phases_of_a_background_thread_take_no_time_of_the_step(guard: Guard, state: StateDir, clock: Clock) -> None:
+    def upload() -> None:
+        with guard.phase("upload"):
+            clock.now += 9
+
+    thread = threading.Thread(target=upload)
+    thread.start()
+    thread.join()
+    guard.step()
+    (step,) = reader_of(state).steps()
+    assert step.phases == {}
+
+
+def test_an_exception_passes_through_a_phase_and_leaves_no_phase_open(guard: Guard, state: StateDir) -> None:
+    def fails() -> None:
+        with guard.phase("forward"):
+            guard.phase("data").__enter__()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    now = reader_of(state).now()
+    assert now is not None
+    assert now.phase == ""

@@ -1,0 +1,107 @@
+"""A step and its costs as the hook writes them: what is known, what is not, and nothing that would stop the GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from miner_guard.rank.hook import Guard
+from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, JOURNAL_SLOTS
+from miner_guard.statedir import StateDir
+from tests.unit.rank.helpers import Clock, entries, place, reader_of, said
+
+
+def test_a_gradient_norm_that_is_nan_is_not_one_that_was_not_given(guard: Guard, state: StateDir) -> None:
+    guard.step(loss=2.5)
+    guard.step(loss=2.5, grad_norm=math.nan)
+    guard.step(loss=2.5, grad_norm=math.inf)
+    unknown, nan, infinite = (step.grad_norm for step in reader_of(state).steps())
+    assert unknown is None
+    assert nan is not None
+    assert math.isnan(nan)
+    assert infinite == math.inf
+
+
+class FakeTensor:
+    """As much of a tensor as the hook may touch; its value can be told to be out of reach."""
+
+    def __init__(self, device: str, value: float | None) -> None:
+        self.device = type("device", (), {"type": device})()
+        self._value = value
+
+    def __float__(self) -> float:
+        if self._value is None:
+            raise AssertionError("this would have synchronised the GPU")
+        return self._value
+
+
+def test_a_loss_on_the_gpu_is_not_read_but_said_once(guard: Guard, state: StateDir) -> None:
+    for _ in range(3):
+        guard.step(loss=FakeTensor("cuda", None))
+    assert [(s.loss, s.loss_given) for s in reader_of(state).steps()] == [(None, False)] * 3
+    assert len(said(state)) == 1
+    assert "synchronisation; pass a float" in said(state)[0]
+
+
+def test_a_sharded_loss_is_not_read_because_that_is_a_collective(guard: Guard, state: StateDir) -> None:
+    tensor = FakeTensor("cpu", None)
+    tensor.to_local = None  # type: ignore[attr-defined]
+    guard.step(grad_norm=tensor, loss=1.0)
+    (step,) = reader_of(state).steps()
+    assert (step.loss, step.grad_norm) == (1.0, None)
+    assert "needs a collective" in said(state)[0]
+
+
+@pytest.mark.parametrize(("expect", "flagged"), [(1, True), (0, False), ("auto", False)])
+def test_a_loss_on_the_cpu_is_evidence_where_cuda_is_expected(
+    state: StateDir, clock: Clock, expect: object, flagged: bool
+) -> None:
+    settings = json.dumps({"gpu": {"expect": expect, "of a newer version": 1}})
+    guard = Guard(place(state, _MINER_GUARD_RANK_SETTINGS=settings), clock)
+    guard.step(loss=FakeTensor("cpu", 1.5))
+    (step,) = reader_of(state).steps()
+    assert step.loss == 1.5
+    assert bool(step.flags & FLAG_LOSS_ON_CPU) == flagged
+
+
+def test_a_nan_loss_is_a_loss_and_an_unknown_one_is_not(guard: Guard, state: StateDir) -> None:
+    guard.step(loss=math.nan)
+    guard.step()
+    first, second = reader_of(state).steps()
+    assert first.loss is not None
+    assert math.isnan(first.loss)
+    assert second.loss is None
+    assert second.inner_step is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"inner_step": "many"}, {"loss": "low"}, {"lr": object()}, {"tokens": [1]}, {"no such argument": 1}],
+)
+def test_nonsense_is_reported_and_never_raised(guard: Guard, state: StateDir, arguments: dict[str, Any]) -> None:
+    guard.step(**arguments)
+    guard.step(**arguments)
+    guard.step(loss=1.0)
+    assert len(said(state)) == 1
+    assert guard.troubles == 2
+    assert [s.loss for s in reader_of(state).steps()][-1] == 1.0
+
+
+def test_costs_are_summed_up_and_leave_room_for_decisions(guard: Guard, state: StateDir, clock: Clock) -> None:
+    for _ in range(1000):
+        guard.add_cost("eval", 0.5)
+        clock.now += 11
+    with guard.track("plot"):
+        clock.now += 2
+    guard.close()
+    seen = entries(state, "cost")
+    assert len(seen) <= JOURNAL_SLOTS // 2
+    assert {(e["operation"], e["blocking"]) for e in seen} == {("eval", True)}
+    reader_of(state).acknowledge(len(seen))
+    guard._costs.flush()
+    more = entries(state, "cost")[len(seen) :]
+    assert sum(e["seconds"] for e in (*seen, *more) if e["operation"] == "eval") == 500.0
+    assert [e["seconds"] for e in more if e["operation"] == "plot"] == [2.0]

@@ -1,0 +1,195 @@
+"""The hook never stands in training's way: no disk, no supervisor, a fork, a hang, a foreign signal, an odd end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from miner_guard.rank import hook, stacks
+from miner_guard.rank.environment import RankSettings
+from miner_guard.rank.hook import Guard
+from miner_guard.rank.stacks import STACKS_SIGNAL, SignalTaken
+from miner_guard.statedir import StateDir
+from tests.unit.rank.helpers import Clock, place, reader_of, said, state_of
+
+
+def test_a_full_disk_at_the_start_costs_the_record_and_not_the_training(
+    state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    guard = Guard(place(state))
+    guard.step(loss=1.0)
+    assert guard.may_upload(outer_step=1, inner_step=50)
+    guard.close(finished=True)
+    messages = [json.loads(listener.recv(65536)) for _ in range(2)]
+    assert any("No space left" in m.get("fields", {}).get("what", "") for m in messages)
+    assert not list(state.flight.iterdir())
+
+
+def test_a_missing_and_an_unwritable_state_directory_are_survived(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    guard = Guard(place(StateDir(tmp_path / "file" / "state")))
+    guard.step(loss=1.0)
+    guard.close()
+    assert guard.troubles == 1
+
+
+def test_settings_that_are_not_json_are_said_and_the_defaults_used(state: StateDir) -> None:
+    guard = Guard(place(state, _MINER_GUARD_RANK_SETTINGS="{broken"))
+    assert guard.place.settings == RankSettings()
+    assert "settings from the supervisor" in said(state)[0]
+
+
+def test_close_says_how_it_ended(guard: Guard, state: StateDir) -> None:
+    assert state_of(state) == "starting"
+    guard.step()
+    assert state_of(state) == "running"
+    guard.close(finished=True)
+    assert state_of(state) == "finished"
+    guard.close()
+    assert state_of(state) == "finished"
+
+
+def test_close_in_a_finally_with_an_exception_in_flight_is_no_finish(guard: Guard, state: StateDir) -> None:
+    def train() -> None:
+        try:
+            raise RuntimeError("CUDA out of memory")
+        finally:
+            guard.close(finished=True)
+
+    with pytest.raises(RuntimeError):
+        train()
+    assert state_of(state) == "closed"
+    assert "is not a finish" in said(state)[0]
+
+
+def test_a_stuck_reader_is_not_waited_for_and_drops_are_counted(
+    guard: Guard, state: StateDir, listener: socket.socket, clock: Clock
+) -> None:
+    for number in range(5000):
+        clock.now += 1
+        guard.step(inner_step=number)
+    now = reader_of(state).now()
+    assert now is not None
+    assert now.total_steps == 5000
+    assert now.dropped > 1000
+    assert guard.supervised, "a slow reader is a reader"
+
+
+def test_a_supervisor_that_dies_leaves_the_rank_logging_for_itself(
+    state: StateDir, listener: socket.socket, clock: Clock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    guard = Guard(place(state), clock)
+    assert guard.supervised
+    listener.close()
+    clock.now += 10
+    guard.step(outer_step=1, inner_step=1, loss=2.0)
+    assert not guard.supervised
+    clock.now += 70
+    guard.step(outer_step=1, inner_step=2, loss=math.nan)
+    guard.may_upload(outer_step=1, inner_step=15)
+    guard.close()
+    lines = [json.loads(line) for line in state.log.read_text().splitlines()]
+    assert [line["event"] for line in lines] == [
+        "inner_step", "inner_step", "slow_step", "loss_nan", "upload_blocked",
+    ]  # fmt: skip
+    console = capfd.readouterr().out
+    assert "SLOW STEP: 70.0s (expected 10-30s) - Check GPU usage!" in console
+    assert "CRITICAL ERROR | Rank 0 | ❌ Loss is NaN or Inf at step 2" in console
+
+
+def test_a_long_path_of_the_state_directory_still_reaches_the_supervisor(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    short = tmp_path / "short"
+    short.symlink_to(folder)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(str(short / "guard.sock"))
+        server.settimeout(5)
+        Guard(place(StateDir(folder)))
+        assert server.recv(100) == b'{"bell": 0}'
+
+
+def test_a_forked_child_does_not_write_into_its_parents_record(state: StateDir, listener: socket.socket) -> None:
+    script = (
+        "import os, sys, miner_guard\n"
+        "guard = miner_guard.init(sys.argv[1])\n"
+        "guard.step(inner_step=1)\n"
+        "if os.fork() == 0:\n"
+        "    with guard.phase('data'): guard.step(inner_step=2)\n"
+        "    guard.close(finished=True); os._exit(0)\n"
+        "os.wait(); guard.step(inner_step=3)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(state.root)], check=True, timeout=60)
+    assert [s.inner_step for s in reader_of(state).steps()] == [1, 3]
+    assert state_of(state) == "running"
+
+
+def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(state: StateDir, listener: socket.socket) -> None:
+    script = (
+        "import sys, threading, miner_guard\n"
+        "guard = miner_guard.init(sys.argv[1])\n"
+        "lock = threading.Lock(); lock.acquire()\n"
+        "def waits_for_ever():\n"
+        "    print('there', flush=True); lock.acquire()\n"
+        "waits_for_ever()\n"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", script, str(state.root)], stdout=subprocess.PIPE)
+    try:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"there\n"
+        file = state.stacks_of(0)
+        assert file.read_bytes() == b"pid %d\n" % rank.pid
+        rank.send_signal(STACKS_SIGNAL)
+        deadline = time.monotonic() + 30
+        while b"waits_for_ever" not in file.read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert rank.poll() is None
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
+def test_a_signal_that_the_program_uses_itself_is_left_alone(state: StateDir, listener: socket.socket) -> None:
+    before = signal.signal(STACKS_SIGNAL, lambda *_: None)
+    try:
+        with pytest.raises(SignalTaken):
+            stacks.register(state.root / "stacks")
+    finally:
+        signal.signal(STACKS_SIGNAL, before)
+
+
+def test_importing_and_using_the_hook_imports_neither_torch_nor_third_party_modules() -> None:
+    script = (
+        "import sys; before = set(sys.modules)\n"
+        "import miner_guard; guard = miner_guard.init()\n"
+        "guard.step(loss=1.0); guard.may_upload(outer_step=1, inner_step=99); guard.close()\n"
+        "loaded = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "foreign = loaded - {'miner_guard', 'uploads', 'validators'} - set(sys.stdlib_module_names)\n"
+        "sys.exit(str(foreign) if foreign else 0)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{script}"], check=True, timeout=60
+    )
+
+
+def test_init_gives_the_same_guard_until_it_is_closed(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook, "_current", None)
+    first = hook.init(state.root)
+    assert hook.init() is first
+    first.close()
+    assert hook.init(state.root) is not first

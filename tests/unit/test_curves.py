@@ -1,0 +1,146 @@
+"""Loss and memory of a running miner: NaN, spike, divergence, plateau, overfitting, leak; and none of them in noise."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miner_guard import events
+from miner_guard.config import Config, LossSettings, MinerSettings
+from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.loss import LossWatch, OverfitWatch
+from miner_guard.detectors.memory import MemoryWatch
+from miner_guard.detectors.trend import p_rising
+from tests.simulated import Run, healthy
+
+UNKNOWN = TrainingFacts()
+
+
+def test_fault_nan_names_the_examples(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.entry(kind="training", effective_batch_size=16, batch_size=4)
+    for number, (_, loss) in zip(range(90), healthy(1), strict=False):
+        run.step(0.3, loss if number < 50 else math.nan, allocated_bytes=None)
+    assert run.alarms() == ["loss_nan"]
+    finding = run.of("loss_nan")[0]
+    assert events.line(finding) == "Loss is NaN or Inf at step 51"
+    assert finding.fields["examples"] == [51 * 16, 52 * 16 - 1]
+    assert any("816 to 831" in fix for fix in finding.fields["fixes"])
+
+
+def test_a_loss_of_zero_with_a_nan_gradient_norm_is_nan(tmp_path: Path) -> None:
+    # HF Trainer shows a NaN loss as 0.0 (logging_nan_inf_filter), and the norm as it is.
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(60), healthy(1), strict=False):
+        bad = number >= 50
+        run.step(0.3, 0.0 if bad else loss, grad_norm=math.nan if bad else 1.0, allocated_bytes=None)
+    assert run.alarms() == ["loss_nan"]
+    assert events.line(run.of("loss_nan")[0]) == "Loss is NaN or Inf at step 51"
+    assert "gradient norm of nan" in run.of("loss_nan")[0].fields["detail"]
+
+
+def test_a_nan_gradient_norm_beside_a_real_loss_is_only_a_skipped_step(tmp_path: Path) -> None:
+    # fp16 with a gradient scaler: an overflow skips the step and lowers the scale.
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(60), healthy(1), strict=False):
+        run.step(0.3, loss, grad_norm=math.inf if number % 20 == 7 else 1.0, allocated_bytes=None)
+    assert run.alarms() == []
+
+
+@pytest.mark.parametrize("at", [12, 40, 200])
+def test_fault_spike_is_a_remark_and_the_second_in_a_row_a_warning(tmp_path: Path, at: int) -> None:
+    for length, levels in ((1, ["info"]), (2, ["info", "warning"])):
+        run = Run(tmp_path)
+        for number, (_, loss) in zip(range(300), healthy(1), strict=False):
+            run.step(0.3, loss * (1.8 if at <= number < at + length else 1), allocated_bytes=None)
+        assert [f.severity for f in run.of("loss_spike")] == levels
+        assert set(run.alarms()) == {"loss_spike"}
+
+
+def test_an_explosion_and_a_climb_are_divergence(tmp_path: Path) -> None:
+    burst, climb = Run(tmp_path), Run(tmp_path)
+    for number, (_, loss) in zip(range(400), healthy(1), strict=False):
+        burst.step(0.3, loss * (5 if number >= 200 else 1))
+        climb.step(0.3, loss * (1 + 0.004 * max(0, number - 200)))
+    assert burst.of("loss_divergence")[0].severity == "critical"
+    assert burst.of("loss_divergence")[0].fields["step"] <= 206
+    assert climb.of("loss_divergence")[0].fields["step"] <= 300
+
+
+def test_memory_leak_is_found_and_one_legitimate_allocation_is_not() -> None:
+    leak, jump = MemoryWatch(LossSettings()), MemoryWatch(LossSettings())
+    source = random.Random(2)
+    leaks = [a for s in range(800) if (a := leak.observe(s, 18 + 0.005 * s + source.random() * 0.2))]
+    jumps = [a for s in range(2000) if (a := jump.observe(s, 18 + (s > 700) + source.random() * 0.2))]
+    assert [a.type for a in leaks] == ["memory_leak", "memory_leak"]
+    assert leaks[0].at_step == 399
+    assert jumps == []
+
+
+def test_memory_drop_is_said_once() -> None:
+    watch = MemoryWatch(LossSettings())
+    seen = [a for s in range(200) if (a := watch.observe(s, 18.0 if s < 100 else 0.05))]
+    assert [(a.type, a.at_step) for a in seen] == [("memory_drop", 102)]
+
+
+def test_overfit_needs_a_gap_and_falling_training_loss() -> None:
+    over, flat = OverfitWatch(LossSettings()), OverfitWatch(LossSettings())
+    found = [a for n in range(30) if (a := over.observe(n * 100, 2 + 0.02 * abs(n - 8), 2.5 - 0.05 * n))]
+    assert [a.type for a in found] == ["overfit"]
+    assert found[0].evidence["best_step"] == 800
+    remarks = [flat.observe(n * 100, max(2.0, 2.6 - 0.1 * n), 2.5 - 0.05 * n) for n in range(30)]
+    assert remarks == [None] * 30
+
+
+@pytest.mark.parametrize(
+    "line", ["INFO | Validation Loss: {:.4f} (best so far)\n", "{{'eval_loss': {}, 'epoch': 1.0}}\n"]
+)
+def test_overfitting_is_seen_in_the_miners_own_lines_even_where_they_are_cut(tmp_path: Path, line: str) -> None:
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(600), healthy(1), strict=False):
+        run.step(0.3, loss)
+        if number % 20 == 19:
+            text = line.format(3.0 + 0.01 * abs(number // 20 - 8)).encode()
+            run.output(text[:17])
+            run.output(text[17:])
+    assert run.alarms() == ["overfit"]
+    assert run.of("overfit")[0].fields["evidence"]["best_step"] == 180
+
+
+def test_convergence_and_plateau_are_remarks_with_different_words() -> None:
+    source = random.Random(4)
+    for start, word in ((8.0, "converged"), (2.05, "below its first level")):
+        watch = LossWatch(LossSettings())
+        seen = [
+            a
+            for s in range(4000)
+            for a in watch.observe(s, (2 + (start - 2) * math.exp(-s / 100)) * source.gauss(1, 0.01), UNKNOWN)
+        ]
+        assert [a.severity for a in seen] == ["info"]
+        assert word in seen[0].detail
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200))
+def test_no_loss_whatever_makes_the_judge_raise(values: list[float]) -> None:
+    watch = LossWatch(LossSettings())
+    for step, value in enumerate(values):
+        list(watch.observe(step, value, UNKNOWN))
+
+
+def test_p_rising_is_sure_only_where_it_can_be() -> None:
+    source = random.Random(1)
+    assert p_rising([i + source.gauss(0, 1) for i in range(40)]) > 0.999
+    assert p_rising([-i + source.gauss(0, 1) for i in range(40)]) < 0.001
+    assert p_rising([1.0] * 40) == 0.5
+
+
+def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:
+    run = Run(tmp_path, replace(Config(), miner=MinerSettings(effective_batch_size=512)))
+    run.step(15.0, math.inf)
+    assert "halve the learning rate: 0.0002 to 0.0001" in run.of("loss_nan")[0].fields["fixes"]

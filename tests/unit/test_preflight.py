@@ -1,0 +1,90 @@
+"""The preflight's patience: what it waits for, what it remembers, and what stops a start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config, GpuSettings
+from miner_guard.diagnosis.check import Snapshot
+from miner_guard.diagnosis.expectation import Expectation
+from miner_guard.events import Finding
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.gather import Question
+from miner_guard.supervisor.preflight import preflight
+from tests.snapshots import healthy
+
+
+class Looking:
+    """A preflight whose looks are given, and whose clock moves only while it waits."""
+
+    def __init__(self, tmp_path: Path, looks: list[Snapshot], **gpu: Any) -> None:
+        self.clock, self.said, self.waited = FakeClock(), [], 0.0  # type: ignore[var-annotated]
+        self.looks = looks
+        self.state = StateDir(tmp_path)
+        self.question = Question(Config(gpu=GpuSettings(**gpu)), self.state, (), {})
+        self.stop_after = float("inf")
+
+    def wait(self, seconds: float) -> bool:
+        self.clock.advance(seconds)
+        self.waited += seconds
+        return self.waited >= self.stop_after
+
+    def look(self, _question: Question, _wait: Callable[[float], bool]) -> Snapshot:
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+    def run(self) -> Any:
+        emit: Callable[[Finding], None] = self.said.append
+        return preflight(self.question, emit, self.wait, self.clock, self.look)
+
+
+def test_masked_gpus_are_remembered_as_masked(tmp_path: Path) -> None:
+    masked = healthy(4, env={"CUDA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(2, "what is there"))
+    looking = Looking(tmp_path, [masked])
+    assert looking.run().go
+    assert '"gpu_count": 2' in looking.state.host_memory.read_text()
+
+
+def test_all_is_well_starts_at_once_and_remembers_the_gpus(tmp_path: Path) -> None:
+    looking = Looking(tmp_path, [healthy()])
+    outcome = looking.run()
+    assert outcome.go, [c for c in outcome.checks if c.level == "critical"]
+    assert looking.waited == 0
+    assert [f.event for f in looking.said] == ["preflight"]
+    assert '"gpu_count": 4' in looking.state.host_memory.read_text()
+
+
+def test_missing_gpus_are_waited_for_and_said_once(tmp_path: Path) -> None:
+    looking = Looking(tmp_path, [healthy(3), healthy(3), healthy(4)])
+    assert looking.run().go
+    assert looking.waited == 10
+    assert [f.fields.get("check") for f in looking.said[:-1]] == ["gpu.count", "cuda.count", None]
+    assert looking.said[-2].event == "preflight_waiting"
+    assert looking.said[-2].fields["what"] == "cuda.count, gpu.count"
+
+
+def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembered(tmp_path: Path) -> None:
+    looking = Looking(tmp_path, [healthy(3)], preflight_wait_s=300)
+    outcome = looking.run()
+    assert not outcome.go
+    assert 295 <= looking.waited <= 305
+    assert looking.said[-1].severity == "critical"
+    assert not looking.state.host_memory.exists()
+
+
+def test_what_waiting_cannot_mend_is_not_waited_for(tmp_path: Path) -> None:
+    bad = healthy(4, env={"CUDA_VISIBLE_DEVICES": "0"})
+    looking = Looking(tmp_path, [bad])
+    assert not looking.run().go
+    assert looking.waited == 0
+    assert Looking(tmp_path, [bad], on_critical="warn").run().go
+
+
+def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
+    looking = Looking(tmp_path, [healthy(3)])
+    looking.stop_after = 5
+    outcome = looking.run()
+    assert outcome.stopped
+    assert not outcome.go

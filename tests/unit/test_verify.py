@@ -1,0 +1,61 @@
+"""Whether a push that was reported can be seen in the repo: verified, refuted, or not known."""
+
+from __future__ import annotations
+
+import pytest
+
+from miner_guard.redact import MASK
+from uploads.verify import Reported, verify
+from validators.facts import Published
+
+OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum="a" * 40)
+
+
+@pytest.mark.parametrize(
+    ("after", "verified", "words"),
+    [
+        (Published(empty=True), False, "the repo is empty"),
+        (Published(reason="timeout"), None, "could not be read: timeout"),
+        (Published(age_s=300, reason=None), False, "did not move"),
+        (Published(age_s=3, reason=None, size_bytes=0), False, "is empty"),
+        (Published(age_s=3, reason=None, outer_step=57, revision="5.57.0"), None, "followed by 5.57.0"),
+        (Published(age_s=3, reason=None, outer_step=55), False, "names outer step 55, reported was 56"),
+        (Published(age_s=3, reason=None, outer_step=56, inner_step=50), False, "names inner step 50, reported was 51"),
+        (Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="a" * 40), False, "did not change"),
+        (Published(age_s=3, reason=None, outer_step=56, inner_step=53, checksum="b" * 40), True, "3s old"),
+    ],
+)
+def test_verification(after: Published, verified: bool | None, words: str) -> None:
+    result = verify(OLD, after, Reported(56, 51, 20.0))
+    assert result.verified is verified
+    assert words in result.detail
+
+
+def test_other_content_than_the_publisher_read_back_is_refuted() -> None:
+    after = Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="b" * 40)
+    assert verify(None, after, Reported(56, 51, 20.0, checksum="b" * 40)).verified is True
+    assert verify(None, after, Reported(56, 51, 20.0, checksum="b" * 32)).verified is True
+    # Whoever redacts may take a whole sha256 for a key; a mask is no checksum.
+    assert verify(None, after, Reported(56, 51, 20.0, checksum=MASK)).verified is True
+    result = verify(None, after, Reported(56, 51, 20.0, checksum="c" * 32))
+    assert result.verified is False
+    assert "checksum bbbbbbbbbbbb, the publisher read cccccccccccc" in result.detail
+    later = Published(age_s=3, reason=None, outer_step=56, inner_step=60, checksum="b" * 40)
+    assert verify(None, later, Reported(56, 51, 20.0, checksum="c" * 40)).verified is True
+
+
+LATER = {"reason": None, "outer_step": 56, "seen_at": 60.0}
+
+
+@pytest.mark.parametrize(
+    ("after", "verified"),
+    [
+        (Published(age_s=960.0, inner_step=50, **LATER), False),
+        (Published(age_s=10.0, inner_step=51, **LATER), True),
+        # The look before saw the files already; the log line came after it.
+        (Published(age_s=960.0, inner_step=51, **LATER), True),
+    ],
+)
+def test_a_push_of_which_only_the_end_is_known_is_judged_by_the_look_before(after: Published, verified: bool) -> None:
+    before = Published(age_s=900.0, reason=None, outer_step=56, inner_step=after.inner_step, seen_at=0.0)
+    assert verify(before, after, Reported(56, 51, None)).verified is verified
