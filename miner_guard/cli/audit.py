@@ -11,7 +11,7 @@ from miner_guard.cli import options
 from miner_guard.cli.exits import FAILED, OK, UNAVAILABLE
 from uploads import audit
 from validators.limits import Limits
-from validators.profiles import load_profile
+from validators.profiles import limits_of
 
 _EXITS = {"accepted": OK, "rejected": FAILED, "unknown": UNAVAILABLE}
 
@@ -23,7 +23,7 @@ def command(
     """Would validators accept what is published? Exit 0: accepted, 1: rejected, 69: could not look."""
     place = options.open_place(config, name, state_dir)
     settings = place.settings.config
-    limits = Limits.of(settings.gate, {} if place.profile is None else load_profile(place.profile).limits)
+    limits = Limits.of(settings.gate, limits_of(settings.miner))
     report = audit.look(settings, limits)
     if as_json:
         typer.echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import importlib
 import json as json_module
 import os
 import sys
@@ -40,7 +39,10 @@ def command(
     if trace and note:
         raise Refused("--note goes with a log, not with --trace: notes are kept by the label of an incident", USAGE)
     if trace:
-        _trace(file, as_json=json)
+        # Late: a log needs none of it.
+        from miner_guard.cli.explain_trace import explain_trace
+
+        explain_trace(file, as_json=json)
         return
     place = open_place(config, name, state_dir)
     report = _read(file, place)
@@ -53,12 +55,6 @@ def command(
         _remember(place, report, note)
     if report.root is None:
         raise typer.Exit(FAILED)
-
-
-def _trace(file: str, *, as_json: bool) -> None:
-    """The same for numbers; a module of its own, loaded only when asked for."""
-    module = importlib.import_module("miner_guard.cli.explain_trace")
-    module.explain_trace(file, as_json=as_json)
 
 
 def _read(file: str, place: Place) -> Report:

@@ -21,7 +21,7 @@ from uploads.ledger import ReadOnlyLedger
 from validators.facts import Candidate
 from validators.inspection import inspect_file
 from validators.limits import Limits
-from validators.profiles import load_profile
+from validators.profiles import limits_of
 
 Step = Annotated[Optional[int], typer.Option(min=0)]
 Kind = Annotated[str, typer.Option(help="gradient, or archive: the upload after an AllReduce, which is let through.")]
@@ -67,9 +67,10 @@ def command(
 def _inputs(place: options.Place) -> GateInputs:
     """What the guard wrote; without one, the profile's limits are known nevertheless."""
     known = gate_inputs.read(place.state.gate_inputs)
-    if known.reason is None or place.profile is None:
+    if known.reason is None:
         return known
-    return GateInputs(known.published, known.network, limits=load_profile(place.profile).limits, reason=known.reason)
+    limits = limits_of(place.settings.config.miner)
+    return GateInputs(known.published, known.network, limits=limits, reason=known.reason)
 
 
 def _document(path: Path | None) -> dict[str, Any] | None:

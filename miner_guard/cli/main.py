@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import re
 import sys
 from collections.abc import Sequence
@@ -54,10 +53,9 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     app.callback()(_options)
     wanted = next((a for a in arguments if not a.startswith("-")), "")
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
-        if importlib.util.find_spec(COMMANDS[name]) is not None:
-            module = importlib.import_module(COMMANDS[name])
-            short = _first_sentence(module.command.__doc__ or "")
-            app.command(name, short_help=short, context_settings=getattr(module, "CONTEXT", None))(module.command)
+        module = importlib.import_module(COMMANDS[name])
+        short = _first_sentence(module.command.__doc__ or "")
+        app.command(name, short_help=short, context_settings=getattr(module, "CONTEXT", None))(module.command)
     return app
 
 

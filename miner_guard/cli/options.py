@@ -6,7 +6,6 @@ calls `open_place(config, name, state_dir)`.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,10 +37,8 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout,
 class Place:
     """What a command works with: checked settings and the state directory, which nobody has touched yet."""
 
-    name: str
     settings: Settings
     state: statedir.StateDir
-    config_file: Path | None
     profile: str | None
 
 
@@ -49,16 +46,26 @@ def open_place(config: Path | None, name: str, state_dir: str | None, flags: Map
     """Load the settings and choose the state directory. Raises Refused (78) where the settings are bad."""
     # Here, not above: it is most of the start-up time of commands that read no settings, such as `logs`.
     from miner_guard import settings
+    from validators.profiles import chosen
 
     try:
         # Twice: the first pass only says which profile lies below the rest.
         first = settings.load(config, flags=flags).config.miner
-        profile = first.profile or _profile_of_attach(first.attach)
-        document = _profile_document(profile)
+        profile = chosen(first)
+        document = None if profile is None else _of_profile(profile)
         loaded = settings.load(config, profile=document, profile_origin=f"profile {profile}", flags=flags)
     except settings.BadConfig as error:
         raise Refused(str(error), CONFIG) from error
-    return Place(name, loaded, choose_state(name, state_dir), config, profile)
+    return Place(loaded, choose_state(name, state_dir), profile)
+
+
+def _of_profile(profile: str) -> Mapping[str, Any]:
+    from validators.profiles import load_profile
+
+    try:
+        return load_profile(profile).settings
+    except (OSError, ValueError) as error:
+        raise Refused(f"profile {profile}: {error}", CONFIG) from error
 
 
 def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
@@ -66,20 +73,3 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
     if os.sep in name or name in ("", ".", ".."):
         raise Refused(f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG)
     return statedir.choose(name, state_dir, os.environ)
-
-
-def _profile_of_attach(attach: str | None) -> str | None:
-    return None if attach in (None, "auto", "log") else attach
-
-
-def _profile_document(profile: str | None) -> Mapping[str, Any] | None:
-    if profile is None:
-        return None
-    try:
-        profiles = importlib.import_module("validators.profiles")
-        document: Mapping[str, Any] = profiles.guard_settings(profile)
-    except (OSError, ValueError, ImportError) as error:
-        from miner_guard import settings
-
-        raise settings.BadConfig(f"profile {profile}: {error}") from error
-    return document

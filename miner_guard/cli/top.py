@@ -20,7 +20,6 @@ from miner_guard.logquery import Follower, Hit, Query
 
 _LAST_EVENTS = 40
 _STEPS_READ = 200
-_GONE_S = 30.0
 
 
 def command(

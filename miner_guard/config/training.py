@@ -136,9 +136,6 @@ class GpuSettings:
     low_memory_gb: NotNegative = 1.0
     """Less allocated than this on a GPU that trains: the model may be on the CPU (source 004)."""
 
-    good_memory_gb: tuple[float, float] = (15.0, 35.0)
-    """Memory of a healthy subnet 38 rank (source 004)."""
-
     first_check_s: Positive = 60.0
     """First memory-share check after launch (source 002)."""
 
@@ -178,7 +175,7 @@ class GpuSettings:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Loss and memory curves. Constants from research/telemetry.md."""
+    """Loss and memory curves. Where the constants come from stands in `detectors/loss.py`."""
 
     window: AtLeastOne = 64
     """Values that a spike is judged against."""

@@ -25,13 +25,6 @@ class Header(Protocol):
     def phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None: ...
 
 
-class Nowhere:
-    """A header for a rank that has no flight record."""
-
-    def phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
-        return None
-
-
 class Phases:
     """The open phases of the training thread and the seconds of the current step.
 

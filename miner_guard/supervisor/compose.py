@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from types import ModuleType
 
@@ -23,8 +22,6 @@ def compose(context: Context, report: Callable[[Finding], None]) -> list[Part]:
     parts: list[Part] = []
     for name in PARTS:
         module = f"{parts_package.__name__}.{name}"
-        if importlib.util.find_spec(module) is None:
-            continue
         try:
             parts.append(_part_of(importlib.import_module(module))(context))
         except Exception as error:  # noqa: BLE001 - a part's defect must not stop the miner; it is reported

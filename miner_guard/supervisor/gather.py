@@ -21,7 +21,7 @@ from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.interpreter import of_command
 from miner_guard.health.nvml import NvmlSampler
 from miner_guard.statedir import StateDir, read_json
-from validators.profiles import load_profile
+from validators.profiles import chosen, load_profile
 
 _READINGS, _BETWEEN_READINGS_S = 3, 3.0
 """Memory held before the launch: three readings three seconds apart, where the first one is suspicious."""
@@ -47,7 +47,7 @@ class Question:
 
 def profile_of(config: Config) -> Mapping[str, Any]:
     """The profile's minimum compute; empty without a profile."""
-    named = config.miner.profile or (config.miner.attach if config.miner.attach not in ("auto", "log") else None)
+    named = chosen(config.miner)
     if named is None:
         return {}
     try:

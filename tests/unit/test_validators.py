@@ -31,7 +31,7 @@ from validators import (
 )
 from validators.facts import Candidate, Facts, Network, Published
 from validators.limits import Limits
-from validators.profiles import guard_settings, load_profile, names
+from validators.profiles import load_profile, names
 from validators.rules import for_audit, for_gate
 from validators.verdict import OUTCOMES, Verdict
 
@@ -182,13 +182,13 @@ def test_each_number_of_a_profile_has_a_source_and_is_a_setting_or_a_limit(name:
     numbers = {f"{t}.{k}" for t, table in tables.items() for k, v in table.items() if isinstance(v, (int, float, list))}
     without = {n for n in numbers if n not in profile.sources} - {"limits.metadata_fields"}
     assert not without
-    settings.load(profile=guard_settings(name), env={})
+    settings.load(profile=load_profile(name).settings, env={})
     Limits.of(GateSettings(), profile.limits)
 
 
 def test_a_second_subnet_is_data_and_one_rule() -> None:
     known = GateInputs(network=chain(block=115 * 9 + 60), limits=load_profile("sn3").limits, written_monotonic=NOW)
-    gate = settings.load(profile=guard_settings("sn3"), env={}).config.gate
+    gate = settings.load(profile=load_profile("sn3").settings, env={}).config.gate
     decision = decide(Candidate("gradient", 9, 30), known, gate, now=NOW, wall=0.0)
     assert not decision.allowed
     assert "TOO_LATE" in decision.reason

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miner_guard.config import GateSettings
+from miner_guard.config import GateSettings, MinerSettings
 from validators.limits import Limits
 
 if sys.version_info >= (3, 11):
@@ -69,14 +69,15 @@ def load_profile(name_or_path: str) -> Profile:
     return _profile(document, path)
 
 
-def chosen(profile: str | None, attach: str | None) -> str | None:
+def chosen(miner: MinerSettings) -> str | None:
     """The profile that `[miner] profile` or, without it, `attach` names; None where neither names one."""
-    return profile or (None if attach in (None, "auto", "log") else attach)
+    return miner.profile or (None if miner.attach in (None, "auto", "log") else miner.attach)
 
 
-def guard_settings(name_or_path: str) -> Mapping[str, Any]:
-    """The profile's settings, for `settings.load(profile=…)`. Raises as `load_profile`."""
-    return load_profile(name_or_path).settings
+def limits_of(miner: MinerSettings) -> Mapping[str, Any]:
+    """Numbers for `Limits` from the chosen profile; empty without one. Raises as `load_profile`."""
+    name = chosen(miner)
+    return {} if name is None else load_profile(name).limits
 
 
 def _profile(document: Mapping[str, Any], path: Path) -> Profile:

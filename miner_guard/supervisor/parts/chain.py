@@ -14,7 +14,7 @@ from uploads.network import Progress, network_of, progress
 from uploads.watch import Spaced
 from validators.facts import Network
 from validators.limits import Limits
-from validators.profiles import chosen, load_profile
+from validators.profiles import limits_of
 
 _STATUS_EVERY_S = 600.0
 _REPEAT_S = 900.0
@@ -28,9 +28,7 @@ class ChainPart(Part):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._settings = context.config.chain
-        profile = chosen(context.config.miner.profile, context.config.miner.attach)
-        numbers = {} if profile is None else load_profile(profile).limits
-        self._limits = Limits.of(context.config.gate, numbers)
+        self._limits = Limits.of(context.config.gate, limits_of(context.config.miner))
         self._said = Spaced(_STATUS_EVERY_S)
         self._unknown = Spaced(_REPEAT_S)
         self._lost = Spaced(_REPEAT_S)

@@ -23,7 +23,7 @@ from uploads.watch import DecisionVoice, ForecastWatch, RepoWatch
 from validators.commitment import fingerprint
 from validators.facts import Network, Published
 from validators.limits import Limits
-from validators.profiles import chosen, load_profile
+from validators.profiles import limits_of
 
 _WRITE_EVERY_S = 60.0
 _INPUTS_KEPT = 50
@@ -62,7 +62,7 @@ class UploadsPart(Part):
         super().__init__(context)
         config = context.config
         self._repo = config.repo
-        self._limits = _limits_of(context)
+        self._limits = limits_of(context.config.miner)
         self._credentials = fingerprint(commitment_of(configured(config.repo)))
         self._mutex = threading.Lock()
         self._watch = RepoWatch(config.gate)
@@ -304,11 +304,6 @@ class UploadsPart(Part):
                 "pending": len(self._pushes),
                 **self._last,
             }  # fmt: skip
-
-
-def _limits_of(context: Context) -> Mapping[str, Any]:
-    name = chosen(context.config.miner.profile, context.config.miner.attach)
-    return {} if name is None else load_profile(name).limits
 
 
 def _steps(entry: Mapping[str, Any]) -> tuple[int | None, int | None]:
