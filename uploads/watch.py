@@ -74,6 +74,8 @@ class RepoWatch:
         if published.age_s is None:
             if not published.empty and self._unknown.ask(published.reason, now):
                 yield found("repo_unknown", reason=published.reason or "no reason was given")
+            # When it can be read again that is said at once: the line that it is unknown is the last one until then.
+            self._age.forget()
             return
         self._unknown.forget()
         self._known = published

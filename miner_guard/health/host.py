@@ -1,17 +1,16 @@
-"""The host as this process may use it: a container's limits count, not the machine's.
-
-Each group of figures is read on its own: one that fails is null with its reason and takes no other along.
-"""
+"""The host as this process may use it: a container's limits count, not the machine's."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from miner_guard.health.samplers import Read
 
 CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
@@ -19,7 +18,10 @@ _UNLIMITED = 1 << 60
 
 
 class HostSampler:
-    """Reads CPU, memory, disk, network and /dev/shm. Rates are over the time since the last sample."""
+    """Reads CPU, memory, disk, /dev/shm and network, each by itself: a folder that hangs must not hide the memory.
+
+    Rates are over the time since the last reading. What can't be read raises OSError, ValueError or psutil.Error.
+    """
 
     def __init__(self, folders: Mapping[str, Path], *, proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> None:
         """`folders`: what to call them, and whose free space to read."""
@@ -27,24 +29,14 @@ class HostSampler:
         self._proc, self._cgroup = proc, cgroup
         self._network: tuple[float, int, int] | None = None
         self._cpu: tuple[float, float] | None = None
-        self._groups: dict[str, Callable[[], Mapping[str, Any]]] = {
+        self.reads: Mapping[str, Read] = {
             "cpu": self._read_cpu,
             "memory": self._read_memory,
             "disk": self._read_disk,
             "shm": self._read_shm,
             "network": self._read_network,
         }
-
-    def sample(self) -> dict[str, Any]:
-        """All figures; `unread` names the groups that could not be read, with the reason."""
-        figures: dict[str, Any] = {}
-        unread: dict[str, str] = {}
-        for name, read in self._groups.items():
-            try:
-                figures.update(read())
-            except (OSError, ValueError, KeyError, psutil.Error, RuntimeError) as error:
-                unread[name] = f"{type(error).__name__}: {error}"
-        return {**dict.fromkeys(NAMES), **figures, "unread": unread}
+        """The samplers, by name."""
 
     def _read_cpu(self) -> Mapping[str, Any]:
         times = psutil.cpu_times()
@@ -97,7 +89,13 @@ NAMES = (
     "oom_kills", "disk_free_bytes", "disk_free_by_folder_bytes", "shm_total_bytes", "shm_used_bytes",
     "network_sent_bytes", "network_received_bytes", "network_sent_bytes_per_s", "network_received_bytes_per_s",
 )  # fmt: skip
-"""Every figure of a sample; null where it could not be read."""
+"""Every figure of the host."""
+
+
+def figures(readings: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """The host's figures from what its samplers answered; null where one did not. None where none did."""
+    known = [reading for reading in readings if reading is not None]
+    return {**dict.fromkeys(NAMES), **{k: v for reading in known for k, v in reading.items()}} if known else None
 
 
 def existing(path: Path) -> Path:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard import events
-from miner_guard.clock import FakeClock
+from miner_guard.clock import FakeClock, SystemClock
 from miner_guard.config import LogSettings
 from miner_guard.health import metrics
-from miner_guard.health.host import HostSampler
+from miner_guard.health.host import HostSampler, figures
 from miner_guard.health.own import OwnSampler
 from miner_guard.health.report import render
+from miner_guard.health.samplers import Samplers
 from miner_guard.health.snapshot import assemble, summary
 from miner_guard.logs import Emitter, JsonlSink, json_line
 from miner_guard.redact import Redactor
@@ -54,9 +55,11 @@ def _week(folder: Path) -> StateDir:
 
 def run() -> list[Row]:
     """Milliseconds of CPU, and of wall time where the two differ."""
-    host, own, redactor = HostSampler({"state": Path("/")}), OwnSampler(), Redactor()
-    rows = [Row("sampling the host and the guard", 1000 * per_call(lambda: (host.sample(), own.sample()), 50), "ms")]
-    host_sample, own_sample = host.sample(), own.sample()
+    own, redactor = OwnSampler(), Redactor()
+    samplers = Samplers(SystemClock(), 5.0, {**HostSampler({"state": Path("/")}).reads, "guard": own.sample})
+    rows = [Row("sampling the host and the guard", 1000 * per_call(samplers.sample, 50), "ms")]
+    own_sample = own.sample()
+    host_sample = figures(reading.value for name, reading in samplers.readings().items() if name != "guard")
 
     def snapshot(gpus: dict[str, Any]) -> str:
         document = assemble(_STATUS, host_sample, gpus, own_sample, {})
@@ -65,7 +68,7 @@ def run() -> list[Row]:
     for count in (0, 4, 8):
         made = functools.partial(snapshot, _gpus(count))
         rows.append(Row(f"a snapshot with {count} GPUs, to its line", 1000 * per_call(made, 200), "ms"))
-    status = {**_STATUS, "health": {"gpus": _gpus(8), "host": host.sample()}}
+    status = {**_STATUS, "health": {"gpus": _gpus(8), "host": host_sample}}
     scrape = per_call(lambda: metrics.text(json.loads(json.dumps(status)), version="1", age_s=1.0), 50)
     rows.append(Row("a scrape of /metrics, 8 GPUs", 1000 * scrape, "ms"))
     with tempfile.TemporaryDirectory() as folder:

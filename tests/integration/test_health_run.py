@@ -1,4 +1,4 @@
-"""Health through a real `miner-guard run`: snapshots on time, a GPU sampler that fails and hangs and recovers."""
+"""Health through a real `miner-guard run`: snapshots on time; each sampler fails, hangs and recovers, and no other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import pytest
 from miner_guard.clock import parse_iso_utc
 from miner_guard.logquery import Query, search
 from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
+from tests.faulty_files import FaultyFiles, faulty_files, faulty_library
+from uploads.repos.base import METADATA, epoch_key
 
-__all__ = ["fake_nvml", "nvml_library"]
+__all__ = ["fake_nvml", "faulty_files", "faulty_library", "nvml_library"]
 
 SETTINGS = {
     "MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "1",
@@ -41,15 +43,22 @@ class Run:
     def events(self, *names: str) -> list[dict[str, Any]]:
         return [hit.record() for hit in search(self.state / "guard.jsonl", Query(events=frozenset(names)))]
 
-    def until(self, what: str, seconds: float, event: str, **fields: Any) -> dict[str, Any]:
-        """The first event with these fields."""
+    def until(self, what: str, seconds: float, event: str, since: str = "", **fields: Any) -> dict[str, Any]:
+        """The first event with these fields, after the time `since`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for record in self.events(event):
-                if fields.items() <= record.items():
+                if fields.items() <= record.items() and record["ts"] > since:
                     return record
             time.sleep(0.2)
         raise AssertionError(f"not within {seconds:.0f} s: {what}")
+
+    def snapshot(self, what: str, since: str, true: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for a snapshot after `since` of which something is true: it shows the run as of the last pulse."""
+        deadline = time.monotonic() + 30
+        while not any(true(r["snapshot"]) for r in self.events("health_snapshot") if r["ts"] > since):
+            assert time.monotonic() < deadline, f"not within 30 s: {what}"
+            time.sleep(0.2)
 
     def stop(self) -> int:
         self.process.terminate()
@@ -99,6 +108,116 @@ def test_snapshots_come_on_time_without_drift_and_once_more_at_the_end(run: Run)
     assert all(later > earlier for earlier, later in itertools.pairwise(scheduled))
     gpus = run.events("health_snapshot")[-2]["snapshot"]["gpus"]
     assert [row["index"] for row in gpus["gpus"]] == [0, 1]
+
+
+FAULTS = {
+    "cpu": "/proc/stat", "memory": "/proc/meminfo", "shm": "/dev/shm", "network": "/proc/net/dev",
+    "guard": "/proc/*/statm", "disk": "*/network-folder",
+}  # fmt: skip
+"""What each sampler reads: the path of it that shall fail or hang."""
+
+ONE_FIGURE = {
+    "cpu": "cpu_pct", "memory": "memory_used_bytes", "shm": "shm_used_bytes", "network": "network_sent_bytes",
+    "disk": "disk_free_bytes",
+}  # fmt: skip
+
+
+def _unknown_figures(snapshot: dict[str, Any]) -> set[str]:
+    """The samplers without a figure in a snapshot, by the figures themselves."""
+    nulls = {name for name, figure in ONE_FIGURE.items() if snapshot["host"][figure] is None}
+    return nulls | ({"guard"} if snapshot["guard"]["memory_bytes"] is None else set())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("mood", "reason"), [("fail", "Input/output error"), ("hang", "no answer within 2 s")])
+def test_each_sampler_is_null_with_its_reason_and_recovers_while_the_others_go_on(
+    tmp_path: Path, fake_nvml: FakeNvml, faulty_files: FaultyFiles, mood: str, reason: str
+) -> None:
+    folder = tmp_path / "network-folder"
+    folder.mkdir()
+    run = Run(
+        tmp_path / "state",
+        {**fake_nvml.env, **faulty_files.env, "MINER_GUARD_HEALTH__CHECKPOINT_DIR": str(folder)},
+    )
+    try:
+        started = run.until("a second snapshot", 30, "health_snapshot")["ts"]
+        for broken in ({"cpu", "disk", "guard"}, {"memory", "shm", "network"}):
+            faulty_files.set(**{mood: [FAULTS[name] for name in broken]})
+            said = [run.until(f"{name} to {mood}", 30, "sampler_failed", started, sampler=name) for name in broken]
+            assert all(reason in record["reason"] for record in said), said
+            assert {record["msg"].partition(": ")[0] for record in said} == {"SAMPLER FAILED"}
+            now = max(record["ts"] for record in said)
+            snapshot = run.until("the snapshot after it", 30, "health_snapshot", now)["snapshot"]
+            assert _unknown_figures(snapshot) == broken == set(snapshot["unknown"])
+            assert all(reason in why for why in snapshot["unknown"].values())
+            assert len(snapshot["gpus"]["gpus"]) == 4
+            faulty_files.set()
+            for name in broken:
+                run.until(f"{name} to recover", 30, "sampler_recovered", now, sampler=name)
+            started = run.events("sampler_recovered")[-1]["ts"]
+            snapshot = run.until("a whole snapshot", 30, "health_snapshot", started)["snapshot"]
+            assert (_unknown_figures(snapshot), snapshot["unknown"]) == (set(), {})
+        assert not run.events("guard_degraded", "job_late")
+        times = [parse_iso_utc(record["ts"]) for record in run.events("health_snapshot")]
+        assert max(b - a for a, b in itertools.pairwise(times)) < 5, "snapshots went on"
+    finally:
+        assert run.stop() == 0
+
+
+CHAIN = """
+import os, pathlib, time
+__version__ = "9.12.2"
+mood = pathlib.Path(os.environ["CHAIN_MOOD"]).read_text()
+if mood == "hang":
+    time.sleep(600)
+if mood == "fail":
+    raise ConnectionRefusedError("the node is gone")
+class Subtensor:
+    def __init__(self, network): pass
+    def get_current_block(self): return 1000 + int(time.time())
+"""
+
+
+@pytest.mark.timeout(300)
+def test_repo_and_chain_fail_hang_and_recover_each_by_itself(tmp_path: Path, faulty_files: FaultyFiles) -> None:
+    repo, mood = tmp_path / "published", tmp_path / "mood"
+    (repo / "epoch-3").mkdir(parents=True)
+    (repo / epoch_key(3, "gradients.pt")).write_text("gradients")
+    (repo / METADATA).write_text('{"run": 5, "outer_step": 3, "inner_step": 50, "peer_id": "p"}')
+    (tmp_path / "bittensor.py").write_text(CHAIN)
+    mood.write_text("well")
+    settings = {
+        "REPO__KIND": "local", "REPO__PATH": str(repo), "REPO__REFRESH_EVERY_S": "1", "REPO__TIMEOUT_S": "3",
+        "CHAIN__NETWORK": "ws://127.0.0.1:9", "CHAIN__NETUID": "38", "CHAIN__REFRESH_EVERY_S": "1",
+        "CHAIN__TIMEOUT_S": "3",
+    }  # fmt: skip
+    env = {f"MINER_GUARD_{name}": value for name, value in settings.items()}
+    run = Run(tmp_path / "state", {**faulty_files.env, **env, "PYTHONPATH": str(tmp_path), "CHAIN_MOOD": str(mood)})
+    try:
+        run.until("the repo's age", 30, "repo_age")
+        now = run.until("the chain", 30, "chain_status", level="info")["ts"]
+        for how in ("fail", "hang"):
+            faulty_files.set(**{how: [f"{repo}/*"]})
+            unknown = run.until(f"the repo to {how}", 30, "repo_unknown", now)
+            run.snapshot("the reason, and the chain going on", unknown["ts"], lambda s, why=unknown["reason"]: (  # type: ignore[misc]
+                s["uploads"]["repo"]["reason"] == why and s["chain"]["block"] is not None
+            ))  # fmt: skip
+            faulty_files.set()
+            now = run.until("the repo again", 30, "repo_age", unknown["ts"])["ts"]
+            mood.write_text(how)
+            unknown = run.until(f"the chain to {how}", 30, "chain_unknown", now, level="warning")
+            run.snapshot("the reason, and the repo going on", unknown["ts"], lambda s, why=unknown["reason"]: (  # type: ignore[misc]
+                s["chain"]["block"] is None and s["chain"]["reason"] == why
+                and s["uploads"]["repo"]["reason"] is None
+            ))  # fmt: skip
+            mood.write_text("well")
+            now = run.until("the chain again", 30, "chain_status", unknown["ts"], level="info")["ts"]
+        reasons = [record["reason"] for record in run.events("repo_unknown", "chain_unknown")]
+        assert {"no answer within 3 s"} < set(reasons)
+        assert any("Input/output error" in reason for reason in reasons)
+        assert any("the node is gone" in reason for reason in reasons)
+    finally:
+        assert run.stop() == 0
 
 
 STEPS = """

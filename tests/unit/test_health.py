@@ -13,7 +13,7 @@ from miner_guard import events
 from miner_guard.clock import FakeClock, SystemClock
 from miner_guard.config import HealthSettings
 from miner_guard.events import Finding
-from miner_guard.health.host import NAMES, HostSampler, read_cgroup_memory
+from miner_guard.health.host import NAMES, HostSampler, figures, read_cgroup_memory
 from miner_guard.health.limits import HostLimits
 from miner_guard.health.own import OwnSampler
 from miner_guard.health.samplers import Samplers, Unreadable
@@ -86,27 +86,37 @@ def test_a_sampler_that_hangs_is_cut_and_takes_one_thread_and_no_other_along() -
     assert _events(recovered) == [("sampler_recovered", "moody")]
 
 
+def _sampled(sampler: HostSampler) -> tuple[dict[str, Any] | None, dict[str, str | None]]:
+    """The host's figures after two rounds, and why those that are null are."""
+    samplers = Samplers(SystemClock(), 5.0, sampler.reads)
+    samplers.sample()
+    samplers.sample()
+    reasons = {name: reading.reason for name, reading in samplers.readings().items() if reading.reason}
+    return figures(reading.value for reading in samplers.readings().values()), reasons
+
+
 def test_the_host_is_read_here_and_now() -> None:
-    sampler = HostSampler({"state": Path("/nonexistent/state/folder")})
-    sampler.sample()
-    host = sampler.sample()
-    assert set(host) == {*NAMES, "unread"}
+    host, reasons = _sampled(HostSampler({"state": Path("/nonexistent/state/folder")}))
+    assert host is not None
+    assert reasons == {}
+    assert set(host) == set(NAMES)
     assert host["memory_limit_bytes"] > host["memory_used_bytes"] > 0
     assert host["disk_free_bytes"] > 0
-    assert host["unread"] == {}
 
 
-def test_one_group_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_figure_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
     def broken(*_arguments: object, **_more: object) -> None:
         raise RuntimeError("no counters here")
 
     monkeypatch.setattr(psutil, "net_io_counters", broken)
-    host = HostSampler({}).sample()
+    host, reasons = _sampled(HostSampler({}))
+    assert reasons == {"network": "RuntimeError: no counters here"}
+    assert host is not None
     assert host["network_sent_bytes"] is None
-    assert "no counters here" in host["unread"]["network"]
     assert host["memory_used_bytes"] is not None
+    assert figures([None, None]) is None
 
 
 def _tree(root: Path, files: Mapping[str, str]) -> None:
@@ -242,7 +252,7 @@ def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Pat
     part = Health(context)
     part._nvml.close()
     part.samplers = Samplers(SystemClock(), 5.0, {
-        "host": part._host.sample, "gpus": lambda: {"state": "absent", "gpus": []}, "guard": part._own.sample,
+        **part._host.reads, "gpus": lambda: {"state": "absent", "gpus": []}, "guard": part._own.sample,
     })  # fmt: skip
     assert jobs.every_s == {"samplers": 10.0, "health": 10.0}
     jobs.repeated["samplers"]()

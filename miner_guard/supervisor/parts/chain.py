@@ -53,6 +53,7 @@ class ChainPart(Part):
         if look.reason is not None:
             level = "warning" if self._unknown.ask(look.reason, now) else "debug"
             yield found("chain_unknown", level=level, reason=look.reason, network=asdict(network))
+            self._said.forget()
             return
         self._unknown.forget()
         key = (look.registered, look.uid, network.outer_step, bool(look.errors), frozen is not None)

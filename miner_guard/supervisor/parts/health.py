@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.events import Finding, found
-from miner_guard.health.host import HostSampler
+from miner_guard.health.host import HostSampler, figures
 from miner_guard.health.limits import HostLimits
 from miner_guard.health.nvml import NvmlSampler
 from miner_guard.health.own import OwnSampler
-from miner_guard.health.samplers import Reading, Samplers, Unreadable
+from miner_guard.health.samplers import Samplers, Unreadable
 from miner_guard.health.snapshot import assemble, summary
 from miner_guard.rank.flight import Now
 from miner_guard.supervisor.parts import Context, Part
@@ -36,7 +36,7 @@ class Health(Part):
         self._nvml = NvmlSampler(settings.sampler_timeout_s * _GPU_DEADLINE_RATIO)
         self.samplers = Samplers(
             context.clock, settings.sampler_timeout_s,
-            {"host": self._host.sample, "gpus": self._gpus, "guard": self._own.sample},
+            {**self._host.reads, "gpus": self._gpus, "guard": self._own.sample},
         )  # fmt: skip
         self._dropped = 0
         self._lost = 0
@@ -58,10 +58,13 @@ class Health(Part):
     def _sample(self) -> None:
         for finding in self.samplers.sample():
             self.context.emit(finding)
-        host = self.samplers.reading("host").value
+        host = self._host_figures()
         if host is not None:
             for finding in self._limits.observe(host):
                 self.context.emit(finding)
+
+    def _host_figures(self) -> Mapping[str, Any] | None:
+        return figures(self.samplers.reading(name).value for name in self._host.reads)
 
     def _log_snapshot(self) -> None:
         self.context.emit(self._finding())
@@ -76,7 +79,7 @@ class Health(Part):
         unknown = {name: reading.reason for name, reading in readings.items() if reading.reason is not None}
         own = readings["guard"].value or dict.fromkeys(("cpu_pct", "cpu_s", "memory_bytes", "threads", "open_files"))
         guard = {**own, "events_dropped": self._dropped, "entries_lost": self._lost}
-        return assemble(self.context.status(), _value(readings["host"]), _value(readings["gpus"]), guard, unknown)
+        return assemble(self.context.status(), self._host_figures(), readings["gpus"].value, guard, unknown)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         self._dropped = sum(header.dropped for header in ranks.values())
@@ -90,15 +93,11 @@ class Health(Part):
     def snapshot(self) -> Mapping[str, Any]:
         readings = self.samplers.readings()
         return {
-            "host": _value(readings["host"]),
-            "gpus": _value(readings["gpus"]),
-            "guard": _value(readings["guard"]),
+            "host": self._host_figures(),
+            "gpus": readings["gpus"].value,
+            "guard": readings["guard"].value,
             "unknown": {name: reading.reason for name, reading in readings.items() if reading.reason is not None},
             "snapshots": self._snapshots,
             "events_dropped": self._dropped,
             "entries_lost": self._lost,
         }
-
-
-def _value(reading: Reading) -> Mapping[str, Any] | None:
-    return reading.value
