@@ -60,6 +60,9 @@ class _Formatter(string.Formatter):
 
 _formatter = _Formatter()
 
+_LONGEST_ODD = 500
+"""Characters shown of fields that do not fit."""
+
 
 def found(event: str, /, *, rank: int | None = None, level: str | None = None, **fields: Any) -> Finding:
     """A finding, checked against the catalogue.
@@ -75,11 +78,18 @@ def found(event: str, /, *, rank: int | None = None, level: str | None = None, *
 
 
 def line(finding: Finding) -> str:
-    """The words of the console line, without emoji, time or level."""
+    """The words of the console line, without emoji, time or level.
+
+    Findings also come from ranks, of another version perhaps: fields that the words can't show are shown as they are.
+    """
     spec = CATALOGUE[finding.event]
-    if callable(spec.line):
-        return spec.line(finding.fields)
-    return _formatter.vformat(spec.line, (), {"rank": finding.rank, **finding.fields})
+    try:
+        if callable(spec.line):
+            return spec.line(finding.fields)
+        return _formatter.vformat(spec.line, (), {"rank": finding.rank, **finding.fields})
+    except Exception as error:  # noqa: BLE001 - a line that raises would stop whoever logs it; the line says what is wrong
+        shown = str(dict(finding.fields))[:_LONGEST_ODD]
+        return f"{finding.event} with fields that do not fit its words ({type(error).__name__}: {error}): {shown}"
 
 
 _WARN = "⚠️ "

@@ -7,7 +7,7 @@ Standard library only. Two kinds of rule: shapes (a token looks like one whereve
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.config import Config
@@ -19,6 +19,9 @@ SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|MNEMONIC|CREDENTIAL"
 
 _SHORTEST_SECRET = 6
 """Shorter values would redact ordinary words (`KEY=1`)."""
+
+_SHORTEST_WORD = 4
+"""After `--token` and the like."""
 
 _SHAPES = tuple(
     re.compile(pattern)
@@ -34,9 +37,12 @@ _SHAPES = tuple(
 )
 _NAMED = re.compile(
     r"(?i)((?:[\w.-]*(?:secret(?:[_-]?key)?|token|password|passwd|api_?key|access_?key(?:_id)?|mnemonic))[\"']?\s*[=:]\s*[\"']?)"
-    r"([^\s\"',;&|)}\]]{4,})"
+    r"(?!\[redacted\])([^\s\"',;&|)}\]]{4,})"
 )
-_FLAG = re.compile(r"(?i)(--[\w.-]*(?:secret(?:[_-]?key)?|token|password|access[_-]?key(?:[_-]?id)?)[ =])(\S{4,})")
+_FLAG_NAME = r"--[\w.-]*(?:secret(?:[_-]?key)?|token|password|passwd|api[_-]?key|access[_-]?key(?:[_-]?id)?|mnemonic)"
+_SECRET_FLAG = re.compile(_FLAG_NAME, re.IGNORECASE)
+# Quoted as a shell does: what follows a space inside the quotes belongs to it.
+_FLAG = re.compile(rf"(?i)({_FLAG_NAME}[ =])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)")
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)([^\s/@]+)(@)", re.IGNORECASE)
 _MNEMONIC = re.compile(r"(?i)(\b(?:mnemonic|seed phrase)\b\W+)((?:[a-z]{3,8}[ ]+){11,23}[a-z]{3,8})")
@@ -84,8 +90,17 @@ class Redactor:
         if isinstance(value, Mapping):
             return {k: self.value(v, str(k)) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self.value(v, name) for v in value]
+            return self._items(value, name)
         return value
+
+    def _items(self, items: Sequence[Any], name: str) -> list[Any]:
+        """A command line is a list of words: the one after `--token` is a secret, though it looks like none."""
+        safe, masked = [], False
+        for item in items:
+            hidden = masked and isinstance(item, str) and len(item) >= _SHORTEST_WORD and not item.startswith("--")
+            safe.append(MASK if hidden else self.value(item, name))
+            masked = isinstance(item, str) and _SECRET_FLAG.fullmatch(item) is not None
+        return safe
 
 
 _SECRET_FIELD = re.compile(r"(?i)(?:^|_)(?:secret|token|password|api_?key|access_?key(?:_id)?|mnemonic)$")

@@ -101,7 +101,8 @@ def write_atomic(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
-        draft.write_text(text, encoding="utf-8")
+        # A path or an argument may hold bytes that are no UTF-8; Python carries them as lone surrogates.
+        draft.write_bytes(text.encode("utf-8", "replace"))
         os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)

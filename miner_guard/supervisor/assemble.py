@@ -120,8 +120,10 @@ class Assembly:
     def _defect(self, error: Exception) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = f"a defect of the guard: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        if what not in self._defects:
-            self._defects.add(what)
+        # By its place: the words may hold a number that is another one each time.
+        place = f"{type(error).__name__} {where.filename}:{where.lineno}"
+        if place not in self._defects:
+            self._defects.add(place)
             self.log(found("guard_degraded", what=f"{what}; said once, the rest goes on"))
 
     def log(self, finding: Finding) -> None:

@@ -50,7 +50,7 @@ class Bell:
     def _understand(self, data: bytes, rung: set[int]) -> None:
         try:
             document = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):
             self.bad += 1
@@ -70,7 +70,9 @@ def finding_of(document: dict[str, Any], rank: int | None = None) -> Finding | N
     """The finding that a datagram or a journal entry holds; None where it is not one of the catalogue's."""
     event, fields = document.get("event"), document.get("fields")
     level = document.get("level")
-    if event not in CATALOGUE or not isinstance(fields, dict) or (level is not None and level not in LEVELS):
+    if not isinstance(event, str) or event not in CATALOGUE or not isinstance(fields, dict):
+        return None
+    if level is not None and (not isinstance(level, str) or level not in LEVELS):
         return None
     said = document.get("rank", rank)
     try:

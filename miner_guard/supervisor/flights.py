@@ -60,8 +60,11 @@ class Flights:
             if flight is None:
                 continue
             for number, entry in flight.entries(flight.acknowledged()):
-                reader.entry(flight.identity.rank, entry)
-                flight.acknowledge(number + 1)
+                try:
+                    reader.entry(flight.identity.rank, entry)
+                finally:
+                    # Also one that nobody can take: it must not come again, and hold back what is behind it.
+                    flight.acknowledge(number + 1)
             flight.close()
 
     def launched(self, pid: int) -> None:
@@ -102,15 +105,17 @@ class Flights:
         steps = new
         if patient and current is not lead:
             steps = list(itertools.takewhile(lambda step: step.total_steps <= lead.total_steps, new))
-        for start in range(0, len(steps), _MOST_STEPS_A_LOOK):
-            reader.steps(rank, steps[start : start + _MOST_STEPS_A_LOOK])
         if steps:
             current.next_step = steps[-1].number + 1
             current.total_steps = steps[-1].total_steps
+        for start in range(0, len(steps), _MOST_STEPS_A_LOOK):
+            reader.steps(rank, steps[start : start + _MOST_STEPS_A_LOOK])
         for number, entry in list(current.reader.entries(current.next_entry)):
-            reader.entry(rank, entry)
             current.next_entry = number + 1
-            current.reader.acknowledge(number + 1)
+            try:
+                reader.entry(rank, entry)
+            finally:
+                current.reader.acknowledge(number + 1)
         return len(steps) < len(new)
 
     def _refresh_all(self) -> None:

@@ -68,9 +68,12 @@ class Host:
         return any(part.lingers() for part in self.parts)
 
     def finding(self, finding: Finding, source: Part | None = None, depth: int = 0) -> None:
-        """Log a finding and show it to every part but the one it comes from."""
-        self._log(finding)
-        self.on_finding(finding)
+        """Log a finding and show it to every part but the one it comes from. Never raises."""
+        try:
+            self._log(finding)
+            self.on_finding(finding)
+        except Exception as error:  # noqa: BLE001 - what one rank reports must not stop the watch over all; it is said
+            self._say(finding.event, "log", error)
         if depth >= _DEEPEST:
             return
         for part in self.parts:
@@ -85,7 +88,7 @@ class Host:
             try:
                 documents[part.name] = dict(part.snapshot())
             except Exception as error:  # noqa: BLE001 - a part's defect must not end supervision; it is said once
-                self._say(part, "snapshot", error)
+                self._say(part.name, "snapshot", error)
                 documents[part.name] = None
         return documents
 
@@ -98,13 +101,13 @@ class Host:
         try:
             return list(getattr(part, method)(*arguments))
         except Exception as error:  # noqa: BLE001 - a part's defect must not end supervision; it is said once
-            self._say(part, method, error)
+            self._say(part.name, method, error)
             return ()
 
-    def _say(self, part: Part, method: str, error: Exception) -> None:
-        if (part.name, method) in self._failed:
+    def _say(self, who: str, method: str, error: Exception) -> None:
+        if (who, method) in self._failed:
             return
-        self._failed.add((part.name, method))
+        self._failed.add((who, method))
         where = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{part.name}.{method} failed with {type(error).__name__}: {error} ({where.filename}:{where.lineno}); "
+        what = f"{who}.{method} failed with {type(error).__name__}: {error} ({where.filename}:{where.lineno}); "
         self._log(found("guard_degraded", what=what + "said once, the rest goes on"))

@@ -73,6 +73,10 @@ class Relay:
         for outlet in self.outlets:
             outlet.tick()
         self._resume()
+        for fd in self._sources.keys() - self._paused - self._napping:
+            # The loop lets go of a reader that failed; a pipe that nobody reads would stop the miner.
+            if not self._loop.watched(fd):
+                self._watch(fd)
 
     def _readable(self, fd: int) -> None:
         before = self.relayed_bytes

@@ -1,0 +1,187 @@
+"""One bad entry, byte or argument costs itself, and nothing that comes after it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from miner_guard import events
+from miner_guard.clock import FakeClock, SystemClock
+from miner_guard.config import LogSettings
+from miner_guard.events import Finding, found
+from miner_guard.logs import Emitter, JsonlSink
+from miner_guard.rank.flight import FlightWriter
+from miner_guard.redact import Redactor
+from miner_guard.statedir import StateDir, read_json
+from miner_guard.supervisor.assemble import Assembly
+from miner_guard.supervisor.bell import finding_of
+from miner_guard.supervisor.flights import Flights
+from miner_guard.supervisor.host import Host
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.parts import Context
+from miner_guard.supervisor.parts.reports import Reports
+from miner_guard.supervisor.relay import Relay
+from miner_guard.supervisor.status import Status
+
+RUN = "r" * 12
+NAN = float("nan")
+
+_ODD = {"step_time_s": "245 s", "expected": "10-30s", "inner_step": 1, "limit_s": 60, "rule": "absolute"}
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir(tmp_path / "state")
+
+
+def _rank_with_an_odd_entry(state: StateDir, run_id: str = RUN) -> FlightWriter:
+    """A rank of another version: its `slow_step` has words where this one expects a number."""
+    writer = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=run_id)
+    writer.now(
+        state=1, phase=b"", phase_since=1.0, heartbeat=1.0, outer_step=1, inner_step=1, total_steps=1, loss=NAN, lr=NAN,
+        allocated_bytes=NAN, allowance_s=NAN,
+    )  # fmt: skip
+    for event, fields in (("slow_step", _ODD), ("rank_message", {"text": "what came after it"})):
+        assert writer.journal({"kind": "finding", "event": event, "level": None, "rank": 0, "fields": fields})
+    return writer
+
+
+def _host(state: StateDir) -> Host:
+    clock = FakeClock()
+    host = Host(Emitter(clock, RUN, Redactor(), [JsonlSink(state.log, LogSettings())]).emit)
+    host.parts = [Reports(cast(Context, SimpleNamespace(clock=clock)))]
+    return host
+
+
+def _messages(state: StateDir) -> list[str]:
+    return [json.loads(line)["msg"] for line in state.log.read_text(encoding="utf-8").splitlines()]
+
+
+def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_again(state: StateDir) -> None:
+    """Guards against an entry that raises in every look: no step, hang or decision was seen behind it any more."""
+    writer, host = _rank_with_an_odd_entry(state), _host(state)
+    flights = Flights(state, RUN, pytest.fail)
+    for _ in range(2):
+        flights.look(host)
+    messages = _messages(state)
+    assert messages[0].startswith("slow_step with fields that do not fit its words (ValueError")
+    assert "245 s" in messages[0]
+    assert messages[1:] == ["what came after it"]
+    assert writer.acknowledged() == 2
+    flights.close()
+
+
+def test_an_entry_that_nobody_can_take_is_acknowledged_all_the_same(state: StateDir) -> None:
+    """Guards against a start that fails for ever at what an earlier run has left."""
+    writer = _rank_with_an_odd_entry(state, "another run")
+
+    class Refuses:
+        def steps(self, rank: int, steps: object) -> None: ...
+
+        def entry(self, rank: int, entry: object) -> None:
+            raise ValueError("no part takes this")
+
+    for left in (1, 0):
+        with pytest.raises(ValueError, match="no part"):
+            Flights(state, RUN, pytest.fail).leftovers(Refuses())
+        assert writer.entries_written - writer.acknowledged() == left
+    Flights(state, RUN, pytest.fail).leftovers(Refuses())
+
+
+def test_a_log_that_fails_is_said_once_and_the_parts_still_hear(state: StateDir) -> None:
+    said: list[Finding] = []
+
+    def log(finding: Finding) -> None:
+        if finding.event == "rank_message":
+            raise RecursionError("too deep")
+        said.append(finding)
+
+    host, heard = Host(log), list[Finding]()
+    host.on_finding = heard.append
+    for _ in range(3):
+        host.finding(found("rank_message", text="x"))
+    assert [finding.event for finding in said] == ["guard_degraded"]
+    assert "rank_message.log failed with RecursionError" in said[0].fields["what"]
+
+
+@pytest.mark.parametrize("event", [name for name in events.CATALOGUE if name != "rank_message"])
+def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
+    """A rank may be of another version, or a miner's own code may have emitted it."""
+    odd = dict.fromkeys(events.CATALOGUE[event].fields, object())
+    assert isinstance(events.line(found(event, **odd)), str)
+
+
+@pytest.mark.parametrize(
+    "document", [{"event": ["x"], "fields": {}}, {"event": "slow_step", "fields": {}, "level": ["x"]}, {"event": None}]
+)
+def test_a_datagram_of_foreign_content_is_no_finding(document: dict[str, Any]) -> None:
+    """Guards against one that raises: the loop lets go of a socket whose handler fails."""
+    assert finding_of(document) is None
+
+
+def test_bytes_that_are_no_text_in_a_command_do_not_stop_the_status(state: StateDir) -> None:
+    """Guards against a status that is never written again, and a systemd watchdog that is never fed behind it."""
+    state.root.mkdir()
+    argument = os.fsdecode(b"name-\xff")
+    Status(state, FakeClock(), pytest.fail).update({"command": ["train.py", argument]})
+    assert read_json(state.status)["command"] == ["train.py", "name-?"]
+    assert [path.name for path in state.root.iterdir()] == ["status.json"]
+
+
+def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> None:
+    """Guards against a miner that stands still at a full pipe, since the loop lets go of a handler that raises."""
+    errors: list[Exception] = []
+    seen: list[bytes] = []
+
+    def on_chunk(chunk: bytes) -> None:
+        seen.append(chunk)
+        if len(seen) == 1:
+            raise RuntimeError("a defect")
+
+    loop = Loop(SystemClock(), errors.append)
+    relay = Relay(loop, on_chunk)
+    end, other = relay.open()
+    for text in (b"one\n", b"two\n"):
+        os.write(end, text)
+        loop.turn()
+        relay.tick()
+        loop.after(0.01, lambda: None)
+        loop.turn()
+    assert len(errors) == 1
+    assert seen == [b"one\n", b"two\n"]
+    relay.finish(1.0)
+    for fd in {end, other}:
+        os.close(fd)
+    loop.close()
+
+
+def test_a_defect_is_said_once_though_its_words_change() -> None:
+    """Guards against a log and a set that grow with every tick."""
+    said: list[Finding] = []
+    assembly = SimpleNamespace(_defects=set(), log=said.append)
+    for number in range(100):
+        try:
+            raise KeyError(number)
+        except KeyError as error:
+            Assembly._defect(cast(Assembly, assembly), error)
+    assert len(said) == len(assembly._defects) == 1
+
+
+def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() -> None:
+    """Guards against status.json, which holds the command word by word, and the bundle made of it."""
+    command = ["train.py", "--hf-token", "correct horse", "--max-tokens", "512", "--token", "--verbose"]
+    assert Redactor().value(command) == [
+        "train.py", "--hf-token", "[redacted]", "--max-tokens", "512", "--token", "--verbose",
+    ]  # fmt: skip
+    assert Redactor().text("train.py --token 'correct horse' --lr 1") == "train.py --token [redacted] --lr 1"
+
+
+def test_redacting_twice_changes_nothing_more() -> None:
+    once = Redactor().text("--wallet.password=abcdef12 token: abcdef12")
+    assert once == "--wallet.password=[redacted] token: [redacted]"
+    assert Redactor().text(once) == once
