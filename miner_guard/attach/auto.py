@@ -32,6 +32,7 @@ class Auto:
         self._leader: Callable[[], Any] = lambda: None
         self._others = 0
         self._diagnosed = False
+        self._evaluated: float | None = None
 
     # a plain loop
 
@@ -86,12 +87,17 @@ class Auto:
         guard = self.adapter.guard
         assert guard is not None
         loss, micro_batches = self.losses.take()
-        guard.step(inner_step=number, loss=loss, lr=optimizer.param_groups[0].get("lr"))
+        evaluated, self._evaluated = self._evaluated, None
+        guard.step(inner_step=number, loss=loss, lr=optimizer.param_groups[0].get("lr"), eval_loss=evaluated)
         if not self._diagnosed:
             self._diagnosed = True
             guard.diagnose(
                 optimized(optimizer), accumulation_steps=micro_batches or None, model_name=os.path.basename(sys.argv[0])
             )
+
+    def evaluated(self, loss: float | None) -> None:
+        """A framework has evaluated; it goes with the next step."""
+        self._evaluated = loss
 
     def finished(self) -> None:
         """A framework says that its configured end is reached."""

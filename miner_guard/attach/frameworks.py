@@ -36,6 +36,9 @@ def follow_transformers(auto: Auto, module: Any) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             auto.step(state.global_step, kwargs["optimizer"])
 
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            auto.evaluated((kwargs.get("metrics") or {}).get("eval_loss"))
+
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step >= state.max_steps:
                 auto.adapter.quiet(auto.finished)

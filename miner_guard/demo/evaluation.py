@@ -31,8 +31,11 @@ class Evaluation:
         with torch.no_grad(), self._guard.phase("monitor"), self._guard.phase("example_loss"):
             self._model(tokens, targets)
 
-    def full(self, step: int, tokens: Tensor, targets: Tensor) -> None:
-        """Inference, loss on held-out data and on one training example, tokens and targets (1, context)."""
+    def full(self, step: int, tokens: Tensor, targets: Tensor) -> float:
+        """Inference, loss on held-out data and on one training example, tokens and targets (1, context).
+
+        Returns the loss on held-out data.
+        """
         with torch.no_grad(), self._guard.phase("monitor"):
             with self._guard.phase("inference"):
                 text = self._continuation(tokens.shape[1])
@@ -41,6 +44,7 @@ class Evaluation:
             with self._guard.phase("example_loss"):
                 self._model(tokens, targets)
             self._lines.info(f"Evaluation at step {step}: eval_loss={loss:.3f}, continuation {text!r}")
+        return loss
 
     def _validation_loss(self, step: int, context: int) -> float:
         total = 0.0

@@ -142,20 +142,22 @@ class Miner:
             f"Learning Rate: {lr:.8f} | Average Loss: {loss:.2f}"
         )
         self._report_checkpoints()
-        self._look(total, batches[0])
+        eval_loss = self._look(total, batches[0])
         self.guard.step(
             outer_step=self.outer_step, inner_step=self.inner_step, loss=loss, lr=lr, grad_norm=self.grad_norm,
-            tokens=self.options.effective_batch_size * self.shape.context, total_steps=total,
+            tokens=self.options.effective_batch_size * self.shape.context, total_steps=total, eval_loss=eval_loss,
         )  # fmt: skip
         self._after_step()
         return stop, checkpoint
 
-    def _look(self, step: int, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _look(self, step: int, batch: tuple[torch.Tensor, torch.Tensor]) -> float | None:
+        """The loss on held-out data, at the steps that evaluate."""
         tokens, targets = (part[:1] for part in batch)
         if step % self.options.eval_steps == 0:
-            self.evaluation.full(step, tokens, targets)
-        elif step % self.options.log_steps == 0:
+            return self.evaluation.full(step, tokens, targets)
+        if step % self.options.log_steps == 0:
             self.evaluation.fast_log(tokens, targets)
+        return None
 
     def _after_step(self) -> None:
         # Asked on every rank at every step: `upload_due` is collective.

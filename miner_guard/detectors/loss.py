@@ -9,6 +9,7 @@ until half a window of them has come in a row.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -203,14 +204,25 @@ class Plateau:
 
 
 class OverfitWatch:
-    """Evaluation that rises while training falls: P > 0.99 over at least six evaluations, and a real gap."""
+    """Evaluation that has risen from its best level while training fell.
 
+    A level is the median of three evaluations. It must lie 3 % above the best one, and six sigmas of the noise
+    (of second differences, which a trend leaves alone): the best of many noisy levels is low by chance. And the
+    evaluations since then rise with P > 0.99, six of them at least. Simulated, 100 evaluations that stay flat with
+    2 % noise: an alarm in 1 of 200 runs; without the noise in the limit, in 140.
+    """
+
+    _LEVEL = 3
+    _KEPT = 32
     _GAP = 0.03
+    _GAP_SIGMAS = 6.0
 
     def __init__(self, settings: LossSettings) -> None:
         self._least = settings.overfit_evals
         self._p = settings.divergence_p
-        self._evals: deque[tuple[int, float, float]] = deque(maxlen=max(32, settings.overfit_evals))
+        self._recent: deque[tuple[int, float]] = deque(maxlen=self._LEVEL)
+        self._bends: deque[float] = deque(maxlen=self._KEPT)
+        self._since: deque[float] = deque(maxlen=max(self._KEPT, self._least))
         self._best: tuple[float, int, float] | None = None
         self._said = False
 
@@ -218,24 +230,40 @@ class OverfitWatch:
         """Take one evaluation with the training loss of that time."""
         if not (math.isfinite(eval_loss) and math.isfinite(train_loss)):
             return None
-        if self._best is None or eval_loss < self._best[0]:
-            self._best, self._said = (eval_loss, step, train_loss), False
-            self._evals.clear()
-        self._evals.append((step, eval_loss, train_loss))
-        best, best_step, best_train = self._best
-        rising = p_rising([e for _, e, _ in self._evals]) > self._p
-        falling = train_loss < best_train
-        gap = eval_loss - best > self._GAP * abs(best)
-        if self._said or len(self._evals) < self._least or not (rising and falling and gap):
+        self._recent.append((step, eval_loss))
+        if len(self._recent) < self._LEVEL:
+            return None
+        first, middle, last = (value for _, value in self._recent)
+        self._bends.append(abs(first - 2 * middle + last))
+        level = sorted((first, middle, last))[1]
+        if self._best is None or level < self._best[0]:
+            lowest = min(self._recent, key=lambda seen: seen[1])[0]
+            self._best, self._said = (level, lowest, train_loss), False
+            self._since.clear()
+            self._since.extend((first, middle))
+        self._since.append(eval_loss)
+        return self._judge(step, level, train_loss, *self._best)
+
+    def _judge(
+        self, step: int, level: float, train_loss: float, best: float, best_step: int, best_train: float
+    ) -> Anomaly | None:
+        gap = max(self._GAP * abs(best), self._GAP_SIGMAS * self._noise())
+        if self._said or len(self._since) < self._least or level - best <= gap or train_loss >= best_train:
+            return None
+        if p_rising(self._since) <= self._p:
             return None
         self._said = True
         cause, fixes = advice.for_overfit(best_step)
         return Anomaly(
             "overfit", step, "warning",
-            f"evaluation loss {eval_loss:.4g}, best {best:.4g} at step {best_step}, "
+            f"evaluation loss {level:.4g}, best {best:.4g} at step {best_step}, "
             f"while training loss fell from {best_train:.4g} to {train_loss:.4g}",
-            fixes, cause, {"best": best, "best_step": best_step, "evaluations": len(self._evals)},
+            fixes, cause, {"best": best, "best_step": best_step, "evaluations": len(self._since)},
         )  # fmt: skip
+
+    def _noise(self) -> float:
+        """Standard deviation of one evaluation; a second difference has the variance of six."""
+        return MAD_TO_SIGMA * statistics.median(self._bends) / math.sqrt(6)
 
 
 def not_finite(step: int, loss: float, facts: TrainingFacts, lr: float | None) -> Anomaly:

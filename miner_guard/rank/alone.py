@@ -131,14 +131,15 @@ class StepLines:
         self._left_out = 0
 
     def of(
-        self, now: float, seconds: float, outer: int, inner: int, loss: float | None, lr: float, allocated: float
-    ) -> Iterator[Finding]:
+        self, now: float, seconds: float, outer: int, inner: int, loss: float | None, lr: float, allocated: float,
+        eval_loss: float | None,
+    ) -> Iterator[Finding]:  # fmt: skip
         """The findings of one step; step lines are limited to five a second."""
         if now - self._said >= 1 / _STEP_LINES_PER_S:
             self._said = now
             yield events.found(
                 "inner_step", rank=0, outer_step=_count(outer), inner_step=_count(inner), lr=_known(lr),
-                loss=loss, step_time_s=seconds, gpu_mem_gb=gb(_known(allocated)),
+                loss=loss, step_time_s=seconds, gpu_mem_gb=gb(_known(allocated)), eval_loss=eval_loss,
                 left_out=self._left_out,
             )  # fmt: skip
             self._left_out = 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.rank import layout
-from miner_guard.rank.layout import FLAG_GRAD_NORM_GIVEN
+from miner_guard.rank.layout import FLAG_EVAL_LOSS_GIVEN, FLAG_GRAD_NORM_GIVEN
 from miner_guard.rank.layout import FLAG_LOSS_GIVEN as FLAG_LOSS_GIVEN
 
 NAN = math.nan
@@ -83,6 +83,9 @@ class Step:
     lr: float | None
     grad_norm: float | None
     """None where it was not given; NaN and infinities are kept."""
+
+    eval_loss: float | None
+    """The same. Of the model as it was before this step ended."""
 
     allocated_bytes: float | None
     reserved_bytes: float | None
@@ -159,14 +162,14 @@ class FlightWriter:
 
     def step(
         self, outer_step: int, inner_step: int, total_steps: int, start: float, end: float, wall: float,
-        loss: float, lr: float, grad_norm: float, allocated: float, reserved: float, tokens: int, flags: int,
-        phases: list[float], nested: float,
+        loss: float, lr: float, grad_norm: float, eval_loss: float, allocated: float, reserved: float, tokens: int,
+        flags: int, phases: list[float], nested: float,
     ) -> None:  # fmt: skip
         """Append a step record; `phases` has one entry per `layout.PHASES`."""
         number = self.steps_written
         layout.STEP.pack_into(
             self._map, layout.step_offset(number), number + 1, outer_step, inner_step, total_steps, start, end, wall,
-            loss, lr, grad_norm, allocated, reserved, tokens, flags,
+            loss, lr, grad_norm, eval_loss, allocated, reserved, tokens, flags,
             layout.check_of(number, inner_step, end), *phases, nested,
         )  # fmt: skip
         self.steps_written = number + 1
@@ -247,7 +250,7 @@ class FlightReader:
     def step(self, number: int) -> Step | None:
         """Step record `number`, or None where it is torn, overwritten or not yet there."""
         values = layout.STEP.unpack_from(self._map, layout.step_offset(number))
-        if values[0] != number + 1 or values[14] != layout.check_of(number, values[2], values[5]):
+        if values[0] != number + 1 or values[15] != layout.check_of(number, values[2], values[5]):
             return None
         return _step(number, values)
 
@@ -318,12 +321,13 @@ def _now(v: tuple[Any, ...]) -> Now:
 
 
 def _step(number: int, v: tuple[Any, ...]) -> Step:
-    given = bool(v[13] & FLAG_LOSS_GIVEN)
-    columns = v[15 : 15 + len(layout.PHASES)]
+    flags = v[14]
+    given = bool(flags & FLAG_LOSS_GIVEN)
+    columns = v[16 : 16 + len(layout.PHASES)]
     return Step(
         number, _count(v[1]), _count(v[2]), v[3], v[4], v[5], v[6], v[7] if given else None, given,
-        _known(v[8]), v[9] if v[13] & FLAG_GRAD_NORM_GIVEN else _known(v[9]), _known(v[10]), _known(v[11]),
-        _count(v[12]), v[13],
+        _known(v[8]), v[9] if flags & FLAG_GRAD_NORM_GIVEN else _known(v[9]),
+        v[10] if flags & FLAG_EVAL_LOSS_GIVEN else None, _known(v[11]), _known(v[12]), _count(v[13]), flags,
         {name: seconds for name, seconds in zip(layout.PHASES, columns, strict=True) if seconds > 0},
-        v[15 + len(layout.PHASES)],
+        v[16 + len(layout.PHASES)],
     )  # fmt: skip

@@ -126,12 +126,16 @@ class Guard:
     def step(
         self, *, outer_step: int | None = None, inner_step: int | None = None, loss: Any = None,
         lr: float | None = None, grad_norm: Any = None, tokens: int | None = None, total_steps: int | None = None,
+        eval_loss: Any = None,
     ) -> None:  # fmt: skip
-        """The end of an inner step. Numbers are floats or CPU tensors; one on the GPU is not read, and is said."""
+        """The end of an inner step. Numbers are floats or CPU tensors; one on the GPU is not read, and is said.
+
+        `eval_loss`: on held-out data, at the steps that evaluated; with it overfitting is seen.
+        """
         if self._closed:
             return
         started = self._monotonic()
-        self._stepper.step(outer_step, inner_step, loss, lr, grad_norm, tokens, total_steps)
+        self._stepper.step(outer_step, inner_step, loss, lr, grad_norm, tokens, total_steps, eval_loss)
         self._costs.own(self._monotonic() - started)
 
     # the gate

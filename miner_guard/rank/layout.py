@@ -13,7 +13,8 @@ from __future__ import annotations
 import struct
 
 MAGIC = b"MGFLIGHT"
-VERSION = 1
+VERSION = 2
+"""2: the evaluation loss in a step record."""
 
 HEADER_SIZE = 4096
 RING_SLOTS = 4096
@@ -60,10 +61,10 @@ PHASES = (
 )  # fmt: skip
 """Phases with a column of their own in a step record; any other name is summed under `other`."""
 
-STEP = struct.Struct("<QqqqddddddddqII" + f"{len(PHASES)}f" + "f")
+STEP = struct.Struct("<QqqqdddddddddqII" + f"{len(PHASES)}f" + "f")
 """sequence number + 1, outer step, inner step, total steps, start (monotonic), end (monotonic), end (wall), loss, lr,
-grad norm, allocated bytes, reserved bytes, tokens, flags, check, seconds per phase (inclusive of what is nested in
-it), seconds of the phases nested in `monitor`."""
+grad norm, evaluation loss, allocated bytes, reserved bytes, tokens, flags, check, seconds per phase (inclusive of
+what is nested in it), seconds of the phases nested in `monitor`."""
 
 FLAG_EVAL = 1
 """Some of the step went to inference, val_loss, example_loss or monitor."""
@@ -77,6 +78,8 @@ FLAG_LOSS_GIVEN = 1 << 16
 """A loss was given; NaN is then a loss that is NaN, and else an unknown one."""
 FLAG_GRAD_NORM_GIVEN = 1 << 17
 """The same for the gradient norm."""
+FLAG_EVAL_LOSS_GIVEN = 1 << 18
+"""The same for the evaluation loss."""
 
 SLOT = struct.Struct("<QII")
 """sequence number + 1, length of the JSON that follows, its crc32."""

@@ -87,8 +87,8 @@ class Recorder:
 
     def step(
         self, outer: int, inner: int, total: int, start: float, end: float, loss: float, lr: float, grad_norm: float,
-        memory: tuple[float, float], tokens: int, flags: int, phases: list[float], nested: float, phase: bytes,
-        since: float, allowance_s: float,
+        eval_loss: float, memory: tuple[float, float], tokens: int, flags: int, phases: list[float], nested: float,
+        phase: bytes, since: float, allowance_s: float,
     ) -> None:  # fmt: skip
         """Append a step record and show it in the header; the last three are the phase that stays open."""
         self._header = (outer, inner, total, loss, lr, memory[0])
@@ -97,8 +97,8 @@ class Recorder:
         if flight is not None:
             with self._lock:
                 flight.step(
-                    outer, inner, total, start, end, time.time(), loss, lr, grad_norm, memory[0], memory[1], tokens,
-                    flags, phases, nested,
+                    outer, inner, total, start, end, time.time(), loss, lr, grad_norm, eval_loss, memory[0], memory[1],
+                    tokens, flags, phases, nested,
                 )  # fmt: skip
                 self._write_header(flight, phase, since, end, allowance_s)
         if end - self._rung >= _RING_EVERY_S:

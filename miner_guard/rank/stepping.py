@@ -40,14 +40,16 @@ class Stepper:
         """Steps of this process."""
 
     def step(
-        self, outer_step: Any, inner_step: Any, loss: Any, lr: Any, grad_norm: Any, tokens: Any, total_steps: Any
-    ) -> None:
+        self, outer_step: Any, inner_step: Any, loss: Any, lr: Any, grad_norm: Any, tokens: Any, total_steps: Any,
+        eval_loss: Any,
+    ) -> None:  # fmt: skip
         """Record a step that ends now."""
         now = self._recorder.monotonic()
         given, loss_value, flags = self._loss(loss)
         lr_value = self.number("lr", lr)
-        norm_value, norm_given = self._norm(grad_norm)
-        flags |= norm_given
+        norm_value, norm_given = self._optional("grad_norm", grad_norm, layout.FLAG_GRAD_NORM_GIVEN)
+        eval_value, eval_given = self._optional("eval_loss", eval_loss, layout.FLAG_EVAL_LOSS_GIVEN)
+        flags |= norm_given | eval_given
         if loss_value == 0.0 and norm_given and not math.isfinite(norm_value):
             # HF Trainer shows a NaN loss as 0.0: the gate must not take it for a number.
             self.losses[-1] = NAN
@@ -59,12 +61,13 @@ class Stepper:
         total = self.count if total_steps is None else self.whole("total_steps", total_steps)
         memory = self._attempt("cuda_memory", numbers.cuda_memory, (NAN, NAN))
         self._recorder.step(
-            outer, inner, total, self._started, now, loss_value, lr_value, norm_value, memory,
-            self.whole("tokens", tokens), flags, seconds, nested, *self._phases.shown(now),
+            outer, inner, total, self._started, now, loss_value, lr_value, norm_value, eval_value,
+            memory, self.whole("tokens", tokens), flags, seconds, nested, *self._phases.shown(now),
         )  # fmt: skip
         if self._recorder.bell.alone and self._rank == 0:
-            said = loss_value if given else None
-            for finding in self._lines.of(now, now - self._started, outer, inner, said, lr_value, memory[0]):
+            said, evaluated = loss_value if given else None, eval_value if eval_given else None
+            lines = self._lines.of(now, now - self._started, outer, inner, said, lr_value, memory[0], evaluated)
+            for finding in lines:
                 self._recorder.own_log.say(finding)
         if (failed := self._phases.failed) is not None:
             self._phases.failed = None
@@ -92,11 +95,12 @@ class Stepper:
         on_cpu = device == "cpu" and (self._cuda_expected or numbers.cuda_in_use())
         return True, value, layout.FLAG_LOSS_GIVEN | (layout.FLAG_LOSS_ON_CPU if on_cpu else 0)
 
-    def _norm(self, grad_norm: Any) -> tuple[float, int]:
-        if grad_norm is None:
+    def _optional(self, name: str, given: Any, flag: int) -> tuple[float, int]:
+        """A number of which NaN is a value too, and `flag` where it could be read."""
+        if given is None:
             return NAN, 0
-        value = self._attempt("grad_norm", lambda: numbers.number("grad_norm", grad_norm)[0], None)
-        return (NAN, 0) if value is None else (value, layout.FLAG_GRAD_NORM_GIVEN)
+        value = self._attempt(name, lambda: numbers.number(name, given)[0], None)
+        return (NAN, 0) if value is None else (value, flag)
 
     def number(self, name: str, value: Any) -> float:
         """`value` as a float, NaN where it is unknown or must not be read here."""

@@ -96,6 +96,8 @@ def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> N
     steps = attached.steps()
     assert [s.inner_step for s in steps] == [1, 2, 3, 4, 5, 6]
     assert [f"{s.loss:.4f}" for s in steps] == attached.losses()
+    evaluated = [s.inner_step for s in steps if s.eval_loss is not None]
+    assert evaluated == [3, 5], "an evaluation follows a step and goes with the next one"
     assert attached.now().state == "finished"
 
 

@@ -113,6 +113,43 @@ def test_overfitting_is_seen_in_the_miners_own_lines_even_where_they_are_cut(tmp
     assert run.of("overfit")[0].fields["evidence"]["best_step"] == 180
 
 
+def test_evaluation_that_comes_with_the_steps_shows_overfitting(tmp_path: Path) -> None:
+    """Guards against a judge that can't see overfitting because the flight record has no evaluation loss."""
+    run = Run(tmp_path)
+    source = random.Random(2)
+    for number, (_, loss) in zip(range(1, 1200), healthy(1), strict=False):
+        if number % 20:
+            run.step(0.3, loss)
+            continue
+        evaluated = (3.0 + 0.02 * abs(number // 20 - 20)) * source.gauss(1, 0.003)
+        run.output(b"the same, printed before the step ends: val_loss=%.3f\n" % evaluated)
+        run.step(0.3, loss, eval_loss=evaluated)
+    assert run.alarms() == ["overfit"]
+    finding = run.of("overfit")[0]
+    assert 340 <= finding.fields["evidence"]["best_step"] <= 460
+    assert finding.fields["step"] <= 600
+    assert [f.fields["eval_loss"] is not None for f in run.of("inner_step")].count(True) == 1199 // 20
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
+def test_a_noisy_evaluation_that_goes_nowhere_is_not_overfitting(noise: float) -> None:
+    """Guards against the best of many noisy evaluations as a yardstick: it is low by chance."""
+    alarms = 0
+    for seed in range(50):
+        source, watch = random.Random(seed), OverfitWatch(LossSettings())
+        for n in range(100):
+            flat = max(2.2, 1.7 + 4 * (n + 1) ** -0.8) * source.gauss(1, noise)
+            alarms += watch.observe(200 * n, flat, 1.5 + 4 * (n + 1) ** -0.4) is not None
+    assert alarms <= 1, "in a million steps"
+
+
+def test_a_run_of_ten_epochs_is_judged_at_the_seventh() -> None:
+    watch = OverfitWatch(LossSettings())
+    evaluations = [2.5, 2.1, 1.95, 2.0, 2.1, 2.2, 2.3, 2.45, 2.6, 2.7]
+    found = [a for n, e in enumerate(evaluations) if (a := watch.observe(n, e, 2.6 - 0.25 * n))]
+    assert [(a.at_step, a.evidence["best_step"]) for a in found] == [(6, 2)]
+
+
 def test_convergence_and_plateau_are_remarks_with_different_words() -> None:
     source = random.Random(4)
     for start, word in ((8.0, "converged"), (2.05, "below its first level")):

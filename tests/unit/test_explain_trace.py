@@ -159,7 +159,10 @@ LINES = [
     ("\x1b[34mINFO\x1b[0m | Outer Step: 5 | Inner Step: 3 | Average Loss: 3.40", "loss", 3, 3.4),
     ("{'loss': 2.3, 'grad_norm': nan, 'learning_rate': 5e-05}", "grad_norm", 1, math.nan),
     ("step:100/5000 val_loss:3.28 train_time:1ms", "eval_loss", 100, 3.28),
-    ("iter 500: loss 2.1, train loss: 2.2", "loss", 500, 2.2),
+    ("iter 500: loss 2.1, time 250.12ms, mfu 3.10%", "loss", 500, 2.1),
+    ("step 500: train loss 2.0, val loss 2.2", "eval_loss", 500, 2.2),
+    ("step 500: train loss 2.0, val loss 2.2", "loss", 500, 2.0),
+    ("Speed 2178.40 samples/sec   Loss nan   LearningRate 0.001   Global Step: 20", "loss", 20, math.nan),
 ]  # fmt: skip
 
 

@@ -52,7 +52,9 @@ class _Ranks:
 
     def step(self, rank: int, total: int) -> None:
         writer = self.writers[rank]
-        writer.step(1, total, total, total, total + 0.9, 1e9, 3.0, NAN, NAN, NAN, NAN, -1, 0, [0.0] * len(PHASES), 0.0)
+        writer.step(
+            1, total, total, total, total + 0.9, 1e9, 3.0, NAN, NAN, NAN, NAN, NAN, -1, 0, [0.0] * len(PHASES), 0.0
+        )
         self._show(writer, total)
 
     def bell(self, rank: int) -> None:

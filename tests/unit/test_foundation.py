@@ -87,7 +87,7 @@ def test_flight_record_survives_its_writer_and_refuses_foreign_files(tmp_path: P
     writer = FlightWriter(path, rank=0, local_rank=0, world_size=2, run_id="r1")
     for number in range(5000):
         writer.step(
-            1, number, number, number, number + 0.5, 1e9, 2.0, NAN, NAN, NAN, NAN, -1, FLAG_LOSS_GIVEN,
+            1, number, number, number, number + 0.5, 1e9, 2.0, NAN, NAN, NAN, NAN, NAN, -1, FLAG_LOSS_GIVEN,
             [0.0] * len(PHASES), 0.0,
         )  # fmt: skip
     writer.now(

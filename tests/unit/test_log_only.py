@@ -125,6 +125,18 @@ def test_a_nan_is_a_loss(tmp_path: Path) -> None:
     assert math.isnan(step.loss)
 
 
+def test_an_evaluation_that_is_printed_goes_with_the_next_step(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.line("iter 99: loss 2.5, time 10.00ms")
+    log.line("step 100: train loss 2.4100, val loss 2.6000")
+    log.line("iter 100: loss 2.4, time 10.00ms")
+    log.line("Step 101: loss=2.4, val_loss=nan")
+    first, second, third = (s.eval_loss for s in log.steps)
+    assert (first, second) == (None, 2.6)
+    assert third is not None
+    assert math.isnan(third)
+
+
 def test_a_line_of_another_rank_or_twice_is_one_step(tmp_path: Path) -> None:
     log = Log(tmp_path, profile="sn38")
     body = "Outer Step: 5 | Inner Step: 7 | Learning Rate: 0.00002100 | Average Loss: 3.40"

@@ -86,7 +86,7 @@ class Month:
             seconds = 15.0 + self.step % 7
             step = Step(
                 self.step, self.step // 500, self.step % 500, self.step, end - seconds, end, self.clock.wall(),
-                3.0 + 1 / self.step, True, 1e-4, 1.0, 2e10, 2.2e10, 4096, 0,
+                3.0 + 1 / self.step, True, 1e-4, 1.0, 3.1, 2e10, 2.2e10, 4096, 0,
                 {"data": 1.0, "forward": 5.0, "backward": 7.0, f"phase {self.step % 9}": 0.5}, 0.0,
             )  # fmt: skip
             self.host.steps(rank, [step])

@@ -72,8 +72,9 @@ class Bench:
         self.clock.advance(seconds)
         end = self.clock.monotonic()
         step = Step(
-            inner, 56, inner, inner, end - seconds, end, 0.0, 3.0, True, None, None, None, None, None, flags, {}, 0.0
-        )
+            inner, 56, inner, inner, end - seconds, end, 0.0, 3.0, True, None, None, None, None, None, None, flags, {},
+            0.0,
+        )  # fmt: skip
         return list(self.part.on_steps(0, [step]))
 
     def entry(self, **entry: Any) -> list[Finding]:

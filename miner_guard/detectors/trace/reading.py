@@ -4,7 +4,8 @@ A line may be of any of these kinds, mixed:
 
 - `{"step": 10, "loss": 2.45, "eval_loss": null, …}`, non-finite numbers as NaN, Infinity or those strings;
 - an event of guard.jsonl (`inner_step`, `loss_nan`);
-- `Step 10: loss=2.45, lr=6.67e-05`, `Outer Step: 56 | Inner Step: 84 | LR: … | Loss: … | Step Time: 15.2s`,
+- `Step 10: loss=2.45, lr=6.67e-05`, `iter 10: loss 2.45, time 250ms`,
+  `Outer Step: 56 | Inner Step: 84 | LR: … | Loss: … | Step Time: 15.2s`,
   `{'loss': 2.3, 'learning_rate': 5e-05}` (HF Trainer, which prints no step: its records are counted).
 """
 
@@ -26,7 +27,11 @@ _JSON_NAMES = {
     "loss": "loss",
     "train_loss": "loss",
     "eval_loss": "eval_loss",
+    "eval/loss": "eval_loss",
     "val_loss": "eval_loss",
+    "val/loss": "eval_loss",
+    "valid_loss": "eval_loss",
+    "validation_loss": "eval_loss",
     "lr": "lr",
     "learning_rate": "lr",
     "grad_norm": "grad_norm",
@@ -44,9 +49,15 @@ _PLAIN_NAMES = {
     "training loss": "loss",
     "eval loss": "eval_loss",
     "eval_loss": "eval_loss",
+    "eval/loss": "eval_loss",
+    "evaluation loss": "eval_loss",
     "val loss": "eval_loss",
     "val_loss": "eval_loss",
+    "val/loss": "eval_loss",
+    "valid loss": "eval_loss",
+    "valid_loss": "eval_loss",
     "validation loss": "eval_loss",
+    "validation_loss": "eval_loss",
     "lr": "lr",
     "learning rate": "lr",
     "learning_rate": "lr",
@@ -59,8 +70,9 @@ _PLAIN_NAMES = {
     "gpu_mem_gb": "gpu_mem_gb",
 }
 _PLAIN = re.compile(
-    r"(?<![\w-])(" + "|".join(sorted((re.escape(n) for n in _PLAIN_NAMES), key=len, reverse=True)) + r")\s*[:=]\s*"
-    + _NUMBER + r"(?=\s?(?:s|sec|GB|GiB|%)?(?:[^\w.]|\.(?!\d)|$))",
+    r"(?<![\w-])(" + "|".join(sorted((re.escape(n) for n in _PLAIN_NAMES), key=len, reverse=True))
+    + r")(?:\s*[:=]\s*|\s+(?=[-+]?(?:\d+\.\d|nan\b|inf\b)))" + _NUMBER
+    + r"(?=\s?(?:s|sec|GB|GiB|%)?(?:[^\w.]|\.(?!\d)|$))",
     re.IGNORECASE,
 )  # fmt: skip
 _STEP = re.compile(
@@ -68,6 +80,14 @@ _STEP = re.compile(
 )
 _OUTER = re.compile(r"outer[ _]step\s*[:=]?\s*(\d+)", re.IGNORECASE)
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+EVALUATION_WORDS = frozenset(
+    name.encode() for name, quantity in (*_JSON_NAMES.items(), *_PLAIN_NAMES.items()) if quantity == "eval_loss"
+)
+"""In small letters: a line that prints an evaluation loss holds one of them."""
+
+_LONGEST_PRINTED = 4096
 
 
 def read(lines: Iterable[str]) -> Trace:
@@ -82,9 +102,17 @@ def read(lines: Iterable[str]) -> Trace:
     return trace
 
 
-def evaluation_in(line: str) -> float | None:
+def evaluates(output: bytes) -> bool:
+    """Whether a piece of output may print an evaluation loss: cheap, for lines and for whole chunks."""
+    small = output.lower()
+    return any(word in small for word in EVALUATION_WORDS)
+
+
+def evaluation_in(line: bytes) -> float | None:
     """The evaluation loss that a line of a miner's output prints; None where it prints none."""
-    text = _ANSI.sub("", line).strip()
+    if len(line) > _LONGEST_PRINTED or not evaluates(line):
+        return None
+    text = _ANSI.sub("", line.decode("utf-8", "replace")).strip()
     document = _document(text)
     values = _plain_values(text) if document is None else _named(document)
     return next((value for name, value in values if name == "eval_loss"), None)

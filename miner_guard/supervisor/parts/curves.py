@@ -11,7 +11,7 @@ from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.loss import LossWatch, OverfitWatch, hidden_nan, hides_nan, not_finite
 from miner_guard.detectors.memory import MemoryWatch
-from miner_guard.detectors.trace.reading import evaluation_in
+from miner_guard.detectors.trace.reading import EVALUATION_WORDS, evaluates, evaluation_in
 from miner_guard.detectors.window import SortedWindow
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Step
@@ -27,18 +27,17 @@ _EVENTS = {
 
 
 _LONGEST_LINE = 4096
-_EVALUATION = (b"val_loss", b"val loss", b"validation_loss", b"validation loss")
-"""In small letters; `eval_loss` holds the first of them."""
 
 
 class CurvesPart(Part):
     """The loss of the lowest rank that reports one; NaN on any rank; memory of each rank.
 
-    The evaluation loss is not in the flight record: it is read from the miner's own lines, where it prints one.
+    The evaluation loss is the one that comes with a step; where none ever does, the one that the miner's own lines
+    print.
     """
 
     name = "curves"
-    words = frozenset(_EVALUATION)
+    words = EVALUATION_WORDS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -52,6 +51,9 @@ class CurvesPart(Part):
         self._overfit = OverfitWatch(self.context.config.loss)
         self._recent = SortedWindow(16)
         self._last_step: tuple[int, Step] | None = None
+        self._evaluations_come = False
+        """With the steps; the miner's lines say nothing new then."""
+
         self._carry = b""
         self._memory: dict[int, MemoryWatch] = {}
         self._lead: int | None = None
@@ -76,21 +78,18 @@ class CurvesPart(Part):
         data = self._carry + chunk
         self._carry = data[data.rfind(b"\n") + 1 :][-_LONGEST_LINE:]
         # Looked for in the whole chunk: nearly all output has no such line and is not split.
-        if not _evaluates(data):
-            return
-        for line in data[: data.rfind(b"\n") + 1].splitlines():
-            if len(line) <= _LONGEST_LINE and _evaluates(line):
-                yield from self._evaluation(line.decode("utf-8", "replace"))
-
-    def _evaluation(self, line: str) -> Iterator[Finding]:
-        value = evaluation_in(line)
-        if value is None or self._last_step is None or not len(self._recent):
+        if self._evaluations_come or self._last_step is None or not evaluates(data):
             return
         rank, step = self._last_step
-        anomaly = self._overfit.observe(step.total_steps, value, self._recent.median)
-        if anomaly is not None:
-            self._count(anomaly)
-            yield to_finding(anomaly, rank, step)
+        for line in data[: data.rfind(b"\n") + 1].splitlines():
+            value = evaluation_in(line)
+            anomaly = None if value is None else self._judge_evaluation(step, value)
+            if anomaly is not None:
+                self._count(anomaly)
+                yield to_finding(anomaly, rank, step)
+
+    def _judge_evaluation(self, step: Step, value: float) -> Anomaly | None:
+        return self._overfit.observe(step.total_steps, value, self._recent.median) if len(self._recent) else None
 
     def _count(self, anomaly: Anomaly) -> None:
         self._counts[anomaly.type] = self._counts.get(anomaly.type, 0) + 1
@@ -123,14 +122,20 @@ class CurvesPart(Part):
             self._last_step = (rank, step)
             self._recent.add(loss)
             yield from self._loss.observe(number, loss, self._facts, step.lr)
+            if step.eval_loss is not None:
+                yield from self._recorded_evaluation(step, step.eval_loss)
+
+    def _recorded_evaluation(self, step: Step, value: float) -> Iterator[Anomaly]:
+        if not self._evaluations_come:
+            # The same evaluation may have been read from the miner's lines: begin anew.
+            self._evaluations_come = True
+            self._overfit = OverfitWatch(self.context.config.loss)
+        anomaly = self._judge_evaluation(step, value)
+        if anomaly is not None:
+            yield anomaly
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"anomalies": dict(self._counts), "last": self._last}
-
-
-def _evaluates(text: bytes) -> bool:
-    small = text.lower()
-    return any(words in small for words in _EVALUATION)
 
 
 def _number(step: Step) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from miner_guard import attach
 from miner_guard.detectors.log_lines import LoggedStep, LogSteps, Patterns, PushLine, StepLine, read
+from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.events import Finding, found
 from miner_guard.rank import layout
 from miner_guard.rank.flight import FlightWriter
@@ -48,6 +49,8 @@ class LogOnly(Part):
         self._line_at: float | None = None
         self._longest_gap = 0.0
         self._last: LoggedStep | None = None
+        self._evaluated: float | None = None
+        """Printed since the last step; it goes into the record of the next one."""
 
     def _load(self) -> Patterns:
         miner = self.context.config.miner
@@ -90,6 +93,8 @@ class LogOnly(Part):
         if len(self._rest) > _LONGEST_PARTIAL_LINE:
             self._rest = b""
         for raw in lines:
+            evaluated = evaluation_in(raw)
+            self._evaluated = self._evaluated if evaluated is None else evaluated
             self._line(self._flight, raw.decode("utf-8", "replace"), now)
         return ()
 
@@ -110,11 +115,12 @@ class LogOnly(Part):
         flags = layout.FLAG_FIRST if self._written == 0 else 0
         self._written += 1
         self._last = step
+        evaluated, self._evaluated = self._evaluated, None
         flight.step(
             _whole(line.outer), line.inner, self._written, step.start, step.end, self.context.clock.wall(),
-            _real(line.loss), _real(line.lr), _real(line.grad_norm),
+            _real(line.loss), _real(line.lr), _real(line.grad_norm), _real(evaluated),
             _NAN if line.gpu_gb is None else line.gpu_gb * 1024**3, _NAN, -1,
-            flags | _given(line), [0.0] * len(layout.PHASES), 0.0,
+            flags | _given(line, evaluated), [0.0] * len(layout.PHASES), 0.0,
         )  # fmt: skip
 
     def _show(self, state: int, now: float) -> None:
@@ -151,9 +157,10 @@ class LogOnly(Part):
         return {"active": True, "steps": self._written}
 
 
-def _given(line: StepLine) -> int:
+def _given(line: StepLine, evaluated: float | None) -> int:
     loss = 0 if line.loss is None else layout.FLAG_LOSS_GIVEN
-    return loss | (0 if line.grad_norm is None else layout.FLAG_GRAD_NORM_GIVEN)
+    norm = 0 if line.grad_norm is None else layout.FLAG_GRAD_NORM_GIVEN
+    return loss | norm | (0 if evaluated is None else layout.FLAG_EVAL_LOSS_GIVEN)
 
 
 def _whole(value: int | None) -> int:

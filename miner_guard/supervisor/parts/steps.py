@@ -71,7 +71,8 @@ class StepsPart(Part):
             yield found(
                 "inner_step", rank=rank, outer_step=step.outer_step, inner_step=step.inner_step, lr=step.lr,
                 loss=step.loss, step_time_s=step.seconds, gpu_mem_gb=gb(step.allocated_bytes),
-                grad_norm=step.grad_norm, tokens=step.tokens, total_steps=step.total_steps,
+                grad_norm=step.grad_norm, eval_loss=step.eval_loss, tokens=step.tokens,
+                total_steps=step.total_steps,
             )  # fmt: skip
         if not step.flags & FLAG_FIRST:
             yield from self._time(rank, step)

@@ -32,8 +32,9 @@ torch.manual_seed(1)
 arguments = TrainingArguments(
     output_dir=sys.argv[1], max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1,
     report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", learning_rate=1e-2,
+    eval_strategy="steps", eval_steps=2,
 )  # fmt: skip
-trainer = Trainer(model=Model(), args=arguments, train_dataset=Data())
+trainer = Trainer(model=Model(), args=arguments, train_dataset=Data(), eval_dataset=Data())
 trainer.train()
 for row in trainer.state.log_history:
     if "loss" in row:

@@ -14,11 +14,12 @@ from miner_guard.statedir import StateDir
 from tests.unit.rank.helpers import Clock, entries, place, reader_of, said
 
 
-def test_a_gradient_norm_that_is_nan_is_not_one_that_was_not_given(guard: Guard, state: StateDir) -> None:
+@pytest.mark.parametrize("name", ["grad_norm", "eval_loss"])
+def test_a_number_that_is_nan_is_not_one_that_was_not_given(guard: Guard, state: StateDir, name: str) -> None:
     guard.step(loss=2.5)
-    guard.step(loss=2.5, grad_norm=math.nan)
-    guard.step(loss=2.5, grad_norm=math.inf)
-    unknown, nan, infinite = (step.grad_norm for step in reader_of(state).steps())
+    guard.step(loss=2.5, **{name: math.nan})
+    guard.step(loss=2.5, **{name: math.inf})
+    unknown, nan, infinite = (getattr(step, name) for step in reader_of(state).steps())
     assert unknown is None
     assert nan is not None
     assert math.isnan(nan)
