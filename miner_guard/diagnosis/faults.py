@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from miner_guard.diagnosis.check import Check
@@ -44,7 +44,6 @@ class Faults:
         for row in rows:
             gpu = str(row["index"])
             checks = {c.check: c for c in of_row(row)}
-            yield from self._xids(row)
             yield from self._throttle(gpu, row, now)
             for name in sorted(_WATCHED):
                 yield from self._one(gpu, row, name, checks.get(name))
@@ -87,11 +86,6 @@ class Faults:
                 "gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what=f"{name.partition('.')[2]} is well again"
             )
 
-    def _xids(self, row: Row) -> Iterator[Finding]:
-        for check in of_row(row):
-            if check.check == "gpu.xid":
-                yield _fault(row, check)
-
     def _throttle(self, gpu: str, row: Row, now: float) -> Iterator[Finding]:
         times = self._throttled.setdefault(gpu, deque(maxlen=THROTTLED_SAMPLES))
         bits = row.get("throttle_bits")
@@ -118,6 +112,14 @@ class Faults:
             )
         elif not times and self._standing.pop(key, None) is not None:
             yield found("gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="throttle is well again")
+
+
+def of_events(rows: Iterable[Row]) -> Iterator[Finding]:
+    """The Xid events of one sample. Each stands in one sample only: to be called with every sample there is."""
+    for row in rows:
+        for check in of_row(row):
+            if check.check == "gpu.xid":
+                yield _fault(row, check)
 
 
 def _fault(row: Row, check: Check) -> Finding:

@@ -69,6 +69,8 @@ def of_row(row: Row) -> Iterator[Check]:
         words, step = STATES.get(row["state"], ("is not readable", "check permissions, then nvidia-smi"))
         level = "unknown" if row["state"] == "unreadable" else "critical"
         yield Check("gpu.state", level, f"GPU {index} {words} ({row['error']})", "answers", step, index, may_mend=True)
+        # Xid 79 comes with the loss of the GPU that it explains.
+        yield from _xid(row)
         return
     yield _readable(row)
     for judge in (_ecc, _remap, _recovery, _xid, _throttle, _temperature, _power, _pcie, _nvlink, _fabric):

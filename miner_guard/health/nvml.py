@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Sample = Mapping[str, Any]
@@ -30,6 +30,9 @@ _BAD_ROWS = frozenset({"lost", "reset_required", "unknown", "hangs", "gone", "un
 
 _CHILD_SHARE = 0.8
 """Share of the deadline after which the child answers with what it has; the rest is for the answer to arrive."""
+
+_LAST_WORDS_S = 1.0
+"""How long a retired child is waited for: it has nothing to read but its events."""
 
 
 class NvmlSampler:
@@ -45,10 +48,11 @@ class NvmlSampler:
         self._env = dict(os.environ if env is None else env)
         self._one_at_a_time = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._retired: subprocess.Popen[bytes] | None = None
+        """The child before: it alone hears of Xid events until the next one has asked for them."""
         self._known: dict[str, dict[str, Any]] = {}
         self._latest: Sample | None = None
         self._untold: dict[str, list[int]] = {}
-        self._closed = False
 
     def latest(self) -> Sample | None:
         """The last sample, None before the first. Never waits."""
@@ -60,11 +64,12 @@ class NvmlSampler:
         with self._one_at_a_time:
             document = self._ask(limit)
             rows = [*document["gpus"], *self._gone(document)]
+            self._hear(document.pop("xids", {}))
+            self._hear(self._last_words(document["taken"] + limit))
+            self._tell(rows)
             sample = {"driver": None, "nvml": None, "cuda_driver": None, "code": None, **document, "gpus": rows}
-            untold, self._untold = self._untold, {}
             for row in document["gpus"]:
                 if row.get("uuid"):
-                    row["xids"] = [*untold.get(row["uuid"], ()), *row["xids"]]
                     self._known[row["uuid"]] = {k: row[k] for k in ("index", "uuid", "name", "pci_bus")}
             self._renew(document["state"] not in ("ok", "absent") or any(r["state"] in _BAD_ROWS for r in rows))
             self._latest = sample
@@ -78,20 +83,55 @@ class NvmlSampler:
         now = time.monotonic()
         if bad and now - self._renewed >= self._renew_s:
             self._renewed = now
-            self._end_child()
+            if self._retired is None:
+                self._retired, self._child = self._child, None
+            else:
+                self._end_child()
+
+    def _last_words(self, until: float) -> Mapping[str, list[int]]:
+        """The events that only the retired child heard of. One that comes just now is told by both."""
+        child = self._retired
+        if child is None or time.monotonic() >= until:
+            return {}
+        self._retired = None
+        try:
+            line = _ask(child, {"only": "xids"}, min(until, time.monotonic() + _LAST_WORDS_S))
+            heard = json.loads(line or b"{}").get("xids", {})
+        except (OSError, ValueError):
+            # It broke: what it had heard is lost with it.
+            heard = {}
+        _end(child)
+        return dict(heard)
+
+    def _hear(self, xids: Mapping[str, list[int]]) -> None:
+        for uuid, numbers in xids.items():
+            self._untold.setdefault(uuid, []).extend(numbers)
+
+    def _tell(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Give each row its events. Those of a GPU that has no row now are told when it has one."""
+        for row in rows:
+            # A row without a UUID (its GPU was lost before it could be named) stands for the GPU of its index.
+            named = [row.get("uuid")] if row.get("uuid") else self._once_at(row["index"])
+            row["xids"] = [number for uuid in named for number in self._untold.pop(str(uuid), ())]
+
+    def _once_at(self, index: int) -> list[str]:
+        return [uuid for uuid, known in self._known.items() if known["index"] == index]
 
     def memory_levels(self, timeout_s: float | None = None) -> dict[str, int] | None:
         """Used bytes by UUID, freshly read; None where NVML gives none. Blocks as `sample` does."""
         rows = self.sample(timeout_s)["gpus"]
         with self._one_at_a_time:
             # Events are told once: the next sample's reader must not miss those that came with this one.
-            self._untold = {r["uuid"]: r["xids"] for r in rows if r.get("uuid") and r.get("xids")}
+            self._hear({r["uuid"]: r["xids"] for r in rows if r.get("uuid")})
         levels = {r["uuid"]: int(r["memory_used_bytes"]) for r in rows if r.get("memory_used_bytes") is not None}
         return levels or None
 
     def close(self) -> None:
         """End the child. A later `sample` starts another."""
         self._end_child()
+        retired, self._retired = self._retired, None
+        if retired is not None:
+            _end(retired)
 
     def _gone(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
         if document["state"] != "ok":
@@ -106,7 +146,6 @@ class NvmlSampler:
                 "error": "it was there before",
                 "memory_used_bytes": None,
                 "unread": {},
-                "xids": [],
             }
             for uuid, known in self._known.items()
             if uuid not in here and known["index"] not in unnamed
@@ -116,11 +155,7 @@ class NvmlSampler:
         start = time.monotonic()
         try:
             child = self._running()
-            assert child.stdin is not None
-            assert child.stdout is not None
-            child.stdin.write(json.dumps({"until": start + _CHILD_SHARE * limit}).encode() + b"\n")
-            child.stdin.flush()
-            line = _line(child.stdout.fileno(), start + limit)
+            line = _ask(child, {}, start + limit)
         except OSError as error:
             self._end_child()
             return _nothing("unreadable", f"the NVML probe could not be asked: {error}", start)
@@ -150,15 +185,28 @@ class NvmlSampler:
 
     def _end_child(self) -> None:
         child, self._child = self._child, None
-        if child is None:
-            return
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
-        if child.poll() is None:
-            os.kill(child.pid, signal.SIGKILL)
-            # In uninterruptible sleep it does not die: reaped later by a thread rather than waited for here.
-            threading.Thread(target=child.wait, name="nvml-reap", daemon=True).start()
+        if child is not None:
+            _end(child)
+
+
+def _ask(child: subprocess.Popen[bytes], request: Mapping[str, Any], until: float) -> bytes | None:
+    """Its answer by `until` (monotonic), as `_line`. Raises OSError where it does not listen any more."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    now = time.monotonic()
+    child.stdin.write(json.dumps({**request, "until": now + _CHILD_SHARE * (until - now)}).encode() + b"\n")
+    child.stdin.flush()
+    return _line(child.stdout.fileno(), until)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
+    if child.poll() is None:
+        os.kill(child.pid, signal.SIGKILL)
+        # In uninterruptible sleep it does not die: reaped later by a thread rather than waited for here.
+        threading.Thread(target=child.wait, name="nvml-reap", daemon=True).start()
 
 
 def _line(fd: int, until: float) -> bytes | None:

@@ -3,11 +3,13 @@
 A driver call can block for ever, in a state that no signal ends. So every GPU has a thread of its own here,
 initialisation has one too, and the main thread calls nothing of NVML: it answers by the deadline with what
 there is, and names the GPU that hangs and the call it hangs in. Requests and answers are lines of JSON:
-`{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml` describes it on stdout. EOF ends it.
+`{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml` describes it on stdout, with the Xid events
+since the last answer under `xids`, by UUID; with `"only": "xids"` those alone. EOF ends it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -68,7 +70,6 @@ class Gpu:
     def __init__(self, index: int) -> None:
         self.worker = Worker(f"gpu{index}")
         self.row: dict[str, Any] = {}
-        self.xids: list[int] = []
         self._index = index
         self._handle: Any = None
         self._constants: dict[str, Any] = {}
@@ -124,13 +125,15 @@ class Gpu:
         error = f"no answer for {seconds:.1f} s in {self.worker.at}"
         return {
             "index": self._index, "state": "hangs", **dict.fromkeys(NAMES), **self._constants, "error": error,
-            "unread": {}, "xids": [],
+            "unread": {},
         }  # fmt: skip
 
-    def watch(self, events: Any) -> None:
-        nvml.nvmlDeviceRegisterEvents(
-            nvml.nvmlDeviceGetHandleByIndex(self._index), nvml.nvmlEventTypeXidCriticalError, events
-        )
+    def watch(self, events: Any) -> tuple[int | None, str]:
+        """Ask for its Xid events; its handle's address and its UUID."""
+        handle = nvml.nvmlDeviceGetHandleByIndex(self._index)
+        uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+        nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        return _address(handle), uuid
 
 
 class System:
@@ -142,6 +145,8 @@ class System:
         self._initialized = False
         self._events: Any = None
         self._watched: set[int] = set()
+        self._uuids: dict[int | None, str] = {}
+        """By handle: a GPU that fell off the bus can't be asked for its name any more."""
         self.xids: dict[str, list[int]] = {}
         self.xid_reason: str | None = None
         """Why some Xid events can't be heard of."""
@@ -175,6 +180,8 @@ class System:
 
     def watch(self, gpus: Mapping[int, Gpu]) -> None:
         """Ask for the Xid events of those GPUs that are not asked yet; one that refuses is asked again next time."""
+        if not gpus:
+            return
         self.worker.at = "nvmlEventSetCreate"
         try:
             self._events = self._events or nvml.nvmlEventSetCreate()
@@ -185,7 +192,8 @@ class System:
             try:
                 if index not in self._watched:
                     self.worker.at = "nvmlDeviceRegisterEvents"
-                    gpu.watch(self._events)
+                    address, uuid = gpu.watch(self._events)
+                    self._uuids[address] = uuid
                     self._watched.add(index)
             except nvml.NVMLError as error:
                 self.xid_reason = f"Xid events of GPU {index} are not readable: {error}"
@@ -196,12 +204,17 @@ class System:
         while self._events is not None:
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
-                uuid = _text(nvml.nvmlDeviceGetUUID(event.device))
+                uuid = self._uuids.get(_address(event.device)) or _text(nvml.nvmlDeviceGetUUID(event.device))
             except nvml.NVMLError as error:
                 if error.value != nvml.NVML_ERROR_TIMEOUT:
                     self.xid_reason = f"Xid events are not readable: {error}"
                 return
             self.xids.setdefault(uuid, []).append(int(event.eventData))
+
+
+def _address(handle: Any) -> int | None:
+    """What two handles of the same GPU have in common."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _text(value: str | bytes) -> str:
@@ -227,38 +240,43 @@ class Probe:
                 return {**system.facts, "gpus": [], "seconds": time.monotonic() - started}
         count = int(system.facts["count"] or 0)
         rows = self._rows(count, until)
-        self._events(count, until, rows)
-        return {**system.facts, "xid_reason": system.xid_reason, "gpus": rows, "seconds": time.monotonic() - started}
+        xids = self._xids({i: self._gpus[i] for i in range(count) if rows[i]["state"] == "ok"}, until)
+        seconds = time.monotonic() - started
+        return {**system.facts, "xid_reason": system.xid_reason, "gpus": rows, "xids": xids, "seconds": seconds}
+
+    def last_words(self, until: float) -> dict[str, Any]:
+        """The Xid events since the last sample, and nothing else."""
+        return {"xids": self._xids({}, until)}
 
     def _rows(self, count: int, until: float) -> list[dict[str, Any]]:
         for index in range(count):
             gpu = self._gpus.setdefault(index, Gpu(index))
             gpu.worker.do(gpu.sample)
-        return [
-            {**gpu.row, "xids": []} if gpu.worker.done_by(until) else gpu.hanging()
-            for gpu in (self._gpus[i] for i in range(count))
-        ]
+        gpus = [self._gpus[i] for i in range(count)]
+        return [dict(gpu.row) if gpu.worker.done_by(until) else gpu.hanging() for gpu in gpus]
 
-    def _events(self, count: int, until: float, rows: list[dict[str, Any]]) -> None:
+    def _xids(self, watch: Mapping[int, Gpu], until: float) -> dict[str, list[int]]:
+        """Those that came, by UUID; from now on also of `watch`."""
         system = self._system
-        here = {i: self._gpus[i] for i in range(count) if rows[i]["state"] == "ok"}
 
         def work() -> None:
             system.xid_reason = None
-            system.watch(here)
+            system.watch(watch)
             system.poll_events()
 
-        if count and system.worker.do(work) and system.worker.done_by(until):
-            taken, system.xids = system.xids, {}
-            for row in rows:
-                row["xids"] = taken.get(str(row.get("uuid")), [])
+        if not (system.worker.do(work) and system.worker.done_by(until)):
+            return {}
+        taken, system.xids = system.xids, {}
+        return taken
 
 
 def main(requests: TextIO, answers: TextIO) -> None:
     """Answer requests until EOF."""
     probe = Probe()
     for line in requests:
-        document = probe.sample(float(json.loads(line)["until"]))
+        request = json.loads(line)
+        answer = probe.last_words if request.get("only") == "xids" else probe.sample
+        document = answer(float(request["until"]))
         answers.write(json.dumps(document) + "\n")
         answers.flush()
 

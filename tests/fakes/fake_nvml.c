@@ -8,7 +8,7 @@
  *   fail.*.GPU=CODE                           every function of that GPU does
  *   fail.init=CODE, fail.handle.GPU=CODE      initialisation, the handle
  *   hang.SYMBOL=SECONDS, hang.SYMBOL.GPU=…    that function sleeps before it answers
- *   xid.GPU=NUMBER                            an event, delivered once per change of the number
+ *   xid.GPU=NUMBER                            an event, delivered once per change of the number, to a process that registered before
  *
  * Further keys stand with each function. Structures follow nvml.h of driver 550.
  */
@@ -22,6 +22,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef struct gpu {
     u32 index;
+    int watched;
     u64 last_xid;
 } *nvmlDevice_t;
 
@@ -519,6 +520,7 @@ API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t gpu, u64 types, void *set
     (void)types;
     (void)set;
     PASS(gpu);
+    gpu->watched = 1;
     gpu->last_xid = number_of("xid", gpu, 0);
     return SUCCESS;
 }
@@ -531,7 +533,7 @@ API nvmlReturn_t nvmlEventSetWait_v2(void *set, nvmlEventData_t *event, u32 time
     for (u32 i = 0; i < GPUS; i++) {
         u64 xid = number_of("xid", &gpus[i], 0);
 
-        if (xid && xid != gpus[i].last_xid) {
+        if (gpus[i].watched && xid && xid != gpus[i].last_xid) {
             gpus[i].last_xid = xid;
             memset(event, 0, sizeof *event);
             event->gpu = &gpus[i];

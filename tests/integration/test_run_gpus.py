@@ -52,6 +52,9 @@ def test_an_xid_is_said_while_the_miner_goes_on(fake_nvml: FakeNvml, tmp_path: P
     try:
         # An event is told once, and only to a reader that has asked before: it asks with its first sample.
         running.wait_for("health_snapshot", "4x")
+        # The last GPU's loss has the reader started anew.
+        fake_nvml.set(count=3)
+        running.wait_for("gpu_fault", "is no longer there")
         fake_nvml.set({"xid.2": 79})
         running.wait_for("gpu_fault", "Xid 79")
         assert running.process.poll() is None

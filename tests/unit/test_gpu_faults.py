@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from miner_guard import events
-from miner_guard.diagnosis.faults import Faults
+from miner_guard.diagnosis.faults import Faults, of_events
 from miner_guard.diagnosis.gpu_rows import of_row
 from miner_guard.events import Finding
 
@@ -78,12 +78,11 @@ def test_a_narrow_link_must_be_seen_twice_and_under_load() -> None:
 
 
 @pytest.mark.parametrize(("xid", "level"), [(79, "critical"), (48, "critical"), (94, "warning"), (31, "warning")])
-def test_an_xid_is_a_fault_of_its_weight_each_time(xid: int, level: str) -> None:
-    faults = Faults()
-    for now in (0.0, 10.0):
-        (fault,) = observed(faults, now, xids=[xid])
-        assert fault.severity == level
-        assert f"Xid {xid}" in events.line(fault)
+@pytest.mark.parametrize("state", ["ok", "lost", "gone"])
+def test_an_xid_is_a_fault_of_its_weight_also_of_a_gpu_that_is_lost(xid: int, level: str, state: str) -> None:
+    (fault,) = of_events([{**HEALTHY, "state": state, "xids": [xid]}])
+    assert fault.severity == level
+    assert f"Xid {xid}" in events.line(fault)
 
 
 @pytest.mark.parametrize("field", [n for n in HEALTHY if n not in ("index", "state", "unread", "xids")])

@@ -122,6 +122,32 @@ def test_a_lost_gpu_does_not_take_the_others_events_with_it(fake_nvml: FakeNvml)
         sampler.close()
 
 
+@pytest.mark.parametrize(
+    ("loss", "state"), [({"count": 3}, "gone"), ({"fail.*.3": 15}, "lost")], ids=["unplugged", "lost"]
+)
+def test_the_event_that_explains_a_loss_comes_with_it(
+    sampler: NvmlSampler, fake_nvml: FakeNvml, loss: dict[str, object], state: str
+) -> None:
+    """A GPU that fell off the bus (Xid 79) has no row or no name any more when its event is read."""
+    sampler.sample()
+    fake_nvml.set({"xid.3": 79, **loss})
+    sample = sampler.sample()
+    assert states(sample) == ["ok", "ok", "ok", state]
+    assert [row["xids"] for row in sample["gpus"]] == [[], [], [], [79]]
+    assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [], []]
+
+
+def test_an_event_between_two_children_is_not_lost(sampler: NvmlSampler, fake_nvml: FakeNvml) -> None:
+    """The driver tells them only to a process that asked before: the old child is heard until the new one has."""
+    sampler.sample()
+    fake_nvml.set(count=3)
+    assert states(sampler.sample()) == ["ok", "ok", "ok", "gone"]
+    # Now the next sample begins with a new child.
+    fake_nvml.set({"xid.2": 79})
+    assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [79], []]
+    assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [], []]
+
+
 def test_a_child_that_is_killed_is_started_again(sampler: NvmlSampler) -> None:
     sampler.sample()
     assert sampler._child is not None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from miner_guard.diagnosis import faults
 from miner_guard.events import Finding, found
 from miner_guard.health.host import HostSampler, figures
 from miner_guard.health.limits import HostLimits
@@ -51,6 +52,10 @@ class Health(Part):
 
     def _gpus(self) -> Mapping[str, Any]:
         sample = self._nvml.sample()
+        if self.context.config.gpu.expect != 0:
+            # Said here: the status, from which other parts read the rows, shows only the latest of several samples.
+            for finding in faults.of_events(sample["gpus"]):
+                self.context.emit(finding)
         if sample["state"] not in ("ok", "absent"):
             raise Unreadable(f"{sample['state']}: {sample['reason']}")
         return sample
