@@ -82,6 +82,11 @@ class StateDir:
         return self.root / "lock"
 
     @property
+    def roster(self) -> Path:
+        """The processes of the current run, for the guard that follows a killed one."""
+        return self.root / "run.json"
+
+    @property
     def host_memory(self) -> Path:
         """What this host had at the last run: GPU count, learned timeouts."""
         return self.root / "host.json"

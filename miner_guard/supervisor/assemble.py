@@ -39,6 +39,7 @@ from miner_guard.supervisor.relay import Relay
 from miner_guard.supervisor.scheduler import Scheduler
 from miner_guard.supervisor.startup import Startup
 from miner_guard.supervisor.status import Status
+from miner_guard.supervisor.tidy import tidy
 
 _LAST_WORDS_S = 2.0
 _SWEEP_GRACE_S = 5.0
@@ -140,7 +141,10 @@ class Assembly:
     def run(self) -> int:
         """Supervise to the end; returns the exit code."""
         state = self.request.state
+        misplaced = [*self.lock.findings, *tidy(state)]
         self.log(found("guard_started", version=__version__, pid=os.getpid(), state_dir=str(state.root)))
+        for finding in misplaced:
+            self.log(finding)
         self._prepare()
         try:
             code = self.supervisor.run()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from miner_guard.events import Finding
 from miner_guard.statedir import StateDir
+from miner_guard.supervisor.tidy import put_away, wrong_kind
 
 _JUST_ASKED_S = 1.0
 """A holder that got its signal this moment has not said yet that it is stopping."""
@@ -35,12 +38,14 @@ class Lock:
         self._state = state
         self._stop_timeout_s = stop_timeout_s
         self._fd: int | None = None
+        self.findings: list[Finding] = []
+        """What there is to say of the lock file itself, once there is a log."""
 
     def acquire(self, sleep: Callable[[float], None] = time.sleep) -> None:
         """Take the lock; wait for a holder that is stopping, up to its stop timeout. Raises Busy."""
         try:
             self._state.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fd = os.open(self._state.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = self._open()
         except OSError as error:
             raise Busy(
                 f"state directory {self._state.root} can't be written: {error.strerror}; "
@@ -61,6 +66,19 @@ class Lock:
             waited += 0.05
         self._fd = fd
         self._write(stopping=False)
+
+    def _open(self) -> int:
+        # One guard at a time: a second must not set aside the lock file that the first has just made.
+        folder = os.open(self._state.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            # Never one that is merely forbidden: its holder may be another user's guard.
+            reason = wrong_kind(self._state.lock, stat.S_IFREG)
+            if reason is not None:
+                self.findings.append(put_away(self._state.lock, reason))
+            return os.open(self._state.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        finally:
+            os.close(folder)
 
     def stopping(self) -> None:
         """Tell a successor that it is worth waiting."""

@@ -24,7 +24,7 @@ class Roster:
     """Writes the list where it changed. A disk that refuses costs this list only; the marker still works."""
 
     def __init__(self, state: StateDir) -> None:
-        self._path = state.root / "run.json"
+        self._path = state.roster
         self._written: frozenset[Process] = frozenset()
 
     def write(self, run: frozenset[Process]) -> None:

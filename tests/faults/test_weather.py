@@ -1,4 +1,4 @@
-"""The guard's own weather: no descriptors left, damaged files of its own at the start."""
+"""The guard's own weather: no descriptors left, damaged files of its own at the start, or no files at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from miner_guard.statedir import StateDir
 from tests import needs
@@ -60,4 +64,37 @@ def test_damaged_files_of_the_last_run_hold_up_nothing(guarded: Guarded) -> None
     assert json.loads(state.status.read_text())["state"] == "done"
     assert "a defect of the guard" not in text
     assert "failed with" not in text, [line for line in text.splitlines() if "failed with" in line]
+    guarded.assert_nothing_left()
+
+
+MISPLACED: dict[str, Callable[[Path], None]] = {
+    "a folder": lambda path: (path / "inside").mkdir(parents=True),
+    "a pipe": os.mkfifo,
+    "a link to nowhere": lambda path: path.symlink_to(path.parent / "no such folder" / "x"),
+}
+
+
+@pytest.mark.parametrize("kind", MISPLACED)
+def test_what_is_no_file_at_all_is_set_aside_with_one_line(guarded: Guarded, kind: str) -> None:
+    """A folder in place of guard.sock once left the ranks without a reader: each step stood in the log twice."""
+    state: StateDir = guarded.state
+    own = [
+        state.socket, state.control, state.status, state.ledger, state.flight_of(0), state.stacks_of(0), state.log,
+        state.lock, state.gate_inputs, state.host_memory, state.roster, state.costs,
+    ]  # fmt: skip
+    state.flight.mkdir(parents=True)
+    state.costs.parent.mkdir()
+    state.incidents.write_text("a file where a folder belongs")
+    (state.root / "my-notes").mkdir()
+    for path in own:
+        MISPLACED[kind](path)
+    guarded.start(guarded.miner("steps", 20, 0.1, "finish"), settings={**FAST, "logs.step_lines_per_s": 100})
+    assert guarded.processes[0].wait(60) == 0, guarded.tail()
+    aside = guarded.named("file_set_aside")
+    assert sorted(e["path"] for e in aside) == sorted(map(str, [state.incidents, *own]))
+    assert {e["reason"].partition(" where ")[0] for e in aside} == {"a file", kind}
+    assert not guarded.named("guard_degraded"), guarded.tail()
+    assert guarded.output.read_bytes().count(b"| Step Time: ") == 20
+    assert json.loads(state.status.read_text())["state"] == "done"
+    assert (state.root / "my-notes").is_dir()
     guarded.assert_nothing_left()
