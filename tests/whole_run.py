@@ -1,0 +1,69 @@
+"""A supervisor's parts and sinks over ranks that are made up, all on a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config, LogSettings
+from miner_guard.events import Finding
+from miner_guard.logs import ConsoleSink, Emitter, JsonlSink
+from miner_guard.rank.flight import Now, Step
+from miner_guard.redact import Redactor
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.compose import compose
+from miner_guard.supervisor.host import Host
+from miner_guard.supervisor.parts import Context, Jobs
+
+LOGS = LogSettings(max_bytes=200_000, keep=3, step_lines_per_s=1e9)
+RANKS = 2
+
+
+class WholeRun:
+    """Every part of the guard, fed by `step` and `host`; what it logs is in `state.log`."""
+
+    def __init__(self, folder: Path, clock: FakeClock, jobs: Jobs, report: Callable[[Finding], None] | None) -> None:
+        """`report` takes what jobs find, in their threads; without it they log at once."""
+        self.clock, self.state = clock, StateDir(folder)
+        self.printed = self.steps = 0
+        self.degraded: list[Finding] = []
+        self.documents: dict[str, Any] = {}
+        sinks = [ConsoleSink(self._print, LOGS), JsonlSink(self.state.log, LOGS)]
+        emitter = Emitter(clock, "r", Redactor(), sinks)
+        self.host = Host(emitter.emit)
+        control: Any = None
+        context = Context(
+            Config(logs=replace(LOGS, keep_incidents=5)), self.state, clock, "r", report or self.host.finding, jobs,
+            control, lambda: self.documents,
+        )  # fmt: skip
+        self.host.parts = compose(context, self.degraded.append)
+        self.host.on_finding = lambda f: self.degraded.append(f) if f.event == "guard_degraded" else None
+
+    def _print(self, text: str) -> None:
+        self.printed += len(text)
+
+    def step(self, seconds: float) -> None:
+        """All ranks have ended a step of `seconds`, now."""
+        self.steps += 1
+        end, number = self.clock.monotonic(), self.steps
+        for rank in range(RANKS):
+            step = Step(
+                number, number // 500, number % 500, number, end - seconds, end, self.clock.wall(),
+                3.0 + 1 / number, True, 1e-4, 1.0, 3.1, 2e10, 2.2e10, 4096, 0,
+                {"data": 1.0, "forward": 5.0, "backward": 7.0, f"phase {number % 9}": 0.5}, 0.0,
+            )  # fmt: skip
+            self.host.steps(rank, [step])
+
+    def tick(self) -> None:
+        """The supervisor's pulse."""
+        end, number = self.clock.monotonic(), self.steps
+        now = Now("running", "data", end, end, 1, 1, number, 3.0, None, None, None, number, 0, 0, 0)
+        self.host.tick(end, dict.fromkeys(range(RANKS), now))
+
+    def entries(self, *entries: dict[str, Any]) -> None:
+        """Rank 0 has journaled these."""
+        for entry in entries:
+            self.host.entry(0, entry)
