@@ -32,6 +32,10 @@ class BadConfig(Exception):
     """The configuration can't be used. The message is for people; `run` exits with 78."""
 
 
+class BadFlag(BadConfig):
+    """A flag's value is not allowed: the command line is wrong, not the configuration; exit code 64."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The effective configuration and, for each `section.key`, where its value came from."""
@@ -67,7 +71,7 @@ def load(
     """Merge all layers into checked settings.
 
     `profile` is a document shaped like guard.toml. `flags` maps `section.key` to a value. With no
-    `file`, `./guard.toml` is read if it is there. Raises BadConfig.
+    `file`, `./guard.toml` is read if it is there. Raises BadConfig, for a flag BadFlag.
     """
     merged: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     origins: dict[str, str] = {}
@@ -79,7 +83,10 @@ def load(
     _add_environment(merged, origins, os.environ if env is None else env)
     for dotted, value in (flags or {}).items():
         section, key = dotted.split(".", 1)
-        merged[section][key] = _checked(section, key, value, f"flag for {dotted}", strict=False)
+        try:
+            merged[section][key] = _checked(section, key, value, "flag", strict=False)
+        except BadConfig as error:
+            raise BadFlag(str(error)) from error
         origins[dotted] = "flag"
     return Settings(_build(merged), _with_defaults(origins))
 
@@ -133,10 +140,7 @@ def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) ->
     try:
         return TypeAdapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
-        problem = error.errors()[0]["msg"]
-        raise BadConfig(
-            f"{where}: {section}.{key} = {value!r} is not allowed: {problem}; allowed: {describe(hint)}"
-        ) from error
+        raise BadConfig(f"{where}: {section}.{key} = {value!r} is not allowed; allowed: {describe(hint)}") from error
 
 
 def _from_text(hint: Any, text: str) -> Any:

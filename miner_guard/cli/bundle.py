@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from miner_guard import logquery
-from miner_guard.cli.exits import FAILED, USAGE, Refused
-from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_place
+from miner_guard.cli import options
+from miner_guard.cli.exits import FAILED, Refused
 
 
 def command(
     output: Annotated[Path, typer.Option("--output", "-o", help="The .tar.gz to write.")],
-    since: Annotated[str, typer.Option("--since", help="Events from then on: 1h, 2d, an ISO time (UTC).")] = "2d",
-    config: Config = None,
-    name: Name = DEFAULT_NAME,
-    state_dir: State = None,
+    since: options.Since = "2d",
+    config: options.Config = None,
+    name: options.Name = options.DEFAULT_NAME,
+    state_dir: options.State = None,
 ) -> None:
     """Collect what a helper asks for, from diagnostics to settings, in one redacted archive with a manifest."""
     from miner_guard.health.bundle import collect, pack
     from miner_guard.redact import Redactor
 
-    place = open_place(config, name, state_dir)
-    if not place.state.root.is_dir():
-        raise Refused(f"there is no state directory {place.state.root}; give --name or --state-dir", FAILED)
-    try:
-        earliest = logquery.since_text(since, time.time())
-    except ValueError as error:
-        raise Refused(f"--since: {error}", USAGE) from error
+    place = options.open_place(config, name, state_dir)
+    earliest = options.earliest(since)
+    options.check_there(place.state)
     alerts, http = place.settings.config.alerts, place.settings.config.http
     known = (*alerts.urls, alerts.heartbeat_url or "", http.token or "")
     files = collect(place.state, earliest, place.settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json as json_module
+import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -24,13 +24,13 @@ def command(
     config: Config = None,
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
-    json: Json = False,
+    as_json: Json = False,
 ) -> None:
     """Show the settings in force and where each came from; secrets are masked."""
     place = open_place(config, name, state_dir)
     rows = [row for row in _rows(place) if not changed or row[2] != "default"]
-    if json:
-        typer.echo(json_module.dumps(_document(place, rows), indent=1, ensure_ascii=False))
+    if as_json:
+        typer.echo(json.dumps(_document(place, rows), indent=1, ensure_ascii=False))
         return
     typer.echo(f"# state directory: {place.state.root}")
     typer.echo(f"# profile: {place.profile or 'none'}")
@@ -70,5 +70,5 @@ def _document(place: Place, rows: list[tuple[str, Any, str]]) -> Mapping[str, An
 def _toml(value: Any) -> str:
     """A value as guard.toml spells it; JSON's spelling is TOML's for all but tables."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json_module.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"
-    return json_module.dumps(value, ensure_ascii=False)
+        return "{ " + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)

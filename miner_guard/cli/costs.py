@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import math
 from typing import Annotated, Any, Optional
 
@@ -15,7 +15,7 @@ from miner_guard.costs import PRESETS, Budget, estimate, table
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="[estimate]", help="Without it: the guard's ledger.")] = "",
+    what: Annotated[str, typer.Argument(metavar="estimate|presets", help="Without a word: the guard's ledger.")] = "",
     operation: Annotated[str, typer.Argument(help="Name of the new operation, for the words.")] = "this operation",
     every: Annotated[
         Optional[int], typer.Option("--every", min=1, max=MOST, help="estimate: steps between two calls.")
@@ -26,24 +26,24 @@ def command(
     steps: Annotated[int, typer.Option("--steps", min=1, max=MOST, help="estimate: steps of training.")] = 1000,
     step_time: Annotated[
         Optional[float],
-        typer.Option("--step-time", max=MOST, help="estimate: seconds a step; else the running miner's."),
+        typer.Option("--step-time", min=0.001, max=MOST, help="estimate: seconds a step; else the running miner's."),
     ] = None,
     config: Config = None,
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
-    json: Json = False,
+    as_json: Json = False,
 ) -> None:
     """What monitoring costs, or would cost. Exit 1: over budget."""
     place = open_place(config, name, state_dir)
     if what == "":
-        _ledger(place, as_json=json)
+        _ledger(place, as_json=as_json)
     elif what == "presets":
-        typer.echo(json_module.dumps(PRESETS, indent=1))
+        typer.echo(json.dumps(PRESETS, indent=1))
     elif what == "estimate":
         if every is None or seconds is None:
             raise Refused("estimate needs --every STEPS and --seconds TIME_OF_ONE_CALL", USAGE)
         answer = _estimate(place, operation, steps, every, seconds, step_time)
-        typer.echo(json_module.dumps(answer, indent=1) if json else _words(answer))
+        typer.echo(json.dumps(answer, indent=1) if as_json else _words(answer))
         if answer["budget_status"] != "ok":
             raise typer.Exit(FAILED)
     else:
@@ -62,7 +62,7 @@ def _ledger(place: Place, *, as_json: bool) -> None:
             f"{place.state.costs} is no ledger: {error!r}; the running guard writes it anew", FAILED
         ) from error
     report = statedir.finite(report)
-    typer.echo(json_module.dumps(report, indent=1, ensure_ascii=False) if as_json else words)
+    typer.echo(json.dumps(report, indent=1, ensure_ascii=False) if as_json else words)
     if report["budget_status"] != "ok":
         raise typer.Exit(FAILED)
 

@@ -21,7 +21,7 @@ class Order(str, Enum):
 
 
 def command(
-    order: Annotated[Order, typer.Argument(help="What to do.")],
+    order: Annotated[Order, typer.Argument(metavar="checkpoint|restart|pause|resume", help="What to do.")],
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,

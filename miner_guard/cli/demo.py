@@ -46,10 +46,11 @@ def command(
     config: options.Config = None,
     name: options.Name = "demo",
     state_dir: options.State = None,
-    finished_code: Annotated[int, typer.Option(help="Exit code when the demo has finished.")] = 0,
+    finished_code: Annotated[int, typer.Option(min=0, max=255, help="Exit code when the demo has finished.")] = 0,
 ) -> None:
     """Watch a small real miner train under the guard: uploads blocked, then published, and a summary."""
-    _check(fault or [])
+    ranks = ranks or _default_ranks()
+    _check(fault or [], steps, ranks)
     state = options.choose_state(name, state_dir)
     settings = _settings(config, state)
     arguments = ["--steps", str(steps), "--work", str(state.root / _WORK)]
@@ -58,21 +59,27 @@ def command(
         arguments += ["--fault", one]
     if fault_repeat:
         arguments.append("--fault-repeat")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks or _default_ranks()}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     # Without a folder of its own torchrun leaves one in /tmp at every start.
     launcher += ["--log-dir", str(state.root / _WORK / "torchrun")]
     miner = (sys.executable, "-u", *launcher, "-m", "miner_guard.demo.train", *arguments)
     raise typer.Exit(_run(miner, settings, state, finished_code))
 
 
-def _check(faults: list[str]) -> None:
+def _check(faults: list[str], steps: int, ranks: int) -> None:
     from miner_guard.demo import faults as known
 
     for text in faults:
         try:
-            known.parse(text)
+            fault = known.parse(text)
         except ValueError as error:
             raise Refused(str(error), USAGE) from error
+        if fault.step > steps:
+            raise Refused(f"fault {text!r} never happens: the demo has {steps} steps; give more with --steps", USAGE)
+        if fault.rank is not None and fault.rank >= ranks:
+            raise Refused(
+                f"fault {text!r} never happens: the ranks are 0 to {ranks - 1}; give more with --ranks", USAGE
+            )
     if importlib.util.find_spec("torch") is None:
         raise Refused(
             "the demo trains with torch, which is not installed: pip install 'miner-guard[demo]'", UNAVAILABLE

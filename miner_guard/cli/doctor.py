@@ -26,7 +26,7 @@ _STYLE = {"ok": "green", "warn": "yellow", "critical": "bold red", "unknown": "c
 def command(
     miner: Annotated[
         Optional[list[str]],
-        typer.Argument(metavar="[-- CMD…]", help="The miner's command: names its interpreter.", show_default=False),
+        typer.Argument(metavar="-- CMD…", help="The miner's command: names its interpreter.", show_default=False),
     ] = None,
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
@@ -38,6 +38,8 @@ def command(
     """Check GPUs, driver, torch, node, environment and repo. Exit 0, or 69 where something is critical."""
     flags: dict[str, Any] = {} if expect_gpus is None else {"gpu.expect": expect_gpus}
     place = options.open_place(config, name, state_dir, flags)
+    if miner:
+        options.check_command(miner[0])
     # Late: `--help` and a bad configuration need none of it.
     from miner_guard.diagnosis.judge import judge
     from miner_guard.supervisor.gather import Question, gather

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import json as json_module
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ def command(
     config: Config = None,
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
-    json: Json = False,
+    as_json: Json = False,
 ) -> None:
     """Root cause and fixes from any log. Exit 1: nothing wrong."""
     if trace and note:
@@ -42,13 +42,13 @@ def command(
         # Late: a log needs none of it.
         from miner_guard.cli.explain_trace import explain_trace
 
-        explain_trace(file, as_json=json)
+        explain_trace(file, as_json=as_json)
         return
     place = open_place(config, name, state_dir)
     report = _read(file, place)
     known = notes.read(place.state)
-    if json:
-        typer.echo(json_module.dumps(report.as_dict(), indent=1, ensure_ascii=False))
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
     else:
         typer.echo(text(report, known, file))
     if note:

@@ -11,7 +11,7 @@ import typer
 
 from miner_guard import logquery
 from miner_guard.cli.exits import FAILED, UNAVAILABLE, USAGE, Refused
-from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, check_there, choose_state
 from miner_guard.logquery import Follower
 
 _KINDS = ("tensorboard", "wandb")
@@ -32,7 +32,9 @@ def command(
 
     if kind not in _KINDS:
         raise Refused(f"export takes {' or '.join(_KINDS)}, not {kind!r}", USAGE)
-    log = choose_state(name, state_dir).log
+    state = choose_state(name, state_dir)
+    check_there(state)
+    log = state.log
     follower = Follower(log, export.QUERY)
     try:
         if kind == "tensorboard":

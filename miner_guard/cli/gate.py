@@ -23,17 +23,18 @@ from validators.inspection import inspect_file
 from validators.limits import Limits
 from validators.profiles import limits_of
 
-Step = Annotated[Optional[int], typer.Option(min=0)]
-Kind = Annotated[str, typer.Option(help="gradient, or archive: the upload after an AllReduce, which is let through.")]
-Document = Annotated[Optional[Path], typer.Option(exists=True, dir_okay=False)]
+_THERE: Any = {"exists": True, "dir_okay": False}
 
 
 def command(
-    outer_step: Step = None, inner_step: Step = None, kind: Kind = "gradient",
+    outer_step: Annotated[Optional[int], typer.Option(min=0, help="Outer step of the upload.")] = None,
+    inner_step: Annotated[Optional[int], typer.Option(min=0, help="Inner step of the upload.")] = None,
+    kind: Annotated[str, typer.Option(help="gradient, or archive (after an AllReduce: let through).")] = "gradient",
     loss: Annotated[Optional[float], typer.Option(help="The last loss.")] = None,
     base_outer_step: Annotated[Optional[int], typer.Option(min=0, help="Outer step of its base.")] = None,
-    gradients: Annotated[Optional[Path], typer.Option(help="gradients.pt to inspect, in a limited child.")] = None,
-    config_json: Document = None, metadata_json: Document = None,
+    gradients: Annotated[Optional[Path], typer.Option(**_THERE, help="gradients.pt, to be looked into.")] = None,
+    config_json: Annotated[Optional[Path], typer.Option(**_THERE, help="Its config.json.")] = None,
+    metadata_json: Annotated[Optional[Path], typer.Option(**_THERE, help="Its metadata.json.")] = None,
     revision: Annotated[Optional[str], typer.Option(help="The upload's tag, such as 5.56.84.")] = None,
     replay_id: Annotated[Optional[str], typer.Option("--replay", help="Decide anew what the ledger holds.")] = None,
     as_json: options.Json = False, config: options.Config = None, name: options.Name = options.DEFAULT_NAME,

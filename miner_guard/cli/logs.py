@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Annotated, Optional
 import typer
 
 from miner_guard import logquery
+from miner_guard.cli import options
 from miner_guard.cli.exits import FAILED, USAGE, Refused
-from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
 from miner_guard.events import CATALOGUE, LEVELS
 from miner_guard.logquery import Follower, Hit, Query, Seen
 
@@ -27,49 +27,50 @@ def command(
     level: Annotated[
         str, typer.Option("--level", "-l", help="This level (debug, info, warning, error, critical) and above.")
     ] = "debug",
-    since: Annotated[str, typer.Option("--since", help="90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC).")] = "",
-    rank: Annotated[Optional[list[int]], typer.Option("--rank", "-r", help="Only this rank; repeatable.")] = None,
+    since: options.Since = "",
+    rank: Annotated[
+        Optional[list[int]], typer.Option("--rank", "-r", min=0, help="Only this rank; repeatable.")
+    ] = None,
     lines: Annotated[
         Optional[int], typer.Option("--lines", "-n", min=0, help="Only the last N; with --follow 10.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
-    json: Annotated[
+    as_json: Annotated[
         bool, typer.Option("--json", help="The events as a JSON array; with --follow, one a line.")
     ] = False,
     emoji: Annotated[bool, typer.Option("--emoji/--no-emoji", help="The emoji before the words.")] = True,
-    config: Config = None,
-    name: Name = DEFAULT_NAME,
-    state_dir: State = None,
+    config: options.Config = None,
+    name: options.Name = options.DEFAULT_NAME,
+    state_dir: options.State = None,
 ) -> None:
     """Query guard.jsonl and its rotated files. Exit 1: nothing matched."""
-    log = choose_state(name, state_dir).log
+    state = options.choose_state(name, state_dir)
     query, seen = _query(event or [], level, since, rank or []), Seen()
-    if not log.parent.is_dir():
-        raise Refused(f"there is no state directory {log.parent}; give --name or --state-dir as `run` had it", FAILED)
+    options.check_there(state)
+    log = state.log
     if follow:
-        _follow(log, query, lines, as_json=json, emoji=emoji)
+        _follow(log, query, lines, as_json=as_json, emoji=emoji)
         return
     hits = logquery.search(log, query, seen) if lines is None else iter(logquery.last(log, query, lines, seen))
-    if json:
+    if as_json:
         _write(_array(hits))
     else:
         _write(f"{hit.console(emoji=emoji)}\n".encode() for hit in hits)
     if seen.unreadable:
-        typer.echo(f"miner-guard: {seen.unreadable} lines are no events and were passed over", err=True)
+        lines_are = "line is no event and was" if seen.unreadable == 1 else "lines are no events and were"
+        typer.echo(f"miner-guard: {seen.unreadable} {lines_are} passed over", err=True)
     if seen.hits == 0:
         raise typer.Exit(FAILED)
 
 
 def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query:
     if unknown := [name for name in events if name not in CATALOGUE]:
-        raise Refused(f"unknown event {unknown[0]}; the events are {', '.join(sorted(CATALOGUE))}", USAGE)
+        like = difflib.get_close_matches(unknown[0], CATALOGUE)
+        meant = f"did you mean {' or '.join(like)}? " if like else ""
+        raise Refused(f"unknown event {unknown[0]!r}; {meant}the events are {', '.join(sorted(CATALOGUE))}", USAGE)
     if level not in LEVELS:
-        raise Refused(f"unknown level {level}; allowed: {', '.join(LEVELS)}", USAGE)
-    try:
-        earliest = logquery.since_text(since, time.time()) if since else ""
-    except ValueError as error:
-        raise Refused(f"--since: {error}", USAGE) from error
-    return Query(frozenset(events), level, earliest, frozenset(ranks))
+        raise Refused(f"unknown level {level!r}; allowed: {', '.join(LEVELS)}", USAGE)
+    return Query(frozenset(events), level, options.earliest(since), frozenset(ranks))
 
 
 def _array(hits: Iterable[Hit]) -> Iterator[bytes]:

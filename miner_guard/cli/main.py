@@ -10,8 +10,9 @@ import gc
 import importlib
 import re
 import sys
+import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,7 +41,9 @@ COMMANDS = {
 }
 """Command name to module, in the order of `--help`."""
 
-_CLICK_USAGE = 2
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""A command line that typer refuses; it exports this class under no name, and has it from another module by version."""
+
 _GC_EVERY = 20_000
 
 
@@ -84,18 +87,30 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; returns its exit code."""
+    """Run one command line; returns its exit code. Whatever goes wrong is one line on stderr, never a traceback."""
     try:
-        build(arguments)(args=list(arguments), prog_name="miner-guard")
+        code = build(arguments)(args=list(arguments), prog_name="miner-guard", standalone_mode=False)
     except exits.Refused as refusal:
-        typer.echo(f"miner-guard: {refusal}", err=True)
-        return refusal.code
-    except SystemExit as end:
-        if end.code == _CLICK_USAGE:
-            return exits.USAGE
-        return end.code if isinstance(end.code, int) else int(bool(end.code))
-    except BrokenPipeError:
-        # `miner-guard logs | head`: nobody reads on, which is no error of ours.
+        return _refused(str(refusal), refusal.code)
+    except _UsageError as error:
+        error.show()
+        return exits.USAGE
+    except typer.Abort:
+        return _refused("ended by the keyboard", exits.FAILED)
+    except (BrokenPipeError, SystemExit):
+        # `miner-guard logs | head`: nobody reads on, which is no error of ours; typer makes a SystemExit of it.
         sys.stdout = None
         return exits.OK
-    return exits.OK
+    except OSError as error:
+        sys.stdout = None
+        return _refused(f"{error.filename or 'the output'}: {error.strerror or error}", exits.FAILED)
+    except Exception as error:  # noqa: BLE001 - a defect of ours; it is said with its place
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        return _refused(f"a defect of miner-guard, please report it: {what}", exits.FAILED)
+    return code if isinstance(code, int) else exits.OK
+
+
+def _refused(why: str, code: int) -> int:
+    typer.echo(f"miner-guard: {why}", err=True)
+    return code

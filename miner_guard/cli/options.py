@@ -7,6 +7,8 @@ calls `open_place(config, name, state_dir)`.
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from miner_guard import statedir
-from miner_guard.cli.exits import CONFIG, Refused
+from miner_guard.cli.exits import CONFIG, FAILED, USAGE, Refused
 
 if TYPE_CHECKING:
     from miner_guard.settings import Settings
@@ -30,6 +32,7 @@ Config = Annotated[
 ]
 Name = Annotated[str, typer.Option("--name", help="Name of the miner; chooses the state directory.")]
 State = Annotated[Optional[str], typer.Option("--state-dir", help="State directory; overrides --name.")]
+Since = Annotated[str, typer.Option("--since", help="From then on: 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC).")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
@@ -43,7 +46,7 @@ class Place:
 
 
 def open_place(config: Path | None, name: str, state_dir: str | None, flags: Mapping[str, Any] | None = None) -> Place:
-    """Load the settings and choose the state directory. Raises Refused (78) where the settings are bad."""
+    """Load the settings and choose the state directory. Raises Refused: 64 for a bad flag, 78 for bad settings."""
     # Here, not above: it is most of the start-up time of commands that read no settings, such as `logs`.
     from miner_guard import settings
     from validators.profiles import chosen
@@ -55,7 +58,7 @@ def open_place(config: Path | None, name: str, state_dir: str | None, flags: Map
         document = None if profile is None else _of_profile(profile)
         loaded = settings.load(config, profile=document, profile_origin=f"profile {profile}", flags=flags)
     except settings.BadConfig as error:
-        raise Refused(str(error), CONFIG) from error
+        raise Refused(str(error), USAGE if isinstance(error, settings.BadFlag) else CONFIG) from error
     return Place(loaded, choose_state(name, state_dir), profile)
 
 
@@ -73,3 +76,26 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
     if os.sep in name or name in ("", ".", ".."):
         raise Refused(f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG)
     return statedir.choose(name, state_dir, os.environ)
+
+
+def check_there(state: statedir.StateDir) -> None:
+    """Raises Refused (1) where no guard has ever run in this state directory."""
+    if not state.root.is_dir():
+        raise Refused(f"there is no state directory {state.root}; give --name or --state-dir as `run` had it", FAILED)
+
+
+def earliest(since: str) -> str:
+    """The ISO time that `--since` names; empty for all. Raises Refused (64)."""
+    from miner_guard import logquery
+
+    try:
+        return logquery.since_text(since, time.time()) if since else ""
+    except ValueError as error:
+        raise Refused(f"--since: {error}", USAGE) from error
+
+
+def check_command(program: str) -> None:
+    """Raises Refused (64) for a program that can't be started."""
+    if shutil.which(program) is None:
+        problem = "is not executable" if os.path.exists(program) else "was not found"
+        raise Refused(f"command {program!r} {problem}; check the spelling, the PATH, or give its full path", USAGE)

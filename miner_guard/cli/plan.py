@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -57,7 +57,7 @@ def command(
     config: Config = None,
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
-    json: Json = False,
+    as_json: Json = False,
 ) -> None:
     """Batch, accumulation, memory, step time, upload cadence: what the settings imply."""
     known = open_place(config, name, state_dir).settings.config
@@ -80,8 +80,8 @@ def command(
         )
     except planning.BadPlan as error:
         raise Refused(str(error), USAGE) from error
-    if json:
-        typer.echo(json_module.dumps(document(plan)))
+    if as_json:
+        typer.echo(json.dumps(document(plan)))
         return
     for line in text(plan, known.steps):
         typer.echo(line)

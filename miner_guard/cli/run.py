@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from typing import Annotated, Any, Optional
 
@@ -35,7 +33,9 @@ def command(
     ] = False,
     expect_gpus: Annotated[Optional[int], typer.Option(help="GPUs that must be there.")] = None,
     no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Start without looking first.")] = False,
-    finished_code: Annotated[int, typer.Option(help="Exit code when the miner has finished its work.")] = 0,
+    finished_code: Annotated[
+        int, typer.Option(min=0, max=255, help="Exit code when the miner has finished its work.")
+    ] = 0,
 ) -> None:
     """Start the miner and supervise it: preflight, start, watch, stop, restart."""
     flags: dict[str, Any] = {
@@ -48,14 +48,8 @@ def command(
     if not miner:
         raise Refused("no command to run; write it after `--`: miner-guard run -- torchrun … train.py", USAGE)
     place = options.open_place(config, name, state_dir, {k: v for k, v in flags.items() if v is not None})
-    _check_command(miner[0])
+    options.check_command(miner[0])
     raise typer.Exit(_supervise(miner, place, finished_code))
-
-
-def _check_command(program: str) -> None:
-    if shutil.which(program) is None:
-        problem = "is not executable" if os.path.exists(program) else "was not found"
-        raise Refused(f"command {program!r} {problem}; check the spelling, the PATH, or give its full path", USAGE)
 
 
 def _supervise(miner: list[str], place: options.Place, finished_code: int) -> int:

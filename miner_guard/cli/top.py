@@ -32,7 +32,7 @@ def command(
 ) -> None:
     """What the running guard knows, live: progress to the next upload, ranks, GPUs, curves, events. Ctrl-C ends it."""
     place = open_place(config, name, state_dir)
-    if statedir.read_json(place.state.status) is None:
+    if not isinstance(statedir.read_json(place.state.status), dict):
         raise Refused(f"no guard has run in {place.state.root}; start it with `miner-guard run`", NOT_RUNNING)
     ascii_only = plain or "utf" not in (sys.stdout.encoding or "").lower()
     view = View(place.state, place.settings.config.gate.min_inner_step, ascii_only=ascii_only)

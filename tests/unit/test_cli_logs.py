@@ -67,7 +67,7 @@ def test_the_last_lines_only(state: Path, capfdbinary: pytest.CaptureFixture[byt
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--event", "slowstep"], "unknown event slowstep"),
+        (["--event", "slowstep"], "unknown event 'slowstep'"),
         (["--level", "loud"], "allowed: debug, info, warning, error, critical"),
         (["--since", "yesterday"], "'yesterday' is not a time"),
     ],

@@ -80,7 +80,7 @@ def test_a_ledger_that_is_none_is_said_without_a_traceback(
     [
         (["costs", "estimate"], 64, "needs --every"),
         (["costs", "estimate", "--every", "5", "--seconds", "1"], 64, "no step time is known"),
-        (["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "0"], 64, "above 0"),
+        (["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "0"], 64, "--step-time"),
         (["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "nan"], 64, "--step-time"),
         (["costs", "estimate", "--every", "5", "--seconds", "inf", "--step-time", "3"], 64, "--seconds"),
         (["costs", "estimate", "--every", "9" * 400, "--seconds", "1", "--step-time", "3"], 64, "--every"),
