@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from miner_guard.cli.exits import FAILED, USAGE, Refused
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_place
+from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.redact import Redactor
 
 

@@ -8,7 +8,7 @@ import typer
 
 from miner_guard import events, statedir
 from miner_guard.cli import options
-from miner_guard.cli.exits import FAILED, OK, UNAVAILABLE
+from miner_guard.exits import FAILED, OK, UNAVAILABLE
 from uploads import audit
 from validators.limits import Limits
 from validators.profiles import limits_of

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from miner_guard.cli import options
-from miner_guard.cli.exits import FAILED, Refused
+from miner_guard.exits import FAILED, Refused
 
 
 def command(

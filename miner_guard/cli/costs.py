@@ -9,9 +9,9 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard import statedir
-from miner_guard.cli.exits import FAILED, NOT_RUNNING, USAGE, Refused
 from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, Place, State, open_place
 from miner_guard.costs import PRESETS, Budget, estimate, table
+from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
 
 def command(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from miner_guard.cli import options
-from miner_guard.cli.exits import FAILED, NOT_RUNNING, Refused
+from miner_guard.exits import FAILED, NOT_RUNNING, Refused
 
 
 class Order(str, Enum):

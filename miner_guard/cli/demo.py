@@ -17,8 +17,8 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard.cli import options
-from miner_guard.cli.exits import CONFIG, UNAVAILABLE, USAGE, Refused
 from miner_guard.config import Config
+from miner_guard.exits import CONFIG, UNAVAILABLE, USAGE, Refused
 from miner_guard.statedir import StateDir, read_json
 
 DEFAULTS: dict[str, dict[str, Any]] = {

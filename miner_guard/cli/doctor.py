@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from miner_guard.cli import options
-from miner_guard.cli.exits import OK, UNAVAILABLE
+from miner_guard.exits import OK, UNAVAILABLE
 
 if TYPE_CHECKING:
     from miner_guard.diagnosis.check import Check, Snapshot

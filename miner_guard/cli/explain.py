@@ -13,10 +13,10 @@ from typing import Annotated, BinaryIO, cast
 
 import typer
 
-from miner_guard.cli.exits import FAILED, USAGE, Refused
 from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
 from miner_guard.clock import SystemClock
 from miner_guard.config import MinerSettings
+from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.incidents import knowledge, notes
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained, Report, explain

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import typer
 
-from miner_guard.cli import exits
+from miner_guard import exits
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.trace import judge, reading

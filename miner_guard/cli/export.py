@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from miner_guard import logquery
-from miner_guard.cli.exits import FAILED, UNAVAILABLE, USAGE, Refused
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, check_there, choose_state
+from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
 from miner_guard.logquery import Follower
 
 _KINDS = ("tensorboard", "wandb")

@@ -12,7 +12,7 @@ import typer
 
 from miner_guard import clock, statedir
 from miner_guard.cli import options
-from miner_guard.cli.exits import CONFIG, FAILED, OK, USAGE, Refused
+from miner_guard.exits import CONFIG, FAILED, OK, USAGE, Refused
 from uploads import inputs as gate_inputs
 from uploads.decision import GateDecision
 from uploads.gate import decide, replay

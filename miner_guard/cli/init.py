@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from miner_guard.cli.exits import FAILED, USAGE, Refused
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
+from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.statedir import write_atomic
 
 CONTEXT = {"allow_interspersed_args": False}

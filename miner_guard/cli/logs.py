@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -14,8 +13,8 @@ import typer
 
 from miner_guard import logquery
 from miner_guard.cli import options
-from miner_guard.cli.exits import FAILED, USAGE, Refused
 from miner_guard.events import CATALOGUE, LEVELS
+from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.logquery import Follower, Hit, Query, Seen
 
 _TAIL_OF_FOLLOW = 10
@@ -65,6 +64,8 @@ def command(
 
 def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query:
     if unknown := [name for name in events if name not in CATALOGUE]:
+        import difflib
+
         like = difflib.get_close_matches(unknown[0], CATALOGUE)
         meant = f"did you mean {' or '.join(like)}? " if like else ""
         raise Refused(f"unknown event {unknown[0]!r}; {meant}the events are {', '.join(sorted(CATALOGUE))}", USAGE)

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from miner_guard import __version__
-from miner_guard.cli import exits
+from miner_guard import __version__, exits
 
 COMMANDS = {
     "run": "miner_guard.cli.run",
@@ -80,7 +79,7 @@ def _options(
 
 
 def main() -> None:
-    """Entry point. Exits with the codes of `miner_guard.cli.exits`."""
+    """Entry point. Exits with the codes of `miner_guard.exits`."""
     # What is imported lives to the end: to look for garbage in it every 700 objects is a tenth of the start.
     gc.set_threshold(_GC_EVERY)
     sys.exit(run(sys.argv[1:]))

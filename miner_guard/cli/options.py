@@ -7,7 +7,6 @@ calls `open_place(config, name, state_dir)`.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from miner_guard import statedir
-from miner_guard.cli.exits import CONFIG, FAILED, USAGE, Refused
+from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
 
 if TYPE_CHECKING:
     from miner_guard.settings import Settings
@@ -96,6 +95,9 @@ def earliest(since: str) -> str:
 
 def check_command(program: str) -> None:
     """Raises Refused (64) for a program that can't be started."""
+    # Late, as it is slow to import and commands such as `logs` start nothing.
+    import shutil
+
     if shutil.which(program) is None:
         problem = "is not executable" if os.path.exists(program) else "was not found"
         raise Refused(f"command {program!r} {problem}; check the spelling, the PATH, or give its full path", USAGE)

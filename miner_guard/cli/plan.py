@@ -11,9 +11,9 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard import planning
-from miner_guard.cli.exits import USAGE, Refused
 from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, State, open_place
 from miner_guard.detectors.step_time import grade
+from miner_guard.exits import USAGE, Refused
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 

@@ -9,7 +9,7 @@ import typer
 
 from miner_guard import statedir
 from miner_guard.cli import options
-from miner_guard.cli.exits import FAILED, Refused
+from miner_guard.exits import FAILED, Refused
 
 
 def command(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard.cli import options
-from miner_guard.cli.exits import CONFIG, USAGE, Refused
+from miner_guard.exits import CONFIG, USAGE, Refused
 
 CONTEXT = {"allow_interspersed_args": False}
 

@@ -10,7 +10,7 @@ import typer
 
 from miner_guard import logquery
 from miner_guard.cli import options, screen
-from miner_guard.cli.exits import FAILED, NOT_RUNNING, Refused
+from miner_guard.exits import FAILED, NOT_RUNNING, Refused
 from miner_guard.logquery import Query
 
 _WIDTH = 120

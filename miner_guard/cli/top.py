@@ -14,8 +14,8 @@ import typer
 
 from miner_guard import logquery, statedir
 from miner_guard.cli import screen
-from miner_guard.cli.exits import NOT_RUNNING, Refused
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_place
+from miner_guard.exits import NOT_RUNNING, Refused
 from miner_guard.logquery import Follower, Hit, Query
 
 _LAST_EVENTS = 40

@@ -15,6 +15,7 @@ from miner_guard import __version__
 from miner_guard.clock import Clock, SystemClock
 from miner_guard.config import Config
 from miner_guard.events import Finding, found
+from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
 from miner_guard.logs import ConsoleSink, Emitter, JsonlSink
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir
@@ -43,7 +44,7 @@ from miner_guard.supervisor.tidy import tidy
 
 _LAST_WORDS_S = 2.0
 _SWEEP_GRACE_S = 5.0
-_GAVE_UP = (69, 75, 78)
+_GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
 _FLUSH_S = 10.0
 _FLUSH_ASKED_S = 2.0
 """Whoever asked for the end needs no alert of it."""

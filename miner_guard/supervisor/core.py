@@ -15,6 +15,7 @@ from typing import Any
 
 from miner_guard.clock import Clock, iso_utc
 from miner_guard.events import Finding, found
+from miner_guard.exits import CRASH_LOOP, FAILED
 from miner_guard.rank.flight import Now
 from miner_guard.supervisor import processes
 from miner_guard.supervisor.child import Child
@@ -34,8 +35,6 @@ BLAME_S = 300.0
 """An incident longer before the end is not what it ended of."""
 
 DROPS_EVERY_S = 60.0
-CRASH_LOOP = 75
-FAILED = 1
 
 
 class Supervisor:

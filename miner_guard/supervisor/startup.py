@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 from miner_guard import probe
 from miner_guard.events import Finding, found
+from miner_guard.exits import UNAVAILABLE
 from miner_guard.supervisor.gather import Question
 from miner_guard.supervisor.preflight import Outcome, preflight
-
-CRITICAL = 69
-"""Exit code of a start that the preflight forbids."""
 
 
 class Startup:
@@ -63,4 +61,4 @@ class Startup:
             return
         critical = [c for c in outcome.checks if c.level == "critical"]
         rest = f" and {len(critical) - 1} more" if len(critical) > 1 else ""
-        refuse(CRITICAL, f"preflight: {critical[0].check}: {critical[0].seen}{rest}")
+        refuse(UNAVAILABLE, f"preflight: {critical[0].check}: {critical[0].seen}{rest}")

@@ -14,7 +14,7 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miner_guard.cli import exits
+from miner_guard import exits
 from miner_guard.cli.explain_trace import explain_trace
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts

@@ -8,14 +8,13 @@ from typing import Any
 
 from miner_guard.detectors.hang import Hang, HangDetector
 from miner_guard.events import Finding, found
+from miner_guard.exits import CRASH_LOOP
 from miner_guard.rank.flight import Now, Step
 from miner_guard.redact import Redactor
 from miner_guard.supervisor import evidence, evidence_folders
 from miner_guard.supervisor.evidence import Subject
 from miner_guard.supervisor.parts import Context, Launch, Part
 from miner_guard.supervisor.tail import Tail
-
-_STOPPED_BY_HANG = 75
 
 
 class HangWatch(Part):
@@ -97,7 +96,7 @@ class HangWatch(Part):
         if self._settings.action == "restart":
             self.context.control.restart(f"hang: {detail}")
         elif self._settings.action == "stop":
-            self.context.control.stop(f"hang: {detail}", _STOPPED_BY_HANG)
+            self.context.control.stop(f"hang: {detail}", CRASH_LOOP)
 
     def snapshot(self) -> Mapping[str, Any]:
         now = self.context.clock.monotonic()

@@ -12,6 +12,8 @@ UNAVAILABLE = 69
 """Preflight critical; could not look."""
 
 CRASH_LOOP = 75
+"""Restarting does not help, or `[hang] action = "stop"` after a hang."""
+
 CONFIG = 78
 
 
