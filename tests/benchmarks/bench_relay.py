@@ -1,7 +1,8 @@
-"""The miner's output through the guard, beside a plain file and pm2: wall time as a ratio, CPU per MB."""
+"""The miner's output through the guard, beside a plain file, pm2 and supervisord: wall time as a ratio, CPU per MB."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,14 +57,21 @@ def _compare(folder: Path, name: str, size: int, target: str) -> list[Row]:
     direct = _direct(folder, script, size)
     guard = _guard(folder, script, size)
     pm2 = _pm2(folder, script, size)
+    supervisord = _supervisord(folder, script, size)
     note = f"direct {_MEGABYTES / direct.wall_s:.0f} MB/s"
     rows = [Row(f"{name}: guard", guard.wall_s / direct.wall_s, "x", target, note)]
     if pm2 is not None:
         rows.append(Row(f"{name}: pm2", pm2.wall_s / direct.wall_s, "x", "", "the same writer under pm2"))
+    if supervisord is not None:
+        rows.append(Row(f"{name}: supervisord", supervisord.wall_s / direct.wall_s, "x", "", _cpu_words(supervisord)))
     assert guard.cpu_s is not None
     against = "" if pm2 is None or not pm2.cpu_s else f"pm2: {1000 * pm2.cpu_s / _MEGABYTES:.1f} ms"
     rows.append(Row(f"{name}: CPU of the guard", 1000 * guard.cpu_s / _MEGABYTES, "ms/MB", "<= half of pm2's", against))
     return rows
+
+
+def _cpu_words(figure: Figure) -> str:
+    return "" if figure.cpu_s is None else f"{1000 * figure.cpu_s / _MEGABYTES:.1f} ms of CPU per MB"
 
 
 def _said(path: Path) -> dict[str, float]:
@@ -126,15 +135,54 @@ def _pm2(folder: Path, script: Path, size: int) -> Figure | None:
         god = int((home / "pm2.pid").read_text())
         before = _cpu_s(god)
         subprocess.run([program, "start", str(folder / "app.config.json")], env=env, capture_output=True, timeout=60)
-        deadline = time.monotonic() + 120
-        while not done.exists() or not done.read_text().endswith("}"):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.1)
+        if not _until(lambda: done.exists() and done.read_text().endswith("}")):
+            return None
         time.sleep(1.0)
         return Figure(_said(done)["wall"], _cpu_s(god) - before)
     finally:
         subprocess.run([program, "kill"], env=env, capture_output=True, timeout=60)
+
+
+def _supervisord(folder: Path, script: Path, size: int) -> Figure | None:
+    """It classifies nothing: its CPU is that of passing bytes on. None where the package `supervisor` is not there."""
+    if importlib.util.find_spec("supervisor") is None:
+        return None
+    done, up, go = folder / "supervisord.json", folder / "up", folder / "go"
+    words = " ".join([sys.executable, "-S", str(script), str(size), str(done), str(_MEGABYTES)])
+    # Its own start must not count: the writer waits for a word.
+    waits = folder / "waits.sh"
+    waits.write_text(f"touch {up}\nwhile [ ! -e {go} ]; do sleep 0.05; done\nexec {words}\n")
+    settings = folder / "supervisord.conf"
+    settings.write_text(
+        f"[supervisord]\nnodaemon=true\nlogfile=/dev/null\nlogfile_maxbytes=0\npidfile={folder}/supervisord.pid\n"
+        f"[program:writer]\ncommand=sh {waits}\nautorestart=false\nstartsecs=0\nredirect_stderr=true\n"
+        f"stdout_logfile={folder}/supervisord.log\nstdout_logfile_maxbytes=0\n"
+    )
+    line = [sys.executable, "-m", "supervisor.supervisord", "-c", str(settings)]
+    program = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        if not _until(up.exists):
+            return None
+        before = _cpu_s(program.pid)
+        go.touch()
+        if not _until(lambda: done.exists() and done.read_text().endswith("}")):
+            return None
+        time.sleep(1.0)
+        return Figure(_said(done)["wall"], _cpu_s(program.pid) - before)
+    finally:
+        program.terminate()
+        program.wait(30)
+        for file in (up, go):
+            file.unlink(missing_ok=True)
+
+
+def _until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _cpu_s(pid: int) -> float:

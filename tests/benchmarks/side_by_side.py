@@ -1,12 +1,14 @@
-"""`python -m tests.benchmarks.side_by_side`: the same child under miner-guard, pm2 alone and torchrun alone.
+"""`python -m tests.benchmarks.side_by_side [NAME…]`: the same child under miner-guard and under what others use.
 
 Seconds from the fault to the child's next first line, and processes left after the supervisor's own SIGKILL.
-The child has one descendant in a session of its own, as a dataloader or a rank is.
+The child has one descendant in a session of its own, as a dataloader or a rank is. It beats for whoever listens:
+miner-guard's hook, NVRx's client. A contender that can't be had here says why in its row.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -16,11 +18,12 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 HANG_TIMEOUT_S = 3.0
+FAULTS = ("crash", "sigkill", "hang")
 
 _CHILD = r"""
 import os, subprocess, sys, time
@@ -29,20 +32,22 @@ subprocess.Popen(["sleep", "600", ], start_new_session=True, env={**os.environ, 
 first = not os.path.exists(born)
 with open(born, "a") as file:
     file.write(f"{time.time()} {os.getpid()}\n")
-try:
+if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:
+    from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    step_done = lambda step: client.send_heartbeat()
+else:
     import miner_guard
     guard = miner_guard.init()
-except ImportError:
-    guard = None
+    step_done = lambda step: guard.step(outer_step=0, inner_step=step, loss=3.0)
 for step in range(1, 6):
     time.sleep(0.05)
-    if guard is not None:
-        guard.step(outer_step=0, inner_step=step, loss=3.0)
-if first and fault == "crash":
+    step_done(step)
+if first and fault != "none":
     open(born + ".fault", "w").write(str(time.time()))
-    sys.exit(3)
-if first and fault == "hang":
-    open(born + ".fault", "w").write(str(time.time()))
+    if fault == "crash":
+        sys.exit(3)
 time.sleep(600)
 """
 
@@ -50,58 +55,34 @@ time.sleep(600)
 class Contender:
     """One way to keep a child running."""
 
-    def __init__(self, name: str, folder: Path, fault: str) -> None:
-        self.name, self.folder, self.fault = name, folder, fault
+    name = ""
+
+    def __init__(self, folder: Path, fault: str) -> None:
+        self.folder, self.fault = folder, fault
         self.born = folder / "born"
         self.token = uuid.uuid4().hex
         script = folder / "child.py"
         script.write_text(_CHILD)
         self.child = [str(script), str(self.born), self.token, fault]
         self.env = {**os.environ, "PYTHONPATH": str(REPO), "SIDE_BY_SIDE": self.token}
-        self.supervisor: int | None = None
+        self.output = folder / "output.log"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why it can't be measured on this machine."""
+        return None
+
+    def command(self) -> Sequence[str]:
+        """What supervises the child."""
+        raise NotImplementedError
 
     def start(self) -> None:
-        """Start the supervisor over the child; sets `supervisor`."""
-        python = [sys.executable, *self.child]
-        if self.name == "miner-guard":
-            settings = {
-                "MINER_GUARD_RESTART__BACKOFF_S": "0", "MINER_GUARD_HANG__MIN_S": str(HANG_TIMEOUT_S),
-                "MINER_GUARD_HANG__FACTOR": "1", "MINER_GUARD_HANG__FIRST_STEP_S": "60",
-                "MINER_GUARD_MINER__STOP_TIMEOUT_S": "2", "MINER_GUARD_GPU__PREFLIGHT": "false",
-            }  # fmt: skip
-            line = [
-                sys.executable,
-                "-m",
-                "miner_guard",
-                "run",
-                "--state-dir",
-                str(self.folder / "state"),
-                "--",
-                *python,
-            ]
-            self._popen(line, {**self.env, **settings})
-        elif self.name == "torchrun --max-restarts":
-            line = [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
-                "--max-restarts=3", "--monitor-interval=0.1", *self.child,
-            ]  # fmt: skip
-            self._popen(line, self.env)
-        else:
-            self.env["PM2_HOME"] = str(self.folder / "pm2")
-            app = {
-                "name": "child",
-                "script": sys.executable,
-                "interpreter": "none",
-                "args": self.child,
-                "vizion": False,
-            }
-            (self.folder / "app.config.json").write_text(json.dumps({"apps": [app]}))
-            subprocess.run(["pm2", "start", str(self.folder / "app.config.json")], env=self.env, capture_output=True)
-            self.supervisor = int((self.folder / "pm2" / "pm2.pid").read_text())
+        with self.output.open("wb") as out:
+            self.process = subprocess.Popen(self.command(), env=self.env, stdout=out, stderr=subprocess.STDOUT)
 
-    def _popen(self, line: list[str], env: dict[str, str]) -> None:
-        self.process = subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.supervisor = self.process.pid
+    @property
+    def supervisor(self) -> int:
+        return self.process.pid
 
     def births(self) -> list[tuple[float, int]]:
         if not self.born.exists():
@@ -121,14 +102,97 @@ class Contender:
         return [pid for pid in found if pid != self.supervisor]
 
     def end(self) -> None:
-        if self.name == "pm2":
-            subprocess.run(["pm2", "kill"], env=self.env, capture_output=True)
-        elif self.process.poll() is None:
+        if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
         for pid in self.left():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+
+
+class MinerGuard(Contender):
+    name = "miner-guard"
+
+    def command(self) -> Sequence[str]:
+        settings = {
+            "RESTART__BACKOFF_S": 0, "HANG__MIN_S": HANG_TIMEOUT_S, "HANG__FACTOR": 1, "HANG__STACK_TIMEOUT_S": 3,
+            "MINER__STOP_TIMEOUT_S": 2, "GPU__PREFLIGHT": "false",
+        }  # fmt: skip
+        self.env.update({f"MINER_GUARD_{key}": str(value) for key, value in settings.items()})
+        run = ["-m", "miner_guard", "run", "--state-dir", str(self.folder / "state"), "--", sys.executable]
+        return [sys.executable, *run, *self.child]
+
+
+class Torchrun(Contender):
+    name = "torchrun --max-restarts"
+    _LAUNCHER: Sequence[str] = (sys.executable, "-m", "torch.distributed.run")
+
+    def command(self) -> Sequence[str]:
+        often = ["--standalone", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"]
+        return [*self._LAUNCHER, *often, *self.child]
+
+
+class Nvrx(Torchrun):
+    name = "NVRx's ft_launcher"
+    _LAUNCHER = (
+        sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--ft-workload-check-interval=0.5",
+        f"--ft-rank-heartbeat-timeout={HANG_TIMEOUT_S}", "--ft-initial-rank-heartbeat-timeout=60",
+    )  # fmt: skip
+
+    @classmethod
+    def missing(cls) -> str | None:
+        if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+            return "not installed: pip install --no-deps nvidia-resiliency-ext defusedxml pyyaml"
+        return None
+
+
+class Supervisord(Contender):
+    name = "supervisord"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None if importlib.util.find_spec("supervisor") else "not installed: pip install supervisor"
+
+    def command(self) -> Sequence[str]:
+        settings = self.folder / "supervisord.conf"
+        words = " ".join([sys.executable, *self.child])
+        settings.write_text(
+            f"[supervisord]\nnodaemon=true\nlogfile=/dev/null\nlogfile_maxbytes=0\npidfile={self.folder}/pid\n"
+            f"[program:child]\ncommand={words}\nautorestart=true\nstartsecs=0\nstdout_logfile={self.folder}/child.log\n"
+        )
+        return [sys.executable, "-m", "supervisor.supervisord", "-c", str(settings)]
+
+
+class Pm2(Contender):
+    name = "pm2"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None if shutil.which("pm2") else "not installed: npm install -g pm2"
+
+    def start(self) -> None:
+        self.env["PM2_HOME"] = str(self.folder / "pm2")
+        app = {"name": "child", "script": sys.executable, "interpreter": "none", "args": self.child, "vizion": False}
+        (self.folder / "app.config.json").write_text(json.dumps({"apps": [app]}))
+        subprocess.run(["pm2", "start", str(self.folder / "app.config.json")], env=self.env, capture_output=True)
+
+    @property
+    def supervisor(self) -> int:
+        return int((self.folder / "pm2" / "pm2.pid").read_text())
+
+    def end(self) -> None:
+        subprocess.run(["pm2", "kill"], env=self.env, capture_output=True)
+        for pid in self.left():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def left(self) -> list[int]:
+        with contextlib.suppress(OSError, ValueError):
+            return super().left()
+        return []
+
+
+CONTENDERS: tuple[type[Contender], ...] = (MinerGuard, Pm2, Supervisord, Torchrun, Nvrx)
 
 
 def until(condition: Callable[[], object], seconds: float) -> bool:
@@ -141,60 +205,60 @@ def until(condition: Callable[[], object], seconds: float) -> bool:
     return True
 
 
-def relaunch_s(contender: Contender) -> float | None:
-    """Seconds from the fault to the next birth; None where there was none within 20 s."""
+def relaunch(contender: Contender) -> str:
+    """Seconds from the fault to the next birth, in words."""
     contender.start()
-    if not until(lambda: contender.births(), 60):
-        return None
+    marker = Path(f"{contender.born}.fault")
+    if not until(contender.births, 60):
+        return f"did not start: {_last_line(contender)}"
+    if not until(lambda: marker.exists() and marker.read_text(), 60):
+        return f"its child did not work: {_last_line(contender)}"
+    at = float(marker.read_text())
     if contender.fault == "sigkill":
-        time.sleep(1.0)
         at = time.time()
         os.kill(contender.births()[0][1], signal.SIGKILL)
-    else:
-        marker = Path(f"{contender.born}.fault")
-        until(lambda: marker.exists() and marker.read_text(), 60)
-        at = float(marker.read_text())
     if not until(lambda: len(contender.births()) > 1, 20):
-        return None
-    return contender.births()[1][0] - at
+        return "never (20 s)"
+    return f"{contender.births()[1][0] - at:.2f} s"
 
 
-def orphans(contender: Contender) -> int:
-    """Processes left 6 s after the supervisor's own SIGKILL."""
+def _last_line(contender: Contender) -> str:
+    lines = contender.output.read_text(errors="replace").splitlines() if contender.output.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "without a word")[:120]
+
+
+def orphans(contender: Contender) -> str:
+    """Processes left 6 s after the supervisor's own SIGKILL, in words."""
     contender.start()
-    until(lambda: len(contender.left()) >= 2, 60)
-    assert contender.supervisor is not None
+    if not until(lambda: len(contender.left()) >= 2, 60):
+        return f"did not start: {_last_line(contender)}"
     os.kill(contender.supervisor, signal.SIGKILL)
     until(lambda: not contender.left(), 6)
-    return len(contender.left())
+    return str(len(contender.left()))
 
 
-def main() -> None:
-    names = ["miner-guard", *(["pm2"] if shutil.which("pm2") else []), "torchrun --max-restarts"]
-    print(
-        f"| | crash -> relaunch | SIGKILL -> relaunch | hang ({HANG_TIMEOUT_S:g} s limit) -> relaunch "
-        "| left after its own SIGKILL |"
-    )
+def _cell(kind: type[Contender], fault: str, measure: Callable[[Contender], str]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        contender = kind(Path(folder), fault)
+        try:
+            return measure(contender)
+        finally:
+            contender.end()
+
+
+def main(names: Sequence[str]) -> None:
+    hang = f"hang ({HANG_TIMEOUT_S:g} s limit) -> relaunch"
+    print(f"| | crash -> relaunch | SIGKILL -> relaunch | {hang} | left after its own SIGKILL |")
     print("|---|---|---|---|---|")
-    for name in names:
-        cells = []
-        for fault in ("crash", "sigkill", "hang"):
-            with tempfile.TemporaryDirectory() as folder:
-                contender = Contender(name, Path(folder), fault)
-                try:
-                    seconds = relaunch_s(contender)
-                finally:
-                    contender.end()
-                cells.append("never (20 s)" if seconds is None else f"{seconds:.2f} s")
-        with tempfile.TemporaryDirectory() as folder:
-            contender = Contender(name, Path(folder), "none")
-            try:
-                cells.append(str(orphans(contender)))
-            finally:
-                contender.end()
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    print("\nNVRx's launcher is not measured here: it is not installed with the development extras.")
+    for kind in CONTENDERS:
+        if names and kind.name not in names:
+            continue
+        reason = kind.missing()
+        cells = [reason, "", "", ""] if reason else [_cell(kind, fault, relaunch) for fault in FAULTS]
+        if not reason:
+            cells.append(_cell(kind, "none", orphans))
+        print(f"| {kind.name} | {' | '.join(map(str, cells))} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
