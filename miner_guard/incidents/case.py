@@ -40,8 +40,12 @@ class Trail:
         if sighting.rank is not None and len(self.ranks) < _MOST_RANKS:
             self.ranks.add(sighting.rank)
 
-    def retract(self, line: int, within: int) -> None:
-        """Forget those of the last `within` lines before `line`."""
+    def retract(self, line: int, within: int | None) -> None:
+        """Forget those of the last `within` lines before `line`; None: all before it."""
+        if within is None:
+            self.kept = [s for s in self.kept if s.line > line]
+            self.count = len(self.kept)
+            return
         taken = [at for at in self.recent if line - at <= within]
         self.count -= len(taken)
         self.kept = [s for s in self.kept if s.line not in taken]

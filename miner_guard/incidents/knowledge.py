@@ -23,12 +23,12 @@ else:
 
 from miner_guard.incidents.wordindex import WordIndex
 
-ROLES = ("cause", "uncaught", "remark", "ending", "report", "symptom")
+ROLES = ("cause", "uncaught", "remark", "ending", "report", "symptom", "warned")
 """What a line can be in the course of events, the nearest to the cause first.
 
 `cause` says what broke. `uncaught` is an exception or signal that ended a rank. `remark` is something that
 was tried again. `ending` says how a process ended. `report` is the program's own word that it failed, without
-a reason. `symptom` is what others saw of it.
+a reason. `symptom` is what others saw of it, `warned` what they only warned of.
 """
 
 RESTARTS = ("transient", "once", "hardware", "config", "never")
@@ -109,6 +109,12 @@ class Label:
 
     events: frozenset[str]
     """The guard's own events that say the same; after one of them the incident is not said in that launch."""
+
+    overcome_by_steps: bool = False
+    """Where it was only tried again or warned of, training that goes on shows that it was overcome."""
+
+    moot_when_finished: bool = False
+    """After training has said that it is finished it is no incident: somebody cleans up."""
 
 
 class Knowledge:
@@ -201,6 +207,7 @@ def parse(texts: Mapping[str, str]) -> Knowledge:
 
 def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
     known = {"severity", "restart", "applies", "role", "cause", "fixes", "follows", "events", "patterns"}
+    known |= {"overcome_by_steps", "moot_when_finished"}
     if unknown := set(table) - known:
         raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]}; allowed: {', '.join(sorted(known))}")
     for key, allowed in (("severity", SEVERITIES), ("restart", RESTARTS), ("applies", APPLIES)):
@@ -212,6 +219,7 @@ def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
     return Label(
         name, table["severity"], table["restart"], table["applies"], table["cause"], tuple(table["fixes"]),
         frozenset(table.get("follows", ())), frozenset(table.get("events", ())),
+        table.get("overcome_by_steps", False), table.get("moot_when_finished", False),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Union
 
+from miner_guard.incidents.course import Course
 from miner_guard.incidents.knowledge import Benign, Knowledge, Pattern
 from miner_guard.incidents.lines import MAX_LINE, OVERLAP, clean, excerpt
 from miner_guard.shapes import Lines, Sieve, shape
@@ -20,6 +21,9 @@ _EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
     r"|[A-Z]\w*(?:Error|Exception)\w*)(?::\s|\s*$|:$|\()"
 )
+_QUALIFIED = re.compile(r"(?:\w+\.)+(?:exc|exceptions?|errors?)\.(?P<name>[A-Z]\w*)(?::\s|\s*$)")
+"""One whose module says so, such as `torch._dynamo.exc.Unsupported`."""
+
 _IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*)(?::\s|$)")
 """An exception whose name does not say so, such as `queue.Empty`."""
 
@@ -32,8 +36,14 @@ _CHAIN_LINES = 6
 
 _TRIED_AGAIN = re.compile(
     r"\bretry|\bretries\b|retrying|will try again|trying again|reconnect|attempt \d+ ?(?:/|of) ?\d+"
-    r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
+    r"|thrown while requesting|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
 )
+_WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
+"""How torch and glog begin a line that is a warning."""
+
+_UPLOADS = re.compile(r"\bput\b|\bpost\b|upload|push|commit|sav(?:e|ing)\b")
+"""What goes out: training that goes on says nothing of it."""
+
 _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
 _LAUNCHERS = frozenset({"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"})
 _MOST_STREAMS = 256
@@ -74,8 +84,8 @@ class Retraction:
 
     labels: tuple[str, ...]
     line: int
-    within: int = 30
-    """Lines that it reaches back."""
+    within: int | None = 30
+    """Lines that it reaches back; None: to the beginning."""
 
     roles: tuple[str, ...] = ()
     """Only sightings in these roles; in any, where there is none."""
@@ -118,6 +128,7 @@ class Scanner:
         self._tail: Sighting | None = None
         self._tail_line = 0
         self._sieve = Sieve(knowledge.triggers)
+        self._course = Course()
 
         self.line = 1
         """The line that comes next."""
@@ -153,14 +164,34 @@ class Scanner:
         shapes, loud = known.shapes, self._sieve.loud(known)
         hits = {index for index, text in enumerate(shapes) if text in loud} if loud else set()
         wanted = hits | self._tails(shapes, hits)
-        if wanted:
-            lines = block.split(b"\n")
-            for index in sorted(wanted):
-                self._go_on(lines[index], self.line + index, seen)
-                if index in hits:
-                    self._line(lines[index], self.line + index, seen)
+        lines = block.split(b"\n") if wanted or self._course.waits else []
+        for index in sorted(wanted):
+            self._go_on(lines[index], self.line + index, seen)
+            if index in hits:
+                found: list[Seen] = []
+                self._line(lines[index], self.line + index, found)
+                seen += self._relevant(found, shapes, index)
+        for labels, number in self._course.overcome(lines, shapes, self.line, self._tried(seen)):
+            seen.append(Retraction(labels, number, None, ("remark", "warned")))
+        self._course.pass_by(shapes)
         self.line += len(shapes) - 1
         return seen
+
+    def _relevant(self, found: list[Seen], shapes: list[bytes], index: int) -> list[Seen]:
+        """What was seen on a line, without what means nothing once training has finished."""
+        moot = [s for s in found if isinstance(s, Sighting) and self._knowledge.labels[s.label].moot_when_finished]
+        return [s for s in found if s not in moot] if moot and self._course.finished(shapes, index) else found
+
+    def _tried(self, seen: list[Seen]) -> dict[int, set[str]]:
+        """What steps that go on would show to be overcome: labels by line."""
+        tried: dict[int, set[str]] = {}
+        for s in seen:
+            if (
+                isinstance(s, Sighting) and s.role in ("remark", "warned")
+                and self._knowledge.labels[s.label].overcome_by_steps and not _UPLOADS.search(s.text.lower())
+            ):  # fmt: skip
+                tried.setdefault(s.line, set()).add(s.label)
+        return tried
 
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
         """Which lines may go on with an out-of-memory message."""
@@ -244,7 +275,7 @@ class Scanner:
         """The exception that this line ends a traceback with, or names without one."""
         opened = self._open.get(rank)
         inside = opened is not None and 0 < number - opened.line < _TRACEBACK_LINES
-        match = _EXCEPTION.match(text) or (_IN_TRACEBACK.match(text) if inside else None)
+        match = _EXCEPTION.match(text) or _QUALIFIED.match(text) or (_IN_TRACEBACK.match(text) if inside else None)
         if match is None:
             return None
         self._open.pop(rank, None)
@@ -263,6 +294,8 @@ def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
     """A cause that was only warned of is a remark; a report of what is a symptom itself is one."""
     if pattern.role == "cause" and _TRIED_AGAIN.search(lowered):
         return "remark"
+    if pattern.role == "symptom" and _WARNING.match(lowered):
+        return "warned"
     if pattern.role == "report" and any(other.role == "symptom" for other in matches):
         return "symptom"
     return pattern.role

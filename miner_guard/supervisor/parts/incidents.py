@@ -118,7 +118,7 @@ class Incidents(Part):
         root = next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
         if self._stopping or root is None or self._is_known(root, now):
             return ()
-        if root.first.role == "remark" and root.count < remarks:
+        if root.first.role in ("remark", "warned") and root.count < remarks:
             return ()
         self._root = self._latest = explained = report.in_words(
             root, self._knowledge, self._training, self._redactor.text
@@ -143,7 +143,7 @@ class Incidents(Part):
         self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
         return found(
             "incident", rank=explained.ranks[0] if len(explained.ranks) == 1 else None,
-            level="warning" if root.first.role == "remark" else explained.severity,
+            level="warning" if root.first.role in ("remark", "warned") else explained.severity,
             label=explained.label, cause=f"{explained.cause} Seen: {lines.excerpt(explained.excerpt, _SEEN)}",
             fix=explained.fixes[0], fixes=list(explained.fixes), excerpt=explained.excerpt,
             restart=explained.restart, applies=explained.applies, ranks=list(explained.ranks), evidence=str(folder),

@@ -118,8 +118,35 @@ def test_ctrl_c_is_the_root_of_what_falls_apart_after_it() -> None:
     assert root(log) == "user_interrupt"
 
 
-def test_what_was_tried_again_and_is_long_past_is_nothing() -> None:
+def test_what_was_tried_again_is_nothing_once_steps_go_on() -> None:
     retry = "WARNING huggingface 429 Client Error: Too Many Requests for url: https://huggingface.co/x, retrying\n"
-    healthy = "Outer Step: 3 | Inner Step: 12 | Loss: 3.40\n"
-    assert root(retry + 5 * healthy) == "hf_rate_limit"
-    assert root(retry + 500 * healthy) is None
+    steps = [f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in (12, 13)]
+    assert root(retry + steps[0]) == "hf_rate_limit", "it may have been printed late"
+    assert root(retry + "".join(steps)) is None
+    assert root(retry + "".join(steps) + retry) == "hf_rate_limit"
+    upload = "WARNING huggingface 503 Server Error: Service Unavailable, upload of the state, retrying\n"
+    assert root(upload + "".join(steps)) == "hub_or_storage_unavailable", "an upload is not needed to go on"
+
+
+def test_a_socket_that_connects_at_last_is_nothing() -> None:
+    waiting = "[rank3]:[W121 10:00:01.5 socket.cpp:759] [c10d] The client socket has failed to connect to [n0]:29500"
+    refused = f"{waiting} (errno: 111 - Connection refused).\n"
+    assert root(3 * refused) == "rendezvous_timeout"
+    assert root(3 * refused + "step 1 loss 10.93\nstep 2 loss 10.81\n") is None
+    ipv6 = "[W socket.cpp:464] [c10d] The IPv6 network addresses of (n0, 29500) cannot be retrieved (gai error: -2).\n"
+    assert root(ipv6) is None
+    assert root(ipv6 + refused.replace("[W", "[E")) == "rendezvous_timeout"
+
+
+def test_a_signal_after_the_end_of_training_is_nobodys_fault() -> None:
+    signal = "Received SIGTERM, shutting down workers\n"
+    for said in ("Training finished, saving the model\n", "{'train_runtime': 12.1, 'epoch': 3.0}\n"):
+        assert root(said + 20 * "saving shard 3\n" + signal) is None
+        assert root(said + 200 * "step 7 of the next run\n" + signal) == "user_interrupt"
+    for said in ("Epoch 3: training finished\n", "training has not finished\n", "step 3\n"):
+        assert root(said + signal) == "user_interrupt"
+
+
+def test_an_exception_is_known_by_its_module_too() -> None:
+    assert root("torch._dynamo.exc.Unsupported: call_function UserDefinedClassVariable() [] {}\n") == "code_bug"
+    assert root("INFO transformers.trainer.Trainer: begins\n") is None
