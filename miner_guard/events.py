@@ -53,8 +53,17 @@ class Finding:
         return replace(self, level=level)
 
 
+def counted(count: int | None, noun: str) -> str:
+    """`1 line`, `2 lines`, `unknown lines`."""
+    return f"{'unknown' if count is None else count} {noun}{'' if count == 1 else 's'}"
+
+
 class _Formatter(string.Formatter):
+    """`{lost:~line}` is `1 line` or `2 lines`."""
+
     def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("~"):
+            return counted(value, format_spec[1:])
         return "unknown" if value is None else super().format_field(value, format_spec)
 
 
@@ -103,7 +112,7 @@ _SPECS = (
     Spec("guard_started", "info", "🛡️ ", "GUARD STARTED: version {version}, pid {pid}, state {state_dir}", ("version", "pid", "state_dir")),
     Spec("guard_stopped", "info", "🛡️ ", "GUARD STOPPED: exit code {exit_code}, {reason}", ("exit_code", "reason")),
     Spec("guard_degraded", "warning", _WARN, "GUARD DEGRADED: {what}", ("what",)),
-    Spec("preflight", "info", "🔍", "PREFLIGHT: {ok} ok, {warn} warnings, {critical} critical, {unknown} unknown", ("ok", "warn", "critical", "unknown")),
+    Spec("preflight", "info", "🔍", "PREFLIGHT: {ok} ok, {warn:~warning}, {critical} critical, {unknown} unknown", ("ok", "warn", "critical", "unknown")),
     Spec("preflight_waiting", "info", "🔍", "PREFLIGHT WAITING: up to {left_s:.0f}s, since this may mend: {what}", ("left_s", "what")),
     Spec("preflight_finding", "warning", _WARN, "PREFLIGHT {check}: {seen}; {next_step}", ("check", "seen", "limit", "next_step")),
     Spec("gpu_diagnostics", "info", "🔍", blocks.gpu_diagnostics, ("ranks",)),
@@ -114,7 +123,7 @@ _SPECS = (
     # steps
     Spec("cpu_fallback", "critical", _BAD, "CPU FALLBACK: {which}: {evidence}", ("which", "verdict", "evidence")),
     Spec("inner_step", "info", "", blocks.inner_step, ("outer_step", "inner_step", "lr", "loss", "step_time_s", "gpu_mem_gb")),
-    Spec("step_lines_left_out", "info", "", "{count} step lines left out (limit {limit_per_s}/s); the flight record has them", ("count", "limit_per_s")),
+    Spec("step_lines_left_out", "info", "", "{count:~step line} left out (limit {limit_per_s}/s); the flight record has them", ("count", "limit_per_s")),
     Spec("slow_step", "warning", _WARN, "SLOW STEP: {step_time_s:.1f}s (expected {expected}) - Check GPU usage!", ("step_time_s", "expected", "inner_step", "limit_s", "rule")),
     Spec("fast_log", "info", _TIME, "Fast log time: {total_s:.3f}s (loss calc: {loss_calc_s:.3f}s, overhead: {overhead_s:.3f}s)", ("total_s", "loss_calc_s", "overhead_s", "inner_step")),
     Spec("timing_breakdown", "info", _TIME, blocks.timing_breakdown, ("step", "total_s", "inference_s", "val_loss_s", "example_loss_s", "overhead_s")),
@@ -135,7 +144,7 @@ _SPECS = (
     Spec("memory_leak", "warning", _WARN, "MEMORY LEAK: {detail}", ("step", "detail")),
     Spec("memory_drop", "warning", _WARN, "MEMORY DROP: {detail}", ("step", "detail")),
     Spec("straggler", "warning", _WARN, "STRAGGLER: rank {rank} {detail}", ("detail", "score")),
-    Spec("straggler_cleared", "info", _OK, "STRAGGLER CLEARED: rank {rank} after {steps} steps", ("steps",)),
+    Spec("straggler_cleared", "info", _OK, "STRAGGLER CLEARED: rank {rank} after {steps:~step}", ("steps",)),
     Spec("hang_detected", "critical", _BAD, "HANG DETECTED: {detail}", ("detail", "culprits", "idle_s", "limit_s")),
     Spec("hang_evidence", "error", _BAD, "HANG EVIDENCE: {detail}", ("detail", "ranks")),
     Spec("stack_dump", "error", _BAD, "STACK DUMP: {ranks} in {path}", ("ranks", "path")),
@@ -185,10 +194,10 @@ _SPECS = (
     Spec("chain_status", "info", "", "CHAIN {summary}", ("summary",)),
     Spec("chain_unknown", "warning", _WARN, "CHAIN unknown: {reason}", ("reason",)),
     Spec("chain_unregistered", "critical", _BAD, "CHAIN UNREGISTERED: {detail}", ("detail",)),
-    Spec("alert_sent", "info", "", "ALERT SENT: {alert} to {targets} targets", ("alert", "targets")),
+    Spec("alert_sent", "info", "", "ALERT SENT: {alert} to {targets:~target}", ("alert", "targets")),
     Spec("alert_failed", "warning", _WARN, "ALERT FAILED: {alert}: {reason}", ("alert", "reason")),
     Spec("disk_full", "critical", _BAD, "DISK FULL: {what} stopped writing ({reason}); the miner goes on", ("what", "reason")),
-    Spec("disk_recovered", "info", _OK, "DISK RECOVERED: {what} writes again, {lost} lines were lost", ("what", "lost")),
+    Spec("disk_recovered", "info", _OK, "DISK RECOVERED: {what} writes again, {lost:~line} lost", ("what", "lost")),
     Spec("file_set_aside", "warning", _WARN, "FILE SET ASIDE: {path} was {reason}, now {aside}", ("path", "reason", "aside")),
     Spec("secret_exposed", "warning", _WARN, "SECRET EXPOSED: {where} shows {kind}; {next_step}", ("where", "kind", "next_step")),
     Spec("rank_message", "info", "", "{text}", ("text",)),

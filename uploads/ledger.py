@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,11 @@ class ReadOnlyLedger(Ledger):
         if self._connection is None:
             if not self.path.is_file():
                 raise FileNotFoundError(f"{self.path} does not exist")
-            db = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True, timeout=2.0, check_same_thread=False)
+            # Where nobody writes there is no -wal, and a reader that may not write would leave an empty one behind.
+            log = self.path.with_name(f"{self.path.name}-wal")
+            how = "mode=ro" if log.exists() else "immutable=1"
+            path = urllib.parse.quote(str(self.path.absolute()))
+            db = sqlite3.connect(f"file:{path}?{how}", uri=True, timeout=2.0, check_same_thread=False)
             db.row_factory = sqlite3.Row
             self._connection = db
         return self._connection

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from miner_guard.cli import options
+from miner_guard.events import counted
 from miner_guard.exits import OK, UNAVAILABLE
 
 if TYPE_CHECKING:
@@ -133,5 +134,6 @@ def _table(checks: Sequence[Check], seconds: float) -> None:
     console.print(table)
     n = counts(checks)
     console.print(
-        f"{n['ok']} ok, {n['warn']} warnings, {n['critical']} critical, {n['unknown']} unknown in {seconds:.1f} s"
+        f"{n['ok']} ok, {counted(n['warn'], 'warning')}, {n['critical']} critical, {n['unknown']} unknown"
+        f" in {seconds:.1f} s"
     )

@@ -13,7 +13,7 @@ import typer
 
 from miner_guard import logquery
 from miner_guard.cli import options
-from miner_guard.events import CATALOGUE, LEVELS
+from miner_guard.events import CATALOGUE, LEVELS, counted
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.logquery import Follower, Hit, Query, Seen
 
@@ -56,8 +56,7 @@ def command(
     else:
         _write(f"{hit.console(emoji=emoji)}\n".encode() for hit in hits)
     if seen.unreadable:
-        lines_are = "line is no event and was" if seen.unreadable == 1 else "lines are no events and were"
-        typer.echo(f"miner-guard: {seen.unreadable} {lines_are} passed over", err=True)
+        typer.echo(f"miner-guard: {counted(seen.unreadable, 'line')} passed over: no events", err=True)
     if seen.hits == 0:
         raise typer.Exit(FAILED)
 

@@ -78,11 +78,17 @@ def lines(
         top = ["no guard is running here", ""]
     else:
         shown = overview(status, curves, width, min_inner_step=min_inner_step, ascii_only=ascii_only)
-        top = [_head(status, age_s), "", *shown, ""]
+        top = [head(status, age_s), "", *shown, ""]
     room = max(0, height - len(top) - 1)
     body = [*top[: height - 1], "last events", *events[-room + 1 :]] if room > 1 else top
-    padded = [line[:width] for line in body[:height]]
+    padded = [cut(line, width, ascii_only=ascii_only) for line in body[:height]]
     return padded + [""] * (height - len(padded))
+
+
+def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
+    """A line that fits; where something is left out, that shows."""
+    more = "..." if ascii_only else "…"
+    return line if len(line) <= width else line[: width - len(more)] + more
 
 
 def overview(
@@ -91,12 +97,14 @@ def overview(
     """Steps, uploads, ranks, GPUs, host; `status` shows the same lines."""
     steps = part(status, "steps")
     rows = [*_steps(steps, curves, width, ascii_only), *_uploads(status, min_inner_step, ascii_only)]
-    return [line[:width] for line in (*rows, *_ranks(steps), *_gpus(part(status, "health")), _host(status))]
+    rows += [*_ranks(steps), *_gpus(part(status, "health")), _host(status)]
+    return [cut(line, width, ascii_only=ascii_only) for line in rows]
 
 
-def _head(status: Mapping[str, Any], age_s: float) -> str:
+def head(status: Mapping[str, Any], age_s: float) -> str:
+    """State, restarts, goodput and what monitoring costs."""
     goodput = part(part(status, "steps"), "goodput").get("training")
-    words = [f"miner {status.get('state')}", f"restarts {number(status.get('restarts'))}"]
+    words = [f"miner  {status.get('state')}", f"restarts {number(status.get('restarts'))}"]
     words.append(f"goodput {number(None if goodput is None else 100 * goodput, '.0f', '%')}")
     words.append(f"monitoring {number(part(status, 'costs').get('share_pct'), '.2f', '%')}")
     if age_s > 5:
@@ -108,13 +116,11 @@ def _steps(steps: Mapping[str, Any], curves: Curves, width: int, ascii_only: boo
     room = max(10, min(60, width - 34))
     place = f"outer {number(steps.get('outer_step'))} inner {number(steps.get('inner_step'))}"
     speed = f"p50 {number(steps.get('p50_s'), '.3g', 's')} p95 {number(steps.get('p95_s'), '.3g', 's')}"
-    ages = (
-        f"last step {duration(steps.get('last_step_age_s'))} ago, tokens/s {number(steps.get('tokens_per_s'), ',.0f')}"
-    )
+    last = f"last {duration(steps.get('last_step_age_s'))} ago, {number(steps.get('tokens_per_s'), ',.0f')} tokens/s"
     return [
-        f"{place}  {speed}  {ages}",
-        f"loss {number(steps.get('loss'), '8.4f')}  {sparkline(curves.loss, room, ascii_only=ascii_only)}",
-        f"step {number(steps.get('step_time_s'), '7.2f', 's')}  "
+        f"steps  {place}  {speed}  {last}",
+        f"loss   {number(steps.get('loss'), '.4f'):<7}  {sparkline(curves.loss, room, ascii_only=ascii_only)}",
+        f"time   {number(steps.get('step_time_s'), '.2f', 's'):<7}  "
         f"{sparkline(curves.step_time, room, ascii_only=ascii_only)}",
     ]
 

@@ -10,6 +10,8 @@ import typer
 
 from miner_guard import logquery
 from miner_guard.cli import options, screen
+from miner_guard.cli.screen import Curves
+from miner_guard.cli.top import curves_of
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
 from miner_guard.logquery import Query
 
@@ -38,20 +40,19 @@ def command(
         typer.echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
     hits = logquery.last(place.state.log, Query(least_level="warning"), _EVENTS)
-    told = [f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}"[:_WIDTH] for hit in hits]
-    typer.echo("\n".join(_lines(document, told, place.settings.config.gate.min_inner_step)))
+    told = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
+    typer.echo("\n".join(_lines(document, curves_of(place.state), told, place.settings.config.gate.min_inner_step)))
 
 
-def _lines(document: Mapping[str, Any], events: list[str], min_inner_step: int) -> list[str]:
-    """One screen: the run, then what `top` shows, then the last events."""
-    paused = ", restarts paused" if document.get("paused") else ""
+def _lines(document: Mapping[str, Any], curves: Curves, events: list[str], min_inner_step: int) -> list[str]:
+    """One screen: the run, then what `top` shows, then the last warnings."""
+    paused = "  restarts paused" if document.get("paused") else ""
+    since = f" since {str(document.get('started'))[:19]}Z" if document.get("started") else ""
     ranks = ", ".join(sorted(document.get("rank_processes") or {}, key=int)) or "none yet"
     return [
-        f"state      {document.get('state')}{paused}",
-        f"run        {document.get('run_id')}, guard pid {document.get('pid')}, miner pid {document.get('miner_pid')}",
-        f"attempt    {document.get('attempt')}, restarts in a row {document.get('restarts')}",
-        f"started    {document.get('started') or 'not running'}",
-        f"ranks      {ranks}",
-        *(line.rstrip() for line in screen.overview(document, screen.Curves(), _WIDTH, min_inner_step=min_inner_step)),
-        *events,
+        screen.head(document, 0.0) + paused,
+        f"run    {document.get('run_id')}, attempt {document.get('attempt')}{since}, guard pid {document.get('pid')},"
+        f" miner pid {document.get('miner_pid')}, ranks {ranks}",
+        *(line.rstrip() for line in screen.overview(document, curves, _WIDTH, min_inner_step=min_inner_step)),
+        *(["", "last warnings", *events] if events else ["", "no warnings"]),
     ]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
+import termios
 import time
+import tty
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +33,7 @@ def command(
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
 ) -> None:
-    """What the running guard knows, live: progress to the next upload, ranks, GPUs, curves, events. Ctrl-C ends it."""
+    """What the running guard knows, live: the way to the next upload, ranks, GPUs, curves, events. q ends it."""
     place = open_place(config, name, state_dir)
     if not isinstance(statedir.read_json(place.state.status), dict):
         raise Refused(f"no guard has run in {place.state.root}; start it with `miner-guard run`", NOT_RUNNING)
@@ -40,9 +43,9 @@ def command(
         typer.echo("\n".join(line.rstrip() for line in view.lines(*_size())).rstrip())
         return
     with _full_screen(), contextlib.suppress(KeyboardInterrupt):
-        while True:
+        _paint(view.lines(*_size()))
+        while not _quit_within(every):
             _paint(view.lines(*_size()))
-            time.sleep(every)
 
 
 class View:
@@ -50,11 +53,9 @@ class View:
 
     def __init__(self, state: statedir.StateDir, min_inner_step: int, *, ascii_only: bool) -> None:
         self._state, self._least, self._ascii = state, min_inner_step, ascii_only
-        self._curves = screen.Curves()
+        self._curves = curves_of(state)
         self._follower = Follower(state.log, Query(least_level="info"))
         self._events: list[str] = []
-        for hit in logquery.last(state.log, Query(events=frozenset({"inner_step"})), _STEPS_READ):
-            self._curves.take(hit.record())
         self._take(logquery.last(state.log, Query(), _LAST_EVENTS * 4))
 
     def _take(self, hits: list[Hit]) -> None:
@@ -75,6 +76,14 @@ class View:
         )  # fmt: skip
 
 
+def curves_of(state: statedir.StateDir) -> screen.Curves:
+    """The last steps that were logged."""
+    curves = screen.Curves()
+    for hit in logquery.last(state.log, Query(events=frozenset({"inner_step"})), _STEPS_READ):
+        curves.take(hit.record())
+    return curves
+
+
 def _age(path: Path) -> float:
     try:
         return max(0.0, time.time() - path.stat().st_mtime)
@@ -92,13 +101,31 @@ def _size() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _full_screen() -> Iterator[None]:
-    """The terminal's other screen, cursor hidden; what was there before comes back, whatever happens."""
+    """The terminal's other screen, cursor hidden, keys unechoed; what was there before comes back, whatever happens."""
+    keys = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
     sys.stdout.write("\x1b[?1049h\x1b[?25l\x1b[2J")
     try:
+        if keys is not None:
+            tty.setcbreak(sys.stdin)
         yield
     finally:
         sys.stdout.write("\x1b[?25h\x1b[?1049l")
         sys.stdout.flush()
+        if keys is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, keys)
+
+
+def _quit_within(seconds: float) -> bool:
+    """Wait so long for a key that ends it; True at once when it comes."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if not sys.stdin.isatty():
+            time.sleep(left)
+        elif select.select([sys.stdin], [], [], left)[0]:
+            keys = os.read(sys.stdin.fileno(), 64)
+            if not keys or b"q" in keys.lower():
+                return True
+    return False
 
 
 _painted: list[str] = []

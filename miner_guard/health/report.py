@@ -10,6 +10,7 @@ from typing import Any
 
 from miner_guard import statedir
 from miner_guard.config import GateSettings
+from miner_guard.events import counted
 from miner_guard.health.report_data import Data, Mark, Series, gather
 from miner_guard.health.report_milestones import milestones
 from miner_guard.health.report_svg import Dots, Lines, Plot, draw
@@ -211,6 +212,6 @@ def _events(title: str, marks: list[Mark]) -> str:
 
 def _foot(data: Data) -> str:
     total = sum(data.counts.values())
-    torn = f", {data.unreadable} unreadable lines passed over" if data.unreadable else ""
-    words = f"{total} events read{torn}. Scores are the validators' own; the guard does not guess them."
+    torn = f", {counted(data.unreadable, 'unreadable line')} passed over" if data.unreadable else ""
+    words = f"{counted(total, 'event')} read{torn}. Scores are the validators' own; the guard does not guess them."
     return f"<p><small>{escape(words)}</small></p>"

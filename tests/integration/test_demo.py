@@ -75,6 +75,10 @@ def test_torchruns_own_folder_is_in_the_state_directory(run: Run) -> None:
     assert list((run.state.root / "demo" / "torchrun").iterdir()), "not in /tmp, where nobody clears it away"
 
 
+def test_a_demo_that_has_ended_leaves_its_ledger_in_one_file(run: Run) -> None:
+    assert [path.name for path in run.state.root.glob("ledger*")] == ["ledger.sqlite3"]
+
+
 def test_asked_at_15_the_line_is_word_for_word(run: Run) -> None:
     assert (
         "UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this! "

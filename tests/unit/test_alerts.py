@@ -235,7 +235,7 @@ def test_the_test_message(
     assert run(["alerts", "test"]) == 64
     monkeypatch.setenv("MINER_GUARD_ALERTS__URLS", webhook.url)
     assert run(["alerts", "test"]) == 0
-    assert "sent to 1 targets" in capsys.readouterr().out
+    assert "sent to 1 target in" in capsys.readouterr().out
     monkeypatch.setenv("MINER_GUARD_ALERTS__URLS", f"{webhook.url},json://127.0.0.1:9/planted-secret-path,nonsense://x")
     assert run(["alerts", "test"]) == 1
     words = capsys.readouterr().err

@@ -45,6 +45,12 @@ def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
     assert "❌ MINER EXITED" in lines[1]
 
 
+def test_one_is_no_plural() -> None:
+    left_out = [events.line(events.found("step_lines_left_out", count=n, limit_per_s=5)) for n in (1, 2)]
+    assert [words.partition(" left")[0] for words in left_out] == ["1 step line", "2 step lines"]
+    assert "unknown lines lost" in events.line(events.found("disk_recovered", what="x", lost=None))
+
+
 def test_a_finding_without_its_fields_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks its fields: reason"):
         events.found("upload_failed")

@@ -47,7 +47,7 @@ def test_a_full_disk_costs_rows_and_says_so_once(tmp_path: Path, monkeypatch: py
     ledger.restart(3.0, "crash", 3, 4.0)
     assert [line(f) for f in findings] == [
         "DISK FULL: ledger.sqlite3 stopped writing (database or disk is full); the miner goes on",
-        "DISK RECOVERED: ledger.sqlite3 writes again, 3 lines were lost",
+        "DISK RECOVERED: ledger.sqlite3 writes again, 3 lines lost",
     ]
     assert [row["wall"] for row in ledger.rows("restarts")] == [1.0, 3.0]
 
@@ -61,3 +61,13 @@ def test_a_ledger_beside_a_running_guard_is_read_and_never_made(tmp_path: Path) 
     assert absent.last("uploads")["tag"] == "5.56.51"  # type: ignore[index]
     with pytest.raises(ValueError, match="no table"):
         absent.rows("secrets")
+
+
+def test_a_reader_leaves_nothing_beside_the_file_of_a_guard_that_has_ended(tmp_path: Path) -> None:
+    writer = Ledger(tmp_path / "ledger?of #1.sqlite3")
+    writer.upload(5.0, "verified", tag="5.56.51", bytes=10)
+    writer.close()
+    reader = ReadOnlyLedger(writer.path)
+    assert len(reader.rows("uploads")) == 1
+    reader.close()
+    assert [path.name for path in tmp_path.iterdir()] == [writer.path.name]

@@ -81,6 +81,15 @@ def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
     assert lines(drive(part, clock, [700.0], phases={"upload": 600.0}), "slow_step")
 
 
+def test_the_recent_steps_are_summed_up_with_their_grade(tmp_path: Path) -> None:
+    clock, config = FakeClock(), Config()
+    config = replace(config, steps=replace(config.steps, breakdown_every=30))
+    part = StepsPart(make_context(tmp_path, clock, config))
+    told = lines(drive(part, clock, [15.0] * 20 + [18.0] + [15.0] * 39), "step_summary")
+    assert [words.partition("s p95")[0] for words in told] == ["STEP SUMMARY: p50 15.00"] * 2
+    assert told[-1].endswith("s max 18.00s, grade good")
+
+
 def test_step_lines_are_limited_and_the_number_left_out_is_said(tmp_path: Path) -> None:
     clock = FakeClock()
     config = replace(Config(), logs=LogSettings(step_lines_per_s=5))

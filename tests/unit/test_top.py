@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from miner_guard.cli.main import run
 from miner_guard.cli.screen import Curves, duration, lines, progress_bar, sparkline
 from miner_guard.statedir import write_json
+from tests import needs
 
 STATUS: dict[str, Any] = {
     "state": "running", "restarts": 1,
@@ -47,7 +48,7 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
         curves.take({"total_steps": step, "loss": 5 - step / 50, "step_time_s": 15 + step % 3})
     shown = "\n".join(lines(STATUS, curves, ["12:00:00 info  REPO"], 80, 24, age_s=9, min_inner_step=50))
     for words in (
-        "miner running  restarts 1  goodput 93%", "OLD: as of 9s ago", "outer 56 inner 34", "34/50 valid in 4m",
+        "miner  running  restarts 1  goodput 93%", "OLD: as of 9s ago", "outer 56 inner 34", "34/50 valid in 4m",
         "outer step in 1.9h", "612s of 2,000s (fresh) 5.56.20", "BLOCKED: inner_step (34)", "rank 3: 15.2s 18.4GB",
         "gpu0 97%", "LOST", "12:00:00 info  REPO",
     ):  # fmt: skip
@@ -74,27 +75,33 @@ def test_one_screen_into_a_pipe_and_nothing_to_show(tmp_path: Path, capsys: pyte
     write_json(tmp_path / "status.json", STATUS)
     assert run(["top", "--state-dir", str(tmp_path), "--once"]) == 0
     out = capsys.readouterr().out
-    assert "miner running" in out
+    assert "miner  running" in out
     assert "\x1b" not in out
 
 
-def test_in_a_terminal_it_sends_only_what_changed_and_gives_the_screen_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
+def test_in_a_terminal_it_sends_only_what_changed_and_gives_the_screen_back(tmp_path: Path, end: bytes) -> None:
     write_json(tmp_path / "status.json", STATUS)
     ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
     program = str(Path(sys.executable).with_name("miner-guard"))
     child = subprocess.Popen(
-        [program, "top", "--state-dir", str(tmp_path), "--every", "0.2"], stdin=theirs, stdout=theirs,
-        env={**os.environ, "TERM": "xterm", "PYTHONUTF8": "1"},
+        # `setsid --ctty`: Ctrl-C is a signal only where the terminal is the session's own.
+        [needs.tool("setsid"), "--ctty", program, "top", "--state-dir", str(tmp_path), "--every", "0.2"],
+        stdin=theirs, stdout=theirs, env={**os.environ, "TERM": "xterm", "PYTHONUTF8": "1"},
     )  # fmt: skip
-    os.close(theirs)
     first = _read(ours, b"last events")
     assert b"\x1b[?1049h" in first
+    os.write(ours, b"x")
     write_json(tmp_path / "status.json", {**STATUS, "restarts": 7})
     update = _read(ours, b"restarts 7")
     assert len(update) < 400, "a change of one line is not a whole screen"
-    child.send_signal(signal.SIGINT)
+    assert b"x" not in update.replace(b"\x1b", b""), "keys are not echoed into the screen"
+    os.write(ours, end)
     assert b"\x1b[?1049l" in _read(ours, b"\x1b[?1049l")
     assert child.wait(timeout=20) == 0
+    assert termios.tcgetattr(theirs) == before, "the shell's terminal is as it was"
+    os.close(theirs)
     os.close(ours)
 
 
