@@ -24,7 +24,7 @@ class Chain(Protocol):
 
 
 class BeforeEleven:
-    """bittensor 9 and 10: flat methods on Subtensor."""
+    """bittensor 9: flat methods on Subtensor."""
 
     def __init__(self, subtensor: Any) -> None:
         self._subtensor = subtensor
@@ -51,6 +51,16 @@ class BeforeEleven:
             }
             for n in self._subtensor.neurons_lite(netuid=netuid)
         ]  # fmt: skip
+
+
+class Ten(BeforeEleven):
+    """bittensor 10: its neurons have neither trust nor rank, which the chain's own rows may hold."""
+
+    def neurons(self, netuid: int) -> list[dict[str, Any]]:
+        found = super().neurons(netuid)
+        rows = self._subtensor.query_runtime_api("NeuronInfoRuntimeApi", "get_neurons_lite", [netuid]) or ()
+        told = {int(row["uid"]): row for row in rows}
+        return [{**n, **{k: _share(told.get(n["uid"], {}).get(k)) for k in ("trust", "rank")}} for n in found]
 
 
 class Eleven:
@@ -89,7 +99,8 @@ def connect(network: str) -> tuple[Chain, str]:
 
     version = str(bittensor.__version__)
     subtensor = bittensor.Subtensor(network)
-    return (Eleven(subtensor) if int(version.split(".")[0]) >= 11 else BeforeEleven(subtensor)), version
+    generation = int(version.split(".")[0])
+    return (Eleven if generation >= 11 else Ten if generation == 10 else BeforeEleven)(subtensor), version
 
 
 def look(chain: Chain, netuid: int, hotkey: str | None, master_uid: int | None) -> dict[str, Any]:
@@ -162,6 +173,11 @@ def _data_of(value: Any) -> bytes:
 
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
+
+
+def _share(value: Any) -> float | None:
+    """A u16 that stands for 0 to 1."""
+    return None if value is None else int(value) / 65535
 
 
 def _whole(value: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""The chain through the real bittensor, oldest and newest that miners have, against a stub node.
+"""The chain through the real bittensor, the three generations that miners have, against a stub node.
 
 bittensor 9.12.2 and torch want different setuptools, so each version has an environment of its own, made once
 under the user's cache.
@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 REPO = HERE.parents[1]
 VERSIONS = {
     "newest": ["bittensor>=11,<12"],
+    "10": ["bittensor>=10,<11"],
     # A fresh install of 9.12.2 is broken without this bound.
     "9.12.2": ["bittensor==9.12.2", "async-substrate-interface<2"],
 }

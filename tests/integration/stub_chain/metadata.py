@@ -1,7 +1,7 @@
 """A small runtime's metadata, self-made: the types, storage and runtime calls that the guard's questions touch.
 
 bittensor decodes every answer by the node's metadata, so a stub node must describe itself as a real one does:
-version 14 for bittensor 9, version 15 for 11.
+version 14 for bittensor 9, version 15 for 10 and 11.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ _CONSTANTS = {
 _CALL, _EVENT, _ERROR = (R.variants(["stub", name], []) for name in ("RuntimeCall", "RuntimeEvent", "RuntimeError"))
 _RUNTIME = R.composite(["stub", "Runtime"], [])
 _EXTRINSIC = R.composite(
-    ["sp_runtime", "generic", "UncheckedExtrinsic"], [(None, BYTES)],
+    ["sp_runtime", "generic", "unchecked_extrinsic", "UncheckedExtrinsic"], [(None, BYTES)],
     [("Address", UNIT), ("Call", _CALL), ("Signature", UNIT), ("Extra", UNIT)],
 )  # fmt: skip
 
@@ -172,12 +172,12 @@ def _pallets(version: int) -> bytes:
 
 
 def v14() -> bytes:
-    """For bittensor 9 and 10."""
+    """For bittensor 9."""
     return b"meta\x0e" + R.encoded() + _pallets(14) + compact(_EXTRINSIC) + b"\4" + vector([]) + compact(_RUNTIME)
 
 
 def v15() -> bytes:
-    """For bittensor 11, and the runtime calls of all."""
+    """For bittensor 10 and 11, and the runtime calls of all."""
     calls = vector(
         text(api)
         + vector(
