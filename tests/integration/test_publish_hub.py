@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,18 @@ import pytest
 from miner_guard.config import RepoSettings
 from tests import needs
 from tests.servers import hub, s3
+from tests.servers.killing import push_and_kill, push_request, wait_for_the_companion
 from uploads.journal import Journal, journal_path
-from uploads.publisher import Publisher, PublishError, Retry, Revision
+from uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
 from uploads.repos import look_at, open_repo
 from uploads.repos.base import RepoError
 
 REPO_ID = "me/llama-4b-ws-4-007"
-OLDER_GENERATION = "huggingface_hub==0.25.2"
+OLDER = "huggingface_hub==0.25.2"
+"""Below 1.0, which transformers 4.39 holds the miner at: requests instead of httpx."""
+
+LARGE = 1_500_000
+"""Bytes from which on a file is sent before the commit, and more."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +49,7 @@ def server() -> Iterator[tuple[RepoSettings, hub.HubState]]:
 def revision(folder: Path, inner: int) -> Revision:
     own = folder / f"revision-{inner}"
     own.mkdir()
-    (own / "gradients.pt").write_bytes(os.urandom(200_000))
+    (own / "gradients.pt").write_bytes(inner.to_bytes(4, "big") + os.urandom(LARGE - 4))
     (own / "config.json").write_text(json.dumps({"block_list": [inner]}))
     (own / "metadata.json").write_text(json.dumps({"run": 1, "outer_step": 3, "inner_step": inner, "peer_id": "d"}))
     return Revision(own, 1, 3, inner)
@@ -63,7 +67,7 @@ def test_a_revision_is_one_commit_and_one_tag(server: tuple[RepoSettings, hub.Hu
     for inner in (50, 60):
         publish(settings, revision(tmp_path, inner), tmp_path)
     seen = look_at(settings)
-    assert (seen.revision, seen.config, seen.size_bytes) == ("1.3.60", {"block_list": [60]}, 200_000)
+    assert (seen.revision, seen.config, seen.size_bytes) == ("1.3.60", {"block_list": [60]}, LARGE)
     assert seen.age_s is not None
     assert seen.age_s < 60
     commits = state.repos[REPO_ID]
@@ -106,31 +110,102 @@ def test_a_silent_hub_costs_the_deadline_and_no_more() -> None:
         assert time.monotonic() - start < 20
 
 
-@pytest.mark.long
-def test_an_older_generation_does_the_same(server: tuple[RepoSettings, hub.HubState], tmp_path: Path) -> None:
-    """huggingface_hub below 1.0, which transformers 4.39 holds the miner at: requests instead of httpx."""
-    settings, state = server
-    older = tmp_path / "older"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(older), OLDER_GENERATION]
-    installed = subprocess.run(install, capture_output=True, text=True)
-    if installed.returncode != 0:
-        pytest.skip(f"{OLDER_GENERATION} could not be installed: {installed.stderr.strip().splitlines()[-1:]}")
-    env = {**os.environ, "PYTHONPATH": f"{older}{os.pathsep}{needs.REPO}"}
-    what = revision(tmp_path, 50)
-    request = {
-        "repo": asdict(settings), "journal_folder": str(tmp_path), "deadline_s": 60.0,
-        "revision": {**asdict(what), "folder": str(what.folder)},
-    }  # fmt: skip
-    version = subprocess.run(
+@pytest.fixture(
+    params=["installed", pytest.param("older", marks=pytest.mark.long)],
+)
+def generation(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The environment of a publisher with this generation of huggingface_hub."""
+    if request.param == "installed":
+        return {}
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "miner-guard-tests"
+    home = base / f"{OLDER.replace('==', '-')}-py{sys.version_info[0]}{sys.version_info[1]}"
+    if not (home / "ready").exists():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(home), OLDER]
+        installed = subprocess.run(install, capture_output=True, text=True)
+        if installed.returncode != 0:
+            pytest.skip(f"{OLDER} could not be installed: {installed.stderr.strip().splitlines()[-1:]}")
+        (home / "ready").touch()
+    env = {"PYTHONPATH": f"{home}{os.pathsep}{needs.REPO}"}
+    told = subprocess.run(
         [sys.executable, "-c", "import huggingface_hub; print(huggingface_hub.__version__)"],
-        env=env, capture_output=True, text=True, check=True,
+        env={**os.environ, **env}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert version.stdout.strip() == OLDER_GENERATION.partition("==")[2]
+    assert told.stdout.strip() == OLDER.partition("==")[2]
+    return env
+
+
+def test_each_generation_publishes_the_same(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path, generation: dict[str, str]
+) -> None:
+    settings, state = server
     pushed = subprocess.run(
-        [sys.executable, "-m", "uploads.push"], input=json.dumps(request), env=env, capture_output=True, text=True,
-        timeout=120,
+        [sys.executable, "-m", "uploads.push"], input=push_request(settings, revision(tmp_path, 50), tmp_path),
+        env={**os.environ, **generation}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert "Successfully pushed new model state with tag 1.3.50" in pushed.stdout
     assert pushed.returncode == 0
     assert state.tags.keys() == {"1.3.50"}
     assert look_at(settings).revision == "1.3.50"
+
+
+@pytest.mark.slow
+def test_killed_after_any_request_the_view_is_whole(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path, generation: dict[str, str]
+) -> None:
+    """Walks through the publisher's requests: SIGKILL when the Hub has done the k-th and has not answered."""
+    settings, state = server
+    publish(settings, revision(tmp_path, 1000), tmp_path)
+    outcomes = []
+    for number in range(1, 40):
+        before, inner = shown(state, "main"), 1000 + number
+        ended = push_and_kill(settings, state, revision(tmp_path, inner), tmp_path, number, generation)
+        assert shown(state, "main") in (before, {inner}), f"killed after request {number}, before anybody helped"
+        wait_for_the_companion(open_repo(settings).label, tmp_path)
+        assert shown(state, "main") in (before, {inner}), f"killed after request {number}"
+        outcomes.append(shown(state, "main") == before)
+        if not outcomes[-1]:
+            assert shown(state, f"1.3.{inner}") == {inner}, f"killed after request {number}: no tag"
+            assert look_at(settings).revision == f"1.3.{inner}"
+        if ended:
+            break
+    else:
+        pytest.fail("the publisher never got to its end")
+    # Up to the large file's bytes the old revision stays; from the commit's first request on the new one is finished.
+    assert outcomes[0]
+    assert outcomes.index(False) > 2
+    assert not any(outcomes[outcomes.index(False) :])
+    assert outcomes.count(False) > 3
+
+
+def shown(state: hub.HubState, revision: str) -> set[int]:
+    """The inner steps that the files of a branch or tag are of: one for a whole revision."""
+    wanted = state.tags.get(revision)
+    files = next(c for c in state.repos[REPO_ID] if wanted in (None, c.id)).files
+    read = {key: state.contents[digest] for key, digest in files.items()}
+    documents = [json.loads(read[key]) for key in ("metadata.json", "epoch-3/metadata.json", "epoch-3/config.json")]
+    steps = {d["inner_step"] if "inner_step" in d else d["block_list"][0] for d in documents}
+    return steps | {int.from_bytes(read["epoch-3/gradients.pt"][:4], "big")}
+
+
+def test_a_large_file_is_sent_before_the_commit_and_not_again(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path
+) -> None:
+    settings, state = server
+    publish(settings, revision(tmp_path, 50), tmp_path)
+    sent = [n for n, asked in enumerate(state.requests) if asked.startswith("PUT /_lfs/")]
+    assert len(sent) == 1
+    assert sent[0] < next(n for n, asked in enumerate(state.requests) if "/commit/" in asked)
+
+
+def test_a_cancelled_upload_shows_nothing(server: tuple[RepoSettings, hub.HubState], tmp_path: Path) -> None:
+    settings, state = server
+    publish(settings, revision(tmp_path, 50), tmp_path)
+    repo = open_repo(settings)
+    publisher = Publisher(repo, Journal(journal_path(tmp_path, repo.label)), lambda _l: None)
+    first = len(state.requests)
+    state.after = lambda number: publisher.cancelled.set() if "/_lfs/" in state.requests[number - 1] else None
+    with pytest.raises(Cancelled, match="what was published before is untouched"):
+        publisher.publish(revision(tmp_path, 60))
+    assert len(state.requests) > first
+    assert shown(state, "main") == {50}
+    assert "1.3.60" not in state.tags

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +17,8 @@ import pytest
 from miner_guard.config import RepoSettings
 from tests import needs
 from tests.servers import s3
-from uploads.journal import Busy, Journal, exclusively, journal_path
+from tests.servers.killing import push_and_kill, wait_for_the_companion
+from uploads.journal import Journal, journal_path
 from uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
 from uploads.push import push
 from uploads.repos import look_at, open_repo
@@ -144,8 +140,8 @@ def test_killed_after_any_request_the_view_is_whole(server: tuple[RepoSettings, 
     outcomes = []
     for number in range(1, 60):
         before = view(settings)
-        ended = _push_and_kill(settings, faults, revision(tmp_path, 1000 + number), tmp_path, number)
-        _wait_for_the_companion(settings, tmp_path)
+        ended = push_and_kill(settings, faults, revision(tmp_path, 1000 + number), tmp_path, number)
+        wait_for_the_companion(open_repo(settings).label, tmp_path)
         after = view(settings)
         assert len(after) == 1, f"killed after request {number}: {faults.requests[-1]}, the view is mixed: {after}"
         outcomes.append(after == before)
@@ -158,37 +154,6 @@ def test_killed_after_any_request_the_view_is_whole(server: tuple[RepoSettings, 
     assert outcomes.index(False) > 3
     assert not any(outcomes[outcomes.index(False) :])
     assert outcomes.count(False) > 3
-
-
-def _push_and_kill(settings: RepoSettings, faults: s3.Faults, what: Revision, folder: Path, number: int) -> bool:
-    """True where the publisher came to its end before request `number`."""
-    request = {
-        "repo": asdict(settings), "journal_folder": str(folder), "deadline_s": 60.0,
-        "revision": {**asdict(what), "folder": str(what.folder)},
-    }  # fmt: skip
-    first = len(faults.requests)
-    with subprocess.Popen(
-        [sys.executable, "-m", "uploads.push"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    ) as child:
-
-        def kill(count: int) -> None:
-            if count - first == number:
-                child.send_signal(signal.SIGKILL)
-                child.wait()
-
-        faults.after = kill
-        child.communicate(json.dumps(request), timeout=60)
-        faults.after = lambda _n: None
-    return child.returncode == 0
-
-
-def _wait_for_the_companion(settings: RepoSettings, folder: Path) -> None:
-    path = journal_path(folder, open_repo(settings).label)
-    for _ in range(600):
-        with contextlib.suppress(Busy), exclusively(path):
-            return
-        time.sleep(0.05)
-    raise TimeoutError("the companion did not end")
 
 
 def test_where_the_companion_died_too_the_next_publisher_finishes(

@@ -11,11 +11,13 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
+
+from tests.servers.killing import Requests
 
 TOKEN = "hf_" + "t" * 30
 
@@ -31,7 +33,7 @@ class Commit:
 
 @dataclass
 class HubState:
-    """Everything the stub knows; tests read it and set `refuse`."""
+    """Everything the stub knows; tests read it and set `refuse` and `after`."""
 
     repos: dict[str, list[Commit]] = field(default_factory=dict)
     """Commits of each repo, newest first."""
@@ -42,7 +44,10 @@ class HubState:
     refuse: int | None = None
     """Status that every request is answered with."""
 
-    requests: list[str] = field(default_factory=list)
+    after: Callable[[int], None] = lambda _number: None
+    """Called with the number of each request when the stub has done it and has not answered yet."""
+
+    requests: Requests = field(default_factory=Requests)
 
     def new_commit(self, repo: str, title: str, files: dict[str, str]) -> Commit:
         number = len(self.repos.get(repo, []))
@@ -71,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _any(self) -> None:
         body = self._body()
         path = self.path.partition("?")[0]
-        self.state.requests.append(f"{self.command} {path}")
+        self._number = self.state.requests.note(f"{self.command} {path}")
         if self.state.refuse is not None:
             self._fail(self.state.refuse, "Refused", "as the test wants it")
             return
@@ -102,6 +107,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_bytes(json.dumps(document).encode(), status, **headers)
 
     def send_bytes(self, data: bytes, status: int = 200, **headers: str) -> None:
+        self.state.after(self._number)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._send(data, status, headers)
+
+    def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -137,12 +147,20 @@ class _Handler(BaseHTTPRequestHandler):
         if repo not in self.state.repos:
             self._fail(404, "RepoNotFound", "Repository not found")
             return
-        head = self.state.repos[repo][0]
+        head = self._at(repo, match["revision"] or "main")
+        if head is None:
+            self._fail(404, "RevisionNotFound", "Revision not found")
+            return
         self.answer({
             "_id": "x", "id": repo, "modelId": repo, "sha": head.id, "lastModified": head.date, "createdAt": head.date,
             "private": False, "disabled": False, "gated": False, "downloads": 0, "likes": 0, "tags": [],
             "siblings": [{"rfilename": name} for name in head.files],
         })  # fmt: skip
+
+    def _at(self, repo: str, revision: str) -> Commit | None:
+        commits = self.state.repos.get(repo) or []
+        wanted = self.state.tags.get(revision, revision)
+        return next((c for c in commits if wanted in ("main", c.id)), None)
 
     def preupload(self, match: re.Match[str], body: bytes) -> None:
         modes = [
@@ -194,8 +212,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer({})
 
     def resolve(self, match: re.Match[str], _body: bytes) -> None:
-        commits = self.state.repos.get(match["repo"])
-        digest = commits[0].files.get(match["path"]) if commits else None
+        commit = self._at(match["repo"], match["revision"])
+        digest = commit.files.get(match["path"]) if commit else None
         if digest is None:
             self._fail(404, "EntryNotFound", "Entry not found")
             return
@@ -211,13 +229,13 @@ _ROUTES = (
     (r"/api/repos/create", _Handler.create),
     (r"/api/whoami-v2", _Handler.whoami),
     (r"/api/validate-yaml", _Handler.validate),
-    (_REPO + r"(/revision/.+)?", _Handler.info),
+    (_REPO + r"(/revision/(?P<revision>.+))?", _Handler.info),
     (_REPO + r"/preupload/.+", _Handler.preupload),
     (_REPO + r"/commit/.+", _Handler.commit),
     (_REPO + r"/tag/(?P<revision>.+)", _Handler.tag),
     (r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.lfs_batch),
     (r"/_lfs/(?P<oid>[0-9a-f]{64})", _Handler.lfs_put),
-    (r"/(?P<repo>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>.+)", _Handler.resolve),
+    (r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
 )
 
 

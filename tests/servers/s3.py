@@ -13,6 +13,8 @@ from email.utils import formatdate, parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+from tests.servers.killing import Requests
+
 Environ = dict[str, Any]
 Application = Callable[[Environ, Callable[..., Any]], Iterable[bytes]]
 
@@ -41,7 +43,7 @@ class Faults:
         self.after: Callable[[int], None] = lambda _number: None
         """Called with the number of each request when the server has done it and has not answered yet."""
 
-        self.requests: list[str] = []
+        self.requests = Requests()
         self.ending = False
 
 
@@ -54,8 +56,8 @@ class FaultLayer:
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         faults = self.faults
-        faults.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}")
-        number = len(faults.requests)
+        asked = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}"
+        number = faults.requests.note(asked)
         while faults.silent.is_set() and not faults.ending:
             time.sleep(0.05)
         if faults.refuse is not None:

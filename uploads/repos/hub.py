@@ -1,7 +1,8 @@
 """A Hugging Face model repo. huggingface_hub is imported when a repo is made, not before.
 
-A commit of the Hub is atomic over all its files, so staging only remembers them: `commit` uploads the folder in one
-commit and tags it `{run}.{outer}.{inner}`.
+A commit of the Hub is atomic over all its files. Staging moves the bytes of large files into the Hub's storage, where
+no revision names them yet, and remembers the small ones; `commit` uploads the folder in one commit, for which nothing
+large is left to send, and tags it `{run}.{outer}.{inner}`.
 """
 
 from __future__ import annotations
@@ -30,17 +31,22 @@ T = TypeVar("T")
 _BRANCH = "main"
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _CHUNK = 1024 * 1024
+_SMALL = 1024 * 1024
+"""Bytes up to which a file travels with the commit."""
 
 
 class HubRepo:
-    """One model repo, branch `main`."""
+    """One model repo, read at one revision."""
 
-    def __init__(self, api: Any, repo_id: str, endpoint: str, token: str | None, timeout_s: float) -> None:
+    def __init__(
+        self, api: Any, repo_id: str, endpoint: str, token: str | None, timeout_s: float, revision: str = _BRANCH
+    ) -> None:
         self._api = api
         self._repo_id = repo_id
         self._endpoint = endpoint.rstrip("/")
         self._token = token
         self._timeout_s = timeout_s
+        self._revision = revision
 
     @property
     def label(self) -> str:
@@ -48,10 +54,12 @@ class HubRepo:
 
     def state(self) -> Published:
         try:
-            self._info()
+            commit = self._info().sha
         except Missing:
             return Published(reason=None, empty=True, seen_at=time.time())
-        return published_state(self, time.time())
+        # All of it at this commit: another may follow between two requests.
+        pinned = HubRepo(self._api, self._repo_id, self._endpoint, self._token, self._timeout_s, commit)
+        return published_state(pinned, time.time())
 
     def list(self, prefix: str = "") -> Sequence[Entry]:
         names = [s.rfilename for s in self._info().siblings or []]
@@ -84,12 +92,29 @@ class HubRepo:
             return
 
     def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> Ticket:
-        progress(0)
-        return Ticket(key, path.stat().st_size, {"path": str(path.resolve()), "sha256": file_sha256(path)})
+        size = path.stat().st_size
+        if size <= _SMALL:
+            digest = file_sha256(path)
+        else:
+            digest = self._sent(key, path)
+        progress(size)
+        return Ticket(key, size, {"path": str(path.resolve()), "sha256": digest})
+
+    def _sent(self, key: str, path: Path) -> str:
+        """Bring a large file's bytes to the Hub, which asks only for those it lacks; returns their sha256."""
+        from huggingface_hub import CommitOperationAdd
+
+        self._create()
+        addition = CommitOperationAdd(path_in_repo=key, path_or_fileobj=str(path))
+        self._guarded(lambda: self._api.preupload_lfs_files(repo_id=self._repo_id, additions=[addition]))
+        return addition.upload_info.sha256.hex()
+
+    def _create(self) -> None:
+        self._guarded(lambda: self._api.create_repo(repo_id=self._repo_id, exist_ok=True))
 
     def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
         """One commit and its tag. Repeating it changes nothing: files that the Hub has already make no difference."""
-        self._guarded(lambda: self._api.create_repo(repo_id=self._repo_id, exist_ok=True))
+        self._create()
         with tempfile.TemporaryDirectory(prefix="miner-guard-push-") as folder:
             for ticket in tickets:
                 target = Path(folder, ticket.key)
@@ -109,7 +134,7 @@ class HubRepo:
         self._guarded(tagged)
 
     def abort(self, tickets: Sequence[Ticket]) -> None:
-        """Nothing was sent."""
+        """Nothing to forget: no revision names what was sent."""
 
     def sweep(self, keep: Sequence[Ticket]) -> int:
         return 0
@@ -135,12 +160,12 @@ class HubRepo:
 
     def _info(self) -> Any:
         return self._guarded(
-            lambda: self._api.repo_info(self._repo_id, revision=_BRANCH, timeout=self._timeout_s)
-        )  # fmt: skip
+            lambda: self._api.repo_info(self._repo_id, revision=self._revision, timeout=self._timeout_s)
+        )
 
     def _open(self, key: str, method: str) -> Any:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        url = f"{self._endpoint}/{self._repo_id}/resolve/{_BRANCH}/{key}"
+        url = f"{self._endpoint}/{self._repo_id}/resolve/{self._revision}/{key}"
         request = urllib.request.Request(url, method=method, headers=headers)
         return self._guarded(lambda: urllib.request.urlopen(request, timeout=self._timeout_s))
 
