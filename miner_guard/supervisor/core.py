@@ -82,6 +82,9 @@ class Supervisor:
     def _wanted(self, wish: Wish) -> None:
         if self.state == "done" or (self._wish is not None and self._wish.then == "stop"):
             return
+        if wish.then == "restart" and self.state != "running":
+            # It was meant for a launch that has ended since: what comes next is the policy's, with its wait.
+            return
         if wish.then == "stop":
             self.on_stopping()
         if self.state in ("waiting", "paused", "starting"):
@@ -139,7 +142,12 @@ class Supervisor:
         self._wish, self._teardown, self._incident = None, None, None
         self._first_step_at, self._healthy_said = None, False
         attempt = self.launches
-        stdout, stderr = self.relay.open()
+        try:
+            stdout, stderr = self.relay.open()
+        except OSError as error:
+            self.relay.close_sources()
+            self._start_failed(error)
+            return
         try:
             self.child = Child(self.order.command, self.order.environment(attempt), stdout, stderr)
         except OSError as error:
@@ -222,7 +230,9 @@ class Supervisor:
 
     def _exit_of(self, child: Child) -> Exit:
         code = child.code()
-        assert code is not None
+        if code is None:
+            # It waits in the kernel and will never be reaped: it has had its SIGKILL, and the guard goes on.
+            code = 128 + signal.SIGKILL
         by_itself = self._wish is None
         said = self.order.config.miner.finite or self.flights.all_finished()
         runtime = self.clock.monotonic() - self._launched_at

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import BadFlight, FlightReader, Identity, Now, Step, process_start
 from miner_guard.statedir import StateDir, set_aside
+from miner_guard.supervisor.processes import Process, alive
 
 _MOST_STEPS_A_LOOK = 1024
 
@@ -50,6 +51,9 @@ class Flights:
         self._run_id = run_id
         self._report = report
         self._open: dict[int, _Open] = {}
+        self._past: list[tuple[int, _Open]] = []
+        """Of ranks that the launcher has replaced by others within the launch; read to their end, then closed."""
+
         self._not_before = 0
         self._inodes_left_alone: dict[Path, int] = {}
 
@@ -78,6 +82,7 @@ class Flights:
     def look(self, reader: Reader) -> None:
         """Hand over what is new in all records; of a step the lead (lowest) rank's record comes first."""
         self._refresh_all()
+        self._finish_past(reader)
         for rank in sorted(self._open):
             current = self._open[rank]
             ahead = self._hand_over(rank, current, reader, patient=current.waited < _PATIENCE)
@@ -86,13 +91,23 @@ class Flights:
     def last_look(self, reader: Reader) -> None:
         """Hand over all that is left: no rank writes any more, so none is waited for."""
         self._refresh_all()
+        self._finish_past(reader)
         for rank in sorted(self._open):
             self._hand_over(rank, self._open[rank], reader, patient=False)
+
+    def _finish_past(self, reader: Reader) -> None:
+        past, self._past = self._past, []
+        for rank, each in past:
+            try:
+                self._hand_over(rank, each, reader, patient=False)
+            finally:
+                each.reader.close()
 
     def look_at(self, rank: int, reader: Reader) -> None:
         """Hand over what is new in one record, after the lead rank's; a rank not seen before is opened."""
         if rank not in self._open:
             self._refresh_all()
+        self._finish_past(reader)
         if rank not in self._open:
             return
         for each in sorted({min(self._open), rank}):
@@ -100,10 +115,9 @@ class Flights:
 
     def _hand_over(self, rank: int, current: _Open, reader: Reader, *, patient: bool) -> bool:
         """Whether steps were kept back, since the lead rank has not come as far."""
-        lead = self._open[min(self._open)]
         new = list(current.reader.steps(current.next_step))
         steps = new
-        if patient and current is not lead:
+        if patient and current is not (lead := self._open[min(self._open)]):
             steps = list(itertools.takewhile(lambda step: step.total_steps <= lead.total_steps, new))
         if steps:
             current.next_step = steps[-1].number + 1
@@ -168,10 +182,21 @@ class Flights:
             self._inodes_left_alone[path] = inode
             flight.close()
             return
-        older = self._open.get(identity.rank)
-        if older is not None:
-            older.reader.close()
+        # The file system may give the number of a file that was left alone, and is gone, to a later one.
+        self._inodes_left_alone.pop(path, None)
+        self._retire(identity)
         self._open[identity.rank] = _Open(flight, inode, next_entry=flight.acknowledged())
+
+    def _retire(self, successor: Identity) -> None:
+        """A launcher that starts its workers anew may number them otherwise: torchrun does, at a new rendezvous."""
+        for rank, older in list(self._open.items()):
+            own = older.reader.identity
+            # Where nobody tells the local ranks all have 0: then the older one still lives.
+            moved = own.local_rank == successor.local_rank and not alive(Process(own.pid, own.process_start))
+            if rank != successor.rank and moved:
+                self._inodes_left_alone[self._state.flight_of(rank)] = older.inode
+            if rank == successor.rank or moved:
+                self._past.append((rank, self._open.pop(rank)))
 
     def _try(self, path: Path) -> FlightReader | None:
         try:
@@ -191,6 +216,7 @@ class Flights:
 
     def close(self) -> None:
         """Unmap everything."""
-        for current in self._open.values():
+        for current in (*self._open.values(), *(each for _, each in self._past)):
             current.reader.close()
         self._open.clear()
+        self._past.clear()

@@ -52,10 +52,18 @@ class Relay:
         return any(outlet.stuck for outlet in self.outlets)
 
     def open(self) -> tuple[int, int]:
-        """Pipes for a new launch: the ends that become its stdout and stderr. The caller closes them after the fork."""
+        """Pipes for a new launch: the ends that become its stdout and stderr. The caller closes them after the fork.
+
+        Raises OSError where there is no descriptor left.
+        """
         ends: list[int] = []
         for outlet in self.outlets:
-            mine, its = os.pipe2(os.O_CLOEXEC)
+            try:
+                mine, its = os.pipe2(os.O_CLOEXEC)
+            except OSError:
+                for end in ends:
+                    os.close(end)
+                raise
             with contextlib.suppress(OSError):
                 fcntl.fcntl(mine, F_SETPIPE_SZ, _PIPE_SIZE)
             os.set_blocking(mine, False)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from miner_guard.rank.flight import FlightWriter, Step
-from miner_guard.rank.layout import PHASES
+from miner_guard.rank.flight import FlightWriter, Step, process_start
+from miner_guard.rank.layout import IDENTITY, MAGIC, PHASES, VERSION
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.flights import Flights
 
@@ -21,12 +21,13 @@ NAN = float("nan")
 class _Heard:
     def __init__(self) -> None:
         self.steps_of: list[tuple[int, int]] = []
+        self.entries_of: list[tuple[int, Any]] = []
 
     def steps(self, rank: int, steps: Sequence[Step]) -> None:
         self.steps_of += [(rank, step.total_steps) for step in steps]
 
     def entry(self, rank: int, entry: Mapping[str, Any]) -> None:
-        raise AssertionError("not used")
+        self.entries_of.append((rank, entry["n"]))
 
 
 class _Ranks:
@@ -111,3 +112,61 @@ def test_on_another_node_the_lowest_rank_there_leads(tmp_path: Path) -> None:
     node.bell(9)
     assert node.heard.steps_of == [(8, 1), (9, 1)]
     node.flights.close()
+
+
+def _worker(state: StateDir, rank: int, local_rank: int, *, process: int, total: int = 1) -> FlightWriter:
+    """A worker of this launch, under the pid of a process that lives or is gone."""
+    writer = FlightWriter(state.flight_of(rank), rank=rank, local_rank=local_rank, world_size=4, run_id=RUN)
+    start = process_start(process) if process == os.getpid() else 2**40
+    IDENTITY.pack_into(writer._map, 0, MAGIC, VERSION, process, rank, local_rank, 4, start, RUN.encode(), 0.0)
+    _Ranks._show(writer, total)
+    return writer
+
+
+def test_workers_that_the_launcher_starts_anew_under_other_ranks_replace_the_old_ones(tmp_path: Path) -> None:
+    """Guards against a hang of ranks that are no more, and a finish that they never declare: torchrun numbers anew."""
+    state, heard, gone = StateDir(tmp_path), _Heard(), 2**22
+    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    old = [_worker(state, rank, rank - 2, process=gone) for rank in (2, 3)]
+    flights.look(heard)
+    assert sorted(flights.now()) == [2, 3]
+    old[0].journal({"n": "its last words"})
+    new = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
+    for _ in range(3):
+        flights.look(heard)
+    assert sorted(flights.now()) == [0, 1]
+    assert heard.entries_of == [(2, "its last words")]
+    flights.close()
+    for writer in (*old, *new):
+        writer.close()
+
+
+def test_a_rank_that_died_stays_known_while_others_of_its_local_rank_live(tmp_path: Path) -> None:
+    """Without LOCAL_RANK all have 0: the dead one must still be named as the culprit."""
+    state, heard = StateDir(tmp_path), _Heard()
+    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    for rank in (0, 1):
+        _worker(state, rank, 0, process=os.getpid())
+    flights.look(heard)
+    assert sorted(flights.now()) == [0, 1]
+    flights.close()
+
+
+def test_a_record_whose_file_number_was_used_before_is_read(tmp_path: Path) -> None:
+    """Guards against a blind launch: file systems give the number of a removed file to the next one."""
+    state, heard = StateDir(tmp_path), _Heard()
+    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    earlier = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id="earlier")
+    kept = tmp_path / "the same file"
+    os.link(state.flight_of(0), kept)
+    flights.look(heard)
+    assert flights.now() == {}
+    _worker(state, 0, 0, process=os.getpid())
+    flights.look(heard)
+    start = process_start(os.getpid())
+    IDENTITY.pack_into(earlier._map, 0, MAGIC, VERSION, os.getpid(), 0, 0, 1, start, RUN.encode(), 0.0)
+    _Ranks._show(earlier, 7)
+    os.replace(kept, state.flight_of(0))
+    flights.look(heard)
+    assert flights.now()[0].total_steps == 7
+    flights.close()

@@ -260,3 +260,13 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
     assert block[5] == "   Overhead:       0.078s (1.0%)"
     assert not lines(seen, "timing_red_flag")
     assert part.snapshot()["goodput"]["monitoring"] == pytest.approx((200 * 0.123 + 7.579) / (200 * 15.123 + 7.579))
+
+
+def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Path) -> None:
+    """Guards against a node that is silent to its end, because a rank that went to another node still leads."""
+    part = StepsPart(make_context(tmp_path, FakeClock(), Config()))
+    list(part.on_steps(0, [make_step(1, 0.0, 15.0)]))
+    headers = {rank: Now("running", "", 0.0, 0.0, 5, 1, 1, None, None, None, None, 1, 0, 0, 0) for rank in (4, 5)}
+    list(part.on_tick(16.0, headers))
+    assert lines(part.on_steps(4, [make_step(2, 15.0, 15.0)]), "inner_step")
+    assert part.snapshot()["inner_step"] == 2

@@ -83,6 +83,8 @@ class Costs(Part):
             self.tracker.record("monitor", own)
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if ranks and self._lead not in ranks:
+            self._lead = None
         if now - self._loop_at >= _LOOP_EVERY_S:
             self._loop_at = now
             self._enter_loop()

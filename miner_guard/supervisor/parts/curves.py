@@ -14,7 +14,7 @@ from miner_guard.detectors.memory import MemoryWatch
 from miner_guard.detectors.trace.reading import EVALUATION_WORDS, evaluates, evaluation_in
 from miner_guard.detectors.window import SortedWindow
 from miner_guard.events import Finding, found
-from miner_guard.rank.flight import Step
+from miner_guard.rank.flight import Now, Step
 from miner_guard.supervisor.parts import Context, Launch, Part
 
 _EVENTS = {
@@ -73,6 +73,11 @@ class CurvesPart(Part):
             for anomaly in self._judge(rank, step):
                 self._count(anomaly)
                 yield to_finding(anomaly, rank, step)
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if ranks and self._lead not in ranks:
+            self._lead = None
+        return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
         data = self._carry + chunk

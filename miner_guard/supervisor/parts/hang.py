@@ -69,10 +69,10 @@ class HangWatch(Part):
             "limit_s": hang.limit_s,
         }
         output = self._tail.text()
-        self.context.jobs.once("hang evidence", lambda: self._gather_and_act(who, story, output))
+        self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who, story, output))
         return [found("hang_detected", rank=hang.culprits[0] if len(hang.culprits) == 1 else None, **story)]
 
-    def _gather_and_act(self, who: list[Subject], story: dict[str, Any], output: bytes) -> None:
+    def _gather_and_act(self, hang: Hang, who: list[Subject], story: dict[str, Any], output: bytes) -> None:
         """In a job's thread."""
         folder = evidence_folders.folder(self.context.state, self.context.clock.wall(), "hang")
         try:
@@ -90,10 +90,14 @@ class HangWatch(Part):
             what = f"the evidence of the hang could not be stored: {error.strerror or error}"
             self.context.emit(found("guard_degraded", what=what))
         finally:
-            self._act(str(story["detail"]))
+            self._act(hang, str(story["detail"]))
 
-    def _act(self, detail: str) -> None:
-        if self._settings.action == "restart":
+    def _act(self, hang: Hang, detail: str) -> None:
+        if self._hang is not hang:
+            # Gathering takes seconds: ranks that step again, or a launch that is another one, must not pay for it.
+            what = "it ended by itself while its evidence was gathered; the miner is left alone"
+            self.context.emit(found("hang_evidence", level="info", detail=what, ranks=[]))
+        elif self._settings.action == "restart":
             self.context.control.restart(f"hang: {detail}")
         elif self._settings.action == "stop":
             self.context.control.stop(f"hang: {detail}", CRASH_LOOP)

@@ -152,6 +152,9 @@ class StepsPart(Part):
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         self._phase = ranks[min(ranks)].phase if ranks else ""
+        for rank in self._last.keys() - ranks.keys() if ranks else ():
+            # The nodes met anew and this one got other ranks: one that is no more must not lead.
+            del self._last[rank]
         return self._left_out(now)
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
