@@ -73,13 +73,18 @@ def _tiles(data: Data) -> str:
         ("uploads blocked", str(data.counts["upload_blocked"]), ""),
         ("restarts", str(restarts), "warn" if restarts else ""),
         ("monitoring", _number(share, ".2f", " %"), "bad" if _over(data) else ""),
-        ("validators' score", None, ""),
+        ("validators' score", _score(data), ""),
     ]
     cells = "".join(
         f'<div class="tile"><b class="{kind}">{escape(value or "unknown")}</b><span>{escape(name)}</span></div>'
         for name, value, kind in tiles
     )
     return f'<section class="tiles">{cells}</section>'
+
+
+def _score(data: Data) -> str | None:
+    """What validators gave, as far as the chain tells it."""
+    return _number(_part(data.status, "chain").get("incentive"), ".4f", " incentive")
 
 
 def _over(data: Data) -> bool:
@@ -103,7 +108,8 @@ def _pair(one: Any, other: Any) -> str | None:
 def _plots(data: Data, gate: GateSettings) -> str:
     if data.first is None or data.last is None:
         return "<h2>Curves</h2><p class='none'>no events in the log yet</p>"
-    restarts = Lines("bad", "restart", [mark.time for mark in data.of("miner_restarting")])
+    ends = [mark.time for mark in data.of("miner_restarting")]
+    restarts = Lines("bad", "restart", ends)
     slow = [(mark.time, float(mark.fields.get("step_time_s") or 0.0)) for mark in data.of("slow_step")]
     strange = [
         (mark.time, _near(data.loss, mark.time)) for mark in data.of("loss_nan", "loss_spike", "loss_divergence")
@@ -115,12 +121,23 @@ def _plots(data: Data, gate: GateSettings) -> str:
     ]
     age = data.repo_age if data.repo_age.values else _nothing_over(data, fates)
     memory = data.gpu_memory if data.gpu_memory.values else data.step_memory
+    health = _part(data.status, "health")
+    why = _part(health, "unknown").get("gpus") or _part(health, "gpus").get("reason")
+    no_gpu = f"no data: {why}" if why else "no data"
     plots = [
-        Plot("Loss", "", data.loss, [Dots("bad", "NaN, spike or divergence", strange)], [restarts], zero=False),
-        Plot("Step time", "s", data.step_time, [Dots("warn", "slow step", slow)], [restarts]),
+        Plot(
+            "Loss",
+            "",
+            data.loss,
+            [Dots("bad", "NaN, spike or divergence", strange)],
+            [restarts],
+            zero=False,
+            breaks=ends,
+        ),
+        Plot("Step time", "s", data.step_time, [Dots("warn", "slow step", slow)], [restarts], breaks=ends),
         Plot("Repo age", "s", age, (), fates, limit=gate.repo_age_limit_s),
-        Plot("GPU memory", "GB, the GPU with the least", memory),
-        Plot("GPU use", "%, the GPU with the least", data.gpu_use),
+        Plot("GPU memory", "GB, the GPU with the least", memory, nothing=no_gpu),
+        Plot("GPU use", "%, the GPU with the least", data.gpu_use, nothing=no_gpu),
         Plot("Goodput", "share of time spent training", data.goodput),
     ]
     return "<h2>Curves</h2>" + "".join(draw(plot, data.first, data.last) for plot in plots)
@@ -155,20 +172,25 @@ def _goodput(data: Data) -> str:
 
 
 def _milestones(data: Data, gate: GateSettings) -> str:
-    rows = []
+    rows: list[str] = []
+    stage = ""
     for milestone in milestones(data, gate):
+        if milestone.stage != stage:
+            stage = milestone.stage
+            rows.append(f'<tr class="stage"><th colspan="3">{escape(stage)}</th></tr>')
         kind, word = _SIGNS[milestone.state]
         detail = when(milestone.reached) if milestone.reached is not None else milestone.reason
-        cells = f'<td>{escape(milestone.stage)}</td><td>{escape(milestone.title)}</td><td class="{kind}">{word}</td>'
+        cells = f'<td>{escape(milestone.title)}</td><td class="state {kind}">{word}</td>'
         rows.append(f'<tr>{cells}<td class="why">{escape(detail)}</td></tr>')
-    head = "<tr><th>stage</th><th>milestone</th><th></th><th>when (UTC), or why not</th></tr>"
-    return _table("Milestones", head, rows)
+    head = "<tr><th>milestone</th><th></th><th>when (UTC), or why not</th></tr>"
+    return _table("Milestones", head, rows, "milestones")
 
 
-def _table(title: str, head: str, rows: list[str]) -> str:
+def _table(title: str, head: str, rows: list[str], kind: str) -> str:
     if not rows:
         return f"<h2>{escape(title)}</h2><p class='none'>none</p>"
-    return f'<h2>{escape(title)}</h2><div class="scroll"><table>{head}{"".join(rows)}</table></div>'
+    table = f'<table class="{kind}">{head}{"".join(rows)}</table>'
+    return f'<h2>{escape(title)}</h2><div class="scroll">{table}</div>'
 
 
 def _costs(data: Data) -> str:
@@ -186,7 +208,7 @@ def _costs(data: Data) -> str:
         '<th class="n">CPU beside</th><th class="n">share</th><th>impact</th><th>status</th></tr>'
     )
     share, budget = data.costs["total_percentage"], data.costs["budget_percentage"]
-    return _table(f"What monitoring costs: {share:.2f}% of training time (budget {budget:g}%)", head, rows)
+    return _table(f"What monitoring costs: {share:.2f}% of training time (budget {budget:g}%)", head, rows, "costs")
 
 
 def _alarms(data: Data) -> list[Mark]:
@@ -207,7 +229,7 @@ def _events(title: str, marks: list[Mark]) -> str:
         f"<td>{escape(mark.msg.partition(chr(10))[0])}</td></tr>"
         for mark in reversed(marks)
     ]
-    return _table(title, "<tr><th>when (UTC)</th><th>event</th><th>what</th></tr>", rows)
+    return _table(title, "<tr><th>when (UTC)</th><th>event</th><th>what</th></tr>", rows, "log")
 
 
 def _foot(data: Data) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from miner_guard.config import GateSettings
 from miner_guard.health.report_data import Data, Mark, Series
 
-_UNREADABLE = "only validators and the chain know; not read by the guard"
+_UNREADABLE = "only validators know"
 _STEP_S = 30.0
 _MEMORY_GB = 10.0
 _STILL_S = 3600.0
@@ -108,8 +108,14 @@ def _validators() -> list[Milestone]:
             "Validators download the gradients",
             "First score updates",
             "Train Random > 10",
+            "Rank improves",
         ),
-        "Day 1-2: score improvement": ("Train Random 20-40", "Train Assigned > 0.3", "Rank < 15"),
+        "Day 1-2: score improvement": (
+            "Train Random 20-40",
+            "Train Assigned > 0.3",
+            "Rank < 15",
+            "Consistent validations",
+        ),
         "Week 1: competitive": (
             "Train Random 40-60",
             "Train Assigned > 0.5",

@@ -5,6 +5,7 @@ Axis labels are HTML beside the drawing, so that they keep their size on a phone
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -55,11 +56,19 @@ class Plot:
     zero: bool = True
     """The axis starts at 0."""
 
+    breaks: Sequence[float] = ()
+    """Times, in order, at which the line breaks: nothing was measured over a restart."""
+
+    nothing: str = "no data"
+    """What stands in place of a drawing without values."""
+
 
 def draw(plot: Plot, first: float, last: float) -> str:
     """The plot as a `<figure>` over the time from `first` to `last`; says so where there is nothing to draw."""
     if not plot.series.values:
-        return f'<figure><figcaption>{escape(plot.title)}</figcaption><p class="none">no data</p></figure>'
+        return (
+            f'<figure><figcaption>{escape(plot.title)}</figcaption><p class="none">{escape(plot.nothing)}</p></figure>'
+        )
     values = [*plot.series.values, *(value for dots in plot.dots for _, value in dots.points)]
     if plot.limit is not None and plot.limit < 3 * max(values):
         values.append(plot.limit)
@@ -77,7 +86,7 @@ def draw(plot: Plot, first: float, last: float) -> str:
     shapes += [_verticals(lines, x) for lines in plot.lines if lines.times]
     if plot.limit is not None and low <= plot.limit <= high:
         shapes.append(f'<path class="limit" d="M0 {y(plot.limit)}H{WIDTH}"/>')
-    shapes.append(f'<path class="line" d="{_path(thinned(plot.series, first, span), x, y)}"/>')
+    shapes.append(f'<path class="line" d="{_path(thinned(plot.series, first, span, plot.breaks), x, y)}"/>')
     for dots in plot.dots:
         points = "".join(f"M{x(time)} {y(value)}h0" for time, value in dots.points)
         if points:
@@ -119,7 +128,9 @@ def _path(points: Iterable[tuple[float, float] | None], x: Scale, y: Scale) -> s
     return "".join(words)
 
 
-def thinned(series: Series, first: float, span: float) -> list[tuple[float, float] | None]:
+def thinned(
+    series: Series, first: float, span: float, breaks: Sequence[float] = ()
+) -> list[tuple[float, float] | None]:
     """Points to draw, None where the line breaks. Extremes survive the thinning."""
     pairs = list(zip(series.times, series.values, strict=True))
     usual = (pairs[-1][0] - pairs[0][0]) / max(len(pairs) - 1, 1)
@@ -136,7 +147,9 @@ def thinned(series: Series, first: float, span: float) -> list[tuple[float, floa
             chosen += sorted(extremes)
         usual = max(usual, span / _COLUMNS)
     for place, pair in enumerate(chosen):
-        if place and pair[0] - chosen[place - 1][0] > _GAP_FACTOR * usual:
+        before = chosen[place - 1][0]
+        broken = bisect.bisect(breaks, before) != bisect.bisect(breaks, pair[0])
+        if place and (broken or pair[0] - before > _GAP_FACTOR * usual):
             points.append(None)
         points.append(pair)
     return points

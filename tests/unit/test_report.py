@@ -91,11 +91,11 @@ def test_the_page_shows_slow_steps_restarts_uploads_and_milestones(tmp_path: Pat
     for words in ("slow step", "restart", "verified", "blocked", "UPLOAD VERIFIED: tag 1.1.57", "limit 2000"):
         assert words in page
     assert "&lt;out of memory&gt;" in page
-    reached = re.findall(r"<td>([^<]*)</td><td class=\"good\">reached", page)
+    reached = re.findall(r"<td>([^<]*)</td><td class=\"state good\">reached", page)
     assert "Inner step reaches 50+" in reached
     assert "Uploads regularly" in reached
     assert "Loss decreasing over time" in reached
-    assert re.search(r"Rank &lt; 15</td><td class=\"\">unknown", page)
+    assert re.search(r"Rank &lt; 15</td><td class=\"state \">unknown", page)
 
 
 @pytest.mark.parametrize(("steps", "blocked_at", "reached"), [(20, 15, False), (60, 15, True), (60, 55, False)])
@@ -106,8 +106,17 @@ def test_no_block_from_step_50_on_is_reached_only_by_a_run_that_came_so_far(
     for number in range(1, steps + 1):
         log.step(number, loss=5.0)
     log.say("upload_blocked", reason="why", outer_step=1, inner_step=blocked_at, kind="gradient", verdicts=[])
-    done = re.findall(r"<td>([^<]*)</td><td class=\"good\">reached", render(log.state))
+    done = re.findall(r"<td>([^<]*)</td><td class=\"state good\">reached", render(log.state))
     assert any("from inner step 50 on" in title for title in done) == reached
+
+
+def test_the_validators_score_is_unknown_unless_the_chain_tells_it(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    score = '<b class="">{}</b><span>validators&#x27; score</span>'
+    assert score.format("unknown") in render(log.state)
+    write_json(log.state.status, {"chain": {"block": 7, "incentive": 0.0123}})
+    assert score.format("0.0123 incentive") in render(log.state)
 
 
 def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> None:
@@ -155,6 +164,11 @@ def test_thinning_keeps_extremes_and_breaks_at_gaps() -> None:
     assert (1234.0, 99.0) in points
     assert points.count(None) == 1
     assert len(points) < 1500
+
+
+def test_a_line_does_not_go_on_over_a_restart(tmp_path: Path) -> None:
+    points = thinned(Series([1.0, 2.0, 3.0, 4.0], [5.0] * 4), 1.0, 3.0, breaks=[2.5])
+    assert points == [(1.0, 5.0), (2.0, 5.0), None, (3.0, 5.0), (4.0, 5.0)]
 
 
 def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
