@@ -1,12 +1,39 @@
-"""sd_notify, as systemd would hear it."""
+"""systemd: sd_notify as it would hear it, and the unit of ops/ under a real one, PID 1 of namespaces of its own."""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import shutil
+import signal
 import socket
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.guarded import Guarded
+import pytest
+
+from tests import needs
+from tests.faults.guarded import REPO, TOKEN, Guarded, living, until
+
+UNIT = REPO / "ops" / "miner-guard.service"
+ALONE = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--cgroup", "--fork", "--kill-child", "--mount-proc"]
+CONTROL_GROUPS = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
+"""Where version 2 of them may be mounted."""
+BOOT = """
+set -e
+mount --make-rprivate /
+mount -t tmpfs tmpfs /run
+umount -R /sys/fs/cgroup
+mount -t cgroup2 none /sys/fs/cgroup
+mkdir -p /run/systemd/system
+cp {unit} /run/systemd/system/
+printf '[Unit]\\nDefaultDependencies=no\\nAllowIsolate=yes\\n' > /run/systemd/system/bare.target
+export container=test
+exec /lib/systemd/systemd --system --unit=bare.target --log-target=console --log-level=warning
+"""
 
 
 def test_readiness_watchdog_and_stop_are_told_and_hidden_from_the_miner(guarded: Guarded, tmp_path: Path) -> None:
@@ -26,4 +53,160 @@ def test_readiness_watchdog_and_stop_are_told_and_hidden_from_the_miner(guarded:
         while "STOPPING=1" not in heard:
             heard.append(systemd.recv(4096).decode())
     assert "socket=." in guarded.tail()
+    guarded.assert_nothing_left()
+
+
+class Systemd:
+    """The unit of ops/ with this test's paths and shorter times, under a systemd that nobody else sees."""
+
+    def __init__(self, guarded: Guarded, folder: Path, miner: list[str]) -> None:
+        self.guarded, self.folder = guarded, folder
+        self.settings = folder / "miner-guard.env"
+        self.unit = folder / UNIT.name
+        # Its slices stand in a control group of the test's, which can be removed with all that is in it.
+        root = next((root for root in CONTROL_GROUPS if (root / "cgroup.procs").exists()), None)
+        if root is None:
+            pytest.skip("there are no control groups of version 2")
+        self._group = root / f"miner-guard-test-{guarded.token}"
+        self.set()
+        self.unit.write_text(self._edited(shlex.join(miner)))
+
+    def set(self, **settings: object) -> None:
+        """Write the file that the unit's EnvironmentFile names."""
+        own = {
+            "MINER_GUARD_STATE_DIR": self.guarded.state.root, "PYTHONPATH": REPO, TOKEN: self.guarded.token,
+            "PATH": os.environ["PATH"], "MINER_GUARD_GPU__PREFLIGHT": "false", "MINER_GUARD_MINER__STOP_TIMEOUT_S": 5,
+        }  # fmt: skip
+        self.settings.write_text("".join(f"{name}={value}\n" for name, value in {**own, **settings}.items()))
+
+    def _edited(self, miner: str) -> str:
+        """What a person edits, and times that a test can wait for; every line must be there."""
+        text = UNIT.read_text()
+        output = f"StandardOutput=append:{self.guarded.output}\nStandardError=inherit\nLimitCORE=0"
+        for pattern, new in (
+            (r"^User=.*$", output), (r"^WorkingDirectory=.*$", f"WorkingDirectory={self.folder}"),
+            (r"^EnvironmentFile=-.*$", f"EnvironmentFile=-{self.settings}"),
+            (r"^ExecStart=\S+", f"ExecStart={needs.tool('miner-guard')}"), (r"(?<= -- )torchrun .*$", miner),
+            (r"^TimeoutStopSec=.*$", "TimeoutStopSec=20"), (r"^WatchdogSec=.*$", "WatchdogSec=6"),
+            (r"^RestartSec=.*$", "RestartSec=1"), (r"^\[Unit\]$", "[Unit]\nDefaultDependencies=no"),
+        ):  # fmt: skip
+            text, lines = re.subn(pattern, lambda _, new=new: new, text, flags=re.MULTILINE)  # type: ignore[misc]
+            assert lines == 1, pattern
+        return text
+
+    def boot(self) -> None:
+        self._group.mkdir()
+        script = BOOT.format(unit=self.unit)
+        with (self.folder / "systemd.log").open("wb") as out:
+            self.outer = subprocess.Popen(
+                [*ALONE, "sh", "-c", script], stdout=out, stderr=subprocess.STDOUT, preexec_fn=self._into_group
+            )
+        try:
+            until(lambda: self("is-system-running") in ("running", "degraded"), 60, "systemd to be up")
+        except AssertionError:
+            pytest.skip(
+                f"systemd does not boot in a namespace here: {(self.folder / 'systemd.log').read_text()[-300:]}"
+            )
+
+    def _into_group(self) -> None:
+        (self._group / "cgroup.procs").write_text("0")
+
+    def __call__(self, *words: str) -> str:
+        """What systemctl answers."""
+        try:
+            inner = Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children").read_text().split()
+        except OSError:
+            return ""
+        if not inner:
+            return ""
+        line = ["nsenter", "--all", "--target", inner[0], "systemctl", *words]
+        return subprocess.run(line, capture_output=True, text=True, timeout=60).stdout.strip()
+
+    def show(self, name: str) -> str:
+        return self("show", "--value", "-p", name, "miner-guard")
+
+    def becomes(self, active: str, seconds: float = 60) -> None:
+        until(
+            lambda: self.show("ActiveState") == active, seconds,
+            lambda: f"{active}: {self('status', 'miner-guard')} {self.guarded.tail()}",
+        )  # fmt: skip
+
+    def end(self) -> None:
+        self.outer.kill()
+        self.outer.wait(30)
+        inside = sorted((path for path in self._group.rglob("*") if path.is_dir()), reverse=True)
+        for path in [*inside, self._group]:
+            until(lambda path=path: _removed(path), 20, f"{path} to be empty")  # type: ignore[misc]
+
+
+def _removed(group: Path) -> bool:
+    try:
+        group.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def systemd(guarded: Guarded, tmp_path: Path) -> Iterator[Systemd]:
+    """Not booted yet; its miner writes a checkpoint when it is told to stop."""
+    # It belongs to the machine, not to what the project can install: without it these tests are skipped, also in CI.
+    if shutil.which("systemd-analyze") is None or shutil.which("nsenter") is None:
+        pytest.skip("systemd is not installed")
+    if subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0:
+        pytest.skip("namespaces are not permitted here")
+    if os.geteuid() != 0:
+        pytest.skip("only root has control groups to give away")
+    made = Systemd(guarded, tmp_path, guarded.miner("graceful", 0.5, tmp_path / "checkpoint"))
+    try:
+        made.boot()
+        yield made
+    finally:
+        made.end()
+
+
+def _guards(guarded: Guarded) -> list[int]:
+    return [pid for pid, words in living(guarded.token) if "graceful.py" in words and " run " in words]
+
+
+def test_the_unit_is_well_formed(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not installed")
+    unit = tmp_path / UNIT.name
+    unit.write_text(re.sub(r"(?m)^ExecStart=\S+", f"ExecStart={needs.tool('miner-guard')}", UNIT.read_text()))
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_the_unit_starts_stops_in_order_and_comes_back_after_a_kill(systemd: Systemd, guarded: Guarded) -> None:
+    systemd("start", "miner-guard")
+    systemd.becomes("active")
+    until(lambda: "State running" in systemd.show("StatusText"), 30, "the status line")
+    until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 1, 30, "the miner")
+    (guard,) = _guards(guarded)
+    os.kill(guard, signal.SIGKILL)
+    until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 2, 60, guarded.tail())
+    assert systemd.show("NRestarts") == "1"
+    assert len(_guards(guarded)) == 1
+    # A guard that is wedged: the watchdog ends it, and a new one ends what is left.
+    os.kill(_guards(guarded)[0], signal.SIGSTOP)
+    until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 3, 90, guarded.tail())
+    assert systemd.show("NRestarts") == "2"
+    assert not (systemd.folder / "checkpoint").exists()
+    systemd("stop", "miner-guard")
+    systemd.becomes("inactive")
+    assert (systemd.folder / "checkpoint").read_text() == "checkpoint SIGTERM\n"
+    assert systemd.show("Result") == "success"
+    guarded.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_the_unit_does_not_start_again_what_a_restart_cant_mend(systemd: Systemd, guarded: Guarded) -> None:
+    systemd.set(MINER_GUARD_GATE__MIN_INNER_STEP="many")
+    systemd("start", "miner-guard")
+    systemd.becomes("failed")
+    time.sleep(2)
+    assert systemd.show("ExecMainStatus") == "78"
+    assert systemd.show("NRestarts") == "0"
     guarded.assert_nothing_left()
