@@ -1,50 +1,95 @@
-"""The guard as PID 1 of a PID namespace, which is what a container's entry point is."""
+"""The entry point of ops/Dockerfile as PID 1 of a PID namespace, which is what it is in a container."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
 from tests import needs
 from tests.faults.guarded import REPO, TOKEN, Guarded, living, until
 
-FAST = {"MINER_GUARD_MINER__STOP_TIMEOUT_S": "3", "MINER_GUARD_GPU__PREFLIGHT": "false"}
-ZOMBIES = """
-import os, subprocess, time
+ALONE = ["unshare", "--fork", "--pid", "--mount-proc"]
+ORPHANS = """
+import os, signal, subprocess, time
+signal.signal(signal.SIGUSR1, lambda *_: print("got it", flush=True))
 for _ in range(5):
     if os.fork() == 0:
         subprocess.Popen(["sleep", "0.2"], start_new_session=True)
         os._exit(0)
     os.wait()
 print("orphans made", flush=True)
-time.sleep(600)
+while True:
+    time.sleep(0.1)
 """
 
 
+class Container:
+    """The entry point, and the process that it is for the host."""
+
+    def __init__(self, guarded: Guarded, *command: str, **settings: object) -> None:
+        needs.tool("unshare")
+        if subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0:
+            pytest.skip("PID namespaces are not permitted here")
+        entry = re.search(r"^ENTRYPOINT (\[.*\])$", (REPO / "ops" / "Dockerfile").read_text(), re.MULTILINE)
+        assert entry is not None
+        program, *words = json.loads(entry[1])
+        own = {f"MINER_GUARD_{name}": str(value) for name, value in settings.items()}
+        env = {
+            **os.environ, "MINER_GUARD_STATE_DIR": str(guarded.state.root), "MINER_GUARD_GPU__PREFLIGHT": "false",
+            "MINER_GUARD_MINER__STOP_TIMEOUT_S": "3", "MINER_GUARD_RESTART__BACKOFF_S": "0.1", "PYTHONPATH": str(REPO),
+            TOKEN: guarded.token, **own,
+        }  # fmt: skip
+        line = [*ALONE, needs.tool(program), *words, *command]
+        with guarded.output.open("wb") as out:
+            self.process = subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT)
+        guarded.processes.append(self.process)
+
+    @property
+    def guard(self) -> int:
+        """The guard's pid outside."""
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
+
+
 def test_it_reaps_forwards_and_leaves_nothing(guarded: Guarded) -> None:
-    unshare = [needs.tool("unshare"), "--fork", "--pid", "--mount-proc"]
-    if subprocess.run([*unshare, "true"], capture_output=True).returncode != 0:
-        pytest.skip("PID namespaces are not permitted here")
-    line = [*unshare, sys.executable, "-m", "miner_guard", "run", "--state-dir", str(guarded.state.root), "--"]
-    env = {**os.environ, **FAST, TOKEN: guarded.token, "PYTHONPATH": str(REPO)}
-    with guarded.output.open("wb") as out:
-        outer = subprocess.Popen([*line, sys.executable, "-c", ZOMBIES], env=env, stdout=out, stderr=subprocess.STDOUT)
-    guarded.processes.append(outer)
+    container = Container(guarded, sys.executable, "-c", ORPHANS)
     until(lambda: b"orphans made" in guarded.output.read_bytes(), 30, "the miner")
     assert guarded.named("guard_started")[0]["pid"] == 1
-    guard = next(pid for pid, words in living(guarded.token) if words.startswith(sys.executable) and " run " in words)
-    until(lambda: not _zombies_of(guard), 30, "the orphans to be reaped")
-    os.kill(guard, signal.SIGTERM)
-    assert outer.wait(30) == 0
+    until(lambda: not any(words.startswith("sleep") for _, words in living(guarded.token)), 30, "the orphans to end")
+    until(lambda: not _zombies_of(container.guard), 30, "the orphans to be reaped")
+    os.kill(container.guard, signal.SIGUSR1)
+    until(lambda: b"got it" in guarded.output.read_bytes(), 30, "the signal to reach the miner")
+    # `docker stop`.
+    os.kill(container.guard, signal.SIGTERM)
+    assert container.process.wait(30) == 0
+    guarded.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"), [({"MINER__FINITE": "true"}, 63), ({"RESTART__MAX_RESTARTS": 1}, 75), ({"GATE__MODE": 1}, 78)]
+)
+def test_the_containers_exit_code_is_the_guards(guarded: Guarded, settings: dict[str, object], code: int) -> None:
+    container = Container(guarded, "true", **settings)
+    assert container.process.wait(60) == code, guarded.tail()
+    guarded.assert_nothing_left()
+
+
+def test_nothing_outlives_a_killed_container(guarded: Guarded) -> None:
+    container = Container(guarded, *guarded.miner("family", "stay"))
+    until(lambda: b"family complete" in guarded.output.read_bytes(), 30, "the miner")
+    assert len(living(guarded.token)) >= 8
+    # `docker kill`.
+    os.kill(container.guard, signal.SIGKILL)
+    container.process.wait(30)
     guarded.assert_nothing_left()
 
 
 def _zombies_of(guard: int) -> list[str]:
-    time.sleep(0.2)
     listed = subprocess.run(["ps", "--ppid", str(guard), "-o", "stat="], capture_output=True, text=True).stdout
     return [state for state in listed.split() if state.startswith("Z")]
