@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,3 +49,14 @@ def json_line(record: Mapping[str, Any]) -> str:
 def rotated(path: Path, number: int) -> Path:
     """`guard.jsonl.1` is the youngest of the rotated files."""
     return path.with_name(f"{path.name}.{number}")
+
+
+def rotate(path: Path, keep: int) -> None:
+    """Give every file the next number and the youngest the first, of which `keep` stay. Raises OSError."""
+    for number in range(keep, 0, -1):
+        older = rotated(path, number)
+        newer = rotated(path, number - 1) if number > 1 else path
+        if newer.exists():
+            os.replace(newer, older)
+    if keep == 0:
+        path.unlink(missing_ok=True)

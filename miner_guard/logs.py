@@ -14,7 +14,7 @@ from miner_guard import events
 from miner_guard.clock import Clock, iso_utc
 from miner_guard.config import LogSettings
 from miner_guard.events import CATALOGUE, LEVELS, Finding
-from miner_guard.lines import console_line, json_line, rotated
+from miner_guard.lines import console_line, json_line, rotate, rotated
 from miner_guard.redact import Redactor
 from miner_guard.unimported import unimported
 
@@ -156,13 +156,7 @@ class JsonlSink:
         assert self._fd is not None
         os.close(self._fd)
         self._fd = None
-        for number in range(self._settings.keep, 0, -1):
-            older = rotated(self._path, number)
-            newer = rotated(self._path, number - 1) if number > 1 else self._path
-            if newer.exists():
-                os.replace(newer, older)
-        if self._settings.keep == 0:
-            self._path.unlink(missing_ok=True)
+        rotate(self._path, self._settings.keep)
         self._open()
 
     def close(self) -> None:

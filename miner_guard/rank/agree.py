@@ -23,6 +23,30 @@ class Disagreed(Exception):
     """The ranks have no common answer: one did not ask, asked something else, or the group is broken."""
 
 
+class Founder:
+    """Makes the group; where that failed, again at the 1st, 2nd, 4th, 8th … question and not at each.
+
+    By questions and not by time, so that all ranks try at the same one: a try is collective and may last the timeout.
+    """
+
+    def __init__(self, dist: Any, timeout_s: float) -> None:
+        self._dist = dist
+        self._timeout_s = timeout_s
+        self._failure: str | None = None
+        self._asked = 0
+
+    def group(self) -> Group:
+        """The group. Collective. Raises Disagreed where it is not there."""
+        self._asked += self._failure is not None
+        if self._asked & (self._asked - 1):
+            raise Disagreed(f"the ranks have no group to agree in: {self._failure}")
+        try:
+            return Group(self._dist, self._timeout_s)
+        except Exception as error:  # what torch.distributed raises differs between backends and versions
+            self._failure = _reason(error)
+            raise Disagreed(f"the ranks' group could not be made: {self._failure}") from error
+
+
 class Alone:
     """A world of one rank: its own answer is everybody's."""
 
@@ -64,10 +88,11 @@ class Group:
         words = self._torch.zeros(_HEAD + _WORDS, dtype=self._torch.int64)
         words[_SUM] = mark
         if self._rank == 0:
-            if answer is None or len(answer) > PAYLOAD_BYTES:
-                raise AssertionError("rank 0 always has an answer that fits")
-            words[_LENGTH], words[_OWN] = len(answer), mark
-            padded = bytearray(answer.ljust(PAYLOAD_BYTES, b"\0"))
+            # Without an answer too: the others wait for this one.
+            fits = answer is not None and len(answer) <= PAYLOAD_BYTES
+            own = answer if answer is not None and fits else b""
+            words[_LENGTH], words[_OWN] = len(own) if fits else -1, mark
+            padded = bytearray(own.ljust(PAYLOAD_BYTES, b"\0"))
             words[_HEAD:] = self._torch.frombuffer(padded, dtype=self._torch.int64)
         started = time.monotonic()
         try:
@@ -84,6 +109,8 @@ class Group:
         # The marks add up to a multiple of rank 0's only if all ranks asked the same.
         if head[_SUM] != head[_OWN] * self._size:
             raise Disagreed(f"the ranks ask different questions; this one: {question}")
+        if head[_LENGTH] < 0:
+            raise Disagreed("rank 0 had no answer, or one that is too long")
         used = words[_HEAD : _HEAD + -(-head[_LENGTH] // 8)].tolist()
         return b"".join(word.to_bytes(8, "little", signed=True) for word in used)[: head[_LENGTH]]
 

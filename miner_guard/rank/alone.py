@@ -19,14 +19,17 @@ from typing import Any
 from miner_guard import events
 from miner_guard.blocks import gb
 from miner_guard.clock import iso_utc
-from miner_guard.config import StepSettings
+from miner_guard.config import LogSettings, StepSettings
 from miner_guard.events import CATALOGUE, Finding
-from miner_guard.lines import console_line, json_line
+from miner_guard.lines import console_line, json_line, rotate
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir
 
 _LONGEST_QUEUE = 1000
+_LARGEST_LOG = LogSettings.max_bytes
+_KEPT_LOGS = LogSettings.keep
 _STEP_LINES_PER_S = 5.0
+_LEFT_OUT_EVERY_S = 60.0
 _LAST_WORDS_S = 1.0
 """How long the end of the process waits for the last lines."""
 
@@ -45,7 +48,11 @@ class OwnLog:
         self._idle = threading.Event()
         self._thread: threading.Thread | None = None
         self.left_out = 0
-        """Findings that did not fit the queue."""
+        """Findings that did not fit the queue, or that could not be written."""
+
+        self._why = "too many at once"
+        self._left_out_said = 0
+        self._say_again = -math.inf
 
         # Its own descriptor: bittensor and others strip handlers from loggers and replace sys.stdout.
         self._console: int | None = _own_descriptor(1)
@@ -79,9 +86,26 @@ class OwnLog:
             self._wake.wait()
             self._wake.clear()
             while self._queue:
-                self._write(self._queue.popleft())
+                self._try(self._queue.popleft())
+            self._say_left_out()
             if not self._queue:
                 self._idle.set()
+
+    def _try(self, finding: Finding) -> None:
+        try:
+            self._write(finding)
+        except Exception as error:  # noqa: BLE001 - one that can't be shown must not silence the rest; it is counted and said
+            self.left_out += 1
+            self._why = f"{finding.event}: {type(error).__name__}: {error}"[:200]
+
+    def _say_left_out(self) -> None:
+        now = time.monotonic()
+        count = self.left_out - self._left_out_said
+        if count <= 0 or now < self._say_again:
+            return
+        self._left_out_said, self._say_again = self.left_out, now + _LEFT_OUT_EVERY_S
+        what = f"{count} lines of this rank could not be logged, the last one: {self._why}"
+        self._try(events.found("guard_degraded", what=what))
 
     def _write(self, finding: Finding) -> None:
         record = self._redactor.value(self._record(finding))
@@ -111,15 +135,22 @@ class OwnLog:
         try:
             state.root.mkdir(parents=True, exist_ok=True)
             fd = os.open(state.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            self.left_out += 1
+        except OSError as error:
+            self._lost(error)
             return
         try:
             os.write(fd, line.encode("utf-8", "replace"))
-        except OSError:
-            self.left_out += 1
+            # Every rank opens it for each line, so that one of them may move it away.
+            if self._rank == 0 and os.fstat(fd).st_size > _LARGEST_LOG:
+                rotate(state.log, _KEPT_LOGS)
+        except OSError as error:
+            self._lost(error)
         finally:
             os.close(fd)
+
+    def _lost(self, error: OSError) -> None:
+        self.left_out += 1
+        self._why = f"guard.jsonl: {error.strerror or error}"
 
 
 class StepLines:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
-from miner_guard.rank.recorder import Recorder
+from miner_guard.rank.recorder import Recorder, describe
 
 OWN = "guard.hook"
 """The hook's own work, as an operation like everybody else's."""
@@ -30,7 +30,9 @@ class Costs:
         self._flushed = -math.inf
 
     def add(self, operation: str, seconds: float, blocking: bool) -> None:
-        """Account for one run of an operation."""
+        """Account for one run of an operation. Raises ValueError for a time that is none."""
+        if not 0.0 <= seconds < math.inf:
+            raise ValueError(f"{operation} took {seconds} s: not a time; it would spoil the whole account")
         key = (operation, blocking)
         if key not in self._sums and len(self._sums) >= _MOST_OPERATIONS:
             key = ("others", blocking)
@@ -72,4 +74,7 @@ class Costs:
         try:
             yield
         finally:
-            self.add(operation, self._monotonic() - started, True)
+            try:
+                self.add(str(operation), self._monotonic() - started, True)
+            except Exception as error:  # noqa: BLE001 - what was timed has its own outcome; said as guard_degraded
+                self._recorder.trouble("track", f"guard.track: {describe(error)}; training goes on")

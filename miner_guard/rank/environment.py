@@ -6,15 +6,19 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from miner_guard.config import CostSettings, GateSettings, GpuSettings, StepSettings
+from miner_guard.rank.flight import process_start
 from miner_guard.statedir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 
 T = TypeVar("T")
+
+RANK_ABOVE = "_MINER_GUARD_RANK_ABOVE"
+"""In the environment of what a rank starts: the rank's pid, its start, its rank and world size."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = Non
     if dist is not None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
     folder = state_dir or env.get(STATE_DIR) or env.get("MINER_GUARD_STATE_DIR")
+    if _is_of_a_rank(env, rank, world_size):
+        folder = None
     return Place(
         rank=rank,
         local_rank=_number(env, "LOCAL_RANK", 0, remarks),
@@ -62,6 +68,35 @@ def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = Non
         settings=_settings(env.get(RANK_SETTINGS), remarks),
         remarks=tuple(remarks),
     )
+
+
+def mark(place: Place) -> None:
+    """Let what this process starts know whose it is: a spawned dataloader worker runs the script's top level again."""
+    if place.state is not None:
+        os.environ[RANK_ABOVE] = f"{os.getpid()} {process_start(os.getpid())} {place.rank} {place.world_size}"
+
+
+def unmark() -> None:
+    """This process is no rank any more."""
+    os.environ.pop(RANK_ABOVE, None)
+
+
+def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
+    """Whether a process above this one is the very rank that this one takes itself for: the record is that one's."""
+    try:
+        pid, start, its_rank, its_world = map(int, env.get(RANK_ABOVE, "").split())
+        return (its_rank, its_world) == (rank, world_size) and pid in _above() and process_start(pid) == start
+    except (ValueError, OSError):
+        return False
+
+
+def _above() -> Iterator[int]:
+    """The processes above this one, the nearest first."""
+    pid = os.getpid()
+    while pid > 1:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            pid = int(file.read().rsplit(b")", 1)[1].split()[1])
+        yield pid
 
 
 def initialised_distributed() -> Any | None:

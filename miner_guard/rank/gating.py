@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from miner_guard.events import Finding, found
 from miner_guard.rank.agree import PAYLOAD_BYTES, Disagreed
 from miner_guard.rank.environment import Place
 from miner_guard.rank.recorder import describe
@@ -16,6 +17,8 @@ from uploads.decision import GateDecision
 from uploads.inputs import GateInputs, read, unknown
 from validators.facts import Candidate
 from validators.verdict import Verdict
+
+_SHORT = 100
 
 
 class Agreement(Protocol):
@@ -99,6 +102,10 @@ def pack(decision: GateDecision) -> bytes:
     payload = _encoded(document)
     if len(payload) > PAYLOAD_BYTES:
         payload = _encoded({**document, "verdicts": [], "reason": decision.reason[:1000]})
+    if len(payload) > PAYLOAD_BYTES:
+        # Not ASCII: up to twelve bytes a character.
+        short = {"reason": decision.reason[:_SHORT], "kind": str(decision.kind)[:_SHORT]}
+        payload = _encoded({**document, "verdicts": [], **short})
     return payload
 
 
@@ -111,3 +118,12 @@ def entry_of(decision: GateDecision) -> dict[str, Any]:
     document = decision.as_dict()
     document["upload_kind"] = document.pop("kind")
     return {"kind": "decision", **document}
+
+
+def finding_of(decision: GateDecision) -> Finding:
+    """The decision as an event, for a rank that logs by itself."""
+    return found(
+        "upload_allowed" if decision.allowed else "upload_blocked", rank=0, reason=decision.reason,
+        outer_step=decision.outer_step, inner_step=decision.inner_step, kind=decision.kind,
+        verdicts=[v.as_dict() for v in decision.verdicts], decision_id=decision.decision_id,
+    )  # fmt: skip

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, ParamSpec, TypeVar
 
-from miner_guard.events import Finding, found
+from miner_guard.events import Finding
 from miner_guard.rank import agree, collectives, environment, gating, stacks
 from miner_guard.rank.costs import Costs
 from miner_guard.rank.phases import Phase, Phases
@@ -76,6 +76,7 @@ class Guard:
         self._costs = Costs(self._recorder, monotonic)
         self._stepper = Stepper(place, self._recorder, self._phases, self._degraded)
         self._agreement: gating.Agreement | None = None
+        self._founder: agree.Founder | None = None
         self._checkpoints = 0
         self._notices: tuple[int, bool, int] = (-1, False, 0)
         self._closed = False
@@ -180,14 +181,16 @@ class Guard:
         if not self._recorder.journal(entry):
             self._recorder.journal({**entry, "verdicts": [], "record": {}})
         if self._recorder.bell.alone:
-            self._recorder.own_log.say(_finding_of(decision))
+            self._recorder.own_log.say(gating.finding_of(decision))
 
     def _agreed(self) -> gating.Agreement:
         """How the ranks agree; made where all of them are sure to come by. Raises where there is no way."""
         if self._agreement is None:
             dist = environment.initialised_distributed()
             if dist is not None and dist.get_world_size() > 1:
-                self._agreement = agree.Group(dist, self.place.settings.gate.broadcast_timeout_s)
+                if self._founder is None:
+                    self._founder = agree.Founder(dist, self.place.settings.gate.broadcast_timeout_s)
+                self._agreement = self._founder.group()
             elif self.world_size > 1:
                 raise agree.Disagreed(
                     f"torch.distributed is not initialised, so the {self.world_size} ranks can't agree"
@@ -201,7 +204,11 @@ class Guard:
 
         Set `tag`, `size_bytes` on what it yields, where they are known. What the body raises is recorded and goes on.
         """
-        return Upload(self._recorder, self._phases.named("upload"), decision, self._gate.uploaded)
+        given: Any = decision
+        if not isinstance(given, GateDecision):
+            self._degraded("upload", TypeError(f"{type(given).__name__} is no decision of may_upload"))
+            given = self._gate.blocked(Candidate("gradient", -1, -1), "no decision was given")
+        return Upload(self._recorder, self._phases.named("upload"), given, self._gate.uploaded)
 
     @_harmless(lambda: False)
     def upload_due(self) -> bool:
@@ -223,15 +230,20 @@ class Guard:
     def _notice(self) -> tuple[int, bool, int]:
         """(step, upload due, checkpoints asked for) as rank 0 sees it, shared once a step."""
         if self._notices[0] != self._stepper.count:
-            own = None
-            if self.rank == 0:
-                flight = self._recorder.flight
-                asked = 0 if flight is None else flight.checkpoint_requests()
-                own = b"%d %d" % (self._gate.due(), asked)
+            own = self._notice_here() if self.rank == 0 else None
             with self._phases.named("collective"):
                 due, requests = self._agreed().share(f"notice {self._stepper.count}", own).split()
             self._notices = (self._stepper.count, due == b"1", int(requests))
         return self._notices
+
+    def _notice_here(self) -> bytes:
+        flight = self._recorder.flight
+        asked = 0 if flight is None else flight.checkpoint_requests()
+        try:
+            return b"%d %d" % (self._gate.due(), asked)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; said as guard_degraded
+            self._degraded("upload_due", error)
+            return b"0 %d" % asked
 
     # the rest
 
@@ -304,10 +316,12 @@ class Guard:
         """`with guard.track("eval"): …` times a monitoring operation that training waits for."""
         return self._costs.track(operation)
 
+    @_harmless(lambda: False)
     def journal(self, document: Any, /) -> bool:
         """Append an entry that must not be lost; False where there is no room or no flight record."""
         return self._recorder.journal(document)
 
+    @_harmless(_nothing)
     def emit(self, finding: Finding, /) -> None:
         """Log a finding: through the supervisor where there is one, else here."""
         self._recorder.emit(finding)
@@ -323,6 +337,7 @@ class Guard:
         self._costs.flush()
         self._closed = True
         self._phases.live = False
+        environment.unmark()
         self._recorder.close(FINISHED if finished and error is None else CLOSED)
 
     def _degraded(self, where: str, error: BaseException) -> None:
@@ -361,14 +376,6 @@ def _forget(guard: weakref.ref[Guard]) -> None:
         own._forked()
 
 
-def _finding_of(decision: GateDecision) -> Finding:
-    return found(
-        "upload_allowed" if decision.allowed else "upload_blocked", rank=0, reason=decision.reason,
-        outer_step=decision.outer_step, inner_step=decision.inner_step, kind=decision.kind,
-        verdicts=[v.as_dict() for v in decision.verdicts], decision_id=decision.decision_id,
-    )  # fmt: skip
-
-
 _current: Guard | None = None
 
 
@@ -392,5 +399,6 @@ def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
         guard = Guard(environment.Place(0, 0, 1, f"alone-{os.getpid()}", None, environment.RankSettings()))
         guard._degraded("init", error)
     guard._begin(agree)
+    guard._attempt("mark", environment.mark, guard.place)
     _current = guard
     return guard

@@ -19,6 +19,10 @@ _MOST_NAMES = 256
 """Names that are remembered; a program that makes up new ones has the rest of them made afresh each time."""
 
 
+_DEEPEST = 64
+"""Open phases; more of them were entered by hand and forgotten, and each step would take longer."""
+
+
 class Header(Protocol):
     """Where the current phase is shown."""
 
@@ -88,6 +92,8 @@ class Phases:
             self.nested_in_monitor += elapsed
 
     def enter(self, phase: Phase, now: float) -> None:
+        if len(self.stack) >= _DEEPEST:
+            raise OverflowError(f"{_DEEPEST} phases are open, {phase.name} is not followed: they are never left")
         self.stack.append(Open(phase, now))
         self.header.phase(phase.packed, now, now, phase.allowance_s)
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from miner_guard.clock import FakeClock
 from miner_guard.costs.tracker import MonitoringCostTracker
+from miner_guard.rank import agree, gating
 from miner_guard.rank.hook import Guard
 from miner_guard.statedir import StateDir
+from tests import needs
 from tests.unit.rank.helpers import Clock, entries, place, reader_of, said
+from uploads.decision import GateDecision
+from validators.verdict import Verdict
 
 
 def test_a_loss_shown_as_zero_beside_a_nan_gradient_norm_blocks_the_upload(guard: Guard) -> None:
@@ -133,3 +139,75 @@ def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> N
     assert guard.checkpoint_requested() is False
     guard.step()
     assert guard.checkpoint_requested() is False
+
+
+class _OneProcess:
+    """torch.distributed of two ranks, as far as one process can be it: what the other adds is `other`."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+        self.groups = self.sums = 0
+        self.other: Callable[[Any], None] = lambda _words: None
+
+    def get_rank(self) -> int:
+        return 0
+
+    def get_world_size(self) -> int:
+        return 2
+
+    def new_group(self, **_options: object) -> object:
+        self.groups += 1
+        if self.groups <= self.failures:
+            raise RuntimeError("[enforce fail] gloo finds no interface. More words")
+        return self
+
+    def all_reduce(self, words: Any, group: object) -> None:
+        self.sums += 1
+        words[2] *= 2
+
+
+def test_a_group_that_cannot_be_made_is_tried_again_more_and_more_rarely() -> None:
+    """Guards against a step that waits 60 s for it each time: `upload_due` is asked at every step."""
+    dist = _OneProcess(failures=10**9)
+    founder = agree.Founder(dist, 60.0)
+    for _ in range(1000):
+        with pytest.raises(agree.Disagreed, match="gloo finds no interface"):
+            founder.group()
+    assert dist.groups == 11
+
+
+def test_a_group_that_can_be_made_later_is_made() -> None:
+    needs.module("torch")
+    founder = agree.Founder(_OneProcess(failures=1), 60.0)
+    with pytest.raises(agree.Disagreed):
+        founder.group()
+    assert isinstance(founder.group(), agree.Group)
+
+
+@pytest.mark.parametrize("answer", [None, b"x" * (agree.PAYLOAD_BYTES + 1)])
+def test_rank_0_comes_to_the_others_without_an_answer_too(answer: bytes | None) -> None:
+    """Guards against ranks that wait out their timeout, and a group that is broken for good, for want of an answer."""
+    needs.module("torch")
+    dist = _OneProcess()
+    with pytest.raises(agree.Disagreed, match="rank 0 had no answer, or one that is too long"):
+        agree.Group(dist, 60.0).share("upload 1", answer)
+    assert dist.sums == 1
+    assert agree.Group(dist, 60.0).share("upload 1", b"go") == b"go"
+
+
+def test_a_decision_travels_whatever_its_words_are() -> None:
+    words = "\N{ROCKET}" * 5000
+    decision = GateDecision(False, words, 1, 2, words, (Verdict("loss", "block", None, None, words),))
+    assert len(gating.pack(decision)) <= agree.PAYLOAD_BYTES
+
+
+def test_an_error_in_rank_0s_own_look_does_not_keep_it_from_the_others(
+    guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise TypeError("age")
+
+    monkeypatch.setattr("uploads.gate.due", broken)
+    reader_of(state).request_checkpoint()
+    assert guard.checkpoint_requested()
+    assert any("guard.upload_due: TypeError: age" in words for words in said(state))

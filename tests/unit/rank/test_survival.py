@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from miner_guard.rank import hook, stacks
+from miner_guard.events import Finding, found
+from miner_guard.rank import alone, hook, stacks
 from miner_guard.rank.environment import RankSettings
 from miner_guard.rank.hook import Guard
 from miner_guard.rank.stacks import STACKS_SIGNAL, SignalTaken
@@ -192,4 +194,80 @@ def test_init_gives_the_same_guard_until_it_is_closed(state: StateDir, monkeypat
     first = hook.init(state.root)
     assert hook.init() is first
     first.close()
-    assert hook.init(state.root) is not first
+    second = hook.init(state.root)
+    assert second is not first
+    second.close()
+
+
+def test_a_spawned_worker_that_runs_the_script_again_leaves_the_ranks_record_alone(
+    state: StateDir, listener: socket.socket, tmp_path: Path
+) -> None:
+    """Guards against a hang that is none: a dataloader's worker replaced the record that the rank wrote into."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing, sys, miner_guard\n"
+        "guard = miner_guard.init(sys.argv[1])\n"
+        "if __name__ == '__main__':\n"
+        "    guard.step(inner_step=1)\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    worker.start(); worker.join()\n"
+        "    assert worker.exitcode == 0\n"
+        "    guard.step(inner_step=2)\n"
+        "    guard.close(finished=True)\n"
+    )
+    subprocess.run([sys.executable, str(script), str(state.root)], check=True, timeout=60)
+    assert [s.inner_step for s in reader_of(state).steps()] == [1, 2]
+    assert state_of(state) == "finished"
+
+
+def test_what_is_handed_to_the_guard_by_mistake_is_said_and_raises_nothing(guard: Guard, state: StateDir) -> None:
+    """Guards against a training that ends because of a line that was only to be logged."""
+    circle: dict[str, object] = {}
+    circle["itself"] = circle
+    assert guard.journal(circle) is False
+    assert guard.journal({(1, 2): 3}) is False
+    guard.add_cost("eval", math.nan)
+    guard.add_cost("eval", math.inf)
+    nothing: Any = None
+    with guard.upload(nothing) as upload:
+        upload.tag = "5.56.84"
+    with guard.track(nothing):
+        pass
+    for _ in range(200):
+        guard.phase("data").__enter__()
+    guard.step(loss=1.0)
+    words = " ".join(said(state))
+    for part in (
+        "guard.journal: ValueError",
+        "guard.add_cost: ValueError: eval took nan s",
+        "no decision of may_upload",
+    ):
+        assert part in words
+    assert "64 phases are open" in words
+    assert len(guard._phases.stack) == 64
+
+
+def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(state: StateDir) -> None:
+    """Guards against a log that ends without a word: one exception ended the thread that writes it."""
+    guard = Guard(place(state))
+    guard.emit(Finding("no_such_event", {}))
+    guard.emit(found("rank_message", text="still here"))
+    guard.close()
+    messages = [json.loads(line)["msg"] for line in state.log.read_text().splitlines()]
+    assert "still here" in messages
+    assert any("1 lines of this rank could not be logged, the last one: no_such_event" in m for m in messages)
+
+
+def test_the_log_of_a_rank_without_a_supervisor_does_not_fill_the_disk(
+    state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alone, "_LARGEST_LOG", 2000)
+    monkeypatch.setattr(alone, "_KEPT_LOGS", 2)
+    log = alone.OwnLog(0, "r1", state)
+    for number in range(100):
+        log.say(found("rank_message", text=f"line {number}"))
+    log.flush(30.0)
+    files = sorted(state.root.glob("guard.jsonl*"))
+    assert [file.name for file in files] == ["guard.jsonl", "guard.jsonl.1", "guard.jsonl.2"]
+    assert sum(file.stat().st_size for file in files) < 3 * 2300
+    assert json.loads(files[0].read_text().splitlines()[-1])["msg"] == "line 99"
