@@ -136,6 +136,33 @@ def test_scheduled_slow_steps_are_said_to_come_regularly() -> None:
     assert "every 50 values" in seen[0].detail
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_language_model_that_is_stuck_near_chance_is_a_plateau(seed: int) -> None:
+    source = random.Random(seed)
+    stuck = [(10.2 + 0.77 * math.exp(-n / 8)) * source.gauss(1, 0.01) for n in range(200)]
+    assert found(trace_of(loss=stuck)) == [("plateau_high", 100)]
+    begins = [(10.97 - 0.004 * n) * source.gauss(1, 0.01) for n in range(200)]
+    tuned = [(1.2 + 0.09 * math.exp(-n / 8)) * source.gauss(1, 0.01) for n in range(200)]
+    assert found(trace_of(loss=begins)) == []
+    assert found(trace_of(loss=tuned)) == []
+
+
+def test_a_loss_that_explodes_to_where_it_began_and_stays_is_no_restart() -> None:
+    values = healthy(600)
+    exploded = changed(values, lambda n, v: v if n < 400 else v * values[0] / values[400])
+    assert found(trace_of(loss=exploded)) == [("divergence", 400)]
+    assert found(trace_of(loss=values[:400] + values[:200])) == [], "it begins anew"
+
+
+def test_a_leak_that_begins_late_is_found_where_it_begins() -> None:
+    leak = [18.4 + 0.02 * max(0, n - 400) for n in range(600)]
+    ((kind, at),) = found(trace_of(gpu_mem_gb=leak))
+    assert kind == "memory_leak"
+    assert abs(at - 400) <= 20
+    grown = [18.4 if n < 400 else 19.9 for n in range(600)]
+    assert found(trace_of(gpu_mem_gb=grown)) == [], "one allocation is no leak"
+
+
 def test_memory_drop_leak_and_start_up() -> None:
     assert found(trace_of(gpu_mem_gb=[1, 5, 9, 14, *[18.0] * 100])) == []
     assert found(trace_of(gpu_mem_gb=[18.0] * 60 + [2.0] + [18.0] * 60)) == [("memory_drop", 60)]

@@ -150,12 +150,19 @@ _FLAT_LEAST = 9
 _FLAT_FALL = 0.03
 _FLAT_FIRST = 0.045
 _FLAT_ERROR = 0.02
+_CHANCE = (7.0, 13.0)
+"""Nats: the first loss of an untrained language model is ln(vocabulary), here of 1,100 to 440,000 tokens."""
+
+_LEARNED = 0.12
+"""A language model that learns no more than how often each token comes has fallen by a quarter of that."""
+
+_STILL = 0.01
 
 
 def flat(values: Sequence[float]) -> Flat | None:
     """A loss that stays within 3 % of its first level to the end, with so little noise that this is sure.
 
-    One that fell at its start and then stays is converged, and not this.
+    One that fell at its start and then stays is converged, and not this, unless it is stuck near chance.
     """
     count = len(values)
     if count < _FLAT_LEAST:
@@ -170,11 +177,21 @@ def flat(values: Sequence[float]) -> Flat | None:
     blocks = _block_medians(values, part)
     fell = max(first, values[0], *values[1:2]) - min(blocks)
     error = noise / math.sqrt(part) / scale
+    if _stuck_near_chance(values, first, blocks, error):
+        return Flat(min(count - 1, max(_FLAT_LEAST - 1, count // 2)), first, last, (max(blocks) - min(blocks)) / scale)
     if fell > _FLAT_FIRST * scale + noise or first - min(blocks) > _FLAT_FALL * scale:
         return None
     if abs(last - first) > _FLAT_FALL * scale or error > _FLAT_ERROR or max(values[:3]) > 1.06 * middle:
         return None
     return Flat(min(count - 1, max(_FLAT_LEAST - 1, count // 2)), first, last, (max(blocks) - min(blocks)) / scale)
+
+
+def _stuck_near_chance(values: Sequence[float], first: float, blocks: Sequence[float], error: float) -> bool:
+    """A loss that begins where an untrained language model does, falls a little, and then no further."""
+    begin = max(first, values[0])
+    half = blocks[len(blocks) // 2 :]
+    near_chance = _CHANCE[0] <= begin <= _CHANCE[1] and begin - min(blocks) < _LEARNED * begin
+    return near_chance and error <= _FLAT_ERROR and half[0] - min(half) < _STILL * begin
 
 
 def _block_medians(values: Sequence[float], size: int) -> list[float]:

@@ -41,7 +41,7 @@ def changes(values: Sequence[float]) -> list[Change]:
     leak = steps_of_growth(values)
     if leak:
         return leak
-    return _drops_and_levels(values) or gradual_growth(values)
+    return _drops_and_levels(values) or gradual_growth(values) or late_growth(values)
 
 
 def _drops_and_levels(values: Sequence[float]) -> list[Change]:
@@ -134,3 +134,26 @@ def gradual_growth(values: Sequence[float]) -> list[Change]:
     if rising < 6 or grown <= max(_LEAST_RISE * minima[0], _LEAST_GB):
         return []
     return [Change(len(values) - len(rest), "memory_leak", minima[0], minima[-1])]
+
+
+_BLOCKS = 32
+_RISING = 7
+
+
+def late_growth(values: Sequence[float]) -> list[Change]:
+    """Growth that begins in the middle of a run and goes on to its end: the minima of at least 7 blocks of a
+    32nd of the run rise in a row, but for one; more than 5 % and 1 GiB in all."""
+    size = max(4, len(values) // _BLOCKS)
+    start = len(values) % size
+    minima = [min(values[n : n + size]) for n in range(start, len(values), size)]
+    first = len(minima) - 1
+    missed = False
+    while first > 0 and (minima[first] > minima[first - 1] or not missed):
+        missed = missed or minima[first] <= minima[first - 1]
+        first -= 1
+    while first < len(minima) - 1 and minima[first + 1] <= minima[first]:
+        first += 1
+    grown = minima[-1] - minima[first]
+    if len(minima) - 1 - first < _RISING or grown <= max(_LEAST_RISE * minima[first], _LEAST_GB):
+        return []
+    return [Change(start + first * size, "memory_leak", minima[first], minima[-1])]

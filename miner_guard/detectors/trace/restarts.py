@@ -6,8 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from miner_guard.detectors.trace.series import median
+
 _ALIKE = 0.10
 _COMPARED = 5
+_FOLLOWED = 20
+"""Values, where there are so many, over which a restart goes down as the run did: a loss that has exploded stays up."""
+
 _LEAST_FALL = 1.02
 _LEAST_RUN = 5
 
@@ -29,10 +34,18 @@ def restarts(values: Sequence[float]) -> list[int]:
         again = values[place : place + _COMPARED]
         far = [abs(math.log(b / a)) if b > 0 else math.inf for a, b in zip(opening, again, strict=False)]
         falls = sum(b <= a for a, b in itertools.pairwise(again)) >= len(again) // 2
-        if far[0] <= _ALIKE and sorted(far)[len(far) // 2] <= _ALIKE and falls:
+        if far[0] <= _ALIKE and sorted(far)[len(far) // 2] <= _ALIKE and falls and _follows(values, place):
             found.append(place)
             last = place
     return found
+
+
+def _follows(values: Sequence[float], place: int) -> bool:
+    """Whether the values go on as those of the run's beginning did, where that had fallen clearly by then."""
+    then, now = values[_COMPARED:_FOLLOWED], values[place + _COMPARED : place + _FOLLOWED]
+    if len(now) < len(then):
+        return True
+    return median(now) <= (1 + _ALIKE) * median(then)
 
 
 def _jumps(values: Sequence[float], place: int, last: int) -> bool:

@@ -26,6 +26,10 @@ SETTLE_S = 2.0
 LONGEST_S = 10.0
 """Named after so long at the latest, while further lines still come."""
 
+CAUSELESS_S = 30.0
+"""So long where all that was seen is a symptom or a report without a reason: how the lost rank ended is told by its
+launcher, which first ends the others (torchrun gives them 30 s)."""
+
 EPISODE_S = 600.0
 """What comes later than this is an incident of its own, unless it is only a symptom."""
 
@@ -38,6 +42,7 @@ COOLDOWN_S = 900.0
 REMARKS = 3
 """What is tried again counts as an incident when it was seen so often, or when the miner ended."""
 
+_CAUSELESS = ("report", "symptom", "warned")
 _SEEN = 120
 """Characters of the line itself in the incident's line."""
 
@@ -101,6 +106,9 @@ class Incidents(Part):
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if self._first_s is None or (now - self._last_s < SETTLE_S and now - self._first_s < LONGEST_S):
             return ()
+        root = self._seen_root()
+        if root is not None and root.first.role in _CAUSELESS and now - self._first_s < CAUSELESS_S:
+            return ()
         return self._name(now, REMARKS)
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
@@ -112,10 +120,13 @@ class Incidents(Part):
         """What the latest incident of this launch was; None where nothing was seen."""
         return self._root
 
+    def _seen_root(self) -> Incident | None:
+        return next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
+
     def _name(self, now: float, remarks: int) -> Iterable[Finding]:
         """Say the root of what was seen, unless it was said, or is a mere remark seen fewer than `remarks` times."""
         self._first_s = None
-        root = next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
+        root = self._seen_root()
         if self._stopping or root is None or self._is_known(root, now):
             return ()
         if root.first.role in ("remark", "warned") and root.count < remarks:

@@ -15,7 +15,7 @@ from miner_guard.config import Config, LogSettings, MinerSettings
 from miner_guard.events import Finding, found
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit, Launch
-from miner_guard.supervisor.parts.incidents import COOLDOWN_S, SETTLE_S, Incidents
+from miner_guard.supervisor.parts.incidents import CAUSELESS_S, COOLDOWN_S, SETTLE_S, Incidents
 from tests.idle import IdleControl, JobsAtOnce
 from tests.unit.incidents.helpers import root
 
@@ -89,6 +89,21 @@ def test_a_consequence_that_is_printed_first_does_not_take_the_roots_place(tmp_p
     live.prints(OOM)
     live.after(SETTLE_S)
     assert live.labels == ["cuda_oom"]
+
+
+def test_a_symptom_waits_for_the_launcher_to_say_how_the_lost_rank_ended(tmp_path: Path) -> None:
+    """Guards against `training_loop_failed` for a rank that was killed: on a busy host torchrun took 7 s to say so."""
+    live = Live(tmp_path)
+    live.prints(b"ERROR | Rank 0 | Training Loop Failed with error: [gloo] Read error: Connection reset by peer.\n")
+    live.after(7)
+    assert live.labels == []
+    live.prints(b"torch/distributed/elastic/multiprocessing/api.py: failed (exitcode: -9) local_rank: 1 (pid: 7416)\n")
+    live.after(SETTLE_S)
+    assert live.labels == ["host_oom_kill"]
+    alone = Live(tmp_path / "alone")
+    alone.prints(WATCHDOG)
+    alone.after(CAUSELESS_S)
+    assert alone.labels == ["nccl_timeout"]
 
 
 def test_ranks_that_time_out_ten_minutes_later_are_the_same_incident(tmp_path: Path) -> None:
