@@ -17,6 +17,10 @@ MASK = "[redacted]"
 SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|MNEMONIC|CREDENTIAL", re.IGNORECASE)
 """Environment variables so named hold secrets."""
 
+_COUNTS = re.compile(r"TOKENS|TOKENIZ", re.IGNORECASE)
+_NO_SECRET = re.compile(r"[\d._,]+|true|false", re.IGNORECASE)
+"""`MAX_TOKENS=100000`, `TOKENIZERS_PARALLELISM=false`: settings, and words that stand everywhere."""
+
 _SHORTEST_SECRET = 6
 """Shorter values would redact ordinary words (`KEY=1`)."""
 
@@ -30,7 +34,8 @@ _SHAPES = tuple(
         r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
         # A subnet 38 commitment: account id 32 + read key id 32 + read secret 64.
         r"\b[0-9a-fA-F]{128}\b|(?<![A-Za-z0-9])[A-Za-z0-9]{128}(?![A-Za-z0-9])",
-        r"\b[0-9a-f]{64}\b",
+        # An R2 secret key; what is named as a checksum, or a file of a content-addressed cache, is none.
+        r"(?<!sha256[:=-])(?<!/blobs/)\b[0-9a-f]{64}\b",
         r"\bgh[pousr]_[A-Za-z0-9]{30,}",
         r"\bsk-[A-Za-z0-9_-]{20,}",
     )
@@ -51,6 +56,12 @@ _WORTH_A_LOOK = re.compile(
 )
 
 
+def _is_secret_variable(name: str, value: str) -> bool:
+    if not SECRET_NAME.search(name) or value.startswith("/"):
+        return False
+    return not (_COUNTS.search(name) and _NO_SECRET.fullmatch(value))
+
+
 class Redactor:
     """Replaces secrets by `[redacted]`. Immutable; calling it is safe from any thread."""
 
@@ -61,7 +72,7 @@ class Redactor:
     @classmethod
     def from_environment(cls, env: Mapping[str, str], more: Iterable[str] = ()) -> Redactor:
         """Knows the values of variables named *KEY*, *SECRET*, *TOKEN*, *PASSWORD*, and `more`."""
-        return cls([*(v for k, v in env.items() if SECRET_NAME.search(k) and not v.startswith("/")), *more])
+        return cls([*(value for name, value in env.items() if _is_secret_variable(name, value)), *more])
 
     @classmethod
     def for_guard(cls, env: Mapping[str, str], config: Config) -> Redactor:

@@ -17,7 +17,8 @@ from miner_guard.statedir import StateDir
 
 REPO = Path(__file__).resolve().parents[2]
 MINERS = Path(__file__).with_name("miners")
-TOKEN = "_MINER_GUARD_TEST_TOKEN"
+MARK = "_MINER_GUARD_TEST_MARK"
+"""Names the test in the environment of its processes. A name with TOKEN in it would have its value redacted."""
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str | Callable[[], str]) -> Any:
@@ -63,7 +64,7 @@ class Guarded:
         """Start a guard; its output goes to `self.output` unless `stdout` is given."""
         own = {f"MINER_GUARD_{key.upper().replace('.', '__')}": str(value) for key, value in (settings or {}).items()}
         env = {
-            **os.environ, "MINER_GUARD_GPU__PREFLIGHT": "false", TOKEN: self.token, "PYTHONPATH": str(REPO), **own,
+            **os.environ, "MINER_GUARD_GPU__PREFLIGHT": "false", MARK: self.token, "PYTHONPATH": str(REPO), **own,
             **popen.pop("env", {}),
         }  # fmt: skip
         if "stdout" not in popen:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import needs
-from tests.faults.guarded import REPO, TOKEN, Guarded, living, until
+from tests.faults.guarded import MARK, REPO, Guarded, living, until
 
 ALONE = ["unshare", "--fork", "--pid", "--mount-proc"]
 ORPHANS = """
@@ -44,7 +44,7 @@ class Container:
         env = {
             **os.environ, "MINER_GUARD_STATE_DIR": str(guarded.state.root), "MINER_GUARD_GPU__PREFLIGHT": "false",
             "MINER_GUARD_MINER__STOP_TIMEOUT_S": "3", "MINER_GUARD_RESTART__BACKOFF_S": "0.1", "PYTHONPATH": str(REPO),
-            TOKEN: guarded.token, **own,
+            MARK: guarded.token, **own,
         }  # fmt: skip
         line = [*ALONE, needs.tool(program), *words, *command]
         with guarded.output.open("wb") as out:

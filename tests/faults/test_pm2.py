@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests import needs
-from tests.faults.guarded import REPO, TOKEN, Guarded, living, until
+from tests.faults.guarded import MARK, REPO, Guarded, living, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -29,7 +29,7 @@ class Pm2:
         self.checkpoint = folder / "checkpoint"
         self.env = {
             **os.environ, "PM2_HOME": str(folder / "pm2"),
-            "PYTHONPATH": str(REPO), TOKEN: guarded.token, "MINER_GUARD_GPU__PREFLIGHT": "false",
+            "PYTHONPATH": str(REPO), MARK: guarded.token, "MINER_GUARD_GPU__PREFLIGHT": "false",
             "MINER_GUARD_MINER__STOP_TIMEOUT_S": "10", "MINER_GUARD_RESTART__BACKOFF_S": "0.1",
         }  # fmt: skip
         self.file = folder / "ecosystem.config.json"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import needs
-from tests.faults.guarded import REPO, TOKEN, Guarded, living, until
+from tests.faults.guarded import MARK, REPO, Guarded, living, until
 
 UNIT = REPO / "ops" / "miner-guard.service"
 ALONE = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--cgroup", "--fork", "--kill-child", "--mount-proc"]
@@ -74,7 +74,7 @@ class Systemd:
     def set(self, **settings: object) -> None:
         """Write the file that the unit's EnvironmentFile names."""
         own = {
-            "MINER_GUARD_STATE_DIR": self.guarded.state.root, "PYTHONPATH": REPO, TOKEN: self.guarded.token,
+            "MINER_GUARD_STATE_DIR": self.guarded.state.root, "PYTHONPATH": REPO, MARK: self.guarded.token,
             "PATH": os.environ["PATH"], "MINER_GUARD_GPU__PREFLIGHT": "false", "MINER_GUARD_MINER__STOP_TIMEOUT_S": 5,
         }  # fmt: skip
         self.settings.write_text("".join(f"{name}={value}\n" for name, value in {**own, **settings}.items()))

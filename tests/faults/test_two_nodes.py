@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import needs
-from tests.faults.guarded import REPO, TOKEN, Guarded, until
+from tests.faults.guarded import MARK, REPO, Guarded, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -87,7 +87,7 @@ def start(guard: Guarded, link: Link, node: int, command: list[str]) -> None:
         str(guard.state.root), "--", *command,
     ]  # fmt: skip
     env = {
-        **os.environ, **SETTINGS, TOKEN: guard.token, "PYTHONPATH": str(REPO), "GLOO_SOCKET_IFNAME": "veth0",
+        **os.environ, **SETTINGS, MARK: guard.token, "PYTHONPATH": str(REPO), "GLOO_SOCKET_IFNAME": "veth0",
         "TP_SOCKET_IFNAME": "veth0",
     }  # fmt: skip
     with guard.output.open("ab") as out:

@@ -185,3 +185,17 @@ def test_redacting_twice_changes_nothing_more() -> None:
     once = Redactor().text("--wallet.password=abcdef12 token: abcdef12")
     assert once == "--wallet.password=[redacted] token: [redacted]"
     assert Redactor().text(once) == once
+
+
+def test_checksums_cache_folders_and_counts_of_tokens_are_no_secrets_but_a_bare_key_is() -> None:
+    """Guards against paths that nobody can follow, and against every 100000 of the log being masked."""
+    digest = "0123456789abcdef" * 4
+    env = {"MAX_TOKENS": "100000", "TOKENIZERS_PARALLELISM": "false", "API_TOKENS": "first-one,second"}
+    redactor = Redactor.from_environment(env)
+    plain = f"step 100000 false /hub/blobs/{digest} sha256:{digest} commit {digest[:40]} /cache/{digest[:32]}/x"
+    assert redactor.text(plain) == plain
+    assert redactor.text(f"key {digest} blobs {digest} first-one,second") == (
+        "key [redacted] blobs [redacted] [redacted]"
+    )
+    # What is known for a secret is one, wherever it stands.
+    assert digest not in Redactor([digest]).text(f"/hub/blobs/{digest} sha256:{digest}")
