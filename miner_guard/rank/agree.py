@@ -74,6 +74,9 @@ class Group:
         self._size: int = dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.broken: str | None = None
+        # Kept until the next one: gloo's thread would else be the last to let go of it, take the interpreter's lock
+        # for that, and abort the process where the interpreter ends just then.
+        self._last: Any = None
 
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Rank 0's `answer`, on every rank. Collective.
@@ -96,7 +99,8 @@ class Group:
             words[_HEAD:] = self._torch.frombuffer(padded, dtype=self._torch.int64)
         started = time.monotonic()
         try:
-            self._dist.all_reduce(words, group=self._group)
+            self._last = self._dist.all_reduce(words, group=self._group, async_op=True)
+            self._last.wait()
         except Exception as error:  # torch raises RuntimeError and, since 2.2, DistBackendError
             waited = time.monotonic() - started
             self.broken = (

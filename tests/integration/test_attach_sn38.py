@@ -83,7 +83,6 @@ def today(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("today") / "run")
 
 
-@pytest.mark.long  # torch ends a rank of the imitation with SIGABRT now and then; the shared run can not be repeated
 def test_prints_and_publishes_the_same_with_and_without_the_guard(today: Run, tmp_path: Path) -> None:
     alone = run(tmp_path / "alone", mode=None)
     assert not alone.state.flight.exists()
@@ -94,7 +93,6 @@ def test_prints_and_publishes_the_same_with_and_without_the_guard(today: Run, tm
     assert len(today.published()) >= 4
 
 
-@pytest.mark.long  # torch ends a rank of the imitation with SIGABRT now and then; the shared run can not be repeated
 def test_inner_steps_are_seen_on_every_rank_but_not_the_one_inside_the_allreduce(today: Run) -> None:
     for rank in (0, 1):
         steps = today.steps(rank)

@@ -66,9 +66,10 @@ def run(tmp_path: Path, base: str) -> tuple[StateDir, subprocess.CompletedProces
     (tmp_path / "run.py").write_text(MINER)
     state = StateDir(tmp_path / "state")
     env = attach.environment("sn38", {"MINER_GUARD_STATE_DIR": str(state.root)})
-    bare = str(getattr(sys, "_base_executable", sys.executable))
+    # Not sys._base_executable: before 3.11 it is the virtual environment's, which has the guard.
+    bare = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
     done = subprocess.run(
-        [bare, "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
+        [str(bare), "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
     )
     return state, done
 

@@ -174,5 +174,7 @@ if __name__ == "__main__":
     if miner.current_upload_future is not None:
         miner.current_upload_future.result()
     if miner.world_size > 1:
-        # Without this torch's own threads abort now and then at the end of the process.
         dist.destroy_process_group()
+        # FSDP keeps its gloo group, whose threads let go of the last tensors a little after the collective. For that
+        # they take the interpreter's lock; one that comes when the interpreter has ended aborts the process.
+        time.sleep(0.5)
