@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from miner_guard import blocks
-from miner_guard.events import CATALOGUE, Spec
+from miner_guard.events import CATALOGUE, RESERVED, Spec
 from miner_guard.health import metrics
+from miner_guard.statedir import choose
 from tests import needs
 
 OPS = needs.REPO / "ops"
@@ -121,6 +125,69 @@ def test_the_dashboard_is_one() -> None:
     board = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     assert all(target["expr"] for panel in board["panels"] for target in panel["targets"])
+
+
+def test_grafanas_own_types_know_every_key_of_the_dashboard() -> None:
+    """Guards against keys that are misspelt or in the wrong place: Grafana drops them without a word."""
+    needs.module("grafana_foundation_sdk")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    def lost(ours: Any, theirs: Any, place: str) -> Iterator[str]:
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            for key, value in ours.items():
+                yield from lost(value, theirs.get(key), f"{place}/{key}")
+        elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+            for number, value in enumerate(ours):
+                yield from lost(value, theirs[number], f"{place}[{number}]")
+        elif ours != theirs:
+            yield place
+
+    register_default_plugins()
+    board = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
+    assert list(lost(board, json.loads(JSONEncoder().encode(Dashboard.from_json(board))), "")) == []
+
+
+_EXPORTS = {"local.file_match": {"targets"}, "loki.process": {"receiver"}, "loki.write": {"receiver"}}
+"""What other components may take from these, by Alloy's reference."""
+
+
+def _alloy() -> dict[str, dict[str, Any]]:
+    """The components of config.alloy by `kind.label`. Its grammar is HCL's, but for names with dots."""
+    needs.module("hcl2")
+    import hcl2
+
+    text = (OPS / "loki" / "config.alloy").read_text(encoding="utf-8")
+    plain = re.sub(r"\b[a-z_]+(?:\.[a-z_]+)+(?=\s*(?:\"\w+\"\s*)?[{(])", lambda m: m[0].replace(".", "__"), text)
+    kinds = {kind.replace("__", "."): blocks for kind, blocks in hcl2.loads(plain).items() if kind != "__comments__"}
+    return {f"{kind}.{label.strip(chr(34))}": body for kind, blocks in kinds.items() for block in blocks
+            for label, body in block.items()}  # fmt: skip
+
+
+def test_the_alloy_config_takes_guard_jsonl_to_loki_and_its_labels_are_fields_of_every_line() -> None:
+    components = _alloy()
+    taken = re.findall(r"\$\{([a-z_.]+)\.(\w+)\}", json.dumps(components))
+    assert {name for name, _ in taken} == set(components) - {"loki.source.file.guard"}, "each is fed, none dangles"
+    assert all(export in _EXPORTS[name.rpartition(".")[0]] for name, export in taken)
+    (target,) = components["local.file_match.guard"]["path_targets"]
+    (path,) = (value.strip('"') for value in target.values())
+    assert fnmatch.fnmatch(str(choose("miner", None, {"HOME": "/root"}).log), path)
+    process = components["loki.process.guard"]
+    read = set(process["stage__json"][0]["expressions"])
+    assert read <= RESERVED
+    assert set(process["stage__labels"][0]["values"]) <= read - {"ts", "msg"}, "a label per line would break Loki"
+    assert process["stage__timestamp"][0]["source"].strip('"') == "ts"
+
+
+def test_what_is_asked_of_logs_and_events_there_is() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in OPS.rglob("*.*") if path.suffix in (".md", ".yml"))
+    text += (OPS / "grafana" / "miner-guard.json").read_text(encoding="utf-8").replace('\\"', '"')
+    asked = re.findall(r'event(?:=|!=|=~|!~)"([^"]+)"', text)
+    assert len(asked) > 3
+    assert {name for names in asked for name in names.split("|")} <= CATALOGUE.keys()
+    labels = set(_alloy()["loki.process.guard"]["stage__labels"][0]["values"])
+    assert {label for label, _ in re.findall(r'`\{(\w+)="(\w+)"\}`', text)} <= labels
 
 
 def test_every_action_of_an_alert_names_words_of_the_runbook() -> None:

@@ -1,0 +1,192 @@
+"""ops/, opened by the programs that it is for: Prometheus scrapes a real guard, logrotate rotates what pm2 writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.statedir import read_json
+from tests import needs
+from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
+
+__all__ = ["fake_nvml", "nvml_library"]
+
+OPS = needs.REPO / "ops"
+TOKEN = "token-of-the-test"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+MINER = """
+import time
+import miner_guard
+
+guard = miner_guard.init()
+for step in range(1, 100_000):
+    if step % 10 == 0:
+        with guard.phase("inference"):
+            time.sleep(0.01)
+    time.sleep(0.2)
+    guard.step(outer_step=1, inner_step=step, loss=3.0, lr=1e-4)
+"""
+
+
+def _until(what: str, true: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (answer := true()):
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.3)
+    return answer
+
+
+@pytest.fixture
+def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
+    """`host:port` of a guard with two GPUs and a repo, over a miner that steps."""
+    needs.module("uvicorn")
+    fake_nvml.set(count=2)
+    script, state, repo = tmp_path / "train.py", tmp_path / "state", tmp_path / "published"
+    script.write_text(MINER)
+    (repo / "epoch-3").mkdir(parents=True)
+    (repo / "epoch-3" / "gradients.pt").write_text("gradients")
+    (repo / "metadata.json").write_text('{"run": 5, "outer_step": 3, "inner_step": 50, "peer_id": "p"}')
+    settings = {"HTTP__PORT": "0", "HTTP__TOKEN": TOKEN, "REPO__KIND": "local", "REPO__PATH": str(repo),
+                "HEALTH__SAMPLE_EVERY_S": "1"}  # fmt: skip
+    env = {**os.environ, **fake_nvml.env, **{f"MINER_GUARD_{key}": value for key, value in settings.items()}}
+    program = Path(sys.executable).with_name("miner-guard")
+    command = [program, "run", "--no-preflight", "--state-dir", state, "--", sys.executable, script]
+    guard = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+    try:
+        url = _until("a port", lambda: ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url"))
+        yield urllib.parse.urlsplit(url).netloc
+    finally:
+        guard.terminate()
+        guard.wait(timeout=60)
+
+
+class Prometheus:
+    """The real server, with our configuration, over our targets."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        program = needs.tool("prometheus")
+        shutil.copy(OPS / "prometheus" / "rules.yml", folder)
+        (folder / "miner-guard.token").write_text(TOKEN)
+        text = (OPS / "prometheus" / "prometheus.yml").read_text()
+        text = text.replace("30s", "1s").replace('["miner-1:9838", "miner-2:9838"]', f'["{target}"]')
+        assert target in text
+        (folder / "prometheus.yml").write_text(text)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        flags = [f"--web.listen-address={self.address}", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+        self.process = subprocess.Popen([program, *flags], cwd=folder, stderr=subprocess.DEVNULL)
+        _until("Prometheus to listen", self._listens)
+
+    def _listens(self) -> bool:
+        host, port = self.address.split(":")
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
+
+    def ask(self, path: str, **query: str) -> Any:
+        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return json.load(answer)["data"]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def prometheus(tmp_path: Path, miner: str) -> Iterator[Prometheus]:
+    folder = tmp_path / "prometheus"
+    folder.mkdir()
+    server = Prometheus(folder, miner)
+    yield server
+    server.close()
+
+
+def test_prometheus_scrapes_the_guard_and_every_panel_of_the_dashboard_has_data(prometheus: Prometheus) -> None:
+    def up() -> bool:
+        return [target["health"] for target in prometheus.ask("targets")["activeTargets"]] == ["up"]
+
+    _until("the scrape with the token", up)
+    board = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
+    asked = {t["expr"].replace("$instance", ".*"): p["title"] for p in board["panels"] for t in p["targets"]}
+    for expression, panel in asked.items():
+        _until(f"data for {panel}: {expression}", lambda e=expression: prometheus.ask("query", query=e)["result"])  # type: ignore[misc]
+    (variable,) = [v["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable).groups()  # type: ignore[union-attr]
+    assert prometheus.ask(f"label/{label}/values", **{"match[]": metric})
+
+    rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+    _until("all rules to be looked at", lambda: all(
+        rule["health"] == "ok" for group in prometheus.ask("rules")["groups"] for rule in group["rules"]
+    ))  # fmt: skip
+    assert len(rules) == (OPS / "prometheus" / "rules.yml").read_text().count("- alert:")
+    assert prometheus.ask("alerts")["alerts"] == [], "nothing is wrong with this miner"
+
+
+def _rotate(folder: Path, config: str) -> None:
+    """A forced rotation by the real logrotate, after it has found nothing to complain of."""
+    file = folder / "rotate.conf"
+    file.write_text(config)
+    file.chmod(0o600)
+    logrotate = shutil.which("logrotate") or needs.tool("/usr/sbin/logrotate")
+    for flags in (["--debug"], ["--force", "--verbose"]):
+        command = [logrotate, *flags, "--state", str(folder / "rotate.state"), str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert not re.search("^error:", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_logrotate_rotates_what_pm2_writes_and_pm2_goes_on_in_a_new_file(tmp_path: Path) -> None:
+    pm2, home = needs.tool("pm2"), tmp_path / "pm2"
+    env = {**os.environ, "PM2_HOME": str(home)}
+    (tmp_path / "miner.sh").write_text("for n in $(seq 1 200000); do echo line $n; sleep 0.002; done\n")
+
+    def lines() -> list[int]:
+        files = sorted((home / "logs").glob("miner-out.log*"), key=lambda path: len(path.name), reverse=True)
+        return [int(line.split()[1]) for file in files for line in file.read_text().splitlines()]
+
+    subprocess.run([pm2, "start", "miner.sh", "--name", "miner", "--interpreter", "bash"], env=env, cwd=tmp_path,
+                   check=True, capture_output=True, timeout=60)  # fmt: skip
+    try:
+        _until("lines", lambda: len(lines()) > 100)
+        config = (OPS / "logrotate" / "miner-guard").read_text().replace("/root/.pm2", str(home))
+        _rotate(tmp_path, config)
+        out = home / "logs" / "miner-out.log"
+        _until("pm2 to write on in a new file", lambda: out.exists() and len(out.read_text().splitlines()) > 100)
+        assert out.with_name("miner-out.log.1").stat().st_size > 0
+    finally:
+        subprocess.run([pm2, "kill"], env=env, capture_output=True, timeout=60)
+    written = lines()
+    assert written == sorted(set(written))
+    # pm2 drops what it has not written yet when it opens its files anew: few lines, and mostly none.
+    assert len(written) > 0.95 * written[-1]
+
+
+def test_who_rotates_guard_jsonl_all_the_same_loses_no_line_and_logs_finds_them(miner: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+
+    def steps() -> list[int]:
+        command = [Path(sys.executable).with_name("miner-guard"), "logs", "--state-dir", state, "--event", "inner_step",
+                   "--json", "-n", "100000"]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return [record["inner_step"] for record in json.loads(done.stdout or "[]")]
+
+    before = len(_until("steps", steps))
+    _rotate(tmp_path, f"{state}/guard.jsonl {{\n    rotate 5\n    nocreate\n}}\n")
+    _until("further steps", lambda: len(steps()) > before + 10)
+    seen = steps()
+    assert seen == list(range(1, len(seen) + 1))
