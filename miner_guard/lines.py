@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,14 @@ _CONSOLE_LEVEL = {
 }
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """`text` with control characters but tab and newline as `\\x1b`: a log may hold what steers a terminal."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
     """`2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`; a block keeps its own lines below."""
     spec = CATALOGUE.get(str(record["event"]))
@@ -27,7 +36,7 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
     mark = f"{spec.emoji} " if emoji and spec is not None and spec.emoji and not _milder(spec, record) else ""
     level = _CONSOLE_LEVEL.get(str(record["level"]), str(record["level"]).upper())
     stamp = str(record["ts"])
-    head, _, rest = str(record["msg"]).partition("\n")
+    head, _, rest = visible(str(record["msg"])).partition("\n")
     if head.startswith("====") and rest:
         # The documents' block opens with a rule; the emoji belongs to its title.
         title, _, body = rest.partition("\n")

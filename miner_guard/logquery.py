@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from miner_guard.clock import iso_utc
 from miner_guard.events import LEVELS
-from miner_guard.lines import console_line, rotated
+from miner_guard.lines import console_line, rotated, visible
 
 _CHUNK = 256 * 1024
 _HEAD = re.compile(
@@ -75,7 +75,7 @@ class Hit(NamedTuple):
     @property
     def headline(self) -> str:
         """The first line of the message that has words: a block begins with a rule."""
-        rows = self.msg.splitlines()
+        rows = visible(self.msg).splitlines()
         return next((row for row in rows if any(map(str.isalnum, row))), rows[0] if rows else "")
 
     def console(self, *, emoji: bool) -> str:

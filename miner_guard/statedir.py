@@ -93,7 +93,10 @@ class StateDir:
 
 
 def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
-    """The state directory by flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME`, home; in that order."""
+    """The state directory by flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME`, home; in that order.
+
+    Raises RuntimeError where none is given and there is no home.
+    """
     if explicit := flag or env.get("MINER_GUARD_STATE_DIR"):
         return StateDir(Path(explicit).expanduser().absolute())
     base = env.get("XDG_STATE_HOME")

@@ -7,6 +7,7 @@ new one begun. Methods are safe from any thread.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 import urllib.parse
@@ -18,7 +19,13 @@ from miner_guard.events import Finding, found
 from miner_guard.statedir import set_aside
 
 KEPT_S = 90 * 86400.0
-"""Older rows are deleted when the ledger is opened."""
+"""Older rows are deleted when the ledger is opened, and now and then while it is written."""
+
+MOST_DECISIONS = 200_000
+"""The newest decisions are kept, about 0.5 GB of them: a miner may ask at every step."""
+
+_FORGET_EVERY = 4096
+"""Decisions."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS decisions (
@@ -42,6 +49,9 @@ PRAGMA user_version = 1;
 
 TABLES = ("decisions", "inputs", "uploads", "repo_age", "incidents", "restarts")
 
+_OWN_COLUMNS = ("verdicts", "record")
+"""Of a decision; the rest of it is in `document`."""
+
 _DAMAGED = ("malformed", "not a database", "file is encrypted", "no such table", "no such column", "has no column")
 
 
@@ -54,10 +64,13 @@ class Ledger:
         self._mutex = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._lost = 0
+        self._decisions = 0
+        """Written by this object."""
 
     def decision(self, document: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> None:
         """Store a gate decision (`GateDecision.as_dict()`) and the inputs that its record names."""
         record = document.get("record") or {}
+        rest = {name: value for name, value in document.items() if name not in _OWN_COLUMNS}
         wall = document.get("decided_at") or 0.0
         if inputs is not None and record.get("inputs"):
             self._write("INSERT OR IGNORE INTO inputs VALUES (?,?,?)", (record["inputs"], wall, json.dumps(inputs)))
@@ -66,9 +79,12 @@ class Ledger:
             (
                 document.get("decision_id"), wall, document.get("outer_step"), document.get("inner_step"),
                 document.get("kind"), document.get("allowed"), document.get("shadow"), document.get("reason"),
-                json.dumps(document.get("verdicts")), json.dumps(record), json.dumps(document),
+                json.dumps(document.get("verdicts") or []), json.dumps(record), json.dumps(rest),
             ),
         )  # fmt: skip
+        self._decisions += 1
+        if self._decisions % _FORGET_EVERY == 0:
+            self._do(self._forget_old)
 
     def upload(self, wall: float, outcome: str, **fields: Any) -> None:
         """Store an upload's end: `reported`, `verified`, `superseded`, `refuted` or `failed`."""
@@ -121,11 +137,12 @@ class Ledger:
         """A decision's document and its inputs' document (None where they were not stored), by id or its beginning."""
         pattern = decision_id.replace("%", "").replace("_", "") + "%"
         found_rows = self._read(
-            "SELECT document FROM decisions WHERE id LIKE ? ORDER BY rowid DESC LIMIT 1", (pattern,)
+            "SELECT document, verdicts, record FROM decisions WHERE id LIKE ? ORDER BY rowid DESC LIMIT 1", (pattern,)
         )
         if not found_rows or len(pattern) == 1:
             return None
-        document: dict[str, Any] = json.loads(found_rows[0]["document"])
+        row = found_rows[0]
+        document: dict[str, Any] = json.loads(row["document"]) | {name: json.loads(row[name]) for name in _OWN_COLUMNS}
         digest = (document.get("record") or {}).get("inputs")
         inputs = self._read("SELECT document FROM inputs WHERE id = ?", (digest,))
         return document, json.loads(inputs[0]["document"]) if inputs else None
@@ -138,10 +155,13 @@ class Ledger:
                 self._connection = None
 
     def _write(self, statement: str, values: Sequence[Any]) -> None:
+        self._do(lambda db: db.execute(statement, values))
+
+    def _do(self, work: Callable[[sqlite3.Connection], Any]) -> None:
         finding: Finding | None = None
         with self._mutex:
             try:
-                self._trying(lambda db: db.execute(statement, values))
+                self._trying(work)
                 if self._lost:
                     finding, self._lost = found("disk_recovered", what="ledger.sqlite3", lost=self._lost), 0
             except (sqlite3.Error, OSError) as error:
@@ -181,6 +201,8 @@ class Ledger:
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Made here: SQLite gives its -wal and -shm the mode that the file has when they are made.
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             db = sqlite3.connect(self.path, timeout=2.0, check_same_thread=False)
             try:
                 db.row_factory = sqlite3.Row
@@ -199,8 +221,13 @@ class Ledger:
     def _forget_old(self, db: sqlite3.Connection) -> None:
         with db:
             for table in TABLES:
-                # Counted from the newest row, not from this host's clock, which may be wrong.
-                db.execute(f"DELETE FROM {table} WHERE wall < (SELECT MAX(wall) FROM {table}) - ?", (KEPT_S,))
+                # Counted from the least of the newest rows: this host's clock may be wrong, now or for a while.
+                newest = f"SELECT MIN(wall) FROM (SELECT wall FROM {table} ORDER BY rowid DESC LIMIT 100)"
+                db.execute(f"DELETE FROM {table} WHERE wall < ({newest}) - ?", (KEPT_S,))
+            last = "SELECT MAX(rowid) FROM decisions"
+            db.execute(f"DELETE FROM decisions WHERE rowid <= ({last}) - ?", (MOST_DECISIONS,))
+            # A day more: inputs bear the time of the first decision that named them.
+            db.execute("DELETE FROM inputs WHERE wall < (SELECT MIN(wall) FROM decisions) - 86400")
 
 
 class ReadOnlyLedger(Ledger):

@@ -20,6 +20,7 @@ from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.incidents import knowledge, notes
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained, Report, explain
+from miner_guard.lines import visible
 from miner_guard.redact import Redactor
 
 _GZIP = b"\x1f\x8b"
@@ -50,7 +51,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
     else:
-        typer.echo(text(report, known, file))
+        typer.echo(visible(text(report, known, file)))
     if note:
         _remember(place, report, note)
     if report.root is None:

@@ -54,7 +54,7 @@ def command(
     if as_json:
         _write(_array(hits))
     else:
-        _write(f"{hit.console(emoji=emoji)}\n".encode() for hit in hits)
+        _write(f"{hit.console(emoji=emoji)}\n".encode("utf-8", "replace") for hit in hits)
     if seen.unreadable:
         typer.echo(f"miner-guard: {counted(seen.unreadable, 'line')} passed over: no events", err=True)
     if seen.hits == 0:
@@ -96,4 +96,4 @@ def _follow(log: Path, query: Query, lines: int | None, *, as_json: bool, emoji:
     earlier = logquery.search(log, query) if count is None else iter(logquery.last(log, query, count))
     with contextlib.suppress(KeyboardInterrupt):
         for hit in chain(earlier, follower.hits()):
-            _write([hit.raw + b"\n" if as_json else f"{hit.console(emoji=emoji)}\n".encode()])
+            _write([hit.raw + b"\n" if as_json else f"{hit.console(emoji=emoji)}\n".encode("utf-8", "replace")])

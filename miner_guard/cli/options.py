@@ -74,7 +74,11 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
     """The state directory alone, for commands that need no settings. Raises Refused (78) for an impossible name."""
     if os.sep in name or name in ("", ".", ".."):
         raise Refused(f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG)
-    return statedir.choose(name, state_dir, os.environ)
+    try:
+        return statedir.choose(name, state_dir, os.environ)
+    except RuntimeError as error:
+        # No HOME, and a user that the host does not know: a container under another uid.
+        raise Refused(f"no place for the state: {error} Give --state-dir, or set HOME", CONFIG) from error
 
 
 def check_there(state: statedir.StateDir) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miner_guard.health.snapshot import number
+from miner_guard.lines import visible
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*%#"
@@ -88,6 +89,7 @@ def lines(
 def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
     """A line that fits; where something is left out, that shows."""
     more = "..." if ascii_only else "…"
+    line = visible(line).replace("\n", " ")
     return line if len(line) <= width else line[: width - len(more)] + more
 
 

@@ -305,12 +305,20 @@ def get_global_tracker(env: Mapping[str, str] | None = None) -> MonitoringCostTr
     with _global_mutex:
         if _global is None:
             environment = os.environ if env is None else env
-            state = statedir.choose("miner", environment.get(statedir.STATE_DIR), environment)
-            _global = _of_this_rank(state.costs) or MonitoringCostTracker(ledger=state.costs)
+            ledger = _ledger_of(environment)
+            _global = _of_this_rank(ledger) or MonitoringCostTracker(ledger=ledger)
         return _global
 
 
-def _of_this_rank(ledger: Path) -> MonitoringCostTracker | None:
+def _ledger_of(env: Mapping[str, str]) -> Path | None:
+    try:
+        return statedir.choose("miner", env.get(statedir.STATE_DIR), env).costs
+    except RuntimeError:
+        # No state directory is named and there is no home: the account is this process's own.
+        return None
+
+
+def _of_this_rank(ledger: Path | None) -> MonitoringCostTracker | None:
     # Not imported here: a process that has no hook must not get one by asking for costs.
     hook = sys.modules.get("miner_guard.rank.hook")
     guard = None if hook is None else hook.current()

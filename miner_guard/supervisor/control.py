@@ -14,6 +14,7 @@ from miner_guard.unixsocket import address
 
 _LARGEST = 65536
 _PATIENCE_S = 5.0
+_PAUSE_S = 0.01
 
 Answer = Mapping[str, Any]
 
@@ -59,22 +60,34 @@ class Control:
         said += data
         self._clients[fd] = (client, said)
         if b"\n" in said:
-            self._answer(client, said.partition(b"\n")[0])
-            self._drop(fd, client)
+            self._loop.unwatch(fd)
+            self._send(fd, client, self._answer(said.partition(b"\n")[0]))
         elif not data or len(said) > _LARGEST:
             self._drop(fd, client)
 
-    def _answer(self, client: socket.socket, line: bytes) -> None:
+    def _answer(self, line: bytes) -> bytes:
         try:
             request = json.loads(line)
             answer = self._handle(request) if isinstance(request, dict) else {"error": "not a JSON object"}
         except ValueError:
             answer = {"error": "not JSON"}
+        return json.dumps(answer, default=str).encode() + b"\n"
+
+    def _send(self, fd: int, client: socket.socket, data: bytes) -> None:
+        """Send what the socket takes now, and the rest a moment later: a long command line makes a long status."""
+        if self._clients.get(fd, (None,))[0] is not client:
+            return
         try:
-            client.send(json.dumps(answer, default=str).encode() + b"\n")
+            data = data[client.send(data) :]
+        except BlockingIOError:
+            pass
         except OSError:
             # The client has gone away; what it asked for is done.
-            return
+            data = b""
+        if data:
+            self._loop.after(_PAUSE_S, lambda: self._send(fd, client, data))
+        else:
+            self._drop(fd, client)
 
     def _drop(self, fd: int, client: socket.socket) -> None:
         if self._clients.get(fd, (None,))[0] is client:

@@ -7,6 +7,7 @@ then up to 64 MiB are kept, and only beyond that bytes are dropped and counted.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -26,6 +27,8 @@ UNFINISHED_LINE_S = 1.0
 """How long a line of the guard waits for the miner to end its own line."""
 
 _BATCH = 64
+_MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM})
+"""Of a file on a disk that is full, over its quota or away for a while."""
 
 
 class Outlet:
@@ -137,9 +140,9 @@ class Outlet:
                 self._busy = True
             try:
                 self._deliver(batch, poller)
-            except OSError:
-                # Nobody will ever read again (EPIPE), or the device is gone.
-                self._lose()
+            except OSError as error:
+                # A full disk may get room again; after EPIPE nobody will ever read.
+                self._lose(for_good=error.errno not in _MAY_PASS)
             with self._mutex:
                 self._busy = False
                 self._mutex.notify_all()
@@ -162,9 +165,9 @@ class Outlet:
             if written:
                 batch[0] = batch[0][written:]
 
-    def _lose(self) -> None:
+    def _lose(self, *, for_good: bool) -> None:
         with self._mutex:
-            self._gone = True
+            self._gone = for_good
             self.dropped += self._size
             self._size = 0
             self._waiting.clear()

@@ -90,6 +90,6 @@ def test_a_replay_notices_a_ledger_that_was_changed(
     assert "replay: DIFFERENT" in capsys.readouterr().out
     assert ask("--replay", "ffff") == 1
     with sqlite3.connect(tmp_path / "ledger.sqlite3") as db:
-        db.execute('UPDATE decisions SET document = \'{"record": {"inputs": "0"}}\'')
+        db.execute('UPDATE decisions SET record = \'{"inputs": "0"}\'')
     assert ask("--replay", decision.decision_id) == 1
     assert "lacks what the gate knew" in capsys.readouterr().err

@@ -71,3 +71,53 @@ def test_a_reader_leaves_nothing_beside_the_file_of_a_guard_that_has_ended(tmp_p
     assert len(reader.rows("uploads")) == 1
     reader.close()
     assert [path.name for path in tmp_path.iterdir()] == [writer.path.name]
+
+
+def _decide(ledger: Ledger, number: int, wall: float) -> None:
+    record = {"inputs": f"digest-{number // 10}", "candidate": {"inner_step": number}}
+    verdicts = [{"rule": "loss", "outcome": "pass"}]
+    document = {"decision_id": f"id-{number}", "decided_at": wall, "allowed": True, "kind": "gradient"}
+    ledger.decision(document | {"verdicts": verdicts, "record": record}, {"of": number // 10})
+
+
+def test_a_miner_that_asks_at_every_step_does_not_fill_the_disk_in_a_month(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a ledger that was only cleaned when it was opened: with 15 s steps 0.8 GB a month."""
+    monkeypatch.setattr("uploads.ledger.MOST_DECISIONS", 50)
+    monkeypatch.setattr("uploads.ledger._FORGET_EVERY", 20)
+    ledger = Ledger(tmp_path / "ledger.sqlite3")
+    for number in range(200):
+        _decide(ledger, number, 1e9 + number * 86400 / 4)
+    assert len(ledger.rows("decisions")) <= 70
+    assert len(ledger.rows("inputs")) <= 8
+    stored = ledger.find_decision("id-199")
+    assert stored is not None
+    assert stored[0]["record"]["candidate"] == {"inner_step": 199}
+    assert stored[0]["verdicts"] == [{"rule": "loss", "outcome": "pass"}]
+    assert stored[1] == {"of": 19}
+    assert ledger.rows("decisions")[-1]["document"].count("inner_step") == 0
+    ledger.close()
+
+
+def test_a_clock_that_was_wrong_for_a_while_costs_no_history(tmp_path: Path) -> None:
+    """Guards against one row of the year 2038, against which all others are older than 90 days."""
+    ledger = Ledger(tmp_path / "ledger.sqlite3")
+    for number in range(200):
+        ledger.restart(1e9 + number, "crash", 1, 2.0)
+    ledger.restart(2.2e9, "crash", 1, 2.0)
+    ledger.close()
+    assert len(ledger.rows("restarts")) == 201
+    ledger.close()
+
+
+def test_only_the_owner_may_read_it_and_its_log(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        ledger = Ledger(tmp_path / "ledger.sqlite3")
+        ledger.restart(1.0, "crash", 1, 2.0)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+        ledger.close()
+    finally:
+        os.umask(before)
+    assert modes == dict.fromkeys(("ledger.sqlite3", "ledger.sqlite3-wal", "ledger.sqlite3-shm"), 0o600)

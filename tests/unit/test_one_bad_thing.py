@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,18 +13,26 @@ from typing import Any, cast
 import pytest
 
 from miner_guard import events
+from miner_guard.cli import screen
+from miner_guard.cli.options import choose_state
 from miner_guard.clock import FakeClock, SystemClock
 from miner_guard.config import LogSettings
+from miner_guard.costs import get_global_tracker, set_global_tracker
 from miner_guard.events import Finding, found
+from miner_guard.exits import Refused
+from miner_guard.lines import console_line
+from miner_guard.logquery import Hit
 from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir, read_json
 from miner_guard.supervisor.assemble import Assembly
 from miner_guard.supervisor.bell import finding_of
+from miner_guard.supervisor.control import Control, ask
 from miner_guard.supervisor.flights import Flights
 from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.outlet import Outlet
 from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.reports import Reports
 from miner_guard.supervisor.relay import Relay
@@ -199,3 +209,67 @@ def test_checksums_cache_folders_and_counts_of_tokens_are_no_secrets_but_a_bare_
     )
     # What is known for a secret is one, wherever it stands.
     assert digest not in Redactor([digest]).text(f"/hub/blobs/{digest} sha256:{digest}")
+
+
+def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a log file that stays silent for the rest of the month, because the disk was full for a minute."""
+    full, there = os.open("/dev/full", os.O_WRONLY), os.pipe2(os.O_NONBLOCK)
+    outlet = Outlet(full, lambda: None)
+    outlet.say("lost\n")
+    deadline = time.monotonic() + 20
+    while not outlet.dropped:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    monkeypatch.setattr(outlet, "_write", lambda batch: os.writev(there[1], batch))
+    outlet.say("there again\n")
+    outlet.finish(20.0)
+    assert (outlet.dropped, os.read(there[0], 100)) == (5, b"there again\n")
+    for fd in (full, *there):
+        os.close(fd)
+
+
+def test_a_long_command_line_does_not_cut_the_answer_of_the_guard(tmp_path: Path) -> None:
+    """Guards against `status` that says that no guard runs: a socket takes 200 KB at once, a command has up to 2 MB."""
+    command = "x" * 1_500_000
+    loop = Loop(SystemClock(), lambda error: pytest.fail(repr(error)))
+    control = Control(StateDir(tmp_path), loop, lambda _request: {"status": {"command": command}})
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(StateDir(tmp_path), {"do": "status"}, 30.0)))
+    asking.start()
+    while asking.is_alive():
+        loop.after(0.01, lambda: None)
+        loop.turn()
+    control.close()
+    loop.close()
+    assert answers == [{"status": {"command": command}}]
+
+
+def test_what_steers_a_terminal_is_shown_and_not_done() -> None:
+    """Guards against a line of the miner that clears the screen, renames the window, or hides what stands before it."""
+    evil = "evil \x1b]0;title\x07 \x1b[2J \x9b31m\rfine"
+    record = {"ts": "2026-01-02T03:04:05.678901Z", "level": "warning", "event": "rank_message", "msg": evil, "rank": 0}
+    harmless = r"evil \x1b]0;title\x07 \x1b[2J \x9b31m\x0dfine"
+    assert console_line(record, emoji=False).endswith(harmless)
+    hit = Hit(b"", record["ts"], "warning", "rank_message", evil, 0)
+    assert hit.headline == harmless
+    assert screen.cut(f"gate {evil}\nnext", 200) == f"gate {harmless} next"
+    block = {**record, "msg": "head\n\tbody"}
+    assert console_line(block, emoji=True).endswith("head\n\tbody")
+
+
+def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container under a uid that it does not know has neither HOME nor an entry in /etc/passwd."""
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MINER_GUARD_STATE_DIR", "XDG_STATE_HOME", "_MINER_GUARD_STATE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    with pytest.raises(Refused, match="Give --state-dir, or set HOME"):
+        choose_state("miner", None)
+    set_global_tracker(None)
+    try:
+        assert get_global_tracker().get_report()["total_time"] == 0
+    finally:
+        set_global_tracker(None)
