@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,12 +141,11 @@ def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> N
 
 
 class _OneProcess:
-    """torch.distributed of two ranks, as far as one process can be it: what the other adds is `other`."""
+    """torch.distributed of two ranks, as far as one process can be it: the other one asks the same."""
 
     def __init__(self, failures: int = 0) -> None:
         self.failures = failures
         self.groups = self.sums = 0
-        self.other: Callable[[Any], None] = lambda _words: None
 
     def get_rank(self) -> int:
         return 0
@@ -161,9 +159,13 @@ class _OneProcess:
             raise RuntimeError("[enforce fail] gloo finds no interface. More words")
         return self
 
-    def all_reduce(self, words: Any, group: object) -> None:
+    def all_reduce(self, words: Any, group: object, async_op: bool) -> _OneProcess:
         self.sums += 1
         words[2] *= 2
+        return self
+
+    def wait(self) -> None:
+        """Both have added up."""
 
 
 def test_a_group_that_cannot_be_made_is_tried_again_more_and_more_rarely() -> None:
