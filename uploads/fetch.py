@@ -9,7 +9,8 @@ from typing import Any
 from miner_guard import probe
 from miner_guard.config import RepoSettings
 from uploads.repos import open_repo
-from uploads.repos.base import Entry, Missing, Repo, RepoError
+from uploads.repos.base import LOOKS, Entry, Missing, Repo, RepoError
+from validators.metadata import mixed
 
 _WILDCARD = "*"
 
@@ -20,24 +21,37 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
     `keys` have `{outer_step}`; where the epoch is not said, it is what metadata.json names. A gradients.pt of more
     than `max_bytes` is not fetched.
     """
-    keys, most = request["keys"], request["max_bytes"]
+    for _ in range(LOOKS):
+        answer, entry = _looked(repo, request)
+        metadata = answer["metadata"] or {}
+        if entry is None or metadata.get("outer_step") != answer["outer_step"]:
+            break
+        if mixed(metadata, entry.size_bytes, entry.checksum) is None:
+            break
+    most = request["max_bytes"]
+    if entry is None or (most is not None and entry.size_bytes > most):
+        return {**answer, "file": None}
+    path = Path(request["folder"]) / "gradients.pt"
+    path.write_bytes(repo.get(entry.key, limit=max(entry.size_bytes, 1)))
+    return {**answer, "file": str(path), "fetched_bytes": answer["fetched_bytes"] + entry.size_bytes}
+
+
+def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], Entry | None]:
+    """The answer but for the gradients' bytes, and the gradients' entry where there is one."""
+    keys = request["keys"]
     metadata, size = _document(repo, keys.get("metadata"))
     outer = request["outer_step"]
     outer = outer if outer is not None else (metadata or {}).get("outer_step")
     if outer is None:
-        return {"metadata": metadata, "outer_step": None, "fetched_bytes": size}
+        return {"metadata": metadata, "outer_step": None, "fetched_bytes": size}, None
     names = {**request["names"], "outer_step": outer}
     config, more = _document(repo, _filled(keys.get("config"), names))
     entry = _newest(repo, _filled(keys["gradients"], names) or "")
     answer = {"metadata": metadata, "config": config, "outer_step": outer, "fetched_bytes": size + more}
     if entry is None:
-        return {**answer, "empty": True, "key": _filled(keys["gradients"], names)}
+        return {**answer, "empty": True, "key": _filled(keys["gradients"], names)}, None
     answer |= {"key": entry.key, "age_s": entry.age_s, "size_bytes": entry.size_bytes, "checksum": entry.checksum}
-    if most is not None and entry.size_bytes > most:
-        return {**answer, "file": None}
-    path = Path(request["folder"]) / "gradients.pt"
-    path.write_bytes(repo.get(entry.key, limit=max(entry.size_bytes, 1)))
-    return {**answer, "file": str(path), "fetched_bytes": size + more + entry.size_bytes}
+    return answer, entry
 
 
 def _document(repo: Repo, key: str | None) -> tuple[dict[str, Any] | None, int]:

@@ -1,12 +1,24 @@
-"""Publishes a revision: staged in parallel, shown at once, read back; what a validator sees is always a whole one.
+"""Publishes a revision: staged in parallel, shown in a few short requests, read back.
 
 Everything is with the repo, unseen, before the first object is shown; then the objects are shown in order, the root
 metadata last. A publisher that dies before that point has changed nothing; one that dies after it is finished by its
 companion (`uploads.companion`), or, where that died too, by the next publisher.
+
+What a reader sees in between depends on the storage. The Hub shows a revision at once. A folder and S3 show one object
+at once, under names that validators prescribe and that two revisions of an outer step share, so no order of requests
+can switch them all together. What holds there:
+
+- The bytes are there before the first name is switched: the switch is a few short requests, however large the files
+  (docs/figures.md has its length), and a death within it is mended.
+- What the root metadata names is there. In between it may be older than the gradients, never newer: a validator reads
+  whole new gradients under the inner step before. A new outer step has new names, so it begins with its metadata.
+- The metadata names the size and checksum of the gradients it goes with, so whoever compares knows a mixed view from a
+  whole one (`validators.metadata.mixed`). The guard's own looks and audit do, and look again.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -18,6 +30,7 @@ from typing import TypeVar
 
 from uploads.journal import COMMITTING, Journal, tickets_of
 from uploads.repos.base import CONFIG, GRADIENTS, METADATA, Repo, RepoError, Ticket, epoch_key
+from validators.metadata import FILES
 
 T = TypeVar("T")
 
@@ -172,18 +185,42 @@ class Publisher:
                 self._say(f"Removed {swept} leftovers of an upload that did not finish")
         self._on_stage("staging")
         meter = _Meter(sum(p.stat().st_size for _, p in files), self._say, self.cancelled)
+        content = [(key, path) for key, path in files if path.name != METADATA]
+        tickets, failed = self._together(content, effort, meter)
+        if failed is None:
+            metadata = self._metadata(revision, tickets)
+            more, failed = self._together([(key, metadata) for key, p in files if p.name == METADATA], effort, meter)
+            tickets += more
+        if isinstance(failed, Cancelled) or self.cancelled.is_set():
+            self._undo(tickets)
+            raise Cancelled(f"upload with tag {revision.tag} cancelled; what was published before is untouched")
+        if failed is not None:
+            raise failed
+        self._on_stage("staged")
+        return tickets
+
+    def _together(
+        self, files: Sequence[tuple[str, Path]], effort: _Effort, meter: _Meter
+    ) -> tuple[list[Ticket], BaseException | None]:
+        """Stage in parallel: what was staged, in order, and what went wrong. Nothing is under way when it returns."""
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="stage") as pool:
             waiting = [pool.submit(self._stage, key, path, effort, meter) for key, path in files]
-        # The pool has ended: every outcome is there, and one that failed leaves no other under way.
-        failed = next((w.exception() for w in waiting if w.exception() is not None), None)
-        if failed is None and not self.cancelled.is_set():
-            self._on_stage("staged")
-            return [w.result() for w in waiting]
-        if isinstance(failed, Cancelled) or self.cancelled.is_set():
-            self._undo([w.result() for w in waiting if w.exception() is None])
-            raise Cancelled(f"upload with tag {revision.tag} cancelled; what was published before is untouched")
-        assert failed is not None
-        raise failed
+        failed = [error for w in waiting if (error := w.exception()) is not None]
+        return [w.result() for w in waiting if w.exception() is None], next(iter(failed), None)
+
+    def _metadata(self, revision: Revision, tickets: Sequence[Ticket]) -> Path:
+        """The miner's metadata.json, and in it what it goes with. Anything but a JSON object goes as it is."""
+        own = revision.folder / METADATA
+        try:
+            document = json.loads(own.read_bytes())
+        except ValueError:
+            return own
+        if not isinstance(document, dict):
+            return own
+        described = {t.key.rpartition("/")[2]: {"size_bytes": t.size_bytes, "checksum": t.checksum} for t in tickets}
+        path = self._journal.path.with_suffix(f".{METADATA}")
+        path.write_text(json.dumps({**document, FILES: described}))
+        return path
 
     def _stage(self, key: str, path: Path, effort: _Effort, meter: _Meter) -> Ticket:
         notes = self._journal.notes_of(key)

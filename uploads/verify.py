@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from miner_guard.redact import MASK
 from validators.facts import Published
+from validators.metadata import mixed
 
 _SLACK_S = 5.0
 """Server time stamps have whole seconds, and the look itself takes a moment."""
@@ -53,7 +54,8 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
         later = after.revision or f"outer step {after.outer_step}"
         return Verification(None, f"followed by {later} before anybody looked", superseded=True)
     doubts = (_not_moved(before, after, reported), _other_steps(after, reported), _same_content(before, after))
-    for doubt in (*doubts, _other_content(after, reported)):
+    torn = mixed(after.metadata, after.size_bytes, after.checksum)
+    for doubt in (*doubts, _other_content(after, reported), torn):
         if doubt is not None:
             return Verification(False, doubt)
     if reported.since_start_s is None and moved_by(before, after) is None and reported.inner_step is None:

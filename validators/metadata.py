@@ -10,6 +10,9 @@ from validators.limits import Limits
 from validators.verdict import Verdict
 
 RULE = "metadata"
+FILES = "files"
+"""Of metadata.json: `{"gradients.pt": {"size_bytes", "checksum"}, …}`, what the metadata goes with. Ours alone
+writes it (`uploads.publisher`); validators read past it."""
 
 
 def reduced(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -45,3 +48,41 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     return Verdict(
         RULE, "pass", sorted(seen), needed, f"metadata.json has {', '.join(needed) or 'nothing that is needed'}"
     )
+
+
+def judge_published(facts: Facts, limits: Limits) -> Verdict:
+    """As `judge`; warn where the published gradients are not those that the metadata goes with."""
+    verdict, published, metadata = judge(facts, limits), facts.published, facts.candidate.metadata
+    # In the first half after an AllReduce the epoch before is scored: the root metadata does not speak of it.
+    if verdict.outcome != "pass" or metadata is None or metadata.get("outer_step") != published.outer_step:
+        return verdict
+    why = mixed(metadata, published.size_bytes, published.checksum)
+    if why is None:
+        return verdict
+    words = f"{why}: an upload is under way, or one was cut off. Look again, then publish again"
+    return Verdict(RULE, "warn", published.checksum, None, words)
+
+
+def mixed(metadata: Mapping[str, Any] | None, size_bytes: int | None, checksum: str | None) -> str | None:
+    """Why gradients of this size and checksum are of another revision than `metadata`; None where nothing says so.
+
+    Checksums of different forms (an md5, a digest of parts' digests, a sha256) can't be compared.
+    """
+    named = _named(metadata)
+    if size_bytes is not None and isinstance(size := named.get("size_bytes"), int) and size != size_bytes:
+        return f"gradients.pt has {size_bytes} bytes, metadata.json goes with one of {size}"
+    other = named.get("checksum")
+    if checksum is None or not isinstance(other, str) or _form(checksum) != _form(other) or checksum == other:
+        return None
+    return f"gradients.pt has checksum {checksum[:12]}, metadata.json goes with {other[:12]}"
+
+
+def _named(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    files = metadata.get(FILES) if metadata else None
+    named = files.get("gradients.pt") if isinstance(files, Mapping) else None
+    return named if isinstance(named, Mapping) else {}
+
+
+def _form(checksum: str) -> tuple[int, bool]:
+    digest, dash, _ = checksum.partition("-")
+    return len(digest), bool(dash)

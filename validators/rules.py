@@ -57,7 +57,7 @@ def for_audit(facts: Facts, limits: Limits) -> Iterator[Rule]:
     if limits.block_list_max_age is not None:
         yield block_list.RULE, block_list.judge
     if limits.metadata_fields:
-        yield metadata.RULE, metadata.judge
+        yield metadata.RULE, metadata.judge_published
     if limits.revision_pattern is not None:
         yield revision.RULE, revision.judge
     yield from _of_the_place(facts, limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -15,8 +16,10 @@ import pytest
 
 from uploads.journal import COMMITTING, Journal, journal_path
 from uploads.publisher import Publisher, Revision
-from uploads.repos.base import METADATA, epoch_key
+from uploads.repos.base import METADATA, Entry, epoch_key
 from uploads.repos.local import LocalRepo
+from validators.facts import Published
+from validators.metadata import mixed
 
 OUTER = 3
 SHOWN = (epoch_key(OUTER, "gradients.pt"), epoch_key(OUTER, "config.json"), epoch_key(OUTER, METADATA), METADATA)
@@ -33,7 +36,14 @@ def revision(folder: Path, inner: int) -> Revision:
 
 
 def contents(of: Revision) -> dict[str, bytes]:
-    return {key: path.read_bytes() for key, path in of.files()}
+    """What is shown of a revision: its files, and in its metadata what they go with."""
+    files = {key: path.read_bytes() for key, path in of.files()}
+    described = {
+        key.rpartition("/")[2]: {"size_bytes": len(files[key]), "checksum": hashlib.sha256(files[key]).hexdigest()}
+        for key in SHOWN[:2]
+    }
+    metadata = json.dumps({**json.loads(files[METADATA]), "files": described}).encode()
+    return {**files, SHOWN[2]: metadata, METADATA: metadata}
 
 
 class Folder:
@@ -76,6 +86,10 @@ def _killer(operation: int, below: str) -> Callable[[str, tuple[Any, ...]], None
     return audit
 
 
+def is_mixed(seen: Published) -> bool:
+    return mixed(seen.metadata, seen.size_bytes, seen.checksum) is not None
+
+
 def test_killed_at_any_file_operation_the_folder_is_whole_or_made_whole(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     before = revision(tmp_path, 50)
@@ -88,6 +102,9 @@ def test_killed_at_any_file_operation_the_folder_is_whole_or_made_whole(tmp_path
         old, new, seen = contents(before), contents(after), folder.shown()
         left = Journal(folder.journal).read()
         assert all(seen[key] in (old[key], new[key]) for key in SHOWN), f"torn at operation {operation}"
+        if seen not in (old, new):
+            assert (seen[SHOWN[0]], seen[METADATA]) == (new[SHOWN[0]], old[METADATA]), "the metadata came first"
+            assert is_mixed(folder.repo.state()), f"mixed at operation {operation}, and nobody could know"
         committing = left is not None and left["phase"] == COMMITTING
         if not committing:
             assert seen in (old, new), f"mixed at operation {operation}, and nobody would finish it"
@@ -102,3 +119,22 @@ def test_killed_at_any_file_operation_the_folder_is_whole_or_made_whole(tmp_path
     assert finished >= 10
     assert folder.shown() == contents(after)
     assert not list((tmp_path / "repo" / ".incoming").iterdir()), "leftovers of the killed ones"
+    assert not is_mixed(folder.repo.state())
+
+
+def test_a_look_that_falls_between_two_revisions_is_repeated(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.publisher().publish(revision(tmp_path, 50))
+    later = revision(tmp_path, 60)
+
+    class SwitchesAfterTheMetadataWasRead(LocalRepo):
+        looks = 0
+
+        def head(self, key: str) -> Entry:
+            self.looks += 1
+            if self.looks == 1:
+                folder.publisher().publish(later)
+            return super().head(key)
+
+    repo = SwitchesAfterTheMetadataWasRead(tmp_path / "repo")
+    assert (repo.state().revision, repo.looks) == ("1.3.60", 2)

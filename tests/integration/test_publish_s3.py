@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from uploads.push import push
 from uploads.repos import look_at, open_repo
 from uploads.repos.base import RepoError, epoch_key
 from uploads.repos.s3 import S3Repo
+from validators.metadata import mixed
 
 BUCKET = "llama-4b-ws-4-007"
 MANY_MB = 12
@@ -102,9 +104,28 @@ def test_pushed_is_said_after_the_read_back_and_no_key_is_shown(
     assert s3.KEYS["AWS_SECRET_ACCESS_KEY"] not in "\n".join(lines)
 
 
-def test_each_body_goes_with_its_signed_md5_and_is_not_hashed_once_more(
+def test_a_part_that_arrives_changed_is_sent_again_before_anybody_sees_it(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
+    settings, _ = server
+    repo = open_repo(settings)
+    assert isinstance(repo, S3Repo)
+    damaged: list[Any] = []
+
+    def damage(request: Any, **_: Any) -> None:
+        if not damaged:
+            damaged.append(request)
+            request.body = b"x" + request.body.read()[1:]
+
+    repo._client.meta.events.register("before-send.s3.UploadPart", damage)
+    lines: list[str] = []
+    journal = Journal(journal_path(tmp_path, repo.label))
+    Publisher(repo, journal, lines.append, Retry(backoff_s=0.02)).publish(revision(tmp_path, 50))
+    assert any("arrived as" in line and "trying again" in line for line in lines)
+    assert view(settings) == {50}
+
+
+def test_a_body_is_not_hashed_once_more_to_be_signed(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
     settings, _ = server
     repo = open_repo(settings)
     assert isinstance(repo, S3Repo)
@@ -114,13 +135,35 @@ def test_each_body_goes_with_its_signed_md5_and_is_not_hashed_once_more(
     what = revision(tmp_path, 50)
     repo.stage("epoch-3/config.json", what.folder / "config.json", lambda _n: None, {})
     repo.put("metadata.json", (what.folder / "config.json").read_bytes())
-    md5 = base64.b64encode(hashlib.md5((what.folder / "config.json").read_bytes()).digest())
-    for request in sent:
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        assert headers["content-md5"] == md5
-        assert b"content-md5" in headers["authorization"]
-        assert headers["x-amz-content-sha256"] == b"UNSIGNED-PAYLOAD"
-    assert len(sent) == 2
+    part, small = ({name.lower(): value for name, value in request.headers.items()} for request in sent)
+    assert {part["x-amz-content-sha256"], small["x-amz-content-sha256"]} == {b"UNSIGNED-PAYLOAD"}
+    # What is seen at once must be refused by the server; of a part the answer tells what arrived.
+    assert small["content-md5"] == base64.b64encode(hashlib.md5((what.folder / "config.json").read_bytes()).digest())
+    assert b"content-md5" in small["authorization"]
+    assert "content-md5" not in part
+
+
+def test_at_every_moment_of_a_publication_the_view_is_whole_or_known_to_be_mixed(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
+    settings, faults = server
+    publish(settings, revision(tmp_path, 50), tmp_path)
+    repo, looking, seen = open_repo(settings), threading.Lock(), []
+
+    def look(_number: int) -> None:
+        # The look's own requests come here too, and those of the publisher that are answered meanwhile.
+        if looking.acquire(blocking=False):
+            with contextlib.ExitStack() as stack:
+                stack.callback(looking.release)
+                metadata, entry = json.loads(repo.get("metadata.json")), repo.head("epoch-3/gradients.pt")
+                gradients = int(repo.get(entry.key).split(b"\n", 1)[0])
+                torn = mixed(metadata, entry.size_bytes, entry.checksum) is not None
+                seen.append((metadata["inner_step"], gradients, torn))
+
+    faults.after = look
+    publish(settings, revision(tmp_path, 60), tmp_path)
+    faults.after = lambda _n: None
+    assert set(seen) == {(50, 50, False), (50, 60, True), (60, 60, False)}
 
 
 def test_age_is_the_servers_age_whatever_this_hosts_clock(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -127,6 +128,22 @@ def moto() -> Iterator[tuple[str, Faults]]:
 
 
 @contextlib.contextmanager
+def moto_apart() -> Iterator[tuple[str, int]]:
+    """The same in a process of its own, without faults: yields its endpoint and its pid.
+
+    For benchmarks: in this process it would share the interpreter's lock with the client that is measured.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.servers.s3"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        try:
+            yield child.stdout.readline().strip(), child.pid
+        finally:
+            child.kill()
+
+
+@contextlib.contextmanager
 def rclone(program: str, folder: Path, pair: tuple[str, ...] = tuple(KEYS.values())) -> Iterator[str]:
     """`rclone serve s3` over a folder, with real authentication by a pair of keys; yields its endpoint."""
     port = free_port()
@@ -164,3 +181,9 @@ def _wait_for(port: int) -> None:
             return
         time.sleep(0.05)
     raise TimeoutError(f"nothing listens on port {port}")
+
+
+if __name__ == "__main__":
+    with moto() as (own, _):
+        print(own, flush=True)
+        sys.stdin.read()

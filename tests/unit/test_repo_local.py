@@ -40,7 +40,7 @@ def test_staged_is_unseen_and_committed_is_whole(tmp_path: Path) -> None:
     assert (seen.revision, seen.config, seen.reason) == ("5.3.60", {"block_list": [60]}, None)
     assert seen.age_s is not None
     assert seen.age_s < 60
-    assert all(repo.confirm(t).checksum == t.data["sha256"] for t in tickets)
+    assert all(repo.confirm(t).checksum == t.checksum for t in tickets)
 
 
 def test_age_is_the_age_of_the_gradients(tmp_path: Path) -> None:

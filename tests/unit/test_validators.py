@@ -70,6 +70,13 @@ def step(inner: int) -> Facts:
     return facts(published=aged(1, inner_step=inner))
 
 
+def named(outer: int, checksum: str, size: int = 9) -> Facts:
+    """Published gradients of an outer step, beside metadata that goes with others or with these."""
+    files = {"gradients.pt": {"size_bytes": 9, "checksum": "a" * 32}}
+    published = aged(1, outer_step=outer, checksum=checksum, size_bytes=size)
+    return facts(published=published, metadata={**META, "files": files})
+
+
 Judge = Callable[[Facts, Limits], Verdict]
 SPACED = replace(SN38, min_upload_interval_s=300.0)
 CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
@@ -113,6 +120,12 @@ CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("metadata of a later inner step", metadata.judge, facts(metadata={**META, "inner_step": 86}), SN38, "warn"),
     ("metadata of another epoch", metadata.judge, facts(metadata={**META, "outer_step": 55}), SN38, "block"),
     ("metadata not handed in", metadata.judge, facts(), SN38, "unknown"),
+    ("published metadata", metadata.judge_published, named(56, "a" * 32), SN38, "pass"),
+    ("gradients of another revision", metadata.judge_published, named(56, "b" * 32), SN38, "warn"),
+    ("gradients of another size", metadata.judge_published, named(56, "a" * 32, 8), SN38, "warn"),
+    ("gradients with another digest", metadata.judge_published, named(56, "a" * 32 + "-1"), SN38, "pass"),
+    ("gradients of the epoch before", metadata.judge_published, named(55, "b" * 32), SN38, "pass"),
+    ("published metadata lacks peer_id", metadata.judge_published, facts(metadata={"run": "5"}), SN38, "block"),
     ("good file", gradients.judge, facts(files={"size_bytes": 9, "params": 3, "problems": []}), SN38, "pass"),
     ("missing parameters", gradients.judge, facts(files={"params": 3, "warnings": ["1 missing"]}), SN38, "warn"),
     ("poisoned file", gradients.judge, facts(files={"params": 3, "problems": ["NaN"]}), SN38, "block"),

@@ -1,9 +1,9 @@
 """Where a miner publishes, behind one Protocol: a local folder, S3/R2, Hugging Face.
 
 What a validator reads is the same everywhere: `metadata.json` at the root names the outer and the inner
-step, `epoch-N/` holds `gradients.pt`, `config.json` and `metadata.json`. Publishing has two phases, so
-that nobody ever reads a half-written revision: `stage` moves the bytes and shows nothing, `commit` makes
-them visible in the order given, each object at once and the root metadata last.
+step, `epoch-N/` holds `gradients.pt`, `config.json` and `metadata.json`. Publishing has two phases: `stage`
+moves the bytes and shows nothing, `commit` makes them visible in the order given, each object at once and
+the root metadata last. What a reader can see while it does: see `uploads.publisher`.
 
 Anything here may hang with its server. Within the supervisor, look with `uploads.repos.look_at`, which
 does it in a child with a deadline.
@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from validators.facts import Published
+from validators.metadata import mixed
 
 GRADIENTS = "gradients.pt"
 CONFIG = "config.json"
 METADATA = "metadata.json"
 """At the root it is the pointer that validators start from; a copy lies in each epoch's folder."""
+
+LOOKS = 3
+"""A look that falls between two revisions is repeated; the switch takes a few short requests."""
 
 DOCUMENT_LIMIT = 4 * 1024 * 1024
 """A JSON document larger than this is refused unread."""
@@ -76,7 +80,10 @@ class Ticket:
     key: str
     size_bytes: int
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The repo's own notes: upload id and parts, a draft's name, digests, the path of the source."""
+    """The repo's own notes: upload id and parts, a draft's name, the path of the source."""
+
+    checksum: str | None = None
+    """What the repo will give for it, as far as can be known before it is shown."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -152,6 +159,14 @@ def document(repo: Repo, key: str) -> dict[str, Any] | None:
 
 def published_state(repo: Repo, now: float) -> Published:
     """`Repo.state` for a repo of objects; `now` is this host's wall time, stored as `seen_at` only."""
+    for _ in range(LOOKS):
+        seen = _seen_once(repo, now)
+        if mixed(seen.metadata, seen.size_bytes, seen.checksum) is None:
+            break
+    return seen
+
+
+def _seen_once(repo: Repo, now: float) -> Published:
     metadata = document(repo, METADATA)
     outer = _count(metadata, "outer_step")
     entry = _gradients(repo, outer)

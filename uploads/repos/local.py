@@ -84,7 +84,7 @@ class LocalRepo:
                     progress(len(chunk))
                 target.flush()
                 os.fsync(target.fileno())
-            return Ticket(key, draft.stat().st_size, {"draft": draft.name, "sha256": digest.hexdigest()})
+            return Ticket(key, draft.stat().st_size, {"draft": draft.name}, digest.hexdigest())
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise _refused(draft, error) from error
@@ -115,10 +115,10 @@ class LocalRepo:
 
     def confirm(self, ticket: Ticket) -> Entry:
         entry = self.head(ticket.key)
-        if (entry.size_bytes, entry.checksum) != (ticket.size_bytes, ticket.data["sha256"]):
+        if (entry.size_bytes, entry.checksum) != (ticket.size_bytes, ticket.checksum):
             raise RepoError(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes with sha256 {str(entry.checksum)[:12]}, "
-                f"staged were {ticket.size_bytes} bytes with {ticket.data['sha256'][:12]}; publish again"
+                f"staged were {ticket.size_bytes} bytes with {str(ticket.checksum)[:12]}; publish again"
             )
         return entry
 

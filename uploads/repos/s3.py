@@ -1,7 +1,8 @@
 """An S3 bucket as a repo, Cloudflare R2 first. boto3 is imported when a repo is made, not before.
 
 Staging is a multipart upload that nobody completes; committing completes it, which S3 does atomically per object and
-without moving a byte. So the switch from one revision to the next is as many short requests as there are files.
+without moving a byte. So the switch from one revision to the next is a few short requests, whatever the size.
+(Staged under other keys and copied, the server would move every byte within the switch.)
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class S3Repo:
         upload_id, there = self._begun(key, notes, part_bytes)
         if upload_id is None:
             upload_id = self._call(self._client.create_multipart_upload, Key=key)["UploadId"]
-            notes["upload_id"], notes["part_bytes"] = upload_id, part_bytes
+            notes["upload"] = [upload_id, part_bytes]
 
         def send(number: int) -> str:
             return self._send_part(key, path, upload_id, number, part_bytes, there.get(number), progress)
@@ -113,12 +114,12 @@ class S3Repo:
         parts = [{"PartNumber": n, "ETag": f'"{d}"'} for n, d in zip(numbers, digests, strict=True)]
         etags = [f"{whole}-{len(parts)}", *(digests if len(digests) == 1 else [])]
         notes_for_later = {"upload_id": upload_id, "parts": parts, "etags": etags, "path": str(path.resolve())}
-        return Ticket(key, size, notes_for_later)
+        return Ticket(key, size, notes_for_later, etags[0])
 
     def _begun(self, key: str, notes: Notes, part_bytes: int) -> tuple[str | None, dict[int, str]]:
         """The upload that an earlier attempt began, and the parts that had arrived, by number."""
-        upload_id = notes.get("upload_id")
-        if upload_id is None or notes.get("part_bytes") != part_bytes:
+        upload_id, began_with = notes.get("upload", (None, None))
+        if upload_id is None or began_with != part_bytes:
             return None, {}
         there: dict[int, str] = {}
         more: dict[str, Any] = {}
@@ -138,30 +139,33 @@ class S3Repo:
         with open(path, "rb") as file:
             file.seek((number - 1) * part_bytes)
             data = file.read(part_bytes)
-        md5 = hashlib.md5(data, usedforsecurity=False)
-        digest = md5.hexdigest()
+        digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
         if there != digest:
             answer = self._call(
-                self._client.upload_part, Key=key, UploadId=upload_id, PartNumber=number, Body=data,
-                ContentMD5=_base64(md5),
+                self._client.upload_part, Key=key, UploadId=upload_id, PartNumber=number, Body=data
             )  # fmt: skip
-            # The ETag of a part is the md5 of what the server received.
+            # The ETag of a part is the md5 of what the server received: it need not hash it once more to compare.
             if (seen := _etag(answer)) != digest:
                 raise RepoError(f"part {number} of {key} arrived as {seen}, sent was {digest}", transient=True)
         progress(len(data))
         return digest
 
     def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
-        for ticket in tickets:
-            try:
-                self._call(
-                    self._client.complete_multipart_upload, Key=ticket.key, UploadId=ticket.data["upload_id"],
-                    MultipartUpload={"Parts": ticket.data["parts"]},
-                )  # fmt: skip
-            except Missing as error:
-                # Completed by the publisher that died, or gone: the object itself tells.
-                if not self._arrived(ticket):
-                    raise RepoError(f"the staged upload of {ticket.key} is gone; publish again") from error
+        """The first alone, since a server may take long to put a large object together; the last alone, as all are."""
+        with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="show") as pool:
+            for together in (tickets[:1], tickets[1:-1], tickets[1:][-1:]):
+                list(pool.map(self._show, together))
+
+    def _show(self, ticket: Ticket) -> None:
+        try:
+            self._call(
+                self._client.complete_multipart_upload, Key=ticket.key, UploadId=ticket.data["upload_id"],
+                MultipartUpload={"Parts": ticket.data["parts"]},
+            )  # fmt: skip
+        except Missing as error:
+            # Completed by the publisher that died, or gone: the object itself tells.
+            if not self._arrived(ticket):
+                raise RepoError(f"the staged upload of {ticket.key} is gone; publish again") from error
 
     def _arrived(self, ticket: Ticket) -> bool:
         try:
@@ -255,7 +259,7 @@ def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None, *, att
             retries={"total_max_attempts": attempts, "mode": "standard"}, max_pool_connections=4 * _PARALLEL,
             # Newer boto3 adds trailers by itself, which not every S3 server takes; our parts are checked by md5.
             request_checksum_calculation="when_required", response_checksum_validation="when_required",
-            # The md5 that goes along is signed; a sha256 of the body beside it costs a second of CPU per GiB.
+            # What arrived is compared by its md5; a sha256 of the body beside it costs a second of CPU per GiB.
             s3={"addressing_style": "path", "payload_signing_enabled": False}, tcp_keepalive=True,
         ),
     )  # fmt: skip
