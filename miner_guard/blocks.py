@@ -28,6 +28,14 @@ def inner_step(fields: Mapping[str, Any]) -> str:
     )
 
 
+def upload_blocked(fields: Mapping[str, Any]) -> str:
+    """Source 004's line; the same block is said once in five minutes, so the next one counts those in between."""
+    left_out = fields.get("left_out")
+    return f"UPLOAD BLOCKED: {fields['reason']}" + (
+        f" (asked {left_out} more times since it was said)" if left_out else ""
+    )
+
+
 def _with_unit(value: float | None, spec: str, unit: str) -> str:
     return "unknown" if value is None else format(value, spec) + unit
 

@@ -149,7 +149,7 @@ _SPECS = (
     Spec("hang_evidence", "error", _BAD, "HANG EVIDENCE: {detail}", ("detail", "ranks")),
     Spec("stack_dump", "error", _BAD, "STACK DUMP: {ranks} in {path}", ("ranks", "path")),
     # gate and uploads
-    Spec("upload_blocked", "warning", _WARN, "UPLOAD BLOCKED: {reason}", ("reason", "outer_step", "inner_step", "kind", "verdicts")),
+    Spec("upload_blocked", "warning", _WARN, blocks.upload_blocked, ("reason", "outer_step", "inner_step", "kind", "verdicts")),
     Spec("upload_allowed", "info", _OK, "UPLOAD ALLOWED: {reason}", ("reason", "outer_step", "inner_step", "kind", "verdicts")),
     Spec("upload_started", "info", "💾", "UPLOAD STARTED: tag {tag}", ("tag",)),
     Spec("upload_succeeded", "info", _OK, "UPLOAD VERIFIED: tag {tag} {detail}", ("tag", "detail")),

@@ -33,6 +33,11 @@ class Summary:
     p50_s: float | None
     p95_s: float | None
     blocked: int
+    """Lines `UPLOAD BLOCKED`; the same block is said once in five minutes."""
+
+    asked: int | None
+    """Decisions of the ledger that blocked; None where it could not be read."""
+
     verified: int
     failed: int
     restarts: int
@@ -55,12 +60,9 @@ def read_log(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def summarise(
-    records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None, usage: Usage, blocked: int | None = None
+    records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None, usage: Usage, asked: int | None = None
 ) -> Summary:
-    """Fold the records of one run. `costs` is status/monitoring_costs.json, None where it could not be read.
-
-    `blocked`: decisions of the ledger that blocked; without it the lines are counted, of which repeats are left out.
-    """
+    """Fold the records of one run. `costs` is status/monitoring_costs.json, None where it could not be read."""
     counts: Counter[str] = Counter()
     alarms: Counter[str] = Counter()
     steps = 0
@@ -82,7 +84,8 @@ def summarise(
         loss_to=_mean(losses[-_AVERAGED:]),
         p50_s=_quantile(times, 0.50),
         p95_s=_quantile(times, 0.95),
-        blocked=counts["upload_blocked"] if blocked is None else blocked,
+        blocked=counts["upload_blocked"],
+        asked=asked,
         verified=counts["upload_succeeded"],
         failed=counts["upload_failed"],
         restarts=counts["miner_restarting"],
@@ -98,6 +101,7 @@ def lines(summary: Summary) -> list[str]:
     s = summary
     alarms = ", ".join(f"{name} ×{count}" for name, count in sorted(s.alarms.items())) or "none"
     usage = s.usage
+    asked = f" (asked {s.asked} times)" if s.asked is not None and s.asked > s.blocked else ""
     return [
         "=" * 80,
         "DEMO SUMMARY",
@@ -105,7 +109,7 @@ def lines(summary: Summary) -> list[str]:
         f"steps       {s.steps}" + (f", restarts {s.restarts}" if s.restarts else ""),
         f"loss        from {_known(s.loss_from, '.2f')} to {_known(s.loss_to, '.2f')} (mean of {_AVERAGED} steps)",
         f"step time   p50 {_seconds(s.p50_s)}, p95 {_seconds(s.p95_s)}",
-        f"uploads     blocked {s.blocked}, verified {s.verified}" + (f", failed {s.failed}" if s.failed else ""),
+        f"uploads     blocked {s.blocked}{asked}, verified {s.verified}" + (f", failed {s.failed}" if s.failed else ""),
         f"guard cost  in the ranks {_known(s.hook_s, '.3f')}s ({_known(s.hook_pct, '.3f')}% of training); beside them "
         f"{usage.cpu_s:.1f}s of CPU in {usage.wall_s:.0f}s ({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
         f"{usage.resident_mb:.0f} MB",

@@ -164,3 +164,10 @@ def test_a_summary_of_nothing_says_unknown(tmp_path: Path) -> None:
     text = "\n".join(lines(summarise([], None, Usage(1.0, 10.0, 50.0))))
     assert "loss        from unknown to unknown" in text
     assert "p50 unknowns" not in text
+
+
+def test_the_summary_counts_the_lines_that_grep_finds_and_says_how_often_the_gate_was_asked() -> None:
+    usage, block = Usage(1.0, 10.0, 50.0), {"event": "upload_blocked", "level": "warning"}
+    assert "uploads     blocked 2 (asked 4 times), verified 0" in lines(summarise([block] * 2, None, usage, 4))
+    assert "uploads     blocked 2, verified 0" in lines(summarise([block] * 2, None, usage, 2))
+    assert "uploads     blocked 2, verified 0" in lines(summarise([block] * 2, None, usage, None))

@@ -155,6 +155,7 @@ def test_a_block_repeated_each_step_is_said_first_and_when_it_changes(bench: Ben
     bench.clock.advance(300)
     (again,) = bench.entry(**bench.decide(49))
     assert again.fields["left_out"] == 39
+    assert line(again).endswith("Waiting for more training steps... (asked 39 more times since it was said)")
     (allowed,) = bench.entry(**bench.decide(50))
     assert allowed.event == "upload_allowed"
     assert [f.event for f in bench.entry(**bench.decide(12))] == ["upload_blocked"]
