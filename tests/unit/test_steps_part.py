@@ -141,6 +141,15 @@ def test_each_red_flag_says_which(tmp_path: Path, phases: Mapping[str, float], n
     assert [f.fields["which"] for f in seen if f.event == "timing_red_flag"] == [which]
 
 
+def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsPart(make_context(tmp_path, clock, Config()))
+    seen = drive(part, clock, [15.0] * 150 + [30.0] + [15.0] * 48)
+    assert lines(seen, "step_summary") == []
+    seen = drive(part, clock, [15.0] * 200)
+    assert lines(seen, "step_summary") == ["STEP SUMMARY: p50 15.00s p95 15.00s max 30.00s, grade good"]
+
+
 def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -> None:
     clock = FakeClock()
     config = replace(Config(), miner=MinerSettings(upload_steps=3), gate=GateSettings(min_inner_step=50))
