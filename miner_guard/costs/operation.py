@@ -66,10 +66,10 @@ class Operation:
 
 
 def percent(seconds: float, training_s: float) -> float:
-    """`seconds` as per cent of training time; 100 where there was no training but monitoring."""
-    if training_s > 0:
-        return 100 * seconds / training_s
-    return 100.0 if seconds > 0 else 0.0
+    """`seconds` as per cent of training time; 100 also where monitoring took longer than training itself."""
+    if seconds <= 0:
+        return 0.0
+    return 100.0 if seconds >= training_s else 100 * seconds / training_s
 
 
 def impact(share_pct: float) -> str:

@@ -242,16 +242,17 @@ class MonitoringCostTracker:
     # telling
 
     def get_report(self) -> dict[str, Any]:
-        """The account as monitoring_costs.json holds it."""
+        """The account as monitoring_costs.json holds it; `budget_status` is `unknown` where there is none."""
         with self._mutex:
             if not self._operations and self._ledger is not None:
                 stored = statedir.read_json(self._ledger)
                 if isinstance(stored, dict) and isinstance(stored.get("operations"), dict):
                     return stored
+            known = bool(self._operations) or self._ledger is None
             training = self.training_s()
             share = percent(self.blocking_s(), training)
             return {
-                "budget_status": self.budget.status(share),
+                "budget_status": self.budget.status(share) if known else "unknown",
                 "total_percentage": round(share, 4),
                 "budget_percentage": self.budget.budget_pct,
                 "critical_percentage": self.budget.critical_pct,
@@ -265,8 +266,13 @@ class MonitoringCostTracker:
             }
 
     def print_summary(self, file: IO[str] | None = None) -> None:
-        """The cost table, as text."""
-        (file or sys.stdout).write(table.text(self.get_report()) + "\n")
+        """The cost table, as text; where there is no account, where it was looked for."""
+        report = self.get_report()
+        if report["budget_status"] == "unknown":
+            words = f"no ledger at {self._ledger}: no guard runs there. Set {statedir.STATE_DIR} to its state directory"
+        else:
+            words = table.text(report)
+        (file or sys.stdout).write(words + "\n")
 
     def write(self) -> None:
         """Write monitoring_costs.json now. A disk that refuses is reported once, never raised."""

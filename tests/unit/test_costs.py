@@ -80,6 +80,26 @@ def test_the_first_second_of_a_run_is_no_alarm() -> None:
     assert account.tracker.is_over_budget()
 
 
+def test_more_monitoring_than_training_is_all_of_it() -> None:
+    """Guards against a share of a million per cent for a first call at the very beginning."""
+    account = Account()
+    account.clock.advance(0.001)
+    account.call("evolution_snapshot", 40)
+    assert account.tracker.share_pct() == 100
+    assert account.tracker.get_report()["operations"]["evolution_snapshot"]["percentage"] == 100
+
+
+def test_where_there_is_no_ledger_the_one_liner_says_so(tmp_path: Path) -> None:
+    set_global_tracker(None)
+    try:
+        tracker, text = get_global_tracker({"MINER_GUARD_STATE_DIR": str(tmp_path)}), io.StringIO()
+        tracker.print_summary(text)
+        assert text.getvalue().startswith(f"no ledger at {tmp_path}/status/monitoring_costs.json: no guard runs there")
+        assert tracker.get_report()["budget_status"] == "unknown"
+    finally:
+        set_global_tracker(None)
+
+
 def test_background_work_costs_no_training_time() -> None:
     account = Account()
     account.clock.advance(10)
