@@ -129,6 +129,10 @@ class JsonlSink:
             self._on_trouble(*trouble)
 
     def _append(self, data: bytes) -> None:
+        if self._fd is not None and not self._is_there(self._fd):
+            # Removed to make room on a full disk, or moved: what is written into it now nobody would find.
+            os.close(self._fd)
+            self._fd = None
         if self._fd is None:
             self._open()
         elif self._size + len(data) > self._settings.max_bytes:
@@ -143,6 +147,13 @@ class JsonlSink:
             os.ftruncate(self._fd, self._size)
             raise OSError(28, "No space left on device")
         self._size += written
+
+    def _is_there(self, fd: int) -> bool:
+        try:
+            seen, held = os.stat(self._path), os.fstat(fd)
+        except FileNotFoundError:
+            return False
+        return (seen.st_dev, seen.st_ino) == (held.st_dev, held.st_ino)
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -85,14 +85,17 @@ class Gate:
         return read(self._place.state.gate_inputs)
 
     def blocked(self, candidate: Candidate, why: str) -> GateDecision:
-        """A block that this rank has come to by itself; in shadow mode it is said, and allowed."""
+        """A block that this rank has come to by itself; in shadow mode it is said, and allowed.
+
+        Its id is another one in each launch: the ledger takes an id once.
+        """
         self._local += 1
         shadow = self._settings.mode == "shadow"
         return GateDecision(
             allowed=shadow, kind=candidate.kind, outer_step=candidate.outer_step, inner_step=candidate.inner_step,
             reason=f"shadow mode, would be blocked: {why}" if shadow else why,
             verdicts=(Verdict("agreement", "block", None, None, why),), shadow=shadow, decided_at=self._wall(),
-            decision_id=f"local-{self._place.rank}-{self._local}",
+            decision_id=f"local-{self._place.run_id}-{self._place.settings.launch}-{self._place.rank}-{self._local}",
         )  # fmt: skip
 
 

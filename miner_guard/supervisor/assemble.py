@@ -186,6 +186,9 @@ class Assembly:
 
     def _hear_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                # Started by `nohup`: the end of the terminal is not the guard's.
+                continue
             self.loop.on_signal(number, functools.partial(self._stop, signal.Signals(number).name))
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             self.loop.on_signal(number, functools.partial(self._forward, number))

@@ -218,3 +218,17 @@ def test_waits_grow_between_restarts(guarded: Guarded) -> None:
     guarded.start(["false"], "--max-restarts", "3", settings={**FAST, "restart.jitter_ratio": 0})
     assert guarded.processes[0].wait(30) == 75
     assert [e["wait_s"] for e in guarded.named("miner_restarting")] == pytest.approx([0.1, 0.2, 0.4])
+
+
+def test_the_end_of_the_terminal_is_not_the_guards_under_nohup(guarded: Guarded) -> None:
+    """Guards against a miner that is stopped by a logout, although it was started so that it is not."""
+    guarded.start(
+        guarded.miner("steps", 10000, 0.1),
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    guarded.wait_for("inner_step")
+    guarded.processes[-1].send_signal(signal.SIGHUP)
+    guarded.wait_for("inner_step", len(guarded.named("inner_step")) + 10)
+    assert not guarded.named("miner_stopping")
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()

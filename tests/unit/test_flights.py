@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from miner_guard.rank.flight import FlightWriter, Step, process_start
-from miner_guard.rank.layout import IDENTITY, MAGIC, PHASES, VERSION
+from miner_guard.rank.layout import ACK, IDENTITY, MAGIC, NOW_OFFSET, PHASES, VERSION
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.flights import Flights
 
@@ -170,3 +170,16 @@ def test_a_record_whose_file_number_was_used_before_is_read(tmp_path: Path) -> N
     flights.look(heard)
     assert flights.now()[0].total_steps == 7
     flights.close()
+
+
+def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_read(tmp_path: Path) -> None:
+    """Guards against decisions and steps that are lost with a lock that nobody will ever release."""
+    ranks = _Ranks(tmp_path, (0,))
+    ranks.step(0, 1)
+    writer = ranks.writers[0]
+    writer.journal({"n": "its last words"})
+    ACK.pack_into(writer._map, NOW_OFFSET, writer._lock + 1)
+    ranks.flights.last_look(ranks.heard)
+    assert ranks.heard.steps_of == [(0, 1)]
+    assert ranks.heard.entries_of == [(0, "its last words")]
+    ranks.flights.close()

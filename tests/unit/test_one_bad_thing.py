@@ -273,3 +273,17 @@ def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.Mon
         assert get_global_tracker().get_report()["total_time"] == 0
     finally:
         set_global_tracker(None)
+
+
+def test_a_log_that_somebody_removed_is_begun_anew(state: StateDir) -> None:
+    """Guards against days of silence after a person made room on a full disk: nobody reads a removed file."""
+    sink = JsonlSink(state.log, LogSettings())
+    for text in ("one", "two", "three"):
+        sink.write({"msg": text})
+        if text == "one":
+            state.log.unlink()
+        elif text == "two":
+            state.log.rename(state.root / "moved")
+    assert json.loads(state.log.read_text()) == {"msg": "three"}
+    assert json.loads((state.root / "moved").read_text()) == {"msg": "two"}
+    sink.close()

@@ -213,3 +213,13 @@ def test_an_error_in_rank_0s_own_look_does_not_keep_it_from_the_others(
     reader_of(state).request_checkpoint()
     assert guard.checkpoint_requested()
     assert any("guard.upload_due: TypeError: age" in words for words in said(state))
+
+
+def test_a_block_of_this_ranks_own_has_an_id_of_its_own_in_every_launch(state: StateDir) -> None:
+    """Guards against a ledger that takes the first such block of all launches, and leaves the others out."""
+    ids = set()
+    for launch in range(3):
+        settings = {"_MINER_GUARD_RANK_SETTINGS": json.dumps({"launch": launch}), "_MINER_GUARD_RUN": "run-1"}
+        guard = Guard(place(state, world_size=4, **settings))
+        ids |= {guard.may_upload(outer_step=1, inner_step=99).decision_id for _ in range(2)}
+    assert len(ids) == 6
