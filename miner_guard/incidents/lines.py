@@ -18,7 +18,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 _PREFIX = re.compile(
     r"""
-    (?: \d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[\s|]+    # GitHub, journald, loguru
+    (?: \d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|\s?[+-]\d\d:?\d\d)?(?::\s|[\s|]+)  # loguru, pm2 --time
       | \[\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?\]\s*
       | \d{1,3}\|[\w.@-]{1,40}\s*\|\s?                                              # pm2
       | \[(?:default|rank)\s?(?P<rank_a>\d{1,5})\]:\s?                              # torchrun --tee, torch

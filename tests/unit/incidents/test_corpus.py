@@ -49,7 +49,8 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 PREFIXES = (
-    "0|miner  | ", "[rank3]: ", "[default0]:", "2026-07-29T13:21:17.7984785Z ", "3: ", "miner-1  | ", "| Rank 2 | ",
+    "0|miner  | ", "0|miner  | 2026-01-02 03:04:05 +00:00: ", "2026-01-02T03:04:05: ",
+    "[rank3]: ", "[default0]:", "2026-07-29T13:21:17.7984785Z ", "3: ", "miner-1  | ", "| Rank 2 | ",
     "2026-01-02 03:04:05.678 | ERROR    | train:main:12 - ", "2026-01-02 03:04:05,678 - train - ERROR - ",
     "\x1b[36m(Worker pid=123)\x1b[0m ", "[1,3]<stderr>:", "Jan  2 03:04:05 host python[123]: ",
 )  # fmt: skip
