@@ -6,10 +6,13 @@ give many similar runs count as much as those that give one.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import functools
 import itertools
 import json
+import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +23,7 @@ import pytest
 from miner_guard.config import LossSettings
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
-from miner_guard.detectors.loss import LossWatch
+from miner_guard.detectors.loss import LossWatch, OverfitWatch
 from miner_guard.detectors.trace import judge as judging
 from miner_guard.detectors.trace import outliers, reading
 
@@ -202,6 +205,26 @@ def test_the_live_judge_of_the_loss_stays_silent_on_healthy_curves() -> None:
     print(f"live: {dict(alarms)} alarms and {remarks} remarks in {steps} healthy steps; NaN {nan_found}/{nan_labelled}")
     assert alarms.total() <= steps / 10_000
     assert nan_found == nan_labelled
+
+
+def test_the_live_judge_of_the_evaluation_finds_most_and_is_silent_on_the_rest() -> None:
+    found = labelled = false = evaluations = 0
+    for record in records():
+        if not record["eval_values"]:
+            continue
+        watch, losses = OverfitWatch(LossSettings()), [float(v) for v in record["values"]]
+        seen = False
+        for step, value in zip(record["eval_steps"], record["eval_values"], strict=True):
+            place = bisect.bisect_right(record["steps"], step)
+            recent = [v for v in losses[max(0, place - 16) : place] if math.isfinite(v)]
+            if recent and value is not None:
+                seen |= watch.observe(int(step), float(value), statistics.median(recent)) is not None
+        expected = any(label["type"] == "overfit" for label in record["labels"])
+        labelled, found = labelled + expected, found + (expected and seen)
+        evaluations, false = evaluations + len(record["eval_values"]), false + (seen and not expected)
+    print(f"live: overfit {found}/{labelled}, {false} false in {evaluations} evaluations")
+    assert found >= 0.75 * labelled
+    assert false <= 1
 
 
 CUTS = {"first quarter": (0, 0.25, 1), "first half": (0, 0.5, 1), "last half": (0.5, 1, 1), "every third": (0, 1, 3)}
