@@ -9,7 +9,7 @@ PARALLEL := -n 3 --dist loadfile
 # Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
 AGAIN := --reruns 1
 
-.PHONY: demo test check unit faults bench soak clean
+.PHONY: demo test check unit faults bench soak screens clean
 
 demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
@@ -34,6 +34,9 @@ soak: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks
+
+screens: $(VENV)/.dev
+	$(BIN)/python -m tests.screens
 
 clean:
 	rm -rf $(VENV) .demo build dist *.egg-info
