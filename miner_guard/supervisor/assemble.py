@@ -9,6 +9,7 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from miner_guard import __version__
@@ -94,6 +95,8 @@ class Assembly:
         self.status = Status(request.state, self.clock, self.log)
         self.managers: list[Manager] = []
         self._closers: list[Callable[[], None]] = []
+        self._doors: dict[Path, tuple[Callable[[], None], Callable[[], None]]] = {}
+        """The sockets that others find the guard by; how to open each again, and how to close it."""
 
     def _question(self) -> Question:
         request = self.request
@@ -216,11 +219,24 @@ class Assembly:
     def _open_bell(self) -> None:
         bell = Bell(self.request.state, lambda rank: self.flights.look_at(rank, self.host), self.host.finding)
         self.loop.watch(bell.fileno(), bell.receive)
-        self._closers.append(bell.close)
+
+        def close() -> None:
+            self.loop.unwatch(bell.fileno())
+            bell.close()
+
+        self._doors[self.request.state.socket] = (self._open_bell, close)
 
     def _open_control(self) -> None:
         control = ControlSocket(self.request.state, self.loop, self._asked)
-        self._closers.append(control.close)
+        self._doors[self.request.state.control] = (self._open_control, control.close)
+
+    def _look_after_doors(self) -> None:
+        """Who cleans /tmp takes sockets too: the ranks would think they are alone, and `status` that no guard runs."""
+        for path, (again, close) in list(self._doors.items()):
+            if not path.exists():
+                close()
+                del self._doors[path]
+                self._try(path.name, again)
 
     def _asked(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         what = request.get("do")
@@ -253,6 +269,7 @@ class Assembly:
         self.loop.after(1.0, self._pulse)
         if not self._ended:
             self.jobs.tick()
+            self._look_after_doors()
         document = self._document()
         self.status.update(document)
         if not self._ready and self.supervisor.launches:
@@ -276,6 +293,8 @@ class Assembly:
         self._linger()
         self.status.update(self._document())
         self.jobs.close()
+        for _, close in self._doors.values():
+            close()
         for close in reversed(self._closers):
             close()
         self.flights.close()
