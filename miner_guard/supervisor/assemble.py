@@ -6,6 +6,7 @@ import functools
 import os
 import secrets
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ from miner_guard.supervisor.status import Status
 from miner_guard.supervisor.tidy import tidy
 
 _LAST_WORDS_S = 2.0
+_SWITCH_S = 0.0001
+"""Python's own 5 ms between two threads would hold up the thread that writes, and the miner with it, while the parts
+look at a flood."""
+
 _SWEEP_GRACE_S = 5.0
 _GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
 _FLUSH_S = 10.0
@@ -144,6 +149,7 @@ class Assembly:
 
     def run(self) -> int:
         """Supervise to the end; returns the exit code."""
+        sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
         misplaced = [*self.lock.findings, *tidy(state)]
         self.log(found("guard_started", version=__version__, pid=os.getpid(), state_dir=str(state.root)))

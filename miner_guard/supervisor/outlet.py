@@ -17,8 +17,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-HIGH_WATER = 1024 * 1024
-"""More than this waiting: stop reading from the miner, as long as the reader takes anything."""
+HIGH_WATER = 8 * 1024 * 1024
+"""More than this waiting: stop reading from the miner, as long as the reader takes anything. Less would make the
+writer's thread ask for the interpreter so often that the miner waits for that."""
 
 LOW_WATER = HIGH_WATER // 2
 LIMIT = 64 * 1024 * 1024

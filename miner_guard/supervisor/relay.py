@@ -7,6 +7,7 @@ import fcntl
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 
 from miner_guard.supervisor.loop import Loop
@@ -22,6 +23,12 @@ the piece does. What comes meanwhile fits into the pipe up to 500 MB/s."""
 
 _SMALL = CHUNK // 4
 
+_UNSEEN = 64 * 1024 * 1024
+"""How far the parts may be behind with looking: a burst of so much passes at the speed of copying, more at theirs."""
+
+_SLICE = 128 * 1024
+"""What the parts are shown before the pipes are looked at again: in less time than it takes to fill a pipe."""
+
 
 class Relay:
     """Carries the output of one launch after another. All methods but `say` belong to the loop's thread."""
@@ -36,6 +43,11 @@ class Relay:
         self._paused: set[int] = set()
         self._napping: set[int] = set()
         self._read_at: dict[int, float] = {}
+        self._unseen: deque[bytes] = deque()
+        self._unseen_bytes = 0
+        self._fresh = False
+        """Something was read since the parts were last shown something."""
+
         self.relayed_bytes = 0
 
     @property
@@ -87,15 +99,18 @@ class Relay:
                 self._watch(fd)
 
     def _readable(self, fd: int) -> None:
-        before = self.relayed_bytes
-        self._read(fd)
+        taken = self._take(fd)
         if fd not in self._sources:
             return
-        if self._sources[fd].congested:
+        if self._must_wait(fd):
             self._paused.add(fd)
             self._loop.unwatch(fd)
-        elif self.relayed_bytes - before < _SMALL:
+        elif taken < _SMALL:
             self._rest_from(fd)
+
+    def _must_wait(self, fd: int) -> bool:
+        """Whether the miner prints faster than the reader reads, or than the parts look."""
+        return self._unseen_bytes > _UNSEEN or self._sources[fd].congested
 
     def _rest_from(self, fd: int) -> None:
         """Let a pipe fill for a moment, if small pieces follow each other at once."""
@@ -115,28 +130,57 @@ class Relay:
     def _watch(self, fd: int) -> None:
         self._loop.watch(fd, lambda: self._readable(fd))
 
-    def _read(self, fd: int) -> bool:
-        """Read one chunk; False where there is none now or ever."""
-        try:
-            data = os.read(fd, CHUNK)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._close(fd)
-            return False
-        self.relayed_bytes += len(data)
-        self._sources[fd].put(data)
-        self._on_chunk(data)
-        return True
+    def _take(self, fd: int) -> int:
+        """Read what a pipe holds, as much as fits into one at most; returns the number of bytes."""
+        taken = 0
+        while taken < _PIPE_SIZE:
+            try:
+                data = os.read(fd, CHUNK)
+            except BlockingIOError:
+                break
+            if not data:
+                self._close(fd)
+                break
+            taken += len(data)
+            self._sources[fd].put(data)
+            self._queue(data)
+            if len(data) < CHUNK:
+                # Empty now. What a writer of small pieces adds meanwhile is read after a nap, in one piece.
+                break
+        self.relayed_bytes += taken
+        return taken
 
-    def drain(self) -> bool:
-        """Take what the pipes hold now. True where all are at their end, False where somebody holds one open."""
+    def _queue(self, data: bytes) -> None:
+        if not self._unseen:
+            self._loop.after(0.0, self._show)
+        self._unseen.append(data)
+        self._unseen_bytes += len(data)
+        self._fresh = True
+
+    def _show(self) -> None:
+        """Show the parts some of what was passed on. To read on comes first, unless they are too far behind."""
+        try:
+            if not self._fresh or self._unseen_bytes > _UNSEEN:
+                self._show_up_to(_SLICE)
+        finally:
+            # Whatever goes wrong with one piece: the next ones are looked at, or the miner would wait for ever.
+            self._fresh = False
+            if self._unseen:
+                self._loop.after(0.0, self._show)
+            self._resume()
+
+    def _show_up_to(self, size: int) -> None:
+        while self._unseen and size > 0:
+            data = self._unseen.popleft()
+            self._unseen_bytes -= len(data)
+            size -= len(data)
+            self._on_chunk(data)
+
+    def drain(self) -> None:
+        """Take what the pipes hold now, no more: a survivor may go on printing. The parts have seen all of it then."""
         for fd in list(self._sources):
-            # Bounded: a survivor that goes on printing must not keep the supervisor here.
-            for _ in range(2 * _PIPE_SIZE // CHUNK):
-                if not self._read(fd):
-                    break
-        return not self._sources
+            self._take(fd)
+        self._show_up_to(self._unseen_bytes)
 
     def close_sources(self) -> None:
         """Forget the pipes of a launch that has ended."""
@@ -156,7 +200,7 @@ class Relay:
 
     def _resume(self) -> None:
         for fd in list(self._paused):
-            if not self._sources[fd].congested:
+            if not self._must_wait(fd):
                 self._paused.discard(fd)
                 self._watch(fd)
 

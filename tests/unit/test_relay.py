@@ -1,0 +1,125 @@
+"""The relay passes on before the parts look: neither a slow part nor one that fails holds the miner up."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from miner_guard.clock import SystemClock
+from miner_guard.supervisor import relay as relay_module
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.relay import Relay
+
+OUTPUT = b"".join(b"%06d Inner Step\n" % n for n in range(40_000))
+
+
+class Stage:
+    """A relay from a pipe to a file, turned by hand."""
+
+    def __init__(self, passed_on: Path, show: Callable[[bytes], None]) -> None:
+        self._passed_on = passed_on
+        self.errors: list[Exception] = []
+        self.loop = Loop(SystemClock(), self.errors.append)
+        self.relay = Relay(self.loop, show)
+        self.miner, _ = self.relay.open()
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loop.after(0.0, lambda: None)
+            self.loop.turn()
+
+    def written(self) -> bytes:
+        """What has left the guard when it ends now."""
+        self.relay.finish(10.0)
+        return self._passed_on.read_bytes()
+
+    def close(self) -> None:
+        self.relay.finish(10.0)
+        os.close(self.miner)
+        self.loop.close()
+
+
+Open = Callable[[Callable[[bytes], None]], Stage]
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    stages: list[Stage] = []
+    with open(tmp_path / "out", "wb") as out:
+
+        def make(show: Callable[[bytes], None]) -> Stage:
+            # Not before: pytest sets its own between the fixtures and the test.
+            monkeypatch.setattr(sys, "stdout", out)
+            monkeypatch.setattr(sys, "stderr", out)
+            stages.append(Stage(tmp_path / "out", show))
+            return stages[-1]
+
+        yield make
+        for each in stages:
+            each.close()
+
+
+def test_what_is_in_the_pipe_is_passed_on_before_the_parts_look(stage: Open) -> None:
+    shown: list[bytes] = []
+    at = stage(shown.append)
+    os.write(at.miner, OUTPUT)
+    at.turn()
+    assert shown == []
+    assert at.written() == OUTPUT
+
+
+def test_the_parts_see_every_byte_in_order(stage: Open) -> None:
+    shown: list[bytes] = []
+    at = stage(shown.append)
+    os.write(at.miner, OUTPUT)
+    at.turn(30)
+    assert b"".join(shown) == OUTPUT
+
+
+def test_the_last_words_are_shown_before_the_end(stage: Open) -> None:
+    shown: list[bytes] = []
+    at = stage(shown.append)
+    os.write(at.miner, OUTPUT)
+    at.relay.drain()
+    assert b"".join(shown) == OUTPUT
+
+
+def test_a_defect_while_looking_stops_neither_the_output_nor_the_next_look(stage: Open) -> None:
+    shown: list[bytes] = []
+
+    def show(data: bytes) -> None:
+        shown.append(data)
+        if len(shown) == 1:
+            raise ValueError("a defect")
+
+    at = stage(show)
+    os.write(at.miner, OUTPUT)
+    at.turn(30)
+    assert [str(error) for error in at.errors] == ["a defect"]
+    assert b"".join(shown) == OUTPUT
+    assert at.written() == OUTPUT
+
+
+def test_a_miner_that_prints_faster_than_the_parts_look_waits_for_them(
+    stage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "_UNSEEN", 1024 * 1024)
+    shown: list[bytes] = []
+    at = stage(shown.append)
+    os.set_blocking(at.miner, False)
+    most = sent = 0
+    for _ in range(200):
+        for _ in range(2):
+            try:
+                sent += os.write(at.miner, OUTPUT)
+            except BlockingIOError:
+                break
+        at.turn()
+        most = max(most, at.relay.relayed_bytes - sum(map(len, shown)))
+    at.turn(100)
+    assert most <= 3 * 1024 * 1024
+    assert sum(map(len, shown)) == at.relay.relayed_bytes == sent > 20 * 1024 * 1024
