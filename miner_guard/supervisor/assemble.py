@@ -42,6 +42,7 @@ from miner_guard.supervisor.relay import Relay
 from miner_guard.supervisor.scheduler import Scheduler
 from miner_guard.supervisor.startup import Startup
 from miner_guard.supervisor.status import Status
+from miner_guard.supervisor.steering import Steering
 from miner_guard.supervisor.tidy import tidy
 
 _LAST_WORDS_S = 2.0
@@ -92,6 +93,7 @@ class Assembly:
             request.config, request.state, self.run_id, request.finished_code,
         )  # fmt: skip
         self.supervisor = Supervisor(order, self.clock, self.loop, self.host, self.relay, self.flights)
+        self.steering = Steering(self.supervisor, self.flights, self.loop.soon, self._document)
         self.startup = Startup(self._question(), self.report, self.loop.soon)
         self.supervisor.before_first = self.startup.begin
         self.supervisor.on_stopping = self._stopping
@@ -208,7 +210,7 @@ class Assembly:
     def _context(self) -> Context:
         return Context(
             self.request.config, self.request.state, self.clock, self.run_id, self.report, self.jobs,
-            _Control(self), lambda: self.status.latest,
+            self.steering, lambda: self.status.latest,
         )  # fmt: skip
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
@@ -233,7 +235,7 @@ class Assembly:
         self._doors[self.request.state.socket] = (self._open_bell, close)
 
     def _open_control(self) -> None:
-        control = ControlSocket(self.request.state, self.loop, self._asked)
+        control = ControlSocket(self.request.state, self.loop, self.steering.answer)
         self._doors[self.request.state.control] = (self._open_control, control.close)
 
     def _look_after_doors(self) -> None:
@@ -243,23 +245,6 @@ class Assembly:
                 close()
                 del self._doors[path]
                 self._try(path.name, again)
-
-    def _asked(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        what = request.get("do")
-        if what == "status":
-            return {"status": self._document()}
-        if what == "checkpoint":
-            return {"done": f"asked {self.flights.ask_checkpoint()} ranks for a checkpoint"}
-        if what == "restart":
-            self.supervisor.want(Wish("miner-guard ctl restart", "relaunch"))
-            return {"done": "restarting the miner"}
-        if what == "pause":
-            self.supervisor.pause()
-            return {"done": "restarts are off until `miner-guard ctl resume`"}
-        if what == "resume":
-            self.supervisor.resume()
-            return {"done": "restarts are on"}
-        return {"error": f"unknown request {what!r}; known: status, checkpoint, restart, pause, resume"}
 
     def _forward(self, number: int) -> None:
         if self.supervisor.child is not None:
@@ -315,29 +300,3 @@ class Assembly:
             self.loop.turn()
         if self.host.lingers():
             self.log(found("guard_degraded", what=f"not all alerts were sent within {within_s:g} s of the end"))
-
-
-class _Control:
-    """What the parts may ask for."""
-
-    def __init__(self, assembly: Assembly) -> None:
-        self._assembly = assembly
-
-    def restart(self, cause: str) -> None:
-        self._assembly.supervisor.want(Wish(cause, "restart"))
-
-    def use_command(self, command: Sequence[str]) -> None:
-        self._assembly.loop.soon(lambda: self._assembly.supervisor.use_command(command))
-
-    def relaunch(self, cause: str) -> None:
-        self._assembly.supervisor.want(Wish(cause, "relaunch"))
-
-    def stop(self, cause: str, exit_code: int) -> None:
-        self._assembly.supervisor.want(Wish(cause, "stop", exit_code))
-
-    def checkpoint(self) -> None:
-        self._assembly.loop.soon(lambda: _ignore(self._assembly.flights.ask_checkpoint()))
-
-
-def _ignore(_count: int) -> None:
-    """How many ranks were asked is of no interest here."""
