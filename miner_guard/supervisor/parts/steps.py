@@ -33,6 +33,9 @@ class StepsPart(Part):
         self._loss_first: float | None = None
         self._max: tuple[float, int | None] | None = None
         self._limiter = LineLimiter(context.config.logs.step_lines_per_s)
+        self._evaluated = LineLimiter(context.config.logs.step_lines_per_s)
+        """For steps that evaluated: few among many, and all there is of a curve of its own."""
+
         self._reset()
 
     def _reset(self) -> None:
@@ -67,7 +70,7 @@ class StepsPart(Part):
         if self._loss_first is None:
             self._loss_first = step.loss
         self._goodput.step(step.start, step.end, step.phases, step.nested_in_monitor_s)
-        if self._limiter.allow(step.end):
+        if (self._limiter if step.eval_loss is None else self._evaluated).allow(step.end):
             yield found(
                 "inner_step", rank=rank, outer_step=step.outer_step, inner_step=step.inner_step, lr=step.lr,
                 loss=step.loss, step_time_s=step.seconds, gpu_mem_gb=gb(step.allocated_bytes),

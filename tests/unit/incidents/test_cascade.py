@@ -133,6 +133,10 @@ def test_a_socket_that_connects_at_last_is_nothing() -> None:
     refused = f"{waiting} (errno: 111 - Connection refused).\n"
     assert root(3 * refused) == "rendezvous_timeout"
     assert root(3 * refused + "step 1 loss 10.93\nstep 2 loss 10.81\n") is None
+    for said in ("Process group initialized, world size 16\n", "INFO rank 3 connected to the TCPStore\n"):
+        assert root(3 * refused + said) is None
+    for said in ("Process group not initialized\n", "failed: never connected to the master\n"):
+        assert root(3 * refused + said) == "rendezvous_timeout"
     ipv6 = "[W socket.cpp:464] [c10d] The IPv6 network addresses of (n0, 29500) cannot be retrieved (gai error: -2).\n"
     assert root(ipv6) is None
     assert root(ipv6 + refused.replace("[W", "[E")) == "rendezvous_timeout"
