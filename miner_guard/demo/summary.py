@@ -71,7 +71,7 @@ def summarise(
     for record in records:
         event = str(record["event"])
         counts[event] += 1
-        if record["level"] != "info" and event != "upload_blocked":
+        if record["level"] not in ("debug", "info") and event != "upload_blocked":
             alarms[event] += 1
         if event == "inner_step" and record.get("rank") == 0:
             steps += 1

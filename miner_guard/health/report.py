@@ -101,7 +101,7 @@ def _number(value: Any, spec: str, unit: str = "") -> str | None:
 
 
 def _pair(one: Any, other: Any) -> str | None:
-    a, b = _number(one, ".3g"), _number(other, ".3g")
+    a, b = (_number(value, ".0f" if (value or 0) >= 10 else ".2g") for value in (one, other))
     return None if a is None or b is None else f"{a} / {b} s"
 
 

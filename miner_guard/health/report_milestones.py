@@ -83,12 +83,13 @@ def _regular(data: Data, gate: GateSettings) -> list[Milestone]:
     blocked = [
         mark for mark in data.of("upload_blocked") if (mark.fields.get("inner_step") or 0) >= gate.min_inner_step
     ]
+    slow = [mark for mark in data.of("slow_step") if mark.level != "debug"]
     end = data.last
     got_there = _first_time(data.inner_step, lambda v: v >= gate.min_inner_step) is not None
     return [
         _at(stage, "Uploads regularly", done[2].time if len(done) > 2 else None, f"{len(done)} verified so far"),
         _at(stage, "Loss decreasing over time", end if falls else None, "not, or too few steps to say"),
-        _quiet(data, stage, 'No "SLOW STEP" warnings for an hour', data.of("slow_step")),
+        _quiet(data, stage, 'No "SLOW STEP" warnings for an hour', slow),
         _at(stage, f'No "UPLOAD BLOCKED" from inner step {gate.min_inner_step} on',
             end if got_there and not blocked else None, f"{len(blocked)} blocked" if blocked else "not that far yet"),
     ]  # fmt: skip

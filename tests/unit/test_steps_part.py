@@ -71,6 +71,8 @@ def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
     slow = [f for f in drive(part, clock, [6.0]) if f.event == "slow_step"]
     assert slow[0].fields["rule"] == "relative"
     assert slow[0].fields["median_s"] == pytest.approx(2.0, rel=0.05)
+    again = [f for f in drive(part, clock, [2.0, 7.0]) if f.event == "slow_step"]
+    assert [(f.severity, f.fields["step_time_s"]) for f in again] == [("debug", 7.0)], "for the report, not to be read"
 
 
 def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:

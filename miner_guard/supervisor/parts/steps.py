@@ -97,21 +97,25 @@ class StepsPart(Part):
         yield from self._summary(rank, step)
 
     def _slow_line(self, rank: int, step: Step, slow: step_time.SlowStep) -> Iterator[Finding]:
-        # Beyond 60 s each step has its line, as source 004 shows; short ones would flood the log.
+        # Beyond 60 s each step has its line, as source 004 shows; short ones would flood the console. The report marks
+        # them all.
         too_soon = step.end - self._slow_said < _SLOW_REPEAT_S or self._fallback_said
-        if slow.rule == "relative" and too_soon:
-            self._slow_left_out += 1
-            return
-        left_out, self._slow_left_out = self._slow_left_out, 0
+        level, left_out = None, self._slow_left_out
         expected = self.context.config.steps.expected
         if slow.rule == "relative" and slow.median_s is not None:
             expected = f"{slow.median_s:.1f}-{slow.limit_s:.1f}s"
-            self._slow_said = step.end
+        if slow.rule == "relative" and too_soon:
+            level = "debug"
+            self._slow_left_out += 1
+        else:
+            self._slow_left_out = 0
+            self._slow_said = step.end if slow.rule == "relative" else self._slow_said
         phases = sorted(step.phases.items(), key=lambda item: -item[1])[:4]
         yield found(
-            "slow_step", rank=rank, step_time_s=slow.seconds, expected=expected, inner_step=step.inner_step,
-            outer_step=step.outer_step, limit_s=slow.limit_s, rule=slow.rule, median_s=slow.median_s,
-            step_kind=slow.kind, phases_s={name: round(seconds, 3) for name, seconds in phases}, left_out=left_out,
+            "slow_step", rank=rank, level=level, step_time_s=slow.seconds, expected=expected,
+            inner_step=step.inner_step, outer_step=step.outer_step, limit_s=slow.limit_s, rule=slow.rule,
+            median_s=slow.median_s, step_kind=slow.kind, left_out=left_out,
+            phases_s={name: round(seconds, 3) for name, seconds in phases},
         )  # fmt: skip
 
     def _summary(self, rank: int, step: Step) -> Iterator[Finding]:
