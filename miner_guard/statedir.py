@@ -62,6 +62,16 @@ class StateDir:
         return self.root / "gate-inputs.json"
 
     @property
+    def shapes(self) -> Path:
+        """The model's parameter shapes, as `guard.diagnose` saw them (`validators.shapes`)."""
+        return self.root / "model-shapes.json"
+
+    @property
+    def watched(self) -> Path:
+        """The repo and chain that the guard here watches or last watched (`uploads.watched`)."""
+        return self.root / "watched.json"
+
+    @property
     def status(self) -> Path:
         return self.root / "status.json"
 

@@ -7,13 +7,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from miner_guard import probe
-from miner_guard.config import Config, RepoSettings
+from miner_guard.config import ChainSettings, RepoSettings
 from miner_guard.events import Finding, found
 from miner_guard.health import chain
 from miner_guard.redact import SECRET_NAME
@@ -24,6 +24,7 @@ from validators.commitment import fingerprint
 from validators.facts import Candidate, Facts, Network, Published
 from validators.inspection import inspect_file
 from validators.limits import Limits
+from validators.shapes import Shapes
 from validators.verdict import Verdict
 
 FETCH_S = 600.0
@@ -34,6 +35,8 @@ MOST_BYTES = 2 * 1024**3
 
 REFUSED_KEYS = "refuses the keys"
 """As `uploads.repos.s3_errors` says it."""
+
+Inspect = Callable[[Path], Mapping[str, Any]]
 
 _EVENTS = {"accepted": "audit_passed", "rejected": "audit_failed", "unknown": "audit_unknown"}
 
@@ -62,35 +65,42 @@ class Report:
         return found(_EVENTS[self.outcome], **fields)
 
 
-def look(config: Config, limits: Limits) -> Report:
+def look(repo: RepoSettings, on: ChainSettings, limits: Limits, model: Shapes | None) -> Report:
     """Look at the chain, where one is configured, and audit the repo by what it says. Never raises."""
-    if config.chain.network is None:
-        return run(config.repo, limits, Network(reason="no [chain] configured"))
-    seen = chain.look(config.chain)
-    ahead = progress(config.repo, limits, seen.master_commitment)
-    return run(config.repo, limits, network_of(seen, ahead, time.monotonic()), seen.commitment)
+    if on.network is None:
+        return run(repo, limits, Network(reason="no [chain] configured"), model=model)
+    seen = chain.look(on)
+    ahead = progress(repo, limits, seen.master_commitment)
+    return run(repo, limits, network_of(seen, ahead, time.monotonic()), seen.commitment, model=model)
 
 
 def run(
-    repo: RepoSettings, limits: Limits, network: Network, commitment: str | None = None, *, deadline_s: float = FETCH_S,
-    python: str = sys.executable,
+    repo: RepoSettings, limits: Limits, network: Network, commitment: str | None = None, *,
+    model: Shapes | None = None, deadline_s: float = FETCH_S, python: str = sys.executable,
 ) -> Report:  # fmt: skip
-    """Audit the repo. `commitment` is what the hotkey has committed on chain, where that is known. Never raises."""
+    """Audit the repo. `commitment` is what the hotkey has committed on chain, where that is known. Never raises.
+
+    `model`: the shapes that the gradients must fit, where they are known.
+    """
     start = time.monotonic()
     if repo.kind == "none":
-        return Report("unknown", "no repo is configured; set [repo] kind, or no one can look")
+        return Report("unknown", "no repo is configured; give -c or --state-dir as `run` had it, or set [repo] kind")
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
     whose = "configured" if keys is None else "commitment"
     try:
         with tempfile.TemporaryDirectory(prefix="miner-guard-audit-") as folder:
-            return _audited(repo, limits, network, keys, whose, Path(folder), start, deadline_s, python)
+
+            def inspect(file: Path) -> Mapping[str, Any]:
+                return inspect_file(file, limits, shapes=model, python=python)
+
+            return _audited(repo, limits, network, keys, whose, Path(folder), start, deadline_s, inspect)
     except OSError as error:
         return Report("unknown", f"no place for the files: {error.strerror or error}", credentials=whose)
 
 
 def _audited(
     repo: RepoSettings, limits: Limits, network: Network, keys: Mapping[str, str] | None, whose: str, folder: Path,
-    start: float, deadline_s: float, python: str,
+    start: float, deadline_s: float, inspect: Inspect,
 ) -> Report:  # fmt: skip
     epoch = audit.epoch_scored(None, network.outer_step, network.blocks_since_allreduce, limits)
     answer = _fetch(repo, limits, network, keys, None if epoch is None else epoch.outer_step, folder, deadline_s)
@@ -106,7 +116,7 @@ def _audited(
     if epoch is None:
         empty = Verdict("repo_age", "block", None, None, "metadata.json is missing or names no outer step")
         return Report("rejected", f"nothing is published: {empty.sentence}; upload", (empty,), credentials=whose)
-    facts = _facts(fetched, epoch.outer_step, limits, network, repo, folder, python)
+    facts = _facts(fetched, epoch.outer_step, limits, network, repo, inspect)
     verdicts = audit.judge(facts, limits)
     outcome = audit.outcome_of(verdicts)
     seconds, size = time.monotonic() - start, int(fetched.get("fetched_bytes") or 0)
@@ -142,8 +152,8 @@ def _fetch(
 
 
 def _facts(
-    fetched: Mapping[str, Any], outer_step: int, limits: Limits, network: Network, repo: RepoSettings, folder: Path,
-    python: str,
+    fetched: Mapping[str, Any], outer_step: int, limits: Limits, network: Network, repo: RepoSettings,
+    inspect: Inspect,
 ) -> Facts:  # fmt: skip
     metadata = fetched.get("metadata")
     inner = metadata.get("inner_step") if metadata else None
@@ -158,7 +168,7 @@ def _facts(
     # The root metadata names the newest step; the epoch that is scored may be the one before.
     outer = named if isinstance(named, int) else outer_step
     candidate = Candidate(
-        "gradient", outer, inner if inner is not None else 0, files=_inspected(fetched, limits, python),
+        "gradient", outer, inner if inner is not None else 0, files=_inspected(fetched, limits, inspect),
         config=fetched.get("config") or {}, metadata=metadata or {},
         revision=None if None in (run_name, inner) else f"{run_name}.{named}.{inner}",
     )  # fmt: skip
@@ -166,7 +176,7 @@ def _facts(
     return Facts(candidate, published, network, now, own, repo.bucket)
 
 
-def _inspected(fetched: Mapping[str, Any], limits: Limits, python: str) -> Mapping[str, Any]:
+def _inspected(fetched: Mapping[str, Any], limits: Limits, inspect: Inspect) -> Mapping[str, Any]:
     if fetched.get("empty"):
         return {"problems": [f"{fetched.get('key')} does not exist; upload for the epoch that is scored"], "params": 0}
     if fetched.get("file") is None:
@@ -174,4 +184,4 @@ def _inspected(fetched: Mapping[str, Any], limits: Limits, python: str) -> Mappi
         if most is not None and size > most:
             return {"size_bytes": size, "problems": [f"{size} bytes, more than a plausible {most}"]}
         return {"size_bytes": size, "reason": f"{size} bytes, more than the {MOST_BYTES} that an audit fetches"}
-    return inspect_file(Path(str(fetched["file"])), limits, python=python)
+    return inspect(Path(str(fetched["file"])))

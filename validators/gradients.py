@@ -15,6 +15,10 @@ from validators.verdict import Verdict
 RULE = "gradients"
 
 _PROBLEMS_KEPT = 3
+_SHAPES: Mapping[Any, str] = {
+    True: ", of the model's shapes",
+    False: "; shapes unknown: no `guard.diagnose` has written the model's",
+}
 
 
 def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -27,6 +31,10 @@ def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         "params": report.get("params"),
         "problems": problems[:_PROBLEMS_KEPT],
     }
+    if report.get("warnings"):
+        kept["warnings"] = [str(report["warnings"][0])[:160]]
+    if report.get("shapes_known") is not None:
+        kept["shapes_known"] = bool(report["shapes_known"])
     if report.get("reason") is not None:
         kept["reason"] = str(report["reason"])[:160]
     return kept
@@ -51,4 +59,5 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "block", 0, 1, "gradients.pt holds no parameter's gradient")
     if warnings := list(report.get("warnings") or ()):
         return Verdict(RULE, "warn", size, most, f"gradients.pt: {'; '.join(map(str, warnings[:_PROBLEMS_KEPT]))}")
-    return Verdict(RULE, "pass", size, most, f"gradients.pt: {report['params']} parameters, all finite")
+    words = f"gradients.pt: {report['params']} parameters, all finite"
+    return Verdict(RULE, "pass", size, most, words + _SHAPES.get(report.get("shapes_known"), ""))

@@ -14,6 +14,7 @@ from typing import Any
 
 from miner_guard import probe
 from validators.chunks import layouts
+from validators.shapes import Shapes, plain_name
 
 _MOST_PROBLEMS = 8
 
@@ -37,11 +38,12 @@ def main() -> None:
     except OSError as error:
         probe.reply(error=f"{path}: {error.strerror}")
         return
-    probe.reply(examine(torch, path, size, limits, request["shapes"], request["memory_bytes"], request["cpu_s"]))
+    shapes = None if request["shapes"] is None else Shapes(request["shapes"], frozenset(request["optional"]))
+    probe.reply(examine(torch, path, size, limits, shapes, request["memory_bytes"], request["cpu_s"]))
 
 
 def examine(
-    torch: Any, path: str, size: int, limits: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None,
+    torch: Any, path: str, size: int, limits: Mapping[str, Any], shapes: Shapes | None,
     memory_bytes: int | None, cpu_s: float,
 ) -> dict[str, Any]:  # fmt: skip
     """The report on a file of `size` bytes; `memory_bytes` beyond what is taken now limits this process for good."""
@@ -107,20 +109,24 @@ def _gist(words: str) -> str:
 
 
 def _look(
-    torch: Any, document: Mapping[str, Any], limits: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None,
-    size: int,
-) -> dict[str, Any]:  # fmt: skip
+    torch: Any, document: Mapping[str, Any], limits: Mapping[str, Any], shapes: Shapes | None, size: int
+) -> dict[str, Any]:
     index, value = limits["gradients_index_suffix"], limits["gradients_value_suffix"]
     key = limits.get("gradients_metadata_key")
     problems: list[str] = []
     if key is not None and key not in document:
         problems.append(f"lacks the key {key!r}: validators pop it")
     names = sorted({k[: -len(s)] for k in document for s in (index, value) if isinstance(k, str) and k.endswith(s)})
+    plain = {name: plain_name(name) for name in names}
+    warnings = []
+    if shapes is not None and names and not any(of in shapes.of for of in plain.values()):
+        warnings = [f"none of its {len(names)} parameters is of the model that was diagnosed here"]
+        shapes = None
     biggest, values = 0.0, 0
     for name in names:
         indices, numbers = document.get(name + index), document.get(name + value)
         quantised = document.get(name + "quant_params") is not None
-        shape = None if shapes is None else shapes.get(name)
+        shape = None if shapes is None else shapes.of.get(plain[name])
         problems += _of_parameter(
             torch, name, indices, numbers, quantised, shape, shapes is not None, limits.get("gradients_chunk"), size
         )
@@ -131,14 +137,16 @@ def _look(
         problems.append(f"holds no `<param>{index}` and `<param>{value}`")
     elif biggest == 0.0:
         problems.append("all values are zero")
-    missing = sorted(set(shapes or ()) - set(names))
-    warnings = [f"{len(missing)} of the model's parameters are missing, {missing[0]} among them"] if missing else []
+    missing = [] if shapes is None else sorted(set(shapes.of) - shapes.optional - set(plain.values()))
+    if missing:
+        warnings.append(f"{len(missing)} of the model's parameters are missing, {missing[0]} among them")
     found = document.get(key) if key is not None else None
     return {
         "params": len(names),
         "values": values,
         "problems": [*problems[:_MOST_PROBLEMS], *_further(problems)],
         "warnings": warnings,
+        "shapes_known": shapes is not None,
         "metadata": {str(k): v for k, v in found.items() if isinstance(v, (int, float, str))}
         if isinstance(found, dict)
         else None,

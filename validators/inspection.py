@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miner_guard import probe
 from validators.limits import Limits
+from validators.shapes import Shapes
 
 DEADLINE_S = 120.0
 MEMORY_BYTES = 2 * 1024**3
@@ -23,18 +23,20 @@ def inspect_file(
     path: Path,
     limits: Limits,
     *,
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    shapes: Shapes | None = None,
     deadline_s: float = DEADLINE_S,
     memory_bytes: int = MEMORY_BYTES,
     python: str = sys.executable,
 ) -> dict[str, Any]:
     """What is in `path`: `size_bytes`, `params`, `values`, `metadata`, and `problems` in words (empty: none).
 
-    `shapes` are the model's, by parameter. Where nothing could be found out, `reason` says why. Never raises.
+    `shapes` are the model's; `shapes_known` says whether the file was compared with them. Where nothing could be
+    found out, `reason` says why. Never raises.
     """
     request = {
         "path": str(path),
-        "shapes": None if shapes is None else {name: list(shape) for name, shape in shapes.items()},
+        "shapes": None if shapes is None else {name: list(shape) for name, shape in shapes.of.items()},
+        "optional": [] if shapes is None else sorted(shapes.optional),
         "limits": {k: v for k, v in dataclasses.asdict(limits).items() if k.startswith("gradients_")},
         "memory_bytes": memory_bytes,
         "cpu_s": deadline_s,

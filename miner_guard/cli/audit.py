@@ -9,7 +9,9 @@ import typer
 from miner_guard import events, statedir
 from miner_guard.cli import options
 from miner_guard.exits import FAILED, OK, UNAVAILABLE
-from uploads import audit
+from uploads import audit, watched
+from uploads.watched import Watched
+from validators import shapes
 from validators.limits import Limits
 from validators.profiles import limits_of
 
@@ -22,9 +24,8 @@ def command(
 ) -> None:  # fmt: skip
     """Would validators accept what is published? Exit 0: accepted, 1: rejected, 69: could not look."""
     place = options.open_place(config, name, state_dir)
-    settings = place.settings.config
-    limits = Limits.of(settings.gate, limits_of(settings.miner))
-    report = audit.look(settings, limits)
+    what = _what(place)
+    report = audit.look(what.repo, what.chain, Limits.of(what.gate, what.limits), shapes.read(place.state.shapes))
     if as_json:
         typer.echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:
@@ -32,3 +33,14 @@ def command(
         for verdict in report.verdicts:
             typer.echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
     raise typer.Exit(_EXITS[report.outcome])
+
+
+def _what(place: options.Place) -> Watched:
+    """What the settings here name; where they name no repo, what the guard of the state directory watches."""
+    own = place.settings.config
+    known = watched.read(place.state) if own.repo.kind == "none" else None
+    if known is None or known.repo.kind == "none":
+        return Watched(own.repo, own.chain, own.gate, limits_of(own.miner))
+    where = known.repo.path or known.repo.bucket or known.repo.repo_id
+    typer.echo(f"no [repo] in the settings here: auditing {where}, as the guard of {place.state.root} does", err=True)
+    return known

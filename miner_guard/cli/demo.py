@@ -121,7 +121,15 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
 def start_fresh(state: StateDir) -> None:
     """Clear away an earlier demo; what a real miner's guard left here is moved aside, never deleted. Raises OSError."""
     work = state.root / _WORK
-    own = [state.flight, state.gate_inputs, state.status, state.costs.parent, state.incidents]
+    own = [
+        state.flight,
+        state.gate_inputs,
+        state.watched,
+        state.shapes,
+        state.status,
+        state.costs.parent,
+        state.incidents,
+    ]
     own += [*state.root.glob(f"{state.log.name}*"), *state.root.glob(f"{state.ledger.name}*")]
     present = [path for path in own if path.exists()]
     if present and not work.is_dir():

@@ -18,6 +18,7 @@ from uploads.decision import GateDecision
 from uploads.gate import decide, replay
 from uploads.inputs import GateInputs
 from uploads.ledger import ReadOnlyLedger
+from validators import shapes
 from validators.facts import Candidate
 from validators.inspection import inspect_file
 from validators.limits import Limits
@@ -55,7 +56,7 @@ def command(
         raise Refused(f"{place.state.gate_inputs}: {error}", CONFIG) from error
     candidate = Candidate(
         kind, outer_step, inner_step, loss=loss, base_outer_step=base_outer_step,
-        files=None if gradients is None else inspect_file(gradients, limits),
+        files=None if gradients is None else inspect_file(gradients, limits, shapes=shapes.read(place.state.shapes)),
         config=_document(config_json), metadata=_document(metadata_json), revision=revision,
     )  # fmt: skip
     decision = decide(

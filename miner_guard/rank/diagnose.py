@@ -22,6 +22,7 @@ from miner_guard import events
 from miner_guard.diagnosis import across_ranks
 from miner_guard.rank import placement
 from miner_guard.rank.reports import Report, pack
+from validators import shapes
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 
@@ -169,11 +170,12 @@ def collect(
 def diagnose(
     guard: Host, model: torch.nn.Module | None, *, deadline_s: float = 30.0, batch_size: int | None = None,
     effective_batch_size: int | None = None, accumulation_steps: int | None = None, model_name: str | None = None,
-    expect: int | None = None,
+    expect: int | None = None, shapes_file: Path | None = None,
 ) -> list[Report]:  # fmt: skip
     """Gather, hand to the supervisor through the journal, or say it here where there is none.
 
     `expect`: GPUs that must be there, None where it is not known; only for a rank 0 that prints by itself.
+    `shapes_file`: where rank 0 writes the model's shapes, for whoever judges its gradients.
     Returns what `collect` gathered. Never raises.
     """
     try:
@@ -183,10 +185,18 @@ def diagnose(
         )  # fmt: skip
         if guard.rank == 0:
             _hand_over(guard, reports, training(reports[0], model, model_name), expect)
+            if model is not None and shapes_file is not None:
+                _write_shapes(shapes_file, model, reports)
     except Exception as error:  # noqa: BLE001  the hook never raises into training; the finding says what broke
         guard.emit(events.found("guard_degraded", what=f"diagnose failed: {type(error).__name__}: {error}"))
         return []
     return reports
+
+
+def _write_shapes(file: Path, model: torch.nn.Module, reports: list[Report]) -> None:
+    # Where ranks hold different models, as pipeline stages are, rank 0's is not the whole.
+    same = len({r.get("params") for r in reports}) == 1
+    shapes.write(file, placement.shapes(model) if same else None)
 
 
 def training(own: Report, model: torch.nn.Module | None, model_name: str | None) -> Report:

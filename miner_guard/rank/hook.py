@@ -267,6 +267,7 @@ class Guard:
             self, model, deadline_s=self.place.settings.gpu.diagnose_timeout_s, batch_size=batch_size,
             effective_batch_size=effective_batch_size, accumulation_steps=accumulation_steps, model_name=model_name,
             expect=expect if isinstance(expect, int) else None,
+            shapes_file=None if self.place.state is None else self.place.state.shapes,
         )  # fmt: skip
         return reports
 

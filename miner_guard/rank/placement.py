@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from validators.shapes import Shapes, plain_name
+
 
 def placement(model: torch.nn.Module) -> dict[str, Any]:
     """Local shards of `model` by device.
@@ -49,6 +51,25 @@ def placement(model: torch.nn.Module) -> dict[str, Any]:
         "meta_params": meta,
         "offload": offloads(model),
     }
+
+
+def shapes(model: torch.nn.Module) -> Shapes | None:
+    """The whole parameters' shapes by plain name; None where this rank can't know them.
+
+    A DTensor's shape is the whole one. FSDP1's flat parameters, Megatron's shards and ZeRO-3's empty ones are not.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, list[int]] = {}
+    optional: set[str] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        partial = type(parameter).__name__ == "FlatParameter" or getattr(parameter, "tensor_model_parallel", False)
+        if partial or parameter.numel() == 0:
+            return None
+        plain = plain_name(name)
+        found[plain] = list(parameter.shape)
+        if first[id(parameter)] != name or not parameter.requires_grad:
+            optional.add(plain)
+    return Shapes(found, frozenset(optional)) if found else None
 
 
 def offloads(model: torch.nn.Module) -> bool:

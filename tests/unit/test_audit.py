@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.config import GateSettings, RepoSettings
+from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.events import line
-from uploads import audit
+from miner_guard.statedir import StateDir
+from uploads import audit, watched
 from validators.audit import epoch_scored
 from validators.commitment import fingerprint
 from validators.facts import Network
 from validators.inspect_gradients import examine
 from validators.limits import Limits
 from validators.profiles import load_profile
+from validators.shapes import Shapes
 
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
@@ -174,3 +176,51 @@ def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     publish(tmp_path / "repo", wvals=torch.zeros(2))
     assert run(["audit"]) == 1
     assert "all values are zero" in capsys.readouterr().out
+
+
+def test_gradients_of_other_shapes_than_the_models_are_rejected(tmp_path: Path) -> None:
+    publish(tmp_path)
+    repo = RepoSettings(kind="local", path=str(tmp_path))
+    assert "shapes unknown" in str(audit.run(repo, FLAT, chain()).verdicts)
+    fitting = audit.run(repo, FLAT, chain(), model=Shapes({"w": [3]}))
+    assert fitting.outcome == "accepted"
+    assert "of the model's shapes" in str(fitting.verdicts)
+    other = audit.run(repo, FLAT, chain(), model=Shapes({"w": [2]}))
+    assert other.outcome == "rejected"
+    assert "w: index 2 is out of bounds (0 to 1)" in other.detail
+
+
+@pytest.mark.usefixtures("inspected_here")
+def test_a_state_directory_tells_what_its_guard_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(tmp_path / "repo", age_s=2100.0)
+    state, elsewhere = StateDir(tmp_path / "state"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    local = RepoSettings(kind="local", path="repo")
+    watched.write(state, Config(repo=local, miner=MinerSettings(profile="sn38"), gate=GateSettings(repo_age_limit_s=9)))
+    monkeypatch.chdir(elsewhere)
+    assert run(["audit", "--state-dir", str(state.root)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("AUDIT PASSED: epoch 56 (as published")
+    assert "gradients are 2100s old (keep < 9s)" in said.out
+    assert f"auditing {tmp_path}/repo, as the guard of {state.root} does" in said.err
+    state.watched.write_text('{"repo": 7}')
+    assert run(["audit", "--state-dir", str(state.root)]) == 69
+    assert "give -c or --state-dir as `run` had it" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("inspected_here")
+def test_gradients_of_another_revision_than_the_metadata_are_warned_of(tmp_path: Path) -> None:
+    publish(tmp_path)
+    named = {"gradients.pt": {"size_bytes": 9, "checksum": "a" * 64}}
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    (tmp_path / "metadata.json").write_text(json.dumps({**metadata, "files": named}))
+    report = look(tmp_path)
+    assert report.outcome == "accepted"
+    assert "metadata.json goes with one of 9: an upload is under way, or one was cut off" in report.detail
+    # The epoch before is scored: the root metadata does not speak of it.
+    publish(tmp_path, outer=55)
+    (tmp_path / "metadata.json").write_text(json.dumps({**metadata, "files": named}))
+    assert "was cut off" not in look(tmp_path, chain(since=10)).detail

@@ -17,11 +17,12 @@ from validators.inspect_gradients import examine
 from validators.inspection import inspect_file
 from validators.limits import Limits
 from validators.profiles import load_profile
+from validators.shapes import Shapes
 
 torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
 FLAT = Limits(gradients_metadata_key="metadata", gradients_max_bytes=10**9)
-SHAPES = {"w": (8, 16), "b": (10,)}
+SHAPES = Shapes({"w": (8, 16), "b": (10,)})
 
 
 def good() -> dict[str, Any]:
@@ -74,6 +75,19 @@ def test_contents_that_validators_reject(tmp_path: Path, change: dict[str, Any],
     assert any(re.search(words, p) for p in report["problems"]), report
 
 
+def test_names_are_compared_as_the_model_bears_them_and_tied_or_frozen_ones_may_be_missing(tmp_path: Path) -> None:
+    wrapped = {f"module._orig_mod.{k}" if k != "metadata" else k: v for k, v in good().items()}
+    known = Shapes({"w": (8, 16), "b": (10,), "head": (8, 16)}, frozenset({"head"}))
+    report = looked_at(saved(tmp_path, wrapped), known)
+    assert (report["problems"], report["warnings"], report["shapes_known"]) == ([], [], True)
+
+
+def test_a_file_of_another_model_than_was_diagnosed_is_doubted_and_not_refused(tmp_path: Path) -> None:
+    report = looked_at(saved(tmp_path, good()), Shapes({"other": (8, 16)}))
+    assert (report["problems"], report["shapes_known"]) == ([], False)
+    assert report["warnings"] == ["none of its 2 parameters is of the model that was diagnosed here"]
+
+
 def test_missing_keys(tmp_path: Path) -> None:
     document = good()
     del document["metadata"]
@@ -92,13 +106,13 @@ def test_chunked_indices_of_subnet_38(tmp_path: Path) -> None:
         "metadata": {},
     }  # fmt: skip
     path = saved(tmp_path, document)
-    assert looked_at(path, {"w": (128, 192)}, limits)["problems"] == []
-    wrong = looked_at(path, {"w": (256, 192)}, limits)["problems"]
+    assert looked_at(path, Shapes({"w": (128, 192)}), limits)["problems"] == []
+    wrong = looked_at(path, Shapes({"w": (256, 192)}), limits)["problems"]
     assert "for a parameter of [256, 192]" in wrong[0]
     document["widxs"][0, 0, 0] = 64 * 64
     assert (
         "out of bounds (0 to 4095)"
-        in inspect_file(saved(tmp_path, document), limits, shapes={"w": (128, 192)})["problems"][0]
+        in inspect_file(saved(tmp_path, document), limits, shapes=Shapes({"w": (128, 192)}))["problems"][0]
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from miner_guard.rank import diagnose, placement  # noqa: E402  only where torch is
+from validators import shapes  # noqa: E402
+from validators.shapes import Shapes  # noqa: E402
 
 
 def test_a_process_without_a_cuda_context_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +69,43 @@ def test_the_drivers_version_is_read_without_its_library(tmp_path: Any) -> None:
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.163.01  Tue Apr  8 12:41:17 UTC 2025\n")
     assert diagnose.driver_version(file) == "550.163.01"
     assert diagnose.driver_version(tmp_path / "none") is None
+
+
+def test_shapes_are_the_whole_parameters_by_plain_name_with_those_that_may_be_missing(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8)})
+    model["head"].weight = model["embed"].weight
+    model["head"].bias.requires_grad_(False)
+    seen = placement.shapes(torch.nn.ModuleDict({"_orig_mod": model}))
+    assert seen is not None
+    assert seen.of == {"embed.weight": [8, 4], "head.weight": [8, 4], "head.bias": [8]}
+    assert seen.optional == {"head.weight", "head.bias"}
+    shapes.write(tmp_path / "shapes.json", seen)
+    assert shapes.read(tmp_path / "shapes.json") == seen
+    (tmp_path / "shapes.json").write_text('{"shapes": {"w": "8x4"}}')
+    assert shapes.read(tmp_path / "shapes.json") is None
+
+
+def test_shapes_that_a_rank_cannot_know_are_unknown_and_older_ones_forgotten(tmp_path: Path) -> None:
+    sharded = torch.nn.Linear(4, 8)
+    sharded.weight.tensor_model_parallel = True
+    emptied = torch.nn.Linear(4, 8)
+    emptied.weight.data = torch.empty(0)
+    assert placement.shapes(sharded) is None
+    assert placement.shapes(emptied) is None
+    file, host = tmp_path / "shapes.json", Alone()
+    diagnose.diagnose(host, torch.nn.Linear(4, 8), shapes_file=file)
+    assert shapes.read(file) == Shapes({"weight": [8, 4], "bias": [8]})
+    diagnose.diagnose(host, sharded, shapes_file=file)
+    assert not file.exists()
+
+
+class Alone:
+    """A rank without others and without a supervisor."""
+
+    rank, local_rank, world_size, supervised = 0, 0, 1, False
+
+    def journal(self, document: Any, /) -> bool:
+        return True
+
+    def emit(self, finding: Any, /) -> None:
+        return

@@ -165,6 +165,16 @@ def test_rule(judge: Judge, given: Facts, limits: Limits, outcome: str) -> None:
     assert verdict.outcome != "block" or verdict.limit is not None or verdict.rule in ("gradients", "block_list")
 
 
+def test_whether_shapes_were_compared_is_said() -> None:
+    said = {
+        known: gradients.judge(facts(files={"params": 3, "shapes_known": known}), SN38).sentence
+        for known in (True, False, None)
+    }
+    assert said[True].endswith("of the model's shapes")
+    assert "shapes unknown" in said[False]
+    assert said[None].endswith("all finite")
+
+
 def test_a_block_says_when_asking_again_can_help() -> None:
     assert min_inner_step.judge(facts(inner_step=15), SN38).retry_after_steps == 35
     assert repo_age.judge(facts(published=aged(100)), SPACED).retry_after_s == 200

@@ -12,7 +12,7 @@ from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Now, Step
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.supervisor.parts import Context, Exit, Part
-from uploads import audit
+from uploads import audit, watched
 from uploads import inputs as gate_inputs
 from uploads.commitments import commitment_of, configured
 from uploads.inputs import GateInputs
@@ -20,6 +20,7 @@ from uploads.ledger import Ledger
 from uploads.repos import look_at
 from uploads.verify import Reported, verify
 from uploads.watch import DecisionVoice, ForecastWatch, RepoWatch
+from validators import shapes
 from validators.commitment import fingerprint
 from validators.facts import Network, Published
 from validators.limits import Limits
@@ -82,6 +83,7 @@ class UploadsPart(Part):
         else:
             self._watch.latest = Published(reason="no repo is configured; set [repo] kind")
         context.jobs.once("gate inputs", self._write_inputs)
+        context.jobs.once("watched", lambda: watched.write(context.state, config))
         if self._repo.audit_every_s > 0:
             context.jobs.every("audit", self._repo.audit_every_s, self._audit)
 
@@ -129,7 +131,9 @@ class UploadsPart(Part):
             self.context.emit(found("guard_degraded", what=what))
 
     def _audit(self) -> None:
-        report = audit.look(self.context.config, Limits.of(self.context.config.gate, self._limits))
+        config = self.context.config
+        limits = Limits.of(config.gate, self._limits)
+        report = audit.look(config.repo, config.chain, limits, shapes.read(self.context.state.shapes))
         self._last["audit"] = {"outcome": report.outcome, "detail": report.detail, "wall": self.context.clock.wall()}
         self.context.emit(report.finding())
 

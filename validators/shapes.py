@@ -1,0 +1,58 @@
+"""The shapes of the model that trains here, by which a gradients file is judged. Standard library only.
+
+Rank 0 writes them once, at `guard.diagnose`, into the state directory; the audit and `miner-guard gate` read them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miner_guard.statedir import read_json, write_atomic
+
+MOST_PARAMETERS = 200_000
+"""A model with more is not written down: the file is read whole."""
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model's parameters by plain name."""
+
+    of: Mapping[str, Sequence[int]]
+    optional: frozenset[str] = field(default_factory=frozenset)
+    """May be missing in a gradients file: frozen, or another name of one that is there."""
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what `torch.compile`, checkpointing, FSDP and DDP put around it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
+def write(path: Path, shapes: Shapes | None) -> None:
+    """Replace the file; None, or too many parameters: there is none from now on. Raises OSError."""
+    if shapes is None or len(shapes.of) > MOST_PARAMETERS:
+        path.unlink(missing_ok=True)
+        return
+    write_atomic(path, json.dumps({"shapes": dict(shapes.of), "optional": sorted(shapes.optional)}))
+
+
+def read(path: Path) -> Shapes | None:
+    """The shapes, None where no model was diagnosed here or the file is not whole."""
+    document = read_json(path)
+    if not isinstance(document, Mapping):
+        return None
+    of, optional = document.get("shapes"), document.get("optional")
+    if not isinstance(of, Mapping) or not all(_is_shape(shape) for shape in of.values()):
+        return None
+    return Shapes(of, frozenset(map(str, optional)) if isinstance(optional, list) else frozenset())
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(edge, int) for edge in value)
