@@ -16,6 +16,7 @@ from miner_guard.config import LogSettings
 from miner_guard.events import CATALOGUE, LEVELS, Finding
 from miner_guard.lines import console_line, json_line, rotate, rotated
 from miner_guard.redact import Redactor
+from miner_guard.statedir import has_room
 from miner_guard.unimported import unimported
 
 with unimported("rich"):
@@ -91,9 +92,6 @@ class ConsoleSink:
             self._write(console_line(record, emoji=self._emoji) + "\n")
 
 
-_ROOM_TO_RESUME = 64 * 1024
-
-
 class JsonlSink:
     """guard.jsonl, rotated by size; a line is in exactly one file, whole.
 
@@ -138,8 +136,7 @@ class JsonlSink:
         elif self._size + len(data) > self._settings.max_bytes:
             self._rotate()
         assert self._fd is not None
-        if self._lost and _room(self._fd) < _ROOM_TO_RESUME:
-            # A short line may still fit where a longer one did not: that is no end of the trouble.
+        if self._lost and not has_room(self._fd):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written = os.write(self._fd, data)
         if written != len(data):
@@ -176,9 +173,3 @@ class JsonlSink:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
-
-
-def _room(fd: int) -> int:
-    """Free bytes of the file system that `fd` is on."""
-    disk = os.fstatvfs(fd)
-    return disk.f_bavail * disk.f_frsize

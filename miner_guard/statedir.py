@@ -140,6 +140,16 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
+ROOM_TO_RESUME = 64 * 1024
+"""Free bytes from which on a full disk is full no more: a short line may fit where a longer one did not."""
+
+
+def has_room(where: int | Path) -> bool:
+    """Whether the file system of a descriptor or path has room again. Raises OSError."""
+    disk = os.statvfs(where)
+    return disk.f_bavail * disk.f_frsize >= ROOM_TO_RESUME
+
+
 def set_aside(path: Path) -> Path:
     """Rename a damaged file of ours out of the way; returns its new path. Raises OSError."""
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{time.monotonic_ns() % 10**6:06d}")

@@ -6,6 +6,7 @@ new one begun. Methods are safe from any thread.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sqlite3
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.events import Finding, found
-from miner_guard.statedir import set_aside
+from miner_guard.statedir import has_room, set_aside
 
 KEPT_S = 90 * 86400.0
 """Older rows are deleted when the ledger is opened, and now and then while it is written."""
@@ -161,6 +162,9 @@ class Ledger:
         finding: Finding | None = None
         with self._mutex:
             try:
+                if self._lost and not has_room(self.path.parent):
+                    # One row may still fit where another did not: that is no end of the trouble.
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._trying(work)
                 if self._lost:
                     finding, self._lost = found("disk_recovered", what="ledger.sqlite3", lost=self._lost), 0
@@ -199,6 +203,9 @@ class Ledger:
             return work(db)
 
     def _opened(self) -> sqlite3.Connection:
+        if self._connection is not None and not self.path.exists():
+            # Removed, perhaps to make room: what is written into it now nobody would find, and nothing would be free.
+            self.close()
         if self._connection is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Made here: SQLite gives its -wal and -shm the mode that the file has when they are made.

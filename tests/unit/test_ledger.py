@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,3 +122,40 @@ def test_only_the_owner_may_read_it_and_its_log(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert modes == dict.fromkeys(("ledger.sqlite3", "ledger.sqlite3-wal", "ledger.sqlite3-shm"), 0o600)
+
+
+def test_a_row_that_still_fits_on_a_full_disk_is_no_end_of_the_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against hundreds of alarms a minute: a decision did not fit, what its inputs needed did."""
+    findings = list[Finding]()
+    ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append)
+    whole, room = ledger._done, False
+
+    def full(work: Any) -> Any:
+        if len(findings) == 0:
+            raise sqlite3.OperationalError("database or disk is full")
+        return whole(work)
+
+    monkeypatch.setattr(ledger, "_done", full)
+    monkeypatch.setattr("uploads.ledger.has_room", lambda _where: room)
+    for number in range(20):
+        ledger.restart(float(number), "crash", 1, 2.0)
+    assert [finding.event for finding in findings] == ["disk_full"]
+    room = True
+    ledger.restart(20.0, "crash", 1, 2.0)
+    assert [finding.event for finding in findings] == ["disk_full", "disk_recovered"]
+    assert findings[1].fields["lost"] == 20
+    ledger.close()
+
+
+def test_a_ledger_that_somebody_removed_is_begun_anew(tmp_path: Path) -> None:
+    """Guards against rows that go into a removed file, which also keeps the room that it was removed for."""
+    path = tmp_path / "ledger.sqlite3"
+    ledger = Ledger(path)
+    for number in range(2):
+        ledger.restart(1.0 + number, "crash", 1, 2.0)
+        if number == 0:
+            path.unlink()
+    ledger.close()
+    assert [row["wall"] for row in ReadOnlyLedger(path).rows("restarts")] == [2.0]
