@@ -12,7 +12,10 @@ RULE = "bucket"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block another form than `bucket_pattern` or another uid than the chain's."""
+    """Block another form than `bucket_pattern` or another uid than the chain's, which is written with three digits.
+
+    Subnet 38: `{global_model_name}-{uid:03d}`.
+    """
     seen, pattern, uid = facts.bucket, limits.bucket_pattern, facts.network.uid
     if seen is None:
         return Verdict(RULE, "unknown", None, pattern, "the bucket's name is not known; set [repo] bucket")
@@ -29,6 +32,9 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     if uid is None:
         why = facts.network.reason or "the chain was not read"
         return Verdict(RULE, "unknown", seen, pattern, f"bucket {seen} is of uid {int(named)}; ours is unknown: {why}")
+    if int(named) == uid and named != f"{uid:03d}":
+        words = f"bucket {seen!r} writes uid {uid} as {named}, validators look for {uid:03d}; rename the bucket"
+        return Verdict(RULE, "block", named, f"{uid:03d}", words)
     if int(named) != uid:
         words = f"bucket {seen!r} is of uid {int(named)}, the hotkey's uid is {uid}; rename the bucket"
         return Verdict(RULE, "block", int(named), uid, words)

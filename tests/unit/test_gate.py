@@ -18,8 +18,10 @@ from uploads import inputs as gate_inputs
 from uploads.decision import GateDecision
 from uploads.gate import decide, replay
 from uploads.inputs import GateInputs
-from validators import min_inner_step
-from validators.facts import Candidate, Network, Published
+from validators import min_inner_step, rules
+from validators.facts import Candidate, Facts, Network, Published
+from validators.limits import Limits
+from validators.profiles import load_profile
 
 NOW, WALL = 10_000.0, 1_767_323_045.0
 SETTINGS = GateSettings()
@@ -214,6 +216,48 @@ def test_the_gate_never_allows_what_a_hard_rule_blocks(
     if candidate.kind == "archive" or settings.mode == "shadow":
         assert decision.allowed
     assert decision.allowed or any(v.outcome == "block" for v in decision.verdicts)
+
+
+blocks = st.lists(st.integers(0, 2000), max_size=3)
+steps = st.integers(54, 58)
+whole_candidates = st.builds(
+    Candidate,
+    kind=st.sampled_from(["gradient", "archive"]),
+    outer_step=st.just(56),
+    inner_step=st.integers(0, 100),
+    loss=losses,
+    base_outer_step=steps,
+    files=st.none() | st.fixed_dictionaries({"params": st.integers(0, 2), "problems": st.lists(st.text(), max_size=1)}),
+    config=st.none() | st.fixed_dictionaries({"block_list": blocks}),
+    metadata=st.none() | st.fixed_dictionaries({"run": st.just("5"), "outer_step": steps, "inner_step": steps}),
+    revision=st.none() | st.builds("5.{}.60".format, steps),
+)
+whole_inputs = st.builds(
+    GateInputs,
+    published=st.builds(Published, age_s=st.floats(0, 1e4), reason=st.none(), seen_at=st.just(NOW)),
+    network=st.builds(
+        Network, block=st.integers(0, 2000), outer_step=steps, reason=st.none(), uid=st.integers(6, 8),
+        commitment=st.sampled_from(["128:aa", "127:aa"]),
+    ),
+    bucket=st.sampled_from([None, "model-007", "model"]),
+    credentials=st.sampled_from([None, "128:aa", "128:bb"]),
+    limits=st.just(load_profile("sn38").limits),
+    written_monotonic=st.just(NOW),
+)  # fmt: skip
+
+
+@given(whole_candidates, whole_inputs, gate_settings)
+def test_whatever_any_rule_blocks_is_blocked_and_nothing_else_is(
+    candidate: Candidate, known: GateInputs, settings: GateSettings
+) -> None:
+    facts = Facts(candidate, known.published, known.network, NOW, known.credentials, known.bucket)
+    limits = Limits.of(settings, known.limits)
+    blocking = {rule for rule, judge in rules.for_gate(facts, limits) if judge(facts, limits).outcome == "block"}
+    decision = decide(candidate, known, settings, now=NOW, wall=WALL)
+    exempt = candidate.kind == "archive" or settings.mode == "shadow"
+    assert decision.allowed == (exempt or not blocking)
+    said = {v.rule for v in decision.verdicts if v.outcome == "block"}
+    assert said == (set() if candidate.kind == "archive" else blocking)
 
 
 @given(candidates, known_inputs, gate_settings)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import validators
 from miner_guard import settings
 from miner_guard.config import GateSettings
 from uploads.gate import decide
@@ -36,7 +37,8 @@ from validators.rules import for_audit, for_gate
 from validators.verdict import OUTCOMES, Verdict
 
 NOW = 10_000.0
-SN38 = Limits.of(GateSettings(), load_profile("sn38").limits)
+SN38_NUMBERS = load_profile("sn38").limits
+SN38 = Limits.of(GateSettings(), SN38_NUMBERS)
 SN3 = Limits.of(GateSettings(), load_profile("sn3").limits)
 OURS = commitment.fingerprint("a" * 128)
 META = {"run": "5", "outer_step": 56, "inner_step": 84, "peer_id": "12D3"}
@@ -142,6 +144,7 @@ CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("commitment unread", commitment.judge, facts(credentials=OURS), SN38, "unknown"),
     ("bucket", bucket.judge, facts(name="llama-4b-ws-4-007", network=chain(uid=7)), SN38, "pass"),
     ("bucket of another uid", bucket.judge, facts(name="llama-4b-ws-4-007", network=chain(uid=8)), SN38, "block"),
+    ("bucket with a fourth digit", bucket.judge, facts(name="llama-4b-ws-4-0007", network=chain(uid=7)), SN38, "block"),
     ("bucket of another form", bucket.judge, facts(name="my-bucket", network=chain(uid=8)), SN38, "block"),
     ("bucket, uid unread", bucket.judge, facts(name="llama-4b-ws-4-007"), SN38, "unknown"),
     ("bucket not known", bucket.judge, facts(network=chain(uid=8)), SN38, "unknown"),
@@ -163,6 +166,21 @@ def test_rule(judge: Judge, given: Facts, limits: Limits, outcome: str) -> None:
     assert verdict.outcome == outcome, verdict.sentence
     assert verdict.sentence
     assert verdict.outcome != "block" or verdict.limit is not None or verdict.rule in ("gradients", "block_list")
+
+
+def test_every_rule_was_seen_to_pass_to_warn_to_block_and_to_be_unknown() -> None:
+    seen: dict[str, set[str]] = {}
+    for _, judge, facts_, limits, outcome in CASES:
+        seen.setdefault(judge(facts_, limits).rule, set()).add(outcome)
+    # These two know no half measures; for the upload after an AllReduce every block is a warning.
+    known = GateInputs(network=chain(uid=8, commitment=OURS), bucket="x-007", credentials="128:ff", limits=SN38_NUMBERS)
+    archive = decide(Candidate("archive", 56, 0), known, GateSettings(), now=NOW, wall=0.0)
+    for verdict in archive.verdicts:
+        if verdict.rule in ("bucket", "commitment"):
+            seen[verdict.rule].add(verdict.outcome)
+    assert seen == {rule: set(OUTCOMES) for rule in seen}
+    files = Path(validators.__file__).parent.glob("*.py")
+    assert seen.keys() == {path.stem for path in files if "\nRULE = " in path.read_text()}
 
 
 def test_whether_shapes_were_compared_is_said() -> None:
