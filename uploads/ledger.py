@@ -162,6 +162,9 @@ class Ledger:
         finding: Finding | None = None
         with self._mutex:
             try:
+                if self._connection is not None and not self.path.exists():
+                    # Removed to make room, perhaps: held open it takes the room, and nobody finds what goes into it.
+                    self._leave()
                 if self._lost and not has_room(self.path.parent):
                     # One row may still fit where another did not: that is no end of the trouble.
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -183,6 +186,12 @@ class Ledger:
                 return []
         return [dict(row) for row in rows]
 
+    def _leave(self) -> None:
+        """Close a file that is not there any more, and remove what belongs to it."""
+        self.close()
+        for leftover in ("-wal", "-shm"):
+            self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
+
     def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
         """Do it; where the file turns out to be damaged, set it aside and do it once more in a new one."""
         try:
@@ -192,8 +201,7 @@ class Ledger:
                 raise
             self.close()
             aside = set_aside(self.path)
-            for leftover in ("-wal", "-shm"):
-                self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
+            self._leave()
             self._report(found("file_set_aside", path=str(self.path), reason=f"damaged ({error})", aside=str(aside)))
             return self._done(work)
 
@@ -203,9 +211,6 @@ class Ledger:
             return work(db)
 
     def _opened(self) -> sqlite3.Connection:
-        if self._connection is not None and not self.path.exists():
-            # Removed, perhaps to make room: what is written into it now nobody would find, and nothing would be free.
-            self.close()
         if self._connection is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Made here: SQLite gives its -wal and -shm the mode that the file has when they are made.

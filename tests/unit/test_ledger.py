@@ -149,7 +149,7 @@ def test_a_row_that_still_fits_on_a_full_disk_is_no_end_of_the_trouble(
     ledger.close()
 
 
-def test_a_ledger_that_somebody_removed_is_begun_anew(tmp_path: Path) -> None:
+def test_a_ledger_that_somebody_removed_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against rows that go into a removed file, which also keeps the room that it was removed for."""
     path = tmp_path / "ledger.sqlite3"
     ledger = Ledger(path)
@@ -157,5 +157,7 @@ def test_a_ledger_that_somebody_removed_is_begun_anew(tmp_path: Path) -> None:
         ledger.restart(1.0 + number, "crash", 1, 2.0)
         if number == 0:
             path.unlink()
+            ledger._lost = 1
+            monkeypatch.setattr("uploads.ledger.has_room", lambda _where: ledger._connection is None)
     ledger.close()
     assert [row["wall"] for row in ReadOnlyLedger(path).rows("restarts")] == [2.0]
