@@ -34,7 +34,7 @@ def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict
     ]  # fmt: skip
     process = guarded.start(miner, settings=SETTINGS)
     assert process.wait(LONGEST) == 0, guarded.tail()
-    return [e for e in guarded.events if e["event"] in JUDGED]
+    return [e for e in guarded.events if e["event"] in JUDGED and e["level"] != "debug"]
 
 
 def test_slow_spike_and_nan_are_each_seen_at_their_step_and_nothing_else(guarded: Guarded, tmp_path: Path) -> None:
