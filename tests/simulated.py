@@ -14,9 +14,9 @@ from miner_guard.rank.flight import Step
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Launch, Part
-from miner_guard.supervisor.parts.curves import CurvesPart
-from miner_guard.supervisor.parts.ranks import RanksPart
-from miner_guard.supervisor.parts.steps import StepsPart
+from miner_guard.supervisor.parts.curves import Curves
+from miner_guard.supervisor.parts.ranks import Ranks
+from miner_guard.supervisor.parts.steps import Steps
 from tests.idle import IdleControl, IdleJobs
 
 GIB = 1024**3
@@ -35,7 +35,7 @@ class Run:
             config or Config(), StateDir(folder), self.clock, "r", lambda _f: None, IdleJobs(), IdleControl(),
             lambda: self.status,
         )  # fmt: skip
-        self.parts: list[Part] = [StepsPart(context), CurvesPart(context), RanksPart(context)]
+        self.parts: list[Part] = [Steps(context), Curves(context), Ranks(context)]
         self.ranks = ranks
         self.number = 0
         self.seen: list[Finding] = []

@@ -23,9 +23,9 @@ from miner_guard.detectors.trace.judge import judge
 from miner_guard.rank.flight import Step
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Part
-from miner_guard.supervisor.parts.curves import CurvesPart
-from miner_guard.supervisor.parts.ranks import RanksPart
-from miner_guard.supervisor.parts.steps import StepsPart
+from miner_guard.supervisor.parts.curves import Curves
+from miner_guard.supervisor.parts.ranks import Ranks
+from miner_guard.supervisor.parts.steps import Steps
 from tests.benchmarks.frame import Row
 
 TITLE = "Detectors: cost per step, delay in steps"
@@ -102,7 +102,7 @@ class _Unused:
 def _parts(clock: FakeClock) -> list[Part]:
     unused: Any = _Unused()
     context = Context(Config(), StateDir(Path("/nonexistent")), clock, "r", lambda _f: None, unused, unused, dict)
-    return [StepsPart(context), CurvesPart(context), RanksPart(context)]
+    return [Steps(context), Curves(context), Ranks(context)]
 
 
 def _step(number: int, start: float, seconds: float, loss: float) -> Step:

@@ -16,7 +16,7 @@ from miner_guard.health.chain import ChainLook
 from miner_guard.health.chain_probe import committed_text
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context
-from miner_guard.supervisor.parts.chain import ChainPart
+from miner_guard.supervisor.parts.chain import Chain
 from uploads.network import Progress, master_bucket
 
 SETTINGS = ChainSettings(network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0, timeout_s=20.0)
@@ -163,10 +163,10 @@ class Jobs:
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> ChainPart:
+def part(tmp_path: Path) -> Chain:
     unused: Any = None
     context = Context(Config(chain=SETTINGS), StateDir(tmp_path), FakeClock(), "r", unused, Jobs(), unused, dict)
-    return ChainPart(context)
+    return Chain(context)
 
 
 def said(findings: Any) -> list[Finding]:
@@ -176,7 +176,7 @@ def said(findings: Any) -> list[Finding]:
 GOOD = ChainLook(block=1000, registered=True, uid=1, commitment="a" * 128, errors={})
 
 
-def test_a_lost_registration_is_critical_and_repeated(part: ChainPart) -> None:
+def test_a_lost_registration_is_critical_and_repeated(part: Chain) -> None:
     ahead = Progress(57, 900)
     (first,) = said(part.looked(GOOD, ahead, 0.0))
     assert first.fields["network"]["outer_step"] == 57
@@ -192,7 +192,7 @@ def test_a_lost_registration_is_critical_and_repeated(part: ChainPart) -> None:
     assert "chain_unregistered" in [f.event for f in again]
 
 
-def test_an_unknown_registration_is_never_called_lost(part: ChainPart) -> None:
+def test_an_unknown_registration_is_never_called_lost(part: Chain) -> None:
     silent = ChainLook(reason="no answer within 30 s")
     (unknown,) = said(part.looked(silent, Progress(), 0.0))
     assert line(unknown) == "CHAIN unknown: no answer within 30 s"
@@ -200,7 +200,7 @@ def test_an_unknown_registration_is_never_called_lost(part: ChainPart) -> None:
     assert said(part.looked(silent, Progress(), 120.0)) == []
 
 
-def test_a_frozen_node_is_said(part: ChainPart) -> None:
+def test_a_frozen_node_is_said(part: Chain) -> None:
     list(part.looked(GOOD, Progress(), 0.0))
     assert said(part.looked(GOOD, Progress(), 60.0)) == []
     (frozen,) = said(part.looked(GOOD, Progress(), 121.0))

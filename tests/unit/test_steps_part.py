@@ -20,7 +20,7 @@ from miner_guard.rank.flight import FlightReader, Now, Step
 from miner_guard.rank.hook import Guard
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit, Launch
-from miner_guard.supervisor.parts.steps import StepsPart
+from miner_guard.supervisor.parts.steps import Steps
 from tests.idle import IdleControl, IdleJobs
 
 
@@ -38,7 +38,7 @@ def make_context(tmp_path: Path, clock: FakeClock, config: Config) -> Context:
     return Context(config, StateDir(tmp_path), clock, "r1", lambda _f: None, IdleJobs(), IdleControl(), dict)
 
 
-def drive(part: StepsPart, clock: FakeClock, durations: Iterable[float], **extra: Any) -> list[Finding]:
+def drive(part: Steps, clock: FakeClock, durations: Iterable[float], **extra: Any) -> list[Finding]:
     """Feed steps one after the other on the part's clock."""
     seen: list[Finding] = []
     first = part.snapshot()["total_steps"] or 0
@@ -55,7 +55,7 @@ def lines(found: Iterable[Finding], event: str) -> list[str]:
 
 def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsPart(make_context(tmp_path, clock, Config()))
+    part = Steps(make_context(tmp_path, clock, Config()))
     seen = drive(part, clock, [15.2, 245.7])
     assert lines(seen, "inner_step")[0] == (
         "Outer Step: 5 | Inner Step: 1 | LR: 0.00002100 | Loss: 3.00 | Step Time: 15.2s | GPU Mem: 18.45GB"
@@ -65,7 +65,7 @@ def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
 
 def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsPart(make_context(tmp_path, clock, Config()))
+    part = Steps(make_context(tmp_path, clock, Config()))
     noise = random.Random(1)
     assert not lines(drive(part, clock, [2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step")
     slow = [f for f in drive(part, clock, [6.0]) if f.event == "slow_step"]
@@ -77,7 +77,7 @@ def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
 
 def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsPart(make_context(tmp_path, clock, Config()))
+    part = Steps(make_context(tmp_path, clock, Config()))
     drive(part, clock, [15.0] * 30)
     assert not lines(drive(part, clock, [615.0], phases={"upload": 600.0}), "slow_step")
     assert lines(drive(part, clock, [700.0], phases={"upload": 600.0}), "slow_step")
@@ -86,7 +86,7 @@ def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
 def test_the_recent_steps_are_summed_up_with_their_grade(tmp_path: Path) -> None:
     clock, config = FakeClock(), Config()
     config = replace(config, steps=replace(config.steps, breakdown_every=30))
-    part = StepsPart(make_context(tmp_path, clock, config))
+    part = Steps(make_context(tmp_path, clock, config))
     told = lines(drive(part, clock, [15.0] * 20 + [18.0] + [15.0] * 39), "step_summary")
     assert [words.partition("s p95")[0] for words in told] == ["STEP SUMMARY: p50 15.00"] * 2
     assert told[-1].endswith("s max 18.00s, grade good")
@@ -95,7 +95,7 @@ def test_the_recent_steps_are_summed_up_with_their_grade(tmp_path: Path) -> None
 def test_step_lines_are_limited_and_the_number_left_out_is_said(tmp_path: Path) -> None:
     clock = FakeClock()
     config = replace(Config(), logs=LogSettings(step_lines_per_s=5))
-    part = StepsPart(make_context(tmp_path, clock, config))
+    part = Steps(make_context(tmp_path, clock, config))
     seen = drive(part, clock, [0.01] * 300)
     seen += part.on_tick(clock.monotonic(), {})
     printed = len(lines(seen, "inner_step"))
@@ -107,7 +107,7 @@ def test_step_lines_are_limited_and_the_number_left_out_is_said(tmp_path: Path) 
 
 def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsPart(make_context(tmp_path, clock, Config()))
+    part = Steps(make_context(tmp_path, clock, Config()))
     fast = {"monitor": 0.123, "example_loss": 0.045}
     seen = drive(part, clock, [15.0] * 199, phases=fast, nested_in_monitor_s=0.045)
     assert lines(seen, "fast_log")[0] == "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
@@ -137,7 +137,7 @@ def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(tmp
 )
 def test_each_red_flag_says_which(tmp_path: Path, phases: Mapping[str, float], nested: float, which: str) -> None:
     clock = FakeClock()
-    part = StepsPart(make_context(tmp_path, clock, Config()))
+    part = Steps(make_context(tmp_path, clock, Config()))
     drive(part, clock, [15.0] * 199)
     seen = drive(part, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
     assert [f.fields["which"] for f in seen if f.event == "timing_red_flag"] == [which]
@@ -145,7 +145,7 @@ def test_each_red_flag_says_which(tmp_path: Path, phases: Mapping[str, float], n
 
 def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsPart(make_context(tmp_path, clock, Config()))
+    part = Steps(make_context(tmp_path, clock, Config()))
     seen = drive(part, clock, [15.0] * 150 + [30.0] + [15.0] * 48)
     assert lines(seen, "step_summary") == []
     seen = drive(part, clock, [15.0] * 200)
@@ -155,7 +155,7 @@ def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
 def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -> None:
     clock = FakeClock()
     config = replace(Config(), miner=MinerSettings(upload_steps=3), gate=GateSettings(min_inner_step=50))
-    part = StepsPart(make_context(tmp_path, clock, config))
+    part = Steps(make_context(tmp_path, clock, config))
     list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
     clock.advance(100)
     list(part.on_entry(0, {"kind": "training", "effective_batch_size": 512, "inner_steps_per_outer": 500}))
@@ -172,7 +172,7 @@ def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -
 
 def test_time_lost_to_a_hang_and_to_a_restart_is_told_apart(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsPart(make_context(tmp_path, clock, Config()))
+    part = Steps(make_context(tmp_path, clock, Config()))
     list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
     drive(part, clock, [10.0] * 20)
     clock.advance(300)
@@ -188,7 +188,7 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_told_apart(tmp_path: Path) -> N
 
 def test_the_time_after_a_finish_is_not_lost_to_a_restart(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = StepsPart(make_context(tmp_path, clock, Config()))
+    part = Steps(make_context(tmp_path, clock, Config()))
     list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
     drive(part, clock, [10.0] * 20)
     clock.advance(60)
@@ -200,7 +200,7 @@ def test_the_time_after_a_finish_is_not_lost_to_a_restart(tmp_path: Path) -> Non
 
 
 def test_unknown_stays_unknown(tmp_path: Path) -> None:
-    shot = StepsPart(make_context(tmp_path, FakeClock(), Config())).snapshot()
+    shot = Steps(make_context(tmp_path, FakeClock(), Config())).snapshot()
     assert shot["loss"] is None
     assert shot["p50_s"] is None
     assert shot["goodput"] == {}
@@ -237,7 +237,7 @@ def test_grades_are_source_004s() -> None:
 
 
 def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
-    part = StepsPart(make_context(tmp_path, FakeClock(), Config()))
+    part = Steps(make_context(tmp_path, FakeClock(), Config()))
     now: dict[int, Now] = {}
     assert not list(part.on_tick(0.0, now))
 
@@ -261,7 +261,7 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
                 spend("inference", 6.123)
                 spend("val_loss", 1.456)
         guard.step(outer_step=56, inner_step=step, loss=3.4, lr=2.1e-5)
-    part = StepsPart(make_context(tmp_path, clock, Config()))
+    part = Steps(make_context(tmp_path, clock, Config()))
     seen = list(part.on_steps(0, list(FlightReader(state.flight_of(0)).steps())))
     assert set(lines(seen, "fast_log")) == {"Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"}
     assert len(lines(seen, "fast_log")) == 19
@@ -275,7 +275,7 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
 
 def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Path) -> None:
     """Guards against a node that is silent to its end, because a rank that went to another node still leads."""
-    part = StepsPart(make_context(tmp_path, FakeClock(), Config()))
+    part = Steps(make_context(tmp_path, FakeClock(), Config()))
     list(part.on_steps(0, [make_step(1, 0.0, 15.0)]))
     headers = {rank: Now("running", "", 0.0, 0.0, 5, 1, 1, None, None, None, None, 1, 0, 0, 0) for rank in (4, 5)}
     list(part.on_tick(16.0, headers))

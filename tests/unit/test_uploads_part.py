@@ -54,7 +54,7 @@ class Bench:
         )  # fmt: skip
         self.state = StateDir(tmp_path / "state")
         control: Any = None
-        self.part = module.UploadsPart(
+        self.part = module.Uploads(
             Context(config, self.state, self.clock, "r1", self.emitted.append, self.jobs, control, dict)
         )
         self.jobs.run()

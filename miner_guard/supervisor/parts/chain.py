@@ -20,7 +20,7 @@ _STATUS_EVERY_S = 600.0
 _REPEAT_S = 900.0
 
 
-class ChainPart(Part):
+class Chain(Part):
     """Says what changed; hands every look on to the part that writes gate-inputs.json."""
 
     name = "chain"

@@ -29,7 +29,7 @@ _EVENTS = {
 _LONGEST_LINE = 4096
 
 
-class CurvesPart(Part):
+class Curves(Part):
     """The loss of the lowest rank that reports one; NaN on any rank; memory of each rank.
 
     The evaluation loss is the one that comes with a step; where none ever does, the one that the miner's own lines

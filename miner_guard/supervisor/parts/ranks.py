@@ -25,7 +25,7 @@ _TOGETHER_S = 3.0
 """How long a changed verdict waits for the other ranks', so that they come as one line."""
 
 
-class RanksPart(Part):
+class Ranks(Part):
     """Compares the ranks; findings about several ranks come out of the next tick, as one line."""
 
     name = "ranks"

@@ -18,7 +18,7 @@ _LEFT_OUT_EVERY_S = 10.0
 _SLOW_REPEAT_S = 60.0
 
 
-class StepsPart(Part):
+class Steps(Part):
     """Rank 0 speaks for the run (the lowest rank that reports): collectives give all ranks the same step time."""
 
     name = "steps"

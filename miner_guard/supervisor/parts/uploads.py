@@ -54,7 +54,7 @@ class _Push:
     looks: int = 0
 
 
-class UploadsPart(Part):
+class Uploads(Part):
     """Watches the repo, writes gate-inputs.json, keeps the ledger, verifies pushes."""
 
     name = "uploads"
