@@ -102,6 +102,44 @@ def test_a_refused_token_and_a_busy_hub_are_said(
         open_repo(settings).state()
 
 
+def test_a_storm_of_503_is_weathered_and_said(server: tuple[RepoSettings, hub.HubState], tmp_path: Path) -> None:
+    settings, state = server
+    publish(settings, revision(tmp_path, 50), tmp_path)
+    state.slow_downs, lines = 3, list[str]()
+    repo = open_repo(settings)
+    journal = Journal(journal_path(tmp_path, repo.label))
+    Publisher(repo, journal, lines.append, Retry(backoff_s=0.02, backoff_max_s=0.2)).publish(revision(tmp_path, 60))
+    assert any("the Hub is busy (503); trying again in" in line for line in lines)
+    assert shown(state, "main") == {60}
+
+
+def test_half_closed_connections_are_no_answer_and_may_be_tried_again(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path
+) -> None:
+    settings, state = server
+    publish(settings, revision(tmp_path, 50), tmp_path)
+    state.half_close = True
+    with pytest.raises(RepoError, match="no answer from the Hub") as error:
+        open_repo(settings).state()
+    assert error.value.transient
+    with pytest.raises(PublishError, match="no answer from the Hub"):
+        publish(settings, revision(tmp_path, 60), tmp_path, 1.0)
+    state.half_close = False
+    assert open_repo(settings).state().inner_step == 50
+
+
+@pytest.mark.parametrize("shift_s", [-7200.0, 7200.0])
+def test_age_is_the_hubs_age_whatever_this_hosts_clock(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path, shift_s: float
+) -> None:
+    settings, state = server
+    state.shift_s = shift_s
+    publish(settings, revision(tmp_path, 50), tmp_path)
+    age_s = open_repo(settings).state().age_s
+    assert age_s is not None
+    assert age_s < 60
+
+
 def test_a_silent_hub_costs_the_deadline_and_no_more() -> None:
     with s3.silent() as endpoint:
         start = time.monotonic()

@@ -11,9 +11,11 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
@@ -33,7 +35,7 @@ class Commit:
 
 @dataclass
 class HubState:
-    """Everything the stub knows; tests read it and set `refuse` and `after`."""
+    """Everything the stub knows; tests read it, and set what goes wrong."""
 
     repos: dict[str, list[Commit]] = field(default_factory=dict)
     """Commits of each repo, newest first."""
@@ -44,6 +46,15 @@ class HubState:
     refuse: int | None = None
     """Status that every request is answered with."""
 
+    slow_downs: int = 0
+    """So many requests are answered with 503."""
+
+    half_close: bool = False
+    """Answers break off after half of their body."""
+
+    shift_s: float = 0.0
+    """The Hub's clock against this host's."""
+
     after: Callable[[int], None] = lambda _number: None
     """Called with the number of each request when the stub has done it and has not answered yet."""
 
@@ -51,7 +62,9 @@ class HubState:
 
     def new_commit(self, repo: str, title: str, files: dict[str, str]) -> Commit:
         number = len(self.repos.get(repo, []))
-        commit = Commit(hashlib.sha1(f"{repo} {number}".encode()).hexdigest(), title, _now(), files)
+        when = datetime.now(timezone.utc) + timedelta(seconds=self.shift_s)
+        date = when.strftime("%Y-%m-%dT%H:%M:%S.000Z")
+        commit = Commit(hashlib.sha1(f"{repo} {number}".encode()).hexdigest(), title, date, files)
         self.repos.setdefault(repo, []).insert(0, commit)
         return commit
 
@@ -59,10 +72,6 @@ class HubState:
         digest = hashlib.sha256(data).hexdigest()
         self.contents[digest] = data
         return digest
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -73,12 +82,19 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         return
 
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return formatdate((timestamp or time.time()) + self.state.shift_s, usegmt=True)
+
     def _any(self) -> None:
         body = self._body()
         path = self.path.partition("?")[0]
         self._number = self.state.requests.note(f"{self.command} {path}")
         if self.state.refuse is not None:
             self._fail(self.state.refuse, "Refused", "as the test wants it")
+            return
+        if self.state.slow_downs > 0:
+            self.state.slow_downs -= 1
+            self._fail(503, "SlowDown", "as the test wants it")
             return
         if self.headers.get("Authorization") not in (f"Bearer {TOKEN}", None) or (
             self.command == "POST" and self.headers.get("Authorization") is None
@@ -119,7 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            self.wfile.write(data[: len(data) // 2] if self.state.half_close else data)
+        self.close_connection = self.close_connection or self.state.half_close
 
     def _fail(self, status: int, code: str, message: str) -> None:
         self.answer({"error": message}, status, X_Error_Code=code, X_Error_Message=message)
