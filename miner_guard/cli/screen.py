@@ -14,6 +14,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*%#"
 _GIB = 1024**3
 _KEPT = 512
+_CELLS = 9
 
 
 @dataclass
@@ -155,7 +156,14 @@ def _ranks(steps: Mapping[str, Any]) -> list[str]:
         memory = row.get("gpu_mem_gb")
         told = "mem ?" if memory is None else number(memory, ".1f", "GB")
         rows.append(f"rank {rank}: {number(row.get('step_time_s'), '.3g', 's')} {told}")
-    return [" | ".join(rows[place : place + 3]) for place in range(0, min(len(rows), 9), 3)]
+    return _in_threes(rows)
+
+
+def _in_threes(cells: list[str]) -> list[str]:
+    """Three lines of three at most; how many are left out is said."""
+    if len(cells) > _CELLS:
+        cells = [*cells[: _CELLS - 1], f"and {len(cells) - _CELLS + 1} more"]
+    return [" | ".join(cells[place : place + 3]) for place in range(0, len(cells), 3)]
 
 
 def _gpus(health: Mapping[str, Any]) -> list[str]:
@@ -170,7 +178,7 @@ def _gpus(health: Mapping[str, Any]) -> list[str]:
     if not rows:
         reason = part(health, "unknown").get("gpus") or gpus.get("reason") or "not read yet"
         return [f"gpus   {reason}"]
-    return [" | ".join(rows[place : place + 3]) for place in range(0, min(len(rows), 9), 3)]
+    return _in_threes(rows)
 
 
 def _host(status: Mapping[str, Any]) -> str:

@@ -65,6 +65,7 @@ class _Collector:
         yield from _gpus(part(health, "gpus").get("gpus") or ())
         yield from _host(part(health, "host"))
         yield from _guard(health)
+        yield from _jobs(part(status, "jobs"))
         yield from _costs(part(status, "costs"))
         yield from _events(part(status, "metrics").get("events") or {})
         yield from _gauge("chain_block", "Newest block seen.", [((), part(status, "chain").get("block"))])
@@ -149,6 +150,13 @@ def _guard(health: Mapping[str, Any]) -> Iterator[Metric]:
     yield from _counter("guard_events_dropped", "Datagrams the ranks dropped.", [((), health.get("events_dropped"))])
     failing = [((name,), 1) for name in part(health, "unknown")]
     yield from _gauge("sampler_failing", "1 for a sampler without an answer.", failing, ["sampler"])
+
+
+def _jobs(jobs: Mapping[str, Any]) -> Iterator[Metric]:
+    rows = jobs.items()
+    last, missed = ([((name,), row.get(key)) for name, row in rows] for key in ("last_s", "missed"))
+    yield from _gauge("job_seconds", "How long the job's last run took.", last, ["job"])
+    yield from _counter("job_missed", "Runs of the job that were left out.", missed, ["job"])
 
 
 def _costs(costs: Mapping[str, Any]) -> Iterator[Metric]:

@@ -40,7 +40,7 @@ def assemble(
         "uploads": dict(uploads) or None,
         "chain": dict(_part(status, "chain")) or None,
         "costs": {key: _part(status, "costs").get(key) for key in ("share_pct", "budget_pct", "guard_blocking_pct")},
-        "guard": guard,
+        "guard": {**guard, "jobs": dict(_part(status, "jobs")) or None},
         "unknown": dict(unknown),
     }
 

@@ -272,7 +272,8 @@ class Assembly:
 
     def _document(self) -> dict[str, Any]:
         # The command line may hold a secret, and what a part quotes may too.
-        document: dict[str, Any] = self.redactor.value({**self.supervisor.document(), **self.host.snapshots()})
+        parts = {**self.host.snapshots(), "jobs": self.jobs.figures()}
+        document: dict[str, Any] = self.redactor.value({**self.supervisor.document(), **parts})
         return document
 
     def _take_apart(self) -> None:

@@ -34,6 +34,7 @@ class Scheduler:
         self._report = report
         self._offset = clock.wall() - clock.monotonic()
         self._failing: set[str] = set()
+        self._due: dict[str, _Due] = {}
         self._mutex = threading.Lock()
         self._scheduler: Any = None
         self._early: list[Callable[[], None]] | None = []
@@ -72,7 +73,7 @@ class Scheduler:
 
     def _plan(self, name: str, seconds: float, work: Callable[[], None], wait: float) -> None:
         first = datetime.fromtimestamp(self._clock.wall() + wait, timezone.utc)
-        due = _Due(self._clock.monotonic() + wait, seconds)
+        due = self._due[name] = _Due(self._clock.monotonic() + wait, seconds)
         run = functools.partial(self._run, name, work, due)
         self._scheduler.add_job(run, "interval", seconds=seconds, next_run_time=first, id=name, replace_existing=True)
 
@@ -100,11 +101,21 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - a job's defect must not end the schedule; it is reported
             self._failed(name, f"{type(error).__name__}: {error}")
             return
+        finally:
+            if due is not None:
+                due.done(self._clock.monotonic() - start)
         with self._mutex:
             recovered = name in self._failing
             self._failing.discard(name)
         if recovered:
             self._report(found("sampler_recovered", sampler=name))
+
+    def figures(self) -> dict[str, dict[str, float | int | None]]:
+        """Of each repeated job: runs, how long the last and the longest took, and how many runs were left out."""
+        return {
+            name: {"runs": due.runs, "last_s": due.last_s, "max_s": due.max_s, "missed": due.missed}
+            for name, due in list(self._due.items())
+        }
 
     def _failed(self, name: str, reason: str) -> None:
         with self._mutex:
@@ -124,13 +135,23 @@ class Scheduler:
 
 
 class _Due:
-    """When a job should run next, by the monotonic clock."""
+    """When a job should run next, by the monotonic clock, and how its runs went."""
 
     def __init__(self, first: float, interval_s: float) -> None:
         self._next = first
         self.interval_s = interval_s
+        self.runs = self.missed = 0
+        self.last_s: float | None = None
+        self.max_s: float | None = None
 
     def lateness(self, now: float) -> float:
         late = now - self._next
         self._next = now + self.interval_s
+        # A run that comes half an interval late is late; one interval late, and the one in between was left out.
+        self.missed += max(0, round(late / self.interval_s))
         return late
+
+    def done(self, seconds: float) -> None:
+        self.runs += 1
+        self.last_s = round(seconds, 4)
+        self.max_s = max(self.max_s or 0.0, self.last_s)

@@ -71,7 +71,7 @@ class Hour(WholeRun):
                 finding = self._reported.popleft()
                 self.told.append((self.clock.monotonic(), finding))
                 self.host.finding(finding)
-            self.documents = {"state": "running", **self.host.snapshots()}
+            self.documents = {"state": "running", **self.host.snapshots(), "jobs": self.jobs.figures()}
             self.status.update(self.documents)
 
     def _run_what_is_due(self) -> None:
@@ -158,3 +158,7 @@ def test_a_job_that_is_held_up_neither_piles_up_nor_delays_the_others_and_its_la
     (late,) = [finding for _, finding in hour.told if finding.event == "job_late"]
     assert events.line(late).startswith("JOB LATE: held by ")
     assert late.fields["late_s"] == pytest.approx(290, abs=11)
+    snapshot = [f.fields["snapshot"] for _, f in hour.told if f.event == "health_snapshot"][-1]
+    assert snapshot["guard"]["jobs"]["held"]["missed"] == pytest.approx(29, abs=1)
+    assert snapshot["guard"]["jobs"]["held"]["max_s"] == pytest.approx(290, abs=11)
+    assert snapshot["guard"]["jobs"]["health"]["missed"] == 0

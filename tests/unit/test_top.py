@@ -61,6 +61,12 @@ def test_a_ranks_unknown_memory_is_named() -> None:
     assert "rank 0: 15.2s mem ?" in shown
 
 
+def test_ranks_that_do_not_fit_are_counted() -> None:
+    ranks = {str(rank): {"step_time_s": 15.2, "gpu_mem_gb": 18.4} for rank in range(16)}
+    shown = "\n".join(lines({"steps": {"per_rank": ranks}}, Curves(), [], 80, 24, age_s=0, min_inner_step=50))
+    assert "rank 7: 15.2s 18.4GB | and 8 more" in shown
+
+
 def test_curves_and_bars_without_unicode() -> None:
     assert sparkline([1, 2, 3, float("nan")], 10, ascii_only=True) == "_+#"
     assert sparkline([], 10) == ""
