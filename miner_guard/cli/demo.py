@@ -18,6 +18,7 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.config import Config
+from miner_guard.demo.faults import KINDS
 from miner_guard.exits import CONFIG, UNAVAILABLE, USAGE, Refused
 from miner_guard.statedir import StateDir, read_json
 
@@ -36,7 +37,10 @@ _WORK = "demo"
 def command(
     fault: Annotated[
         Optional[list[str]],
-        typer.Option(metavar="KIND@STEP[:RANK]", help="What goes wrong, such as slow@20:1. May be repeated."),
+        typer.Option(
+            metavar="KIND@STEP[:RANK]",
+            help=f"What goes wrong, such as slow@20:1: {', '.join(KINDS)}. Repeatable.",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Inner steps.")] = 90,
     ranks: Annotated[Optional[int], typer.Option(min=1, help="Ranks; one per GPU, or 2.", show_default=False)] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
+from miner_guard.commandline import value_of
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.statedir import write_atomic
 
@@ -90,15 +91,15 @@ def _miner(cmd: Sequence[str]) -> list[str]:
             '# attach = "auto"',
         ]
     for argument, key in _NUMBERS.items():
-        value = _value(cmd, [argument])
+        value = value_of(cmd, argument) or ""
         rows.append(f"{key} = {value}" if _is_number(value) else f"# {key} = 1")
     rows += ["# The miner ends by itself, and exit code 0 means finished:", "# finite = true"]
     return rows
 
 
 def _chain(cmd: Sequence[str]) -> list[str]:
-    network = _value(cmd, ["--subtensor.chain_endpoint", "--subtensor.network"])
-    netuid = _value(cmd, ["--netuid"])
+    network = value_of(cmd, "--subtensor.chain_endpoint") or value_of(cmd, "--subtensor.network")
+    netuid = value_of(cmd, "--netuid") or ""
     return [
         f"network = {json.dumps(network)}" if network else '# network = "finney"',
         f"netuid = {netuid}" if _is_number(netuid) else "# netuid = 38",
@@ -107,21 +108,10 @@ def _chain(cmd: Sequence[str]) -> list[str]:
 
 
 def _gpu(cmd: Sequence[str]) -> str:
-    ranks = _value(cmd, ["--nproc_per_node", "--nproc-per-node"])
+    ranks = value_of(cmd, "--nproc-per-node") or ""
     return f"# expect = {ranks if _is_number(ranks) else 4}"
 
 
 def _is_number(value: str) -> bool:
     """Whether TOML takes it for a whole number."""
     return re.fullmatch("0|[1-9][0-9]{0,14}", value) is not None
-
-
-def _value(cmd: Sequence[str], names: Iterable[str]) -> str:
-    """The value of the first of these arguments that is given, as `--name=value` or `--name value`; else empty."""
-    for name in names:
-        for place, word in enumerate(cmd):
-            if word == name and place + 1 < len(cmd):
-                return cmd[place + 1]
-            if word.startswith(f"{name}="):
-                return word.partition("=")[2]
-    return ""

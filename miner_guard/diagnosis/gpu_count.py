@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from miner_guard.commandline import number_of
 from miner_guard.diagnosis.check import Check, Snapshot
 
 
@@ -33,8 +33,7 @@ def _count(s: Snapshot) -> Check:
 
 def ranks_of(command: Sequence[str]) -> int | None:
     """`--nproc_per_node=N` of a torchrun command, None where it is not a number or not there."""
-    found = re.search(r"--nproc[-_]per[-_]node[= ](\d+)", " ".join(command))
-    return int(found.group(1)) if found else None
+    return number_of(command, "--nproc-per-node")
 
 
 def _ranks(s: Snapshot) -> Iterator[Check]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard import probe
+from miner_guard.commandline import number_of, value_of
 from miner_guard.config import Config
 from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation, expected
@@ -74,15 +74,14 @@ def expectation_of(question: Question, present: int | None) -> Expectation:
 
 def ports_of(question: Question) -> list[dict[str, Any]]:
     """Ports that the miner will listen on, as far as its settings and its command name them."""
-    text = " ".join(question.command)
-    ports: dict[int, str] = {}
-    for pattern, use in (
-        (r"--master[-_]port[= ](\d+)", "rendezvous"),
-        (r"--rdzv[-_]endpoint[= ][^\s:]+:(\d+)", "rendezvous"),
-        (r"--axon\.port[= ](\d+)", "axon"),
-        (r"--dht\.port[= ](\d+)", "DHT"),
-    ):
-        ports |= {int(number): use for number in re.findall(pattern, text)}
+    command = question.command
+    endpoint = (value_of(command, "--rdzv-endpoint") or "").rpartition(":")[2]
+    named = {
+        "rendezvous": number_of(command, "--master-port") or (int(endpoint) if endpoint.isdigit() else None),
+        "axon": number_of(command, "--axon.port"),
+        "DHT": number_of(command, "--dht.port"),
+    }
+    ports = {number: use for use, number in named.items() if number is not None}
     if "rendezvous" not in ports.values() and question.config.miner.master_port:
         ports[question.config.miner.master_port] = "rendezvous"
     # Port 0 is any free one.

@@ -11,11 +11,9 @@ from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
+from miner_guard.commandline import number_of, value_of
+
 _ESTABLISHED = "01"
-_RENDEZVOUS = ("rdzv-endpoint", "rdzv_endpoint")
-_ADDRESS = ("master-addr", "master_addr")
-_PORT = ("master-port", "master_port")
-_NODES = ("nnodes",)
 _DEFAULT_PORT = 29500
 """torchrun's own (`torch.distributed.run`, static rendezvous); the c10d rendezvous has 29400."""
 
@@ -24,23 +22,15 @@ _RENDEZVOUS_PORT = 29400
 
 def rendezvous(command: Sequence[str]) -> tuple[str, int] | None:
     """Host and port where the nodes of this command meet; None where it runs on one node."""
-    if _option(command, _NODES) in (None, "1", "1:1"):
+    if value_of(command, "--nnodes") in (None, "1", "1:1"):
         return None
-    endpoint = _option(command, _RENDEZVOUS)
+    endpoint = value_of(command, "--rdzv-endpoint")
     if endpoint:
         host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
         return host.strip("[]"), int(port) if port.isdigit() else _RENDEZVOUS_PORT
-    host = _option(command, _ADDRESS) or ""
-    port = _option(command, _PORT) or ""
-    return (host, int(port) if port.isdigit() else _DEFAULT_PORT) if host else None
-
-
-def _option(command: Sequence[str], names: Sequence[str]) -> str | None:
-    for place, word in enumerate(command):
-        name, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and name in names:
-            return value if equals else (command[place + 1] if place + 1 < len(command) else None)
-    return None
+    host = value_of(command, "--master-addr") or ""
+    port_given = number_of(command, "--master-port")
+    return (host, _DEFAULT_PORT if port_given is None else port_given) if host else None
 
 
 def peers(port: int, tables: Iterable[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))) -> set[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from miner_guard.commandline import value_of
 from miner_guard.config import Config, MinerSettings
 from miner_guard.diagnosis import (
     host_probe,
@@ -42,6 +43,21 @@ def test_the_miners_interpreter_is_found_from_its_command(tmp_path: Path) -> Non
         assert interpreter.of_command(command, env) == str(python), command
     for command in ([], [shell], ["nothing-of-that-name"]):
         assert interpreter.of_command(command, env) == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("command", "value"),
+    [
+        (["torchrun", "--nnodes=2", "m.py"], "2"),
+        (["torchrun", "--nnodes", "1:4", "m.py"], "1:4"),
+        (["sh", "-c", "exec torchrun --nnodes 2 m.py"], "2"),
+        (["torchrun", "--nnodes=2", "--nnodes=3", "m.py"], "3"),
+        (["torchrun", "m.py", "--nnodes"], None),
+        (["torchrun", "m.py", "nnodes=2"], None),
+    ],
+)
+def test_an_argument_is_read_as_its_parser_will(command: list[str], value: str | None) -> None:
+    assert value_of(command, "--nnodes") == value
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""What a launcher's command line says. Pure; nothing here knows whose arguments they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+def value_of(command: Sequence[str], *names: str) -> str | None:
+    """The value of the last argument of one of these names, as `--name=value` or `--name value`; None without one.
+
+    The last counts, as parsers do. `-` and `_` inside a name are one, as torchrun takes them.
+    """
+    wanted = {_spelled(name) for name in names}
+    words = list(_words(command))
+    value = None
+    for place, word in enumerate(words):
+        name, equals, after = word.partition("=")
+        if name.startswith("--") and _spelled(name) in wanted:
+            value = after if equals else (words[place + 1] if place + 1 < len(words) else None)
+    return value
+
+
+def number_of(command: Sequence[str], *names: str) -> int | None:
+    """The same as a whole number; None where it is none, such as `--nproc-per-node=gpu`."""
+    value = value_of(command, *names)
+    return int(value) if value is not None and value.isascii() and value.isdigit() else None
+
+
+def _spelled(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _words(command: Sequence[str]) -> Iterator[str]:
+    """The words of the command, and those inside one, as in `sh -c "torchrun --nnodes 2 train.py"`."""
+    for word in command:
+        yield from word.split() or [word]
