@@ -103,7 +103,7 @@ class RestartPolicy:
         tried = self._by_label.get(failure.label, 0)
         if rule.tries is not None and tried >= rule.tries:
             again = " again after a restart" if tried else ""
-            return GiveUp(f"{cause}{again}; {failure.fix or rule.advice}")
+            return GiveUp(f"{cause}{again}; {rule.advice}{failure.fix and f'. {failure.fix}'}")
         if self._failures >= self._settings.max_restarts:
             ran = ", ".join(f"{seconds:.0f}s" for seconds in self._times[-6:])
             return GiveUp(

@@ -1,4 +1,4 @@
-"""A guard for each test; nothing of it outlives the test."""
+"""A guard for each test. Each test ends with the look through /proc: nothing of it outlives the guard."""
 
 from __future__ import annotations
 
@@ -14,5 +14,9 @@ from tests.faults.guarded import Guarded
 def guarded(tmp_path: Path) -> Iterator[Guarded]:
     """A guard that is not started yet."""
     guard = Guarded(tmp_path)
-    yield guard
-    guard.clean()
+    try:
+        yield guard
+        if all(process.poll() is not None for process in guard.processes):
+            guard.assert_nothing_left()
+    finally:
+        guard.clean()

@@ -91,7 +91,7 @@ class Guarded:
     def named(self, event: str) -> list[dict[str, Any]]:
         return [e for e in self.events if e["event"] == event]
 
-    def wait_for(self, event: str, count: int = 1, seconds: float = 30.0) -> dict[str, Any]:
+    def wait_for(self, event: str, count: int = 1, seconds: float = 60.0) -> dict[str, Any]:
         """The `count`th event of this name."""
         found: list[dict[str, Any]] = until(
             lambda: e if len(e := self.named(event)) >= count else None,

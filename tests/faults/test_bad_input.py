@@ -71,22 +71,22 @@ def test_a_second_guard_is_refused_and_names_the_first(guarded: Guarded) -> None
 def test_two_guards_started_at_once_are_one(guarded: Guarded) -> None:
     guards = [guarded.start(["sleep", "600"]) for _ in range(3)]
     guarded.wait_for("miner_started")
-    until(lambda: sum(g.poll() == 78 for g in guards) == 2, 30, "two of three to be refused")
+    until(lambda: sum(g.poll() == 78 for g in guards) == 2, 60, "two of three to be refused")
     assert len(guarded.named("miner_started")) == 1
     alive = next(g for g in guards if g.poll() is None)
     alive.terminate()
-    assert alive.wait(30) == 0
+    assert alive.wait(60) == 0
     guarded.assert_nothing_left()
 
 
 def test_a_second_guard_waits_for_one_that_is_stopping(guarded: Guarded, tmp_path: Path) -> None:
     file = tmp_path / "checkpoint"
     first = guarded.start(guarded.miner("graceful", 2, file), settings={"miner.stop_timeout_s": 20})
-    until(lambda: b"graceful ready" in guarded.output.read_bytes(), 20, "the miner")
+    until(lambda: b"graceful ready" in guarded.output.read_bytes(), 60, "the miner")
     first.terminate()
     second = guarded.start(["sleep", "600"], settings={"miner.stop_timeout_s": 20})
     guarded.wait_for("miner_started", 2)
-    assert first.wait(1) == 0
+    assert first.wait(60) == 0
     assert file.exists()
     assert second.poll() is None
     assert guarded.stop() == 0
@@ -102,7 +102,7 @@ def test_foreign_files_of_our_names_are_set_aside_and_others_left_alone(guarded:
     state.socket.write_text("not a socket")
     (state.root / "my-notes.txt").write_text("mine")
     guarded.start(["true"], settings={"miner.finite": "true"})
-    assert guarded.processes[0].wait(30) == 0
+    assert guarded.processes[0].wait(60) == 0
     assert (state.root / "my-notes.txt").read_text() == "mine"
     assert guarded.named("file_set_aside")
     assert [p.name.startswith("rank-0000.bin.damaged-") for p in state.flight.iterdir()] == [True]

@@ -24,3 +24,17 @@ def test_the_same_cause_again_ends_it_sooner_than_the_budget(guarded: Guarded, l
     end = guarded.named("crash_loop")[0]["detail"]
     assert ("again after a restart" in end) == (starts == 2), end
     guarded.assert_nothing_left()
+
+
+GONE = "NVRM: Xid (PCI:0000:17:00): 79, pid=1234, GPU has fallen off the bus."
+STRANGER = "bittensor: Hotkey 5F3sa2TJAWMqDhXG6jhV4N8ko9SxwGy8TpaNS1repo5EYjQX is not registered on netuid 38"
+
+
+@pytest.mark.parametrize(("line", "advice"), [(GONE, "restart the container"), (STRANGER, "egister")])
+def test_what_only_a_person_can_mend_ends_with_what_to_do(guarded: Guarded, line: str, advice: str) -> None:
+    code = f"import sys, time; print({line!r}, file=sys.stderr, flush=True); time.sleep(0.2); sys.exit(1)"
+    guarded.start([sys.executable, "-c", code], settings=FAST)
+    assert guarded.processes[0].wait(60) == 75
+    assert len(guarded.named("miner_started")) == 2
+    assert advice in guarded.named("crash_loop")[0]["detail"]
+    guarded.assert_nothing_left()

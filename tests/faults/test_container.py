@@ -59,15 +59,15 @@ class Container:
 
 def test_it_reaps_forwards_and_leaves_nothing(guarded: Guarded) -> None:
     container = Container(guarded, sys.executable, "-c", ORPHANS)
-    until(lambda: b"orphans made" in guarded.output.read_bytes(), 30, "the miner")
+    until(lambda: b"orphans made" in guarded.output.read_bytes(), 60, "the miner")
     assert guarded.named("guard_started")[0]["pid"] == 1
-    until(lambda: not any(words.startswith("sleep") for _, words in living(guarded.token)), 30, "the orphans to end")
-    until(lambda: not _zombies_of(container.guard), 30, "the orphans to be reaped")
+    until(lambda: not any(words.startswith("sleep") for _, words in living(guarded.token)), 60, "the orphans to end")
+    until(lambda: not _zombies_of(container.guard), 60, "the orphans to be reaped")
     os.kill(container.guard, signal.SIGUSR1)
-    until(lambda: b"got it" in guarded.output.read_bytes(), 30, "the signal to reach the miner")
+    until(lambda: b"got it" in guarded.output.read_bytes(), 60, "the signal to reach the miner")
     # `docker stop`.
     os.kill(container.guard, signal.SIGTERM)
-    assert container.process.wait(30) == 0
+    assert container.process.wait(60) == 0
     guarded.assert_nothing_left()
 
 
@@ -82,11 +82,11 @@ def test_the_containers_exit_code_is_the_guards(guarded: Guarded, settings: dict
 
 def test_nothing_outlives_a_killed_container(guarded: Guarded) -> None:
     container = Container(guarded, *guarded.miner("family", "stay"))
-    until(lambda: b"family complete" in guarded.output.read_bytes(), 30, "the miner")
+    until(lambda: b"family complete" in guarded.output.read_bytes(), 60, "the miner")
     assert len(living(guarded.token)) >= 8
     # `docker kill`.
     os.kill(container.guard, signal.SIGKILL)
-    container.process.wait(30)
+    container.process.wait(60)
     guarded.assert_nothing_left()
 
 

@@ -22,7 +22,7 @@ def ctl(guarded: Guarded, *words: str) -> str:
 
 def test_a_restart_by_hand_is_at_once_and_not_counted(guarded: Guarded) -> None:
     guarded.start(guarded.miner("family", "stay"), "--max-restarts", "0", settings=FAST)
-    until(lambda: b"family complete" in guarded.output.read_bytes(), 20, "the miner")
+    until(lambda: b"family complete" in guarded.output.read_bytes(), 60, "the miner")
     ctl(guarded, "ctl", "restart")
     guarded.wait_for("miner_started", 2)
     assert guarded.named("miner_exited")[0]["level"] == "info"
@@ -37,7 +37,7 @@ def test_a_paused_miner_that_dies_stays_down_until_resume(guarded: Guarded) -> N
     ctl(guarded, "ctl", "pause")
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
     guarded.wait_for("miner_exited")
-    until(lambda: "paused" in ctl(guarded, "status"), 10, "the state paused")
+    until(lambda: "paused" in ctl(guarded, "status"), 60, "the state paused")
     assert len(guarded.named("miner_started")) == 1
     ctl(guarded, "ctl", "resume")
     guarded.wait_for("miner_started", 2)
@@ -56,8 +56,8 @@ def test_a_stop_of_a_paused_guard_ends_it(guarded: Guarded) -> None:
 def test_a_checkpoint_request_reaches_the_rank(guarded: Guarded) -> None:
     guarded.start(guarded.miner("steps", 100000, 0.05, "checkpoints"), settings=FAST)
     guarded.wait_for("inner_step", 2)
-    until(lambda: "asked 1 ranks" in ctl(guarded, "ctl", "checkpoint"), 20, "a rank to ask")
-    until(lambda: b"checkpoint asked for" in guarded.output.read_bytes(), 20, guarded.tail())
+    until(lambda: "asked 1 ranks" in ctl(guarded, "ctl", "checkpoint"), 60, "a rank to ask")
+    until(lambda: b"checkpoint asked for" in guarded.output.read_bytes(), 60, guarded.tail)
     assert guarded.stop() == 0
     guarded.assert_nothing_left()
 

@@ -46,14 +46,14 @@ def test_a_full_disk_is_said_once_and_writing_resumes(guarded: Guarded, small_di
     guarded.wait_for("health_snapshot", 2)
     ballast = small_disk / "ballast"
     fill(ballast)
-    until(lambda: b"DISK FULL: guard.jsonl" in guarded.output.read_bytes(), 60, guarded.tail())
+    until(lambda: b"DISK FULL: guard.jsonl" in guarded.output.read_bytes(), 60, guarded.tail)
     lines = guarded.output.read_bytes().count(b"\nline ")
-    until(lambda: guarded.output.read_bytes().count(b"\nline ") > lines + 20, 30, "the miner goes on")
+    until(lambda: guarded.output.read_bytes().count(b"\nline ") > lines + 20, 60, "the miner goes on")
     assert guarded.output.read_bytes().count(b"DISK FULL: guard.jsonl") == 1
     ballast.unlink()
     recovered = guarded.wait_for("disk_recovered")
     assert recovered["lost"] >= 1
-    until(lambda: json.loads(guarded.state.status.read_text())["state"] == "running", 10, "status.json")
+    until(lambda: json.loads(guarded.state.status.read_text())["state"] == "running", 60, "status.json")
     assert not guarded.named("miner_exited")
     assert guarded.stop() == 0
     guarded.assert_nothing_left()

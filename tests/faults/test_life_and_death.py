@@ -17,7 +17,13 @@ FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 
 
 def wait_for_family(guarded: Guarded) -> None:
-    until(lambda: b"family complete" in guarded.output.read_bytes(), 20, guarded.tail())
+    until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
+
+
+def wait_until_listed(guarded: Guarded) -> None:
+    """Until the guard has noted all processes of the run, of which one has shed its environment."""
+    whole = len([words for _, words in living(guarded.token) if guarded.token in words and "miner_guard" not in words])
+    until(lambda: _listed(guarded) >= whole, 60, "the list of the run's processes")
 
 
 def test_a_stop_ends_every_kind_of_descendant(guarded: Guarded) -> None:
@@ -41,7 +47,7 @@ def test_descendants_of_a_launcher_that_just_exits_are_ended_before_the_restart(
 def test_the_launcher_alone_is_asked_first_and_has_time_for_its_checkpoint(guarded: Guarded, tmp_path: Path) -> None:
     file = tmp_path / "checkpoint"
     guarded.start(guarded.miner("graceful", 1.5, file), settings=FAST)
-    until(lambda: b"graceful ready" in guarded.output.read_bytes(), 20, "the miner")
+    until(lambda: b"graceful ready" in guarded.output.read_bytes(), 60, "the miner")
     assert guarded.stop() == 0
     assert file.read_text() == "checkpoint SIGTERM\n"
     assert not guarded.named("orphan_killed")
@@ -53,33 +59,44 @@ def test_a_launcher_that_ignores_the_signal_is_alive_before_its_time_and_dead_af
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
     guarded.start([sys.executable, "-u", "-c", f"{code} # {guarded.token}"], settings=FAST)
-    until(lambda: b"up\n" in guarded.output.read_bytes(), 20, "the miner")
+    until(lambda: b"up\n" in guarded.output.read_bytes(), 60, "the miner")
     guarded.processes[0].send_signal(signal.SIGINT)
     asked = time.monotonic()
     guarded.wait_for("miner_stopping")
     time.sleep(1.5)
     assert living(guarded.token)
-    assert guarded.processes[0].wait(30) == 0
-    assert 3.0 <= time.monotonic() - asked < 15.0
+    assert guarded.processes[0].wait(60) == 0
+    assert 3.0 <= time.monotonic() - asked < 40.0
     guarded.assert_nothing_left(0.5)
 
 
 def test_the_miner_ends_when_the_guard_is_killed_and_the_reaper_ends_the_rest(guarded: Guarded) -> None:
     guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 1})
     wait_for_family(guarded)
+    wait_until_listed(guarded)
     guarded.processes[0].kill()
     guarded.processes[0].wait()
-    until(lambda: not _marked(guarded), 20, "the marked processes to end")
+    until(lambda: not _marked(guarded), 60, "the marked processes to end")
+    _next_guard_ends_the_rest(guarded)
 
 
 def test_the_reaper_finishes_a_stop_in_which_the_guard_is_killed(guarded: Guarded) -> None:
     guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 2})
     wait_for_family(guarded)
+    wait_until_listed(guarded)
     guarded.processes[0].send_signal(signal.SIGINT)
     guarded.wait_for("miner_stopping")
     guarded.processes[0].kill()
     guarded.processes[0].wait()
-    until(lambda: not _marked(guarded), 20, "the marked processes to end")
+    until(lambda: not _marked(guarded), 60, "the marked processes to end")
+    _next_guard_ends_the_rest(guarded)
+
+
+def _next_guard_ends_the_rest(guarded: Guarded) -> None:
+    """What shed its environment is known by parentage only: it stands in the list that the killed guard kept."""
+    guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
+    assert guarded.processes[-1].wait(60) == 0
+    guarded.assert_nothing_left(5)
 
 
 def _marked(guarded: Guarded) -> list[tuple[int, str]]:
@@ -91,6 +108,7 @@ def _marked(guarded: Guarded) -> list[tuple[int, str]]:
 def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> None:
     guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 30})
     wait_for_family(guarded)
+    wait_until_listed(guarded)
     reaper = [pid for pid, words in living("miner-guard-reaper") if f"{os.getpid()}" and _child_of(pid, guarded)]
     for pid in reaper:
         os.kill(pid, signal.SIGKILL)
@@ -108,13 +126,10 @@ def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> N
 def test_the_next_guard_also_ends_what_shed_its_environment(guarded: Guarded) -> None:
     guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 1})
     wait_for_family(guarded)
-    whole = len([words for _, words in living(guarded.token) if guarded.token in words and "miner_guard" not in words])
-    until(lambda: _listed(guarded) >= whole, 20, "the list of the run's processes")
+    wait_until_listed(guarded)
     guarded.processes[0].kill()
     guarded.processes[0].wait()
-    guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
-    assert guarded.processes[1].wait(60) == 0
-    guarded.assert_nothing_left(5)
+    _next_guard_ends_the_rest(guarded)
 
 
 def _listed(guarded: Guarded) -> int:
@@ -157,7 +172,7 @@ def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_right(guarded: G
     guarded.start(
         [sys.executable, "-c", code], "--no-restart", settings=FAST, cwd=folder, preexec_fn=lambda: os.umask(0o027)
     )
-    assert guarded.processes[0].wait(20) == 0
+    assert guarded.processes[0].wait(60) == 0
     assert f"[0, 1, 2] /dev/null 0o27 {folder} True" in guarded.tail()
 
 
@@ -165,9 +180,9 @@ def test_signals_meant_for_the_miner_reach_it(guarded: Guarded) -> None:
     code = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('got it', flush=True))\n"
     code += "print('up', flush=True)\nwhile True: signal.pause()"
     guarded.start([sys.executable, "-u", "-c", code], settings=FAST)
-    until(lambda: b"up\n" in guarded.output.read_bytes(), 20, "the miner")
+    until(lambda: b"up\n" in guarded.output.read_bytes(), 60, "the miner")
     guarded.processes[0].send_signal(signal.SIGUSR1)
-    until(lambda: b"got it\n" in guarded.output.read_bytes(), 10, "the signal")
+    until(lambda: b"got it\n" in guarded.output.read_bytes(), 60, "the signal")
     assert guarded.stop() == 0
     guarded.assert_nothing_left(0.5)
 
@@ -175,7 +190,7 @@ def test_signals_meant_for_the_miner_reach_it(guarded: Guarded) -> None:
 @pytest.mark.parametrize(("code", "words"), [(0, "code 0 without being asked"), (3, "code 3"), (255, "code 255")])
 def test_an_exit_nobody_asked_for_is_a_failure(guarded: Guarded, code: int, words: str) -> None:
     guarded.start(["sh", "-c", f"exit {code}"], "--max-restarts", "1", settings=FAST)
-    assert guarded.processes[0].wait(30) == 75
+    assert guarded.processes[0].wait(60) == 75
     assert words in guarded.named("miner_exited")[0]["msg"]
     assert guarded.named("crash_loop")
 
@@ -183,25 +198,25 @@ def test_an_exit_nobody_asked_for_is_a_failure(guarded: Guarded, code: int, word
 @pytest.mark.parametrize("code", [0, 3, 255])
 def test_without_restarts_the_exit_code_is_the_miners(guarded: Guarded, code: int) -> None:
     guarded.start(["sh", "-c", f"exit {code}"], "--no-restart", settings=FAST)
-    assert guarded.processes[0].wait(30) == code
+    assert guarded.processes[0].wait(60) == code
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), (40, "40")])
 def test_a_signal_death_is_named_and_reported_as_a_shell_does(guarded: Guarded, number: int, name: str) -> None:
     """40 is a real-time signal: one without a name once left the guard waiting for ever."""
     guarded.start(["sh", "-c", f"kill -{int(number)} $$"], "--no-restart", settings=FAST)
-    assert guarded.processes[0].wait(30) == 128 + number
+    assert guarded.processes[0].wait(60) == 128 + number
     assert f"signal {name}" in guarded.named("miner_exited")[0]["msg"]
 
 
 def test_finished_only_if_the_rank_said_so(guarded: Guarded) -> None:
     guarded.start(guarded.miner("steps", 3, 0.01, "finish"), "--finished-code", "63", settings=FAST)
-    assert guarded.processes[0].wait(30) == 63
+    assert guarded.processes[0].wait(60) == 63
     assert guarded.named("miner_finished")
     guarded.start(guarded.miner("steps", 3, 0.01, "exit0"), "--max-restarts", "0", settings=FAST)
-    assert guarded.processes[1].wait(30) == 75
+    assert guarded.processes[1].wait(60) == 75
     guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
-    assert guarded.processes[2].wait(30) == 0
+    assert guarded.processes[2].wait(60) == 0
     guarded.assert_nothing_left(0.5)
 
 
@@ -210,13 +225,13 @@ def test_a_stop_while_waiting_for_the_restart_cancels_it(guarded: Guarded) -> No
     guarded.wait_for("miner_restarting")
     asked = time.monotonic()
     assert guarded.stop() == 0
-    assert time.monotonic() - asked < 10
+    assert time.monotonic() - asked < 30
     assert len(guarded.named("miner_started")) == 1
 
 
 def test_waits_grow_between_restarts(guarded: Guarded) -> None:
     guarded.start(["false"], "--max-restarts", "3", settings={**FAST, "restart.jitter_ratio": 0})
-    assert guarded.processes[0].wait(30) == 75
+    assert guarded.processes[0].wait(60) == 75
     assert [e["wait_s"] for e in guarded.named("miner_restarting")] == pytest.approx([0.1, 0.2, 0.4])
 
 

@@ -34,8 +34,10 @@ def test_both_streams_arrive_unchanged_and_apart(guarded: Guarded) -> None:
 
 
 def test_an_endless_line_arrives_whole_and_costs_no_memory(guarded: Guarded) -> None:
-    out, _, _ = run(guarded, "for _ in range(1024): put(1, b'x' * 65536)")
-    assert hashlib.sha256(out).digest() == hashlib.sha256(b"x" * 65536 * 1024).digest()
+    out, _, _ = run(guarded, "for _ in range(256): put(1, b'x' * 65536)")
+    assert hashlib.sha256(out).digest() == hashlib.sha256(b"x" * 65536 * 256).digest()
+    memory = guarded.named("health_snapshot")[-1]["snapshot"]["guard"]["memory_bytes"]
+    assert memory is None or memory < 100e6
 
 
 def test_two_streams_to_one_place_keep_their_order(guarded: Guarded) -> None:
@@ -64,7 +66,7 @@ def test_a_slow_reader_slows_the_miner_and_loses_nothing(guarded: Guarded) -> No
         taken += len(os.read(guard.stdout.fileno(), 16384))
         time.sleep(0.05)
     rest = guard.stdout.read()
-    assert guard.wait(30) == 0
+    assert guard.wait(60) == 0
     assert taken + len(rest) == 400 * 32768
     assert not guarded.named("output_dropped")
 
@@ -76,8 +78,8 @@ def test_a_reader_that_stopped_reading_does_not_stop_the_miner(guarded: Guarded,
         [sys.executable, "-c", WRITE + code], "--no-restart", settings=FAST, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    until(done.exists, 60, "the miner to write 98 MB that nobody reads")
-    assert guard.wait(30) == 0
+    until(done.exists, 150, "the miner to write 98 MB that nobody reads")
+    assert guard.wait(60) == 0
     dropped = sum(e["dropped_bytes"] for e in guarded.named("output_dropped"))
     # All but what the kernel's pipe took.
     assert 98_304_000 - 4 * 1024 * 1024 <= dropped < 98_304_000
@@ -103,7 +105,7 @@ def test_an_orphan_that_holds_the_pipe_does_not_hold_up_the_end(guarded: Guarded
     started = time.monotonic()
     out, _, _ = run(guarded, code)
     assert out == b"bye"
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     guarded.assert_nothing_left()
 
 

@@ -96,7 +96,7 @@ def pm2(guarded: Guarded, tmp_path: Path) -> Iterator[Pm2]:
 
 def test_stop_restart_and_delete_leave_one_guard_or_none_and_lose_no_checkpoint(pm2: Pm2) -> None:
     pm2.start()
-    monitor = until(lambda: (pm2.app.get("pm2_env") or {}).get("axm_monitor") or None, 30, "values in pm2")
+    monitor = until(lambda: (pm2.app.get("pm2_env") or {}).get("axm_monitor") or None, 60, "values in pm2")
     assert monitor["State"]["value"] == "running"
     miner = Path(f"/proc/{pm2.miners()[0]}/environ").read_bytes()
     assert b"NODE_CHANNEL_FD" not in miner

@@ -133,10 +133,10 @@ class Systemd:
 
     def end(self) -> None:
         self.outer.kill()
-        self.outer.wait(30)
+        self.outer.wait(60)
         inside = sorted((path for path in self._group.rglob("*") if path.is_dir()), reverse=True)
         for path in [*inside, self._group]:
-            until(lambda path=path: _removed(path), 20, f"{path} to be empty")  # type: ignore[misc]
+            until(lambda path=path: _removed(path), 60, f"{path} to be empty")  # type: ignore[misc]
 
 
 def _removed(group: Path) -> bool:
@@ -182,16 +182,16 @@ def test_the_unit_is_well_formed(tmp_path: Path) -> None:
 def test_the_unit_starts_stops_in_order_and_comes_back_after_a_kill(systemd: Systemd, guarded: Guarded) -> None:
     systemd("start", "miner-guard")
     systemd.becomes("active")
-    until(lambda: "State running" in systemd.show("StatusText"), 30, "the status line")
-    until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 1, 30, "the miner")
+    until(lambda: "State running" in systemd.show("StatusText"), 60, "the status line")
+    until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 1, 60, "the miner")
     (guard,) = _guards(guarded)
     os.kill(guard, signal.SIGKILL)
-    until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 2, 60, guarded.tail())
+    until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 2, 60, guarded.tail)
     assert systemd.show("NRestarts") == "1"
     assert len(_guards(guarded)) == 1
     # A guard that is wedged: the watchdog ends it, and a new one ends what is left.
     os.kill(_guards(guarded)[0], signal.SIGSTOP)
-    until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 3, 90, guarded.tail())
+    until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 3, 90, guarded.tail)
     assert systemd.show("NRestarts") == "2"
     assert not (systemd.folder / "checkpoint").exists()
     systemd("stop", "miner-guard")

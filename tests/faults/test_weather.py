@@ -28,7 +28,7 @@ def test_with_every_descriptor_in_use_the_miner_goes_on(guarded: Guarded) -> Non
     _limit(guard.pid, 3)
     size = guarded.output.stat().st_size
     guarded.wait_for("sampler_failed", seconds=60)
-    until(lambda: guarded.output.stat().st_size > size, 20, "the miner's output to go on")
+    until(lambda: guarded.output.stat().st_size > size, 60, "the miner's output to go on")
     assert guard.poll() is None
     assert os.path.exists(f"/proc/{pid}")
     _limit(guard.pid, 1000)

@@ -1,0 +1,50 @@
+"""GPU memory is back at its level from before the launch, or that is said, before the miner is started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
+from tests.faults.guarded import Guarded
+
+__all__ = ["fake_nvml", "nvml_library"]
+
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "health.sample_every_s": 600}
+HELD = {"mem.used.2": 60 << 30}
+
+
+def test_the_next_launch_waits_until_the_memory_is_free(guarded: Guarded, fake_nvml: FakeNvml) -> None:
+    guarded.start(["sleep", "600"], settings={**FAST, "gpu.memory_settle_s": 120}, env=fake_nvml.env)
+    _die_holding(guarded, fake_nvml)
+    time.sleep(3)
+    assert len(guarded.named("miner_started")) == 1
+    fake_nvml.set({"mem.used.2": None})
+    guarded.wait_for("miner_started", 2)
+    assert not [e for e in guarded.named("guard_degraded") if "GPU memory" in e["msg"]]
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_memory_that_stays_held_is_said_and_the_miner_started_all_the_same(
+    guarded: Guarded, fake_nvml: FakeNvml
+) -> None:
+    guarded.start(["sleep", "600"], settings={**FAST, "gpu.memory_settle_s": 1}, env=fake_nvml.env)
+    _die_holding(guarded, fake_nvml)
+    guarded.wait_for("miner_started", 2)
+    (said,) = [e["msg"] for e in guarded.named("guard_degraded") if "GPU memory" in e["msg"]]
+    assert "still held 1s after the stop" in said
+    assert "60.0 GB" in said
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def _die_holding(guarded: Guarded, fake_nvml: FakeNvml) -> None:
+    """The miner is killed, and something still holds what it allocated."""
+    guarded.wait_for("miner_started")
+    # The level from before is read in a job, as soon as the miner was started.
+    time.sleep(3)
+    fake_nvml.set(HELD)
+    os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
+    guarded.wait_for("miner_restarting")
