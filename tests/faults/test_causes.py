@@ -35,6 +35,6 @@ def test_what_only_a_person_can_mend_ends_with_what_to_do(guarded: Guarded, line
     code = f"import sys, time; print({line!r}, file=sys.stderr, flush=True); time.sleep(0.2); sys.exit(1)"
     guarded.start([sys.executable, "-c", code], settings=FAST)
     assert guarded.processes[0].wait(60) == 75
-    assert len(guarded.named("miner_started")) == 2
+    assert len(guarded.named("miner_started")) == len(guarded.named("incident")) == 2
     assert advice in guarded.named("crash_loop")[0]["detail"]
     guarded.assert_nothing_left()

@@ -122,6 +122,7 @@ def test_the_death_of_pm2s_daemon_stops_the_guard_in_order(pm2: Pm2, number: int
     pm2.start()
     os.kill(pm2.god, number)
     pm2.gone()
+    assert pm2.guarded.named("miner_stopping")
     assert pm2.checkpoints == 1
 
 
