@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard import statedir
-from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, Place, State, open_place
+from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, Place, State, a_number, open_place
 from miner_guard.costs import PRESETS, Budget, estimate, table
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
@@ -21,12 +21,19 @@ def command(
         Optional[int], typer.Option("--every", min=1, max=MOST, help="estimate: steps between two calls.")
     ] = None,
     seconds: Annotated[
-        Optional[float], typer.Option("--seconds", min=0, max=MOST, help="estimate: time of one call.")
+        Optional[float],
+        typer.Option("--seconds", min=0, max=MOST, callback=a_number, help="estimate: time of one call."),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, max=MOST, help="estimate: steps of training.")] = 1000,
     step_time: Annotated[
         Optional[float],
-        typer.Option("--step-time", min=0.001, max=MOST, help="estimate: seconds a step; else the running miner's."),
+        typer.Option(
+            "--step-time",
+            min=0.001,
+            max=MOST,
+            callback=a_number,
+            help="estimate: seconds a step; else the running miner's.",
+        ),
     ] = None,
     config: Config = None,
     name: Name = DEFAULT_NAME,

@@ -26,6 +26,14 @@ DEFAULT_NAME = "miner"
 MOST = 10**15
 """The greatest number that a flag takes where it has no limit of its own; infinity is no number that JSON knows."""
 
+
+def a_number(value: Optional[float]) -> Optional[float]:
+    """For `callback=` of a limited number: typer before 0.29 lets NaN through every limit."""
+    if value is not None and value != value:
+        raise typer.BadParameter("nan is no number")
+    return value
+
+
 Config = Annotated[
     Optional[Path], typer.Option("--config", "-c", help="Settings file; ./guard.toml where it is there.")
 ]

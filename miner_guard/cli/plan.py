@@ -11,7 +11,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard import planning
-from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, State, open_place
+from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, State, a_number, open_place
 from miner_guard.detectors.step_time import grade
 from miner_guard.exits import USAGE, Refused
 
@@ -46,13 +46,16 @@ def command(
         typer.Option(min=1, max=MOST, help="Inner steps between uploads; else [miner] upload_steps, else 3."),
     ] = None,
     micro_batch_ms: Annotated[
-        Optional[float], typer.Option(min=0.001, max=MOST, help="Time of one micro-batch, measured or assumed.")
+        Optional[float],
+        typer.Option(min=0.001, max=MOST, callback=a_number, help="Time of one micro-batch, measured or assumed."),
     ] = None,
     step_s: Annotated[
-        Optional[float], typer.Option(min=0.001, max=MOST, help="Measured time of an inner step, instead.")
+        Optional[float],
+        typer.Option(min=0.001, max=MOST, callback=a_number, help="Measured time of an inner step, instead."),
     ] = None,
     gpu_memory_gb: Annotated[
-        Optional[float], typer.Option(min=0.1, max=MOST, help="Memory of one GPU, to say whether it fits.")
+        Optional[float],
+        typer.Option(min=0.1, max=MOST, callback=a_number, help="Memory of one GPU, to say whether it fits."),
     ] = None,
     config: Config = None,
     name: Name = DEFAULT_NAME,

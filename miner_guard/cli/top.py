@@ -17,7 +17,7 @@ import typer
 
 from miner_guard import logquery, statedir
 from miner_guard.cli import screen
-from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_place
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, a_number, open_place
 from miner_guard.exits import NOT_RUNNING, Refused
 from miner_guard.logquery import Follower, Hit, Query
 
@@ -26,7 +26,9 @@ _STEPS_READ = 200
 
 
 def command(
-    every: Annotated[float, typer.Option("--every", "-d", min=0.2, help="Seconds between two looks.")] = 2.0,
+    every: Annotated[
+        float, typer.Option("--every", "-d", min=0.2, callback=a_number, help="Seconds between two looks.")
+    ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
     plain: Annotated[bool, typer.Option("--ascii", help="Letters of ASCII only.")] = False,
     config: Config = None,
