@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from validators import min_inner_step
 from validators.facts import Facts
 from validators.limits import Limits
 from validators.rules import all_of, for_audit
@@ -50,6 +51,9 @@ def detail(outcome: str, verdicts: Sequence[Verdict], epoch: Epoch, seconds: flo
     warned = [f"warning: {v.sentence}" for v in verdicts if v.outcome == "warn"]
     cost = f"{fetched_bytes} bytes in {seconds:.1f}s"
     if outcome == "rejected":
+        # Between an AllReduce and the first gradient after it this is how things are, and nothing else is broken.
+        if any(v.rule == min_inner_step.RULE and v.seen == 0 for v in verdicts):
+            blocks.append("this is the upload after an AllReduce; the next gradient's upload mends it")
         return f"epoch {epoch.outer_step} ({epoch.why}): {'; '.join(blocks)}"
     passed = sum(v.outcome == "pass" for v in verdicts)
     return "; ".join([f"epoch {epoch.outer_step} ({epoch.why}), {passed} rules passed, {cost}", *warned, *unknown])
