@@ -260,3 +260,12 @@ class ReadOnlyLedger(Ledger):
 
     def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
         return work(self._opened())
+
+
+def read(path: Path, table: str, *, since: float = 0.0, limit: int = 1000) -> list[dict[str, Any]]:
+    """`Ledger.rows` of a ledger that somebody else may be writing; empty where there is none."""
+    ledger = ReadOnlyLedger(path)
+    try:
+        return ledger.rows(table, since=since, limit=limit)
+    finally:
+        ledger.close()

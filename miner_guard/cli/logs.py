@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -13,12 +14,15 @@ import typer
 
 from miner_guard import logquery
 from miner_guard.cli import options
+from miner_guard.clock import iso_utc, parse_iso_utc
 from miner_guard.events import CATALOGUE, LEVELS, counted
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.logquery import Follower, Hit, Query, Seen
+from miner_guard.statedir import StateDir
 
 _TAIL_OF_FOLLOW = 10
 _BATCH = 1024
+_FOR_REPLAY = frozenset({"verdicts", "record", "document"})
 
 
 def command(
@@ -37,6 +41,10 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="The events as a JSON array; with --follow, one a line.")
     ] = False,
+    ledger: Annotated[
+        Optional[str],
+        typer.Option("--ledger", help="Rows of the ledger: decisions, uploads, repo_age, incidents, restarts."),
+    ] = None,
     emoji: Annotated[bool, typer.Option("--emoji/--no-emoji", help="The emoji before the words.")] = True,
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
@@ -46,6 +54,9 @@ def command(
     state = options.choose_state(name, state_dir)
     query, seen = _query(event or [], level, since, rank or []), Seen()
     options.check_there(state)
+    if ledger is not None:
+        _write(_ledger(state, ledger, query.since, lines, as_json=as_json))
+        return
     log = state.log
     if follow:
         _follow(log, query, lines, as_json=as_json, emoji=emoji)
@@ -59,6 +70,27 @@ def command(
         typer.echo(f"miner-guard: {counted(seen.unreadable, 'line')} passed over: no events", err=True)
     if seen.hits == 0:
         raise typer.Exit(FAILED)
+
+
+def _ledger(state: StateDir, table: str, since: str, lines: int | None, *, as_json: bool) -> Iterator[bytes]:
+    """The ledger's rows, oldest first. Raises Refused: 64 for a table that is none, 1 where it has no row."""
+    from uploads import ledger
+
+    earliest = parse_iso_utc(since) if since else 0.0
+    try:
+        rows = ledger.read(state.ledger, table, since=earliest, limit=100_000 if lines is None else lines)
+    except ValueError as error:
+        raise Refused(f"--ledger: {error}", USAGE) from error
+    if not rows:
+        raise Refused(f"the ledger of {state.root} has no {table} there", FAILED)
+    # A decision's whole document is for the replay: `miner-guard gate --replay ID`.
+    shown = [{key: value for key, value in row.items() if key not in _FOR_REPLAY} for row in rows]
+    if as_json:
+        yield (json.dumps(shown, ensure_ascii=False, indent=1) + "\n").encode()
+        return
+    for row in shown:
+        told = " ".join(f"{key}={value}" for key, value in row.items() if value is not None and key != "wall")
+        yield f"{iso_utc(row['wall'])} {told}\n".encode("utf-8", "replace")
 
 
 def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query:

@@ -9,6 +9,7 @@ import typer
 
 from miner_guard import statedir
 from miner_guard.cli import options
+from miner_guard.clock import parse_iso_utc
 from miner_guard.exits import FAILED, Refused
 
 
@@ -21,11 +22,13 @@ def command(
 ) -> None:
     """Write one self-contained HTML page of the run: curves, uploads, costs, incidents, milestones."""
     from miner_guard.health.report import render
+    from uploads import ledger
 
     place = options.open_place(config, name, state_dir)
     earliest = options.earliest(since)
     options.check_there(place.state)
-    text = render(place.state, gate=place.settings.config.gate, since=earliest)
+    pushes = ledger.read(place.state.ledger, "uploads", since=parse_iso_utc(earliest) if earliest else 0.0)
+    text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)
     try:
         statedir.write_atomic(output, text)
     except OSError as error:

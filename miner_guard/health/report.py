@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
 from importlib import resources
@@ -24,15 +24,21 @@ _COLOURS = {
 _SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("", "unknown")}
 
 
-def render(state: statedir.StateDir, *, gate: GateSettings | None = None, since: str = "", refresh_s: int = 0) -> str:
-    """The page. `since` leaves out earlier events; `refresh_s` makes it reload itself."""
+def render(
+    state: statedir.StateDir, *, gate: GateSettings | None = None, since: str = "", refresh_s: int = 0,
+    pushes: Sequence[Mapping[str, Any]] = (),
+) -> str:  # fmt: skip
+    """The page. `since` leaves out earlier events; `refresh_s` makes it reload itself.
+
+    `pushes`: the ledger's uploads, oldest first.
+    """
     data, rules = gather(state, since), gate or GateSettings()
     css = (resources.files("miner_guard.health") / "templates" / "report.css").read_text(encoding="utf-8")
     title = f"miner-guard: {data.host or state.root.name}"
     reload = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     body = "\n".join(
         [_head(data, title), _tiles(data), _plots(data, rules), _goodput(data), _milestones(data, rules), _costs(data),
-         _events("Incidents and alarms", _alarms(data)), _events("Uploads", _fates(data)), _foot(data)]
+         _events("Incidents and alarms", _alarms(data)), _events("Uploads", _fates(data)), _pushes(pushes), _foot(data)]
     )  # fmt: skip
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>{reload}'
@@ -219,6 +225,25 @@ def _alarms(data: Data) -> list[Mark]:
 
 def _fates(data: Data) -> list[Mark]:
     return data.of("upload_succeeded", "upload_failed", "upload_blocked", "audit_failed", "audit_passed")[-_TABLE_ROWS:]
+
+
+def _pushes(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What became of each push, as the ledger has it: it keeps them longer than the log its lines."""
+    kinds = {"verified": "good", "failed": "bad", "refuted": "bad"}
+    cells = [
+        f'<tr><td class="when">{when(row["wall"])}</td><td>{escape(str(row["tag"] or "unknown"))}</td>'
+        f'<td class="{kinds.get(row["outcome"], "warn")}">{escape(str(row["outcome"]))}</td>'
+        f'<td class="n">{escape(_number(row["bytes"], ",.0f") or "unknown")}</td>'
+        f'<td class="n">{escape(_number(row["seconds"], ".1f", " s") or "unknown")}</td>'
+        f'<td class="n">{escape(_number(row["attempts"], ".0f") or "unknown")}</td>'
+        f"<td>{escape(str(row['checksum'] or 'unknown')[:12])}</td><td>{escape(str(row['error'] or ''))}</td></tr>"
+        for row in reversed(rows[-_TABLE_ROWS:])
+    ]
+    head = (
+        '<tr><th>when (UTC)</th><th>tag</th><th>outcome</th><th class="n">bytes</th><th class="n">took</th>'
+        '<th class="n">attempts</th><th>checksum</th><th>why</th></tr>'
+    )
+    return _table("Pushes, by the ledger", head, cells, "costs")
 
 
 def _events(title: str, marks: list[Mark]) -> str:

@@ -118,13 +118,18 @@ class Site:
             return refusal
         return HTMLResponse(await run_in_threadpool(self._rendered))
 
-    def _rendered(self) -> str:
+    def _render(self) -> str:
         from miner_guard.health.report import render
+        from uploads import ledger
 
+        pushes = ledger.read(self._state.ledger, "uploads")
+        return render(self._state, refresh_s=int(2 * _PAGE_FOR_S), pushes=pushes)
+
+    def _rendered(self) -> str:
         with self._page_mutex:
             now = time.monotonic()
             if self._page is None or now - self._page[0] > _PAGE_FOR_S:
-                self._page = (now, render(self._state, refresh_s=int(2 * _PAGE_FOR_S)))
+                self._page = (now, self._render())
             return self._page[1]
 
 

@@ -93,3 +93,27 @@ def test_a_replay_notices_a_ledger_that_was_changed(
         db.execute('UPDATE decisions SET record = \'{"inputs": "0"}\'')
     assert ask("--replay", decision.decision_id) == 1
     assert "lacks what the gate knew" in capsys.readouterr().err
+
+
+def test_the_ledger_is_read_by_logs_and_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = ["--state-dir", str(tmp_path)]
+    decision = decide(Candidate("gradient", 56, 10), gate_inputs.unknown("none"), GateSettings(), now=1.0, wall=5.0)
+    ledger = Ledger(tmp_path / "ledger.sqlite3")
+    ledger.decision(decision.as_dict())
+    ledger.upload(6.0, "refuted", tag="5.56.51", bytes=1000, seconds=12.0, error="did not move")
+    ledger.upload(7.0, "verified", tag="5.56.60", bytes=1000, seconds=12.0, attempts=1, checksum="c" * 40)
+    ledger.close()
+    assert run(["logs", *here, "--ledger", "decisions"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"1970-01-01T00:00:05.000000Z id={decision.decision_id} ")
+    assert "allowed=0" in told
+    assert "document" not in told
+    assert run(["logs", *here, "--ledger", "uploads", "--json", "-n", "1"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["tag"], row["outcome"]) == ("5.56.60", "verified")
+    assert run(["logs", *here, "--ledger", "restarts"]) == 1
+    assert run(["logs", *here, "--ledger", "secrets"]) == 64
+    assert run(["report", *here, "-o", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.index("5.56.60") < page.index("5.56.51")
+    assert "did not move" in page
