@@ -40,9 +40,8 @@ class Course:
 
     def finished(self, shapes: Sequence[bytes], index: int) -> bool:
         """Whether training said that it has finished, shortly before line `index` of a block with these `shapes`."""
-        here = shapes[max(0, index - _REMEMBERED) : index + 1]
-        before = list(self._recent)[len(here) :] if len(here) < _REMEMBERED else []
-        return any(_FINISHED.search(s) for s in (*here, *before))
+        before = [*self._recent, *shapes[max(0, index - _REMEMBERED) : index + 1]]
+        return any(_FINISHED.search(shape) for shape in before[-_REMEMBERED:])
 
     def overcome(
         self, lines: Sequence[bytes], shapes: Sequence[bytes], first: int, tried: Mapping[int, set[str]]

@@ -41,7 +41,7 @@ def restarts(values: Sequence[float]) -> list[int]:
 
 
 def _follows(values: Sequence[float], place: int) -> bool:
-    """Whether the values go on as those of the run's beginning did, where that had fallen clearly by then."""
+    """Whether the values go down as far as the run did at its beginning; True where too few follow to tell."""
     then, now = values[_COMPARED:_FOLLOWED], values[place + _COMPARED : place + _FOLLOWED]
     if len(now) < len(then):
         return True

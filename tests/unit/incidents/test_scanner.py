@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miner_guard.incidents import knowledge
+from miner_guard.incidents.case import Case
 from miner_guard.incidents.knowledge import Benign
 from miner_guard.incidents.lines import clean
 from miner_guard.incidents.scanner import Scanner, Seen
@@ -54,6 +55,27 @@ def cut(data: bytes, at: list[int]) -> list[bytes]:
 @given(st.lists(st.integers(0, len(CASCADE)), max_size=12))
 def test_where_the_output_is_cut_changes_nothing(at: list[int]) -> None:
     assert seen_of(cut(CASCADE, at)) == seen_of([CASCADE])
+
+
+COURSE = b"""\
+[W socket.cpp:759] [c10d] The client socket has failed to connect to [n0]:29500 (errno: 111 - Connection refused).
+step 1 loss 10.93
+step 2 loss 10.81
+huggingface_hub: 503 Server Error: Service Unavailable for url: https://huggingface.co/x, retrying
+step 3 loss 10.70
+Training finished, saving the model
+saving shard 1 of 2
+saving shard 2 of 2
+Received SIGTERM, shutting down
+"""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, len(COURSE)), max_size=12))
+def test_what_the_course_of_the_run_makes_of_it_does_not_depend_on_the_cuts(at: list[int]) -> None:
+    case = Case(knowledge.load())
+    case.add(seen_of(cut(COURSE, at)))
+    assert [(i.label, i.first.line, i.count) for i in case.incidents(10)] == [("hub_or_storage_unavailable", 4, 1)]
 
 
 def test_byte_by_byte_is_the_same_as_whole() -> None:
