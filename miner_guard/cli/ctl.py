@@ -29,13 +29,13 @@ def command(
     """Tell the running guard: write a checkpoint, restart the miner, leave it down, start it again."""
     from miner_guard.supervisor.control import NotRunning, ask
 
-    place = options.open_place(config, name, state_dir)
+    state = options.choose_state(name, state_dir)
     try:
-        answer = ask(place.state, {"do": order.value})
+        answer = ask(state, {"do": order.value})
     except NotRunning as problem:
         raise Refused(f"{problem}; start it with `miner-guard run`", NOT_RUNNING) from problem
     except OSError as error:
-        raise Refused(f"the guard in {place.state.root} does not answer: {error}", FAILED) from error
+        raise Refused(f"the guard in {state.root} does not answer: {error}", FAILED) from error
     if "error" in answer:
         raise Refused(str(answer["error"]), FAILED)
     typer.echo(answer["done"])
