@@ -12,7 +12,6 @@ import json
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,8 +133,46 @@ def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
 
 
 def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[Hit]:
-    """The youngest `count` hits, oldest of them first."""
-    return list(deque(search(log, query, seen), maxlen=count))
+    """The youngest `count` hits, oldest of them first. Read from the end: a long log costs no more than a short one."""
+    seen = Seen() if seen is None else seen
+    pieces: list[list[Hit]] = []
+    left = count
+    read: set[tuple[int, int]] = set()
+    for path in reversed(files_of(log)):
+        try:
+            with open(path, "rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                # A rotation meanwhile gives a file that was read another name.
+                if (status.st_dev, status.st_ino) in read or (query.since and iso_utc(status.st_mtime) < query.since):
+                    continue
+                read.add((status.st_dev, status.st_ino))
+                for block in _blocks_backwards(file, status.st_size):
+                    if left <= 0:
+                        break
+                    hits = list(_matching([block], query, seen))
+                    pieces.append(hits[max(0, len(hits) - left) :])
+                    left -= len(pieces[-1])
+        except FileNotFoundError:
+            continue
+    return [hit for piece in reversed(pieces) for hit in piece]
+
+
+def _blocks_backwards(file: BinaryIO, end: int) -> Iterator[_Block]:
+    """A file up to `end` as whole lines, the last piece first."""
+    size = _CHUNK
+    while end > 0:
+        start = max(0, end - size)
+        file.seek(start)
+        piece = b""
+        while len(piece) < end - start and (more := file.read(end - start - len(piece))):
+            piece += more
+        first = piece.find(b"\n") + 1 if start else 0
+        if start and first in (0, len(piece)):
+            # One line is longer than the piece.
+            size *= 2
+            continue
+        yield piece, first, len(piece)
+        end, size = start + first, _CHUNK
 
 
 def _blocks(file: BinaryIO) -> Iterator[_Block]:

@@ -139,10 +139,11 @@ def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[st
         "valid now" if isinstance(inner, int) and inner >= least else f"valid in {duration(steps.get('eta_upload_s'))}"
     )
     age, limit = repo.get("age_s"), repo.get("limit_s")
-    state = "STALE" if repo.get("stale") else "due" if repo.get("due") else "fresh" if age is not None else "unknown"
+    state = "STALE" if repo.get("stale") else "due" if repo.get("due") else "fresh"
+    known = f"{number(age, ',.0f', 's')} of {number(limit, ',.0f', 's')} ({state}) {repo.get('revision') or ''}"
     rows = [
         f"upload {bar} {number(inner)}/{least} {valid}; outer step in {duration(steps.get('eta_outer_s'))}",
-        f"repo   {number(age, ',.0f', 's')} of {number(limit, ',.0f', 's')} ({state}) {repo.get('revision') or ''}",
+        f"repo   {known if age is not None else 'unknown: ' + str(repo.get('reason') or 'not read yet')}",
     ]
     if decision:
         word = "allowed" if decision.get("allowed") else "BLOCKED"

@@ -18,10 +18,15 @@ import typer
 from miner_guard import logquery, statedir
 from miner_guard.cli import screen
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, a_number, open_place
+from miner_guard.events import CATALOGUE
 from miner_guard.exits import NOT_RUNNING, Refused
 from miner_guard.logquery import Follower, Hit, Query
 
 _LAST_EVENTS = 40
+_SHOWN = frozenset(CATALOGUE) - {"inner_step", "health_snapshot"}
+"""Events that stand below; the screen itself shows the others."""
+
+_LAST_READ = 4000
 _STEPS_READ = 200
 
 
@@ -58,10 +63,10 @@ class View:
         self._curves = curves_of(state)
         self._follower = Follower(state.log, Query(least_level="info"))
         self._events: list[str] = []
-        self._take(logquery.last(state.log, Query(), _LAST_EVENTS * 4))
+        self._take(logquery.last(state.log, Query(least_level="info"), _LAST_READ))
 
     def _take(self, hits: list[Hit]) -> None:
-        wanted = [hit for hit in hits if hit.event not in ("inner_step", "health_snapshot")]
+        wanted = [hit for hit in hits if hit.event in _SHOWN]
         told = [f"{hit.ts[11:19]} {hit.level:<8} {hit.headline}" for hit in wanted]
         self._events = [*self._events, *told][-_LAST_EVENTS:]
 

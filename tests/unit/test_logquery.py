@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,29 @@ def test_following_waits_for_a_log_that_is_not_there_yet(tmp_path: Path) -> None
     _emitter(log, FakeClock()).emit(events.found("rank_message", text="first"))
     assert [hit.msg for hit in follower.poll()] == ["first"]
     follower.close()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 300, 4096])
+@pytest.mark.parametrize("torn", [False, True])
+def test_the_last_hits_read_from_the_end_are_the_last_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, torn: bool
+) -> None:
+    """Guards against lines that are cut, lost or doubled where two pieces meet."""
+    path, source = tmp_path / "guard.jsonl", random.Random(chunk)
+    for name in ("guard.jsonl.2", "guard.jsonl.1", "guard.jsonl"):
+        lines = []
+        for _ in range(30):
+            event = source.choice(("slow_step", "repo_age"))
+            words = "x" * source.choice((0, 1, 50, 700))
+            lines.append(
+                f'{{"ts": "2026-01-02T03:04:05.000000Z", "level": "info", "event": "{event}", "msg": "{words}", '
+                f'"run_id": "r", "host": "h", "rank": null, "number": {source.random()}}}'
+            )
+        (tmp_path / name).write_text("\n".join(lines) + ("" if torn else "\n"))
+    monkeypatch.setattr(logquery, "_CHUNK", chunk)
+    for query in (Query(), Query(events=frozenset({"slow_step"}))):
+        whole = [hit.raw for hit in logquery.search(path, query)]
+        for count in (0, 1, 5, 40, 1000):
+            assert [hit.raw for hit in logquery.last(path, query, count)] == whole[
+                len(whole) - count if count < len(whole) else 0 :
+            ]
