@@ -40,16 +40,20 @@ _SHAPES = tuple(
         r"\bsk-[A-Za-z0-9_-]{20,}",
     )
 )
+# No prefix without a bound anywhere below: on a long word (hex, base64) each of its letters would begin a search of the
+# rest, with the interpreter's lock held. 16 KB took a minute, in which the guard stood still.
 _NAMED = re.compile(
-    r"(?i)((?:[\w.-]*(?:secret(?:[_-]?key)?|token|password|passwd|api_?key|access_?key(?:_id)?|mnemonic))[\"']?\s*[=:]\s*[\"']?)"
+    r"(?i)((?:(?:secret(?:[_-]?key)?|token|password|passwd|api[_-]?key|access[_-]?key(?:[_-]id)?|mnemonic))[\"']?\s*[=:]\s*[\"']?)"
     r"(?!\[redacted\])([^\s\"',;&|)}\]]{4,})"
 )
-_FLAG_NAME = r"--[\w.-]*(?:secret(?:[_-]?key)?|token|password|passwd|api[_-]?key|access[_-]?key(?:[_-]?id)?|mnemonic)"
+_FLAG_NAME = (
+    r"--[\w.-]{0,64}(?:secret(?:[_-]?key)?|token|password|passwd|api[_-]?key|access[_-]?key(?:[_-]?id)?|mnemonic)"
+)
 _SECRET_FLAG = re.compile(_FLAG_NAME, re.IGNORECASE)
 # Quoted as a shell does: what follows a space inside the quotes belongs to it.
 _FLAG = re.compile(rf"(?i)({_FLAG_NAME}[ =])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)")
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
-_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)([^\s/@]+)(@)", re.IGNORECASE)
+_URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,31}://[^\s/:@]{0,256}:)([^\s/@]+)(@)", re.IGNORECASE)
 _MNEMONIC = re.compile(r"(?i)(\b(?:mnemonic|seed phrase)\b\W+)((?:[a-z]{3,8}[ ]+){11,23}[a-z]{3,8})")
 _WORTH_A_LOOK = re.compile(
     r"(?i)secret|token|passw|key|mnemonic|seed phrase|bearer|basic|hf_|sk-|gh[pousr]_|AKIA|ASIA|://|[0-9A-Za-z]{64}"
