@@ -212,14 +212,6 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def step_of(path: Path) -> int:
-    """The step a checkpoint's name tells. Raises ValueError for another name."""
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise ValueError(f"{path} is not a checkpoint's name")
-    return int(match[1])
-
-
 def _complete_ones(folder: Path) -> Iterable[Path]:
     return (p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir())
 

@@ -65,7 +65,7 @@ class Run:
         for rank in range(self.ranks):
             values: dict[str, Any] = {
                 "outer_step": 1, "inner_step": self.number, "total_steps": self.number, "wall": 1e9, "loss": loss,
-                "loss_given": True, "lr": 2e-4, "grad_norm": None, "eval_loss": None, "allocated_bytes": 18 * GIB,
+                "lr": 2e-4, "grad_norm": None, "eval_loss": None, "allocated_bytes": 18 * GIB,
                 "reserved_bytes": None, "tokens": None, "flags": FLAG_FIRST if self.number == 1 else 0,
                 "phases": {"data": 0.01 * seconds}, "nested_in_monitor_s": 0.0,
                 **extra, **(by_rank or {}).get(rank, {}),

@@ -52,7 +52,7 @@ class WholeRun:
         for rank in range(RANKS):
             step = Step(
                 number, number // 500, number % 500, number, end - seconds, end, self.clock.wall(),
-                3.0 + 1 / number, True, 1e-4, 1.0, 3.1, 2e10, 2.2e10, 4096, 0,
+                3.0 + 1 / number, 1e-4, 1.0, 3.1, 2e10, 2.2e10, 4096, 0,
                 {"data": 1.0, "forward": 5.0, "backward": 7.0, f"phase {number % 9}": 0.5}, 0.0,
             )  # fmt: skip
             self.host.steps(rank, [step])

@@ -79,7 +79,6 @@ class Step:
     loss: float | None
     """None where it was not given; NaN and infinities are kept."""
 
-    loss_given: bool
     lr: float | None
     grad_norm: float | None
     """None where it was not given; NaN and infinities are kept."""
@@ -322,11 +321,10 @@ def _now(v: tuple[Any, ...]) -> Now:
 
 def _step(number: int, v: tuple[Any, ...]) -> Step:
     flags = v[14]
-    given = bool(flags & FLAG_LOSS_GIVEN)
     columns = v[16 : 16 + len(layout.PHASES)]
     return Step(
-        number, _count(v[1]), _count(v[2]), v[3], v[4], v[5], v[6], v[7] if given else None, given,
-        _known(v[8]), v[9] if flags & FLAG_GRAD_NORM_GIVEN else _known(v[9]),
+        number, _count(v[1]), _count(v[2]), v[3], v[4], v[5], v[6],
+        v[7] if flags & FLAG_LOSS_GIVEN else None, _known(v[8]), v[9] if flags & FLAG_GRAD_NORM_GIVEN else _known(v[9]),
         v[10] if flags & FLAG_EVAL_LOSS_GIVEN else None, _known(v[11]), _known(v[12]), _count(v[13]), flags,
         {name: seconds for name, seconds in zip(layout.PHASES, columns, strict=True) if seconds > 0},
         v[16 + len(layout.PHASES)],

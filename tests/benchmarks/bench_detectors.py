@@ -107,7 +107,7 @@ def _parts(clock: FakeClock) -> list[Part]:
 
 def _step(number: int, start: float, seconds: float, loss: float) -> Step:
     return Step(
-        number, 1, number, number, start, start + seconds, 1e9, loss, True, 2e-4, None, None, 18 * 1024**3, None,
+        number, 1, number, number, start, start + seconds, 1e9, loss, 2e-4, None, None, 18 * 1024**3, None,
         None, 0, {"data": 0.1, "forward": 5.0, "backward": 9.0}, 0.0,
     )  # fmt: skip
 

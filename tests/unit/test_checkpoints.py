@@ -17,7 +17,7 @@ needs.module("torch")
 
 import torch  # noqa: E402
 
-from miner_guard.checkpoints import MANIFEST, Checkpointer, CheckpointError, Saved, Skipped, damage, step_of  # noqa: E402
+from miner_guard.checkpoints import MANIFEST, Checkpointer, CheckpointError, Saved, Skipped, damage  # noqa: E402
 
 
 def state(value: float) -> dict[str, object]:
@@ -48,7 +48,7 @@ def test_the_newest_is_resumed_and_the_last_k_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
     path, weight, skipped = resumed(tmp_path)
     assert path is not None
-    assert (step_of(path), weight, skipped) == (40, 40.0, [])
+    assert (path.name, weight, skipped) == ("step-00000040", 40.0, [])
 
 
 def test_a_named_one_is_resumed(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_damaged_one_is_passed_over_with_its_reason(tmp_path: Path, harm: obje
     harm(tmp_path / "step-00000020")
     path, weight, skipped = resumed(tmp_path)
     assert path is not None
-    assert (step_of(path), weight) == (10, 10.0)
+    assert (path.name, weight) == ("step-00000010", 10.0)
     assert [s.path.name for s in skipped] == ["step-00000020"]
     assert words in skipped[0].reason
 
@@ -104,7 +104,7 @@ def test_one_whose_content_does_not_fit_is_passed_over_too(tmp_path: Path) -> No
     checkpoints.close()
     path, weight, skipped = resumed(tmp_path)
     assert path is not None
-    assert (step_of(path), weight) == (10, 10.0)
+    assert (path.name, weight) == ("step-00000010", 10.0)
     assert "cannot be loaded" in skipped[0].reason
 
 
@@ -171,4 +171,4 @@ def test_killed_at_any_moment_what_bears_a_name_is_whole(tmp_path: Path) -> None
         assert complete
         assert [damage(p) for p in complete] == [None] * len(complete)
         manifest = json.loads((complete[-1] / MANIFEST).read_text())
-        assert manifest["step"] == step_of(complete[-1])
+        assert manifest["step"] == int(complete[-1].name.removeprefix("step-"))

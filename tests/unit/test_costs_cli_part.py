@@ -38,7 +38,7 @@ def part(tmp_path: Path, emitted: list[Finding]) -> Iterator[Costs]:
 
 def _step(number: int, seconds: float, phases: dict[str, float] | None = None, nested: float = 0.0) -> Step:
     return Step(
-        number, 1, number, number, 0.0, seconds, 0.0, 1.0, True, None, None, None, None, None, None, 0,
+        number, 1, number, number, 0.0, seconds, 0.0, 1.0, None, None, None, None, None, None, 0,
         phases or {}, nested,
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ from tests.idle import IdleControl, IdleJobs
 def make_step(number: int, start: float, seconds: float, **extra: Any) -> Step:
     """A step record; `phases` and whatever else the test is about in `extra`."""
     values: dict[str, Any] = {
-        "outer_step": 5, "inner_step": number, "total_steps": number, "wall": 1e9, "loss": 3.0, "loss_given": True,
+        "outer_step": 5, "inner_step": number, "total_steps": number, "wall": 1e9, "loss": 3.0,
         "lr": 2.1e-5, "grad_norm": None, "eval_loss": None, "allocated_bytes": 18.45 * 1024**3, "reserved_bytes": None,
         "tokens": None, "flags": 0, "phases": {}, "nested_in_monitor_s": 0.0,
     }  # fmt: skip

@@ -72,7 +72,7 @@ class Bench:
         self.clock.advance(seconds)
         end = self.clock.monotonic()
         step = Step(
-            inner, 56, inner, inner, end - seconds, end, 0.0, 3.0, True, None, None, None, None, None, None, flags, {},
+            inner, 56, inner, inner, end - seconds, end, 0.0, 3.0, None, None, None, None, None, None, flags, {},
             0.0,
         )  # fmt: skip
         return list(self.part.on_steps(0, [step]))

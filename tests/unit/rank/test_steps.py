@@ -42,7 +42,7 @@ class FakeTensor:
 def test_a_loss_on_the_gpu_is_not_read_but_said_once(guard: Guard, state: StateDir) -> None:
     for _ in range(3):
         guard.step(loss=FakeTensor("cuda", None))
-    assert [(s.loss, s.loss_given) for s in reader_of(state).steps()] == [(None, False)] * 3
+    assert [s.loss for s in reader_of(state).steps()] == [None] * 3
     assert len(said(state)) == 1
     assert "synchronisation; pass a float" in said(state)[0]
 
