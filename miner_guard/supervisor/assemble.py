@@ -290,6 +290,7 @@ class Assembly:
         for close in reversed(self._closers):
             close()
         self.flights.close()
+        self.loop.keep_signals()
         self.loop.close()
 
     def _linger(self) -> None:

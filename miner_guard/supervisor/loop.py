@@ -121,6 +121,13 @@ class Loop:
                 if number in self._signals:
                     self._signals[number]()
 
+    def keep_signals(self) -> None:
+        """After `close` they do nothing: for a process that is about to end, whose exit code they must not change."""
+        # Ignored, since Python gives any other handler back to the default while it ends. An ignored SIGCHLD has a
+        # meaning of its own.
+        ignored = self._before.keys() - {signal.SIGCHLD}
+        self._before |= dict.fromkeys(ignored, signal.SIG_IGN)
+
     def close(self) -> None:
         """Give the signals back and close what the loop opened."""
         if self._signals:

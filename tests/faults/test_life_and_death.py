@@ -247,3 +247,18 @@ def test_the_end_of_the_terminal_is_not_the_guards_under_nohup(guarded: Guarded)
     assert not guarded.named("miner_stopping")
     assert guarded.stop() == 0
     guarded.assert_nothing_left()
+
+
+def test_a_signal_that_is_repeated_to_the_very_end_does_not_change_the_exit_code(guarded: Guarded) -> None:
+    """Guards against pm2 or a person who asks twice: the second signal met the guard with its handlers given back."""
+    guard = guarded.start(["sleep", "600"])
+    guarded.wait_for("miner_started")
+    deadline = time.monotonic() + 60
+    while guard.poll() is None:
+        assert time.monotonic() < deadline
+        for number in (signal.SIGTERM, signal.SIGINT):
+            guard.send_signal(number)
+        time.sleep(0.002)
+    assert guard.returncode == 0
+    assert b"Traceback" not in guarded.output.read_bytes()
+    guarded.assert_nothing_left()
