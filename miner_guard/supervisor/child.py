@@ -39,7 +39,13 @@ class Child:
             start_new_session=True, preexec_fn=in_child,
         )  # fmt: skip
         self.pid = self._popen.pid
-        seen = stat(self.pid)
+        try:
+            seen = stat(self.pid)
+        except OSError:
+            # Not known by its start time it could not be ended later.
+            self._popen.kill()
+            self._popen.wait()
+            raise
         self.process = seen.process if seen is not None else Process(self.pid, 0)
 
     def code(self) -> int | None:

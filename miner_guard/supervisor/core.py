@@ -31,6 +31,9 @@ from miner_guard.supervisor.teardown import Teardown
 
 TICK_S = 0.5
 """Half of it is the mean delay with which a hang is noticed."""
+BLIND_S = 1.0
+"""Until the next look at processes that could not be looked at."""
+
 BLAME_S = 300.0
 """An incident longer before the end is not what it ended of."""
 
@@ -70,6 +73,7 @@ class Supervisor:
         self._family = Family(order.state, clock)
         self._first_step_at: float | None = None
         self._healthy_said = False
+        self._blind_said = False
         self._dropped_said = 0
         self._drops_said_at = 0.0
 
@@ -200,11 +204,22 @@ class Supervisor:
         if self.state != "ending" and self.child is not None and self.child.code() is not None:
             self._child_changed()
             return
-        again = self._teardown.step()
+        try:
+            again = self._teardown.step()
+        except OSError as error:
+            # No descriptor to look through /proc with: nothing is known to be gone, so it is looked again.
+            self._say_blind(error)
+            again = BLIND_S
         if again is not None:
             self._teardown_timer = self.loop.after(again, self._step_teardown)
         elif self.child is not None:
             self._ended(self.child, self._teardown)
+
+    def _say_blind(self, error: OSError) -> None:
+        if not self._blind_said:
+            self._blind_said = True
+            what = f"the miner's processes can't be looked at ({error.strerror}); it is tried again until they can"
+            self.host.finding(found("guard_degraded", what=what))
 
     def _leftovers(self) -> set[processes.Process]:
         assert self.child is not None
@@ -326,7 +341,10 @@ class Supervisor:
 
     def _watch_family(self) -> None:
         launcher = None if self.child is None else self.child.process
-        self._family.look(launcher)
+        try:
+            self._family.look(launcher)
+        except OSError as error:
+            self._say_blind(error)
 
     def _watch_health(self, ranks: Mapping[int, Now]) -> None:
         stepping = any(now.total_steps > 0 for now in ranks.values())

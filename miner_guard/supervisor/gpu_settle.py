@@ -49,7 +49,12 @@ class GpuSettle:
         if self._before is None:
             proceed()
             return
-        threading.Thread(target=self._wait, args=(self._before, proceed), name="gpu-settle", daemon=True).start()
+        thread = threading.Thread(target=self._wait, args=(self._before, proceed), name="gpu-settle", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread can be started: better unexamined than never.
+            proceed()
 
     def _wait(self, before: Levels, proceed: Callable[[], None]) -> None:
         deadline = self._clock.monotonic() + self._settle_s

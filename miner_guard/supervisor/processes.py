@@ -14,6 +14,10 @@ from pathlib import Path
 
 from miner_guard.statedir import MARKER, STATE_DIR
 
+_GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
+"""Of a process that ended, or is another user's. Other errors (no descriptor to look with) say nothing of it. They are
+raised: a process that can't be looked at has not ended."""
+
 HELPER = "_MINER_GUARD_HELPER"
 """In the environment of what the guard starts for itself: probes, the reaper. Never part of a run."""
 
@@ -49,11 +53,11 @@ class Stat:
 
 
 def stat(pid: int) -> Stat | None:
-    """None where there is no such process."""
+    """None where there is no such process. Raises OSError where it can't be looked at."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             head, _, tail = file.read().rpartition(b")")
-    except OSError:
+    except _GONE:
         return None
     fields = tail.split()
     name = head.partition(b"(")[2].decode(errors="replace")
@@ -70,7 +74,7 @@ def environment(pid: int) -> dict[str, str]:
     """What its environment was when it was executed; empty where it can't be read."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
+    except _GONE:
         return {}
     pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
@@ -99,7 +103,7 @@ def marked(state_dir: str) -> dict[Process, str]:
     for pid in pids():
         try:
             raw = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
+        except _GONE:
             continue
         if needle not in raw or HELPER.encode() in raw:
             continue
@@ -113,9 +117,9 @@ def marked(state_dir: str) -> dict[Process, str]:
 def children(pid: int) -> list[int]:
     """Direct children of all its threads."""
     found: list[int] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*_GONE):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            with contextlib.suppress(*_GONE), open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += map(int, file.read().split())
     return found
 
@@ -161,10 +165,10 @@ def adopted(guard: int) -> set[Process]:
 
 
 def send(process: Process, number: int) -> bool:
-    """Signal exactly this process. False where it is gone already or not ours."""
+    """Signal exactly this process. False where it is gone already or not ours. Raises OSError where it can't tell."""
     try:
         handle = os.pidfd_open(process.pid)
-    except OSError:
+    except _GONE:
         return False
     try:
         seen = stat(process.pid)
@@ -172,7 +176,7 @@ def send(process: Process, number: int) -> bool:
             return False
         signal.pidfd_send_signal(handle, number)
         return True
-    except OSError:
+    except _GONE:
         return False
     finally:
         os.close(handle)

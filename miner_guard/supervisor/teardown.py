@@ -44,23 +44,30 @@ class Teardown:
 
     _stage: str = "launcher"
     _since: float = 0.0
+    _asked: bool = True
     _told: set[Process] = field(default_factory=set)
 
     def ask(self) -> None:
-        """Tell the launcher to stop: SIGTERM to it alone, so that its ranks end in order."""
+        """With the next step tell the launcher to stop: SIGTERM to it alone, so that its ranks end in order."""
         self._stage, self._since = "launcher", self.clock.monotonic()
-        processes.send(self.launcher, signal.SIGTERM)
-        # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it goes on.
-        processes.send(self.launcher, signal.SIGCONT)
+        self._asked = False
 
     def ended(self) -> None:
         """The launcher is gone (and reaped); look after what it left."""
         self._stage, self._since = "settle", self.clock.monotonic()
 
     def step(self) -> float | None:
-        """Do what is due. Returns seconds until the next call, None when nothing is left or can be done."""
+        """Do what is due. Returns seconds until the next call, None when nothing is left or can be done.
+
+        Raises OSError where processes can't be looked at or signalled: to be called again later.
+        """
         waited = self.clock.monotonic() - self._since
         if self._stage == "launcher":
+            if not self._asked:
+                processes.send(self.launcher, signal.SIGTERM)
+                # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it goes on.
+                processes.send(self.launcher, signal.SIGCONT)
+                self._asked = True
             if waited < self.grace_s:
                 return self.grace_s - waited
             self.forced = True

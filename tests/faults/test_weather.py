@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,6 +36,22 @@ def test_with_every_descriptor_in_use_the_miner_goes_on(guarded: Guarded) -> Non
     guarded.wait_for("sampler_recovered", seconds=60)
     assert guarded.stop() == 0
     assert len(guarded.named("miner_started")) == 1
+    guarded.assert_nothing_left()
+
+
+def test_a_miner_that_dies_while_no_descriptor_is_left_is_ended_and_started_when_there_is_one(guarded: Guarded) -> None:
+    """The guard once took what it could not look at for gone, and then waited for ever."""
+    guard = guarded.start(guarded.miner("family", "stay"), settings=FAST)
+    until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
+    _limit(guard.pid, 3)
+    os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
+    until(lambda: "can't be looked at" in guarded.tail(), 60, guarded.tail)
+    assert len(guarded.named("miner_started")) == 1
+    assert not guarded.named("orphan_killed")
+    _limit(guard.pid, 1000)
+    guarded.wait_for("miner_started", 2)
+    assert len(guarded.named("orphan_killed")) == 6
+    assert guarded.stop() == 0
     guarded.assert_nothing_left()
 
 
