@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import sys
@@ -26,6 +27,9 @@ _SMALL = CHUNK // 4
 _UNSEEN = 64 * 1024 * 1024
 """How far the parts may be behind with looking: a burst of so much passes at the speed of copying, more at theirs."""
 
+_BURST = 8 * 1024 * 1024
+"""After the parts were so far behind, memory is given back."""
+
 _SLICE = 128 * 1024
 """What the parts are shown before the pipes are looked at again: in less time than it takes to fill a pipe."""
 
@@ -45,6 +49,9 @@ class Relay:
         self._read_at: dict[int, float] = {}
         self._unseen: deque[bytes] = deque()
         self._unseen_bytes = 0
+        self._burst = False
+        """Since the last time that nothing waited for the parts, more than `_BURST` did."""
+
         self._fresh = False
         """Something was read since the parts were last shown something."""
 
@@ -165,8 +172,12 @@ class Relay:
         finally:
             # Whatever goes wrong with one piece: the next ones are looked at, or the miner would wait for ever.
             self._fresh = False
+            self._burst = self._burst or self._unseen_bytes > _BURST
             if self._unseen:
                 self._loop.after(0.0, self._show)
+            elif self._burst:
+                self._burst = False
+                _give_memory_back()
             self._resume()
 
     def _show_up_to(self, size: int) -> None:
@@ -209,3 +220,10 @@ class Relay:
         self.close_sources()
         for outlet in self.outlets:
             outlet.finish(seconds)
+
+
+def _give_memory_back() -> None:
+    """What was allocated for a burst goes back to the system; glibc would keep it."""
+    with contextlib.suppress(AttributeError):
+        # Another libc has no such function, and no such habit.
+        ctypes.CDLL(None).malloc_trim(0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from miner_guard.clock import SystemClock
@@ -123,3 +125,26 @@ def test_a_miner_that_prints_faster_than_the_parts_look_waits_for_them(
     at.turn(100)
     assert most <= 3 * 1024 * 1024
     assert sum(map(len, shown)) == at.relay.relayed_bytes == sent > 20 * 1024 * 1024
+
+
+def test_the_memory_of_a_burst_is_given_back(stage: Open) -> None:
+    at = stage(lambda _data: None)
+    guard = psutil.Process()
+    before = guard.memory_info().rss
+    for _ in range(60):
+        sent = at.relay.relayed_bytes + os.write(at.miner, OUTPUT)
+        while at.relay.relayed_bytes < sent:
+            at.turn()
+    held = guard.memory_info().rss - before
+    # What is allocated later lies above the burst, and keeps the heap from shrinking by itself.
+    later = [bytes(100_000) for _ in range(10)]
+    at.turn(600)
+    deadline = time.monotonic() + 20
+    while guard.memory_info().rss - before > held / 3 and time.monotonic() < deadline:
+        # The thread that writes may hold the last of it for a moment.
+        time.sleep(0.05)
+        at.turn()
+    after = guard.memory_info().rss - before
+    del later
+    assert held > 20 * 1024 * 1024
+    assert after <= held / 3
