@@ -97,4 +97,9 @@ def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Ca
     def write(point: Point) -> None:
         run.log({**point.values, "time": point.time}, step=point.step)
 
-    return write, run.finish
+    def close() -> None:
+        run.finish()
+        # Its own process writes the last of it after that; only its end says that all is there.
+        wandb.teardown()
+
+    return write, close
