@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_EVALUATION = re.compile(r"\b(?:eval\w*|val|valid\w*|test)[\s:|\])-]*$", re.IGNORECASE)
+"""What stands before a step's line where its loss is not the training's (torchtitan's `validate step: 10  loss: …`)."""
+
 _LONGEST_LINE = 2000
 _REMEMBERED = 16
 """Steps that a repeated line (another rank, a second handler) is recognised by."""
@@ -69,7 +72,7 @@ def read(line: str, patterns: Patterns) -> StepLine | PushLine | None:
     text = _ANSI.sub("", line[:_LONGEST_LINE])
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
-            return _step(match.groupdict())
+            return None if _EVALUATION.search(text, 0, match.start()) else _step(match.groupdict())
     for pattern in patterns.push:
         if (match := pattern.search(text)) is not None:
             return PushLine(match.groupdict().get("tag"), None)

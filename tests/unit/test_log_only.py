@@ -97,6 +97,12 @@ def test_the_documents_line_brings_its_own_time_and_memory(tmp_path: Path) -> No
         ("Step 10: loss=2.45, lr=6.67e-05", 10, 2.45, 10.0),
         ("[rank0]: step: 10  loss:  7.5012  grad_norm:  1.2  memory:  1.18GiB(3.2%)", 10, 7.5012, 10.0),
         ("step 00010/01000 (1.00%) | loss: 2.450000 | lrm: 1.00 | dt: 250.00ms | tok/sec: 1", 10, 2.45, 0.25),
+        (
+            "step   10/1000 | loss 2.450000 (-0.52z)| norm 0.8 (+0.1z)| lr 1e-04 | 250.00 ms | 41% bf16 MFU",
+            10,
+            2.45,
+            0.25,
+        ),
     ],
 )
 def test_other_programs_lines(tmp_path: Path, line: str, step: int, loss: float, seconds: float) -> None:
@@ -105,6 +111,24 @@ def test_other_programs_lines(tmp_path: Path, line: str, step: int, loss: float,
     (seen,) = log.steps
     assert (seen.inner_step, seen.loss) == (step, loss)
     assert seen.seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 500: train loss 2.1000, val loss 3.2000",
+        "iter 500: val loss 3.2",
+        "validation iter 500: loss 3.2, time 10.00ms",
+        "[rank0]: validate step: 500  loss:  7.5012  memory:  1.18GiB(3.2%)",
+        "[eval] Step 500: loss=3.2",
+        "step 500/19560 | val loss 3.2",
+        "Outer Step: 5 | Inner Step: 7 | Validation Loss: 3.20",
+    ],
+)
+def test_the_loss_of_an_evaluation_is_no_step(tmp_path: Path, line: str) -> None:
+    log = Log(tmp_path, profile="sn38")
+    log.line(line)
+    assert log.steps == []
 
 
 def test_time_between_lines_is_shared_by_the_steps_between_them(tmp_path: Path) -> None:
