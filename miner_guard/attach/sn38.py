@@ -27,7 +27,9 @@ _PHASES = {
     "maybe_sync_and_reload": "collective",
     "pause_training": "pause",
 }
-_STEPS = ("inner_optimizer_step", "_process_training_batch")
+_STEPS = ("inner_optimizer_step", "_process_training_batch", "continuous_training_loop")
+_WORKERS = ("_training_worker", "continuous_training_loop")
+_COMPONENTS = ("_init_training_components", "_init_basic_components")
 _UPLOADS = ("start_background_upload", "upload_state_in_background")
 
 
@@ -84,15 +86,17 @@ class Subnet38:
                 self._replace(cls, name, functools.partial(in_phase, self.adapter, name=phase))
         if "inner_optimizer_step" in own:
             self._replace(cls, "inner_optimizer_step", self._timed)
-        elif "_process_training_batch" in own:
+        elif any(name in own for name in _STEPS):
             self._by_optimizer = True
         for name in ("_process_training_batch", "fetch_training_data"):
             if name in own:
                 self._replace(cls, name, lambda f: followed(f, self._perhaps_failed))
-        if "_training_worker" in own:
-            self._replace(cls, "_training_worker", lambda f: followed(f, self._loop_ended))
-        if "_init_training_components" in own:
-            self._replace(cls, "_init_training_components", lambda f: followed(f, self._watch_pauses))
+        for name in _WORKERS:
+            if name in own:
+                self._replace(cls, name, lambda f: followed(f, self._loop_ended))
+        for name in _COMPONENTS:
+            if name in own:
+                self._replace(cls, name, lambda f: followed(f, self._watch_pauses))
         for name in _UPLOADS:
             if name in own:
                 self._replace(cls, name, self.uploads.gated)
@@ -149,21 +153,35 @@ class Subnet38:
         @functools.wraps(function)
         def step(miner: Any, *args: Any, **kwargs: Any) -> Any:
             # Before the call: the numbers of the miner's own log line; the call counts on.
-            numbers = self.adapter.quiet(step_numbers, miner)
+            numbers = self.adapter.quiet(self._step_numbers, miner)
             result = inner(miner, *args, **kwargs)
-            if numbers is not None and self.adapter.guard is not None and not paused(miner):
-                self.adapter.guard.step(**numbers)
+            self._stepped(miner, numbers)
             return result
 
         return step
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         miner = self._miner()
-        if miner is None or getattr(miner, "inner_optimizer", None) is not optimizer or paused(miner):
-            return
-        numbers = self.adapter.quiet(step_numbers, miner)
-        if numbers is not None and self.adapter.guard is not None:
+        if miner is not None and getattr(miner, "inner_optimizer", None) is optimizer:
+            self._stepped(miner, self.adapter.quiet(self._step_numbers, miner))
+
+    def _stepped(self, miner: Any, numbers: dict[str, Any] | None) -> None:
+        # The step inside an AllReduce is none of training's.
+        if numbers is not None and self.adapter.guard is not None and not paused(miner):
+            self.uploads.steps += 1
             self.adapter.guard.step(**numbers)
+            # Before 2025-09 a miner that is in step loads its own state by another function.
+            self._loaded(miner, None)
+
+    def _step_numbers(self, miner: Any) -> dict[str, Any]:
+        """Outer and inner step, loss and learning rate as the miner has them now. Raises AttributeError."""
+        groups = getattr(getattr(miner, "inner_optimizer", None), "param_groups", None)
+        return {
+            "outer_step": miner.local_progress.epoch,
+            "inner_step": self.uploads.inner_step(miner),
+            "loss": getattr(miner.local_progress, "loss", None),
+            "lr": groups[0]["lr"] if groups else None,
+        }
 
     def _perhaps_failed(self, miner: Any, error: BaseException | None) -> None:
         if isinstance(error, Exception):
@@ -199,18 +217,6 @@ class WatchedEvent(threading.Event):
             return True
         with self._adapter.phase("pause"):
             return super().wait(timeout)
-
-
-def step_numbers(miner: Any) -> dict[str, Any]:
-    """Outer and inner step, loss and learning rate as the miner has them now. Raises AttributeError."""
-    progress = miner.local_progress
-    groups = getattr(getattr(miner, "inner_optimizer", None), "param_groups", None)
-    return {
-        "outer_step": progress.epoch,
-        "inner_step": progress.inner_step,
-        "loss": progress.loss,
-        "lr": groups[0]["lr"] if groups else None,
-    }
 
 
 def _accumulation(neuron: Any, world_size: int) -> int | None:

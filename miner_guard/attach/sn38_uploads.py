@@ -28,6 +28,9 @@ class Uploads:
         self._adapter = adapter
         self._decision: GateDecision | None = None
         self._asked = 0
+        self.steps = 0
+        """Inner steps seen in this process."""
+
         self._keys_said = False
 
     def gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,14 +61,18 @@ class Uploads:
             self._adapter.degraded("an upload began before the guard did; it is not gated")
             return None
         given = signature.bind(miner, *args, **kwargs).arguments
-        progress = miner.local_progress
         self._asked += 1
         return guard.may_upload(
             # The local counters, not `epoch`: rank 0 alone keeps the global one up to date.
-            outer_step=progress.epoch, inner_step=given.get("inner_step", progress.inner_step),
+            outer_step=miner.local_progress.epoch, inner_step=given.get("inner_step", self.inner_step(miner)),
             kind="archive" if given.get("archive") or paused(miner) else "gradient",
-            loss=progress.loss, question=f"upload {self._asked}",
+            loss=getattr(miner.local_progress, "loss", None), question=f"upload {self._asked}",
         )  # fmt: skip
+
+    def inner_step(self, miner: Any) -> int:
+        """The miner's inner step; before 2025-02-08 it kept none, or none that is shared: steps are counted here."""
+        kept = getattr(miner.local_progress, "inner_step", None)
+        return self.steps if kept is None else int(kept)
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`upload_model`, in the upload thread: recorded with what really became of it."""
@@ -76,12 +83,16 @@ class Uploads:
             if guard is None:
                 return function(miner, *args, **kwargs)
             before = getattr(miner, "upload_process", None)
-            with guard.upload(decision or _ungated(miner)) as record:
+            with guard.upload(decision or self._ungated(miner)) as record:
                 result = function(miner, *args, **kwargs)
                 self._adapter.quiet(self._look, miner, before, result, record)
                 return result
 
         return upload
+
+    def _ungated(self, miner: Any) -> GateDecision:
+        outer_step = getattr(miner.local_progress, "epoch", None) or 0
+        return GateDecision(True, "gradient", int(outer_step), self.inner_step(miner), "not gated")
 
     def _warn_of_keys(self, words: Any) -> None:
         if self._keys_said or not any(_is_key(str(word)) for word in words):
@@ -114,8 +125,3 @@ def paused(miner: Any) -> bool:
     """Whether the miner has paused training, as it does for an AllReduce."""
     active = getattr(miner, "training_active", None)
     return isinstance(active, threading.Event) and not active.is_set()
-
-
-def _ungated(miner: Any) -> GateDecision:
-    progress = miner.local_progress
-    return GateDecision(True, "gradient", int(progress.epoch or 0), int(progress.inner_step or 0), "not gated")
