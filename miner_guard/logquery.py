@@ -8,6 +8,7 @@ Standard library only: a query should not wait for imports.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from miner_guard.clock import iso_utc
+from miner_guard.clock import iso_utc, parse_iso_utc
 from miner_guard.events import LEVELS
 from miner_guard.lines import console_line, rotated, visible
 
@@ -28,6 +29,9 @@ _HEAD = re.compile(
 )
 _Block = tuple[bytes, int, int]
 """Bytes, and where in them whole lines begin and end."""
+
+_MIDNIGHT = "0000-00-00T00:00:00.000000"
+"""What completes a time that names no hour, minute or second."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -102,8 +106,12 @@ def since_text(text: str, now: float) -> str:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip())
     if match:
         return iso_utc(max(0.0, now - float(match[1]) * _UNITS[match[2]]))
-    if re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d(:\d\d(:\d\d(\.\d+)?)?)?)?Z?", text.strip()):
-        return text.strip().rstrip("Z")
+    if re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d(:\d\d(:\d\d(\.\d{1,6})?)?)?)?Z?", text.strip()):
+        given = text.strip().rstrip("Z")
+        whole = f"{given}{_MIDNIGHT[len(given) :]}Z"
+        with contextlib.suppress(ValueError):
+            parse_iso_utc(whole)
+            return whole
     raise ValueError(f"{text!r} is not a time: allowed are 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)")
 
 

@@ -93,15 +93,16 @@ def test_lines_that_are_no_events_are_counted_and_passed_over(tmp_path: Path) ->
         ("1h", "2026-01-02T02:04:05.000000Z"),
         ("1.5d", "2025-12-31T15:04:05.000000Z"),
         ("99999999999d", "1970-01-01T00:00:00.000000Z"),
-        ("2026-01-02", "2026-01-02"),
-        ("2026-01-02T03:04Z", "2026-01-02T03:04"),
+        ("2026-01-02", "2026-01-02T00:00:00.000000Z"),
+        ("2026-01-02T03:04Z", "2026-01-02T03:04:00.000000Z"),
+        ("2026-01-02T03:04:05.5", "2026-01-02T03:04:05.500000Z"),
     ],
 )
 def test_since_takes_durations_and_times(text: str, expected: str) -> None:
     assert logquery.since_text(text, FakeClock().wall()) == expected
 
 
-@pytest.mark.parametrize("text", ["", "yesterday", "1y", "-1h", "2026-1-2"])
+@pytest.mark.parametrize("text", ["", "yesterday", "1y", "-1h", "2026-1-2", "2026-02-30"])
 def test_since_refuses_what_it_does_not_know(text: str) -> None:
     with pytest.raises(ValueError, match="allowed are 90s"):
         logquery.since_text(text, 0.0)
