@@ -55,6 +55,8 @@ def command(
     query, seen = _query(event or [], level, since, rank or []), Seen()
     options.check_there(state)
     if ledger is not None:
+        if event or rank or follow or level != "debug":
+            raise Refused("--ledger takes --since, --lines and --json; the others choose among the log's lines", USAGE)
         _write(_ledger(state, ledger, query.since, lines, as_json=as_json))
         return
     log = state.log

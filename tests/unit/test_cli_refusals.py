@@ -56,6 +56,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("logs --level loud", 64, "unknown level 'loud'; allowed: debug, info"),
         ("logs --since yesterday", 64, "--since: 'yesterday' is not a time: allowed are 90s, 15m"),
         ("logs --rank -1", 64, "--rank"),
+        ("logs --state-dir folder --ledger nosuch", 64, "the ledger has no table 'nosuch'; there are decisions"),
+        ("logs --state-dir folder --ledger uploads --rank 0", 64, "--ledger takes --since, --lines and --json"),
         ("gate --outer-step 1", 64, "--outer-step and --inner-step are needed"),
         ("gate --outer-step 1 --inner-step 50 --kind foo", 64, "--kind 'foo' is unknown; it is gradient or archive"),
         ("gate --outer-step 1 --inner-step 50 --gradients missing.pt", 64, "missing.pt"),
