@@ -26,6 +26,10 @@ def test_with_every_descriptor_in_use_the_miner_goes_on(guarded: Guarded) -> Non
     guard = guarded.start([sys.executable, "-c", code], settings=settings)
     guarded.wait_for("health_snapshot", seconds=60)
     pid = guarded.named("miner_started")[0]["pid"]
+    # It watches no file by inotify, so the limits of that are none of its own.
+    held = subprocess.run(["ls", "-l", f"/proc/{guard.pid}/fd"], capture_output=True, text=True).stdout
+    assert "pipe:" in held
+    assert "inotify" not in held
     _limit(guard.pid, 3)
     size = guarded.output.stat().st_size
     guarded.wait_for("sampler_failed", seconds=60)
