@@ -156,8 +156,7 @@ class Publisher:
         if missing:
             raise PublishError(f"nothing published: {', '.join(missing)} is not there; stage all files first")
         try:
-            if line := self.recover():
-                self._say(line)
+            self._mend()
             tickets = self._staged(revision, effort)
             self._journal.committing(tickets)
             self._on_stage("committing")
@@ -170,6 +169,16 @@ class Publisher:
         size = sum(t.size_bytes for t in tickets)
         seconds = time.monotonic() - effort.start
         return Result(revision.tag, self._repo.label, size, seconds, effort.attempts, entries[0].checksum)
+
+    def _mend(self) -> None:
+        try:
+            if line := self.recover():
+                self._say(line)
+        except RepoError as error:
+            if error.transient:
+                raise
+            # What was staged is gone, or others than we may reach it: no later upload would ever get past it.
+            self._say(f"An earlier upload can't be finished ({error}); this one takes its place")
 
     def _effort(self) -> _Effort:
         return _Effort(self._retry, self._say, self.cancelled)

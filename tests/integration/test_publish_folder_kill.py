@@ -138,3 +138,21 @@ def test_a_look_that_falls_between_two_revisions_is_repeated(tmp_path: Path) -> 
 
     repo = SwitchesAfterTheMetadataWasRead(tmp_path / "repo")
     assert (repo.state().revision, repo.looks) == ("1.3.60", 2)
+
+
+def test_an_upload_whose_staged_files_are_gone_is_replaced_by_the_next(tmp_path: Path) -> None:
+    folder, lines = Folder(tmp_path), list[str]()
+    before = revision(tmp_path, 50)
+    folder.publisher().publish(before)
+    for operation in range(1, 400):
+        assert folder.killed_at(operation, revision(tmp_path, 1000 + operation))
+        left = Journal(folder.journal).read()
+        if left is not None and left["phase"] == COMMITTING:
+            break
+    for draft in (tmp_path / "repo" / ".incoming").iterdir():
+        draft.unlink()
+    (tmp_path / "repo" / SHOWN[0]).unlink()
+    after = revision(tmp_path, 60)
+    Publisher(folder.repo, Journal(folder.journal), lines.append).publish(after)
+    assert folder.shown() == contents(after)
+    assert any("can't be finished" in line and "this one takes its place" in line for line in lines)

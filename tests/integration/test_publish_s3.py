@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from miner_guard.config import RepoSettings
@@ -342,7 +343,7 @@ def test_a_cancelled_upload_leaves_the_old_revision_and_nothing_else(
     assert _client(settings).list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
 
 
-def test_never_two_at_once(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+def test_never_two_at_once_and_no_key_on_a_command_line(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
     settings, faults = server
     faults.requests.clear()
     faults.silent.set()
@@ -350,6 +351,10 @@ def test_never_two_at_once(server: tuple[RepoSettings, s3.Faults], tmp_path: Pat
     first.start()
     while not faults.requests:
         time.sleep(0.02)
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    for module in ("uploads.push", "uploads.companion"):
+        assert any(module in command for command in commands)
+    assert not any(key in command for command in commands for key in s3.KEYS.values()), "a key on a command line"
     with pytest.raises(PublishError, match="Previous upload still in progress, skipping new upload"):
         push(settings, revision(tmp_path, 60), tmp_path, lambda _l: None)
     faults.silent.clear()
