@@ -13,13 +13,13 @@ import pytest
 from tests import needs
 from tests.faults.guarded import Guarded, living, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FAST = {
-    "miner.stop_timeout_s": 40, "restart.backoff_s": 0.1, "hang.min_s": 4, "hang.factor": 2, "hang.first_step_s": 120,
+    "miner.stop_timeout_s": 40, "restart.backoff_s": 0.1, "hang.min_s": 4, "hang.factor": 2, "hang.first_step_s": 240,
     "health.snapshot_every_s": 600, "logs.step_lines_per_s": 100,
 }  # fmt: skip
-SLOWEST = 150.0
+SLOWEST = 300.0
 
 
 def demo(guarded: Guarded, tmp_path: Path, *flags: str, steps: int = 30) -> list[str]:
