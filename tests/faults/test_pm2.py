@@ -136,6 +136,19 @@ def test_a_guard_killed_by_pm2_in_the_middle_of_a_stop_leaves_nothing(pm2: Pm2) 
     pm2.gone()
 
 
+def test_every_python_killed_at_once_as_subnet_38s_updater_does_comes_back_as_one_guard_with_one_miner(
+    pm2: Pm2,
+) -> None:
+    pm2.start()
+    before = [pid for pid, _ in living(pm2.guarded.token) if Path(f"/proc/{pid}/comm").read_text().startswith("python")]
+    assert {*pm2.guards(), *pm2.miners()} <= set(before)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    pm2.ready(2)
+    until(lambda: len(pm2.guards()) == len(pm2.miners()) == 1, 30, "one guard with one miner")
+    assert not set(before) & {pid for pid, _ in living(pm2.guarded.token)}
+
+
 def test_two_stops_and_two_restarts_at_once(pm2: Pm2) -> None:
     pm2.start()
     twice = [subprocess.Popen([pm2.program, "restart", "miner"], env=pm2.env, stdout=subprocess.DEVNULL) for _ in "12"]
