@@ -18,6 +18,9 @@ from uploads.decision import GateDecision
 _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
 """Parameters of all signatures so far: (epoch, batch_size), (epoch, inner_step, batch_size), (epoch, archive=False)."""
 
+_UNREAD = {"outer_step": -1, "inner_step": -1}
+"""What rank 0 blocks; of the other ranks only rank 0's answer matters."""
+
 _REVISION = re.compile(r"\w+\.\d+\.\d+")
 
 
@@ -47,7 +50,7 @@ class Uploads:
 
         @functools.wraps(function)
         def start(miner: Any, *args: Any, **kwargs: Any) -> Any:
-            self._decision = self._adapter.quiet(self._ask, signature, miner, args, kwargs)
+            self._decision = self._ask(signature, miner, args, kwargs)
             if self._decision is not None and not self._decision.allowed:
                 return None
             with self._adapter.phase("upload"):
@@ -60,14 +63,20 @@ class Uploads:
         if guard is None:
             self._adapter.degraded("an upload began before the guard did; it is not gated")
             return None
-        given = signature.bind(miner, *args, **kwargs).arguments
         self._asked += 1
-        return guard.may_upload(
+        # A rank that can't read what it would upload asks all the same: the others wait for it.
+        seen = self._adapter.quiet(self._candidate, signature, miner, args, kwargs) or _UNREAD
+        return guard.may_upload(**seen, question=f"upload {self._asked}")
+
+    def _candidate(self, signature: inspect.Signature, miner: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+        given = signature.bind(miner, *args, **kwargs).arguments
+        return {
             # The local counters, not `epoch`: rank 0 alone keeps the global one up to date.
-            outer_step=miner.local_progress.epoch, inner_step=given.get("inner_step", self.inner_step(miner)),
-            kind="archive" if given.get("archive") or paused(miner) else "gradient",
-            loss=getattr(miner.local_progress, "loss", None), question=f"upload {self._asked}",
-        )  # fmt: skip
+            "outer_step": miner.local_progress.epoch,
+            "inner_step": given["inner_step"] if "inner_step" in given else self.inner_step(miner),
+            "kind": "archive" if given.get("archive") or paused(miner) else "gradient",
+            "loss": getattr(miner.local_progress, "loss", None),
+        }
 
     def inner_step(self, miner: Any) -> int:
         """The miner's inner step; before 2025-02-08 it kept none, or none that is shared: steps are counted here."""

@@ -13,8 +13,12 @@ from miner_guard import attach
 from miner_guard.attach.adapter import Adapter
 from miner_guard.attach.sn38 import Subnet38
 from miner_guard.attach.sn38_uploads import Uploads
+from miner_guard.rank import gating
 from miner_guard.rank.flight import FlightReader
+from miner_guard.rank.hook import Guard
 from miner_guard.statedir import StateDir
+from tests.unit.rank.helpers import place, reader_of
+from uploads.decision import GateDecision
 
 BASE = """
 class BaseMinerNeuron:
@@ -119,3 +123,36 @@ def test_the_loop_of_the_first_continuous_miners_is_known() -> None:
     assert adapter._pending == []
     assert hasattr(Miner.continuous_training_loop, "__wrapped__")
     assert hasattr(Miner.upload_state_in_background, "__wrapped__")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, rank: int) -> None:
+    """Guards against one rank that uploads ungated, while the others wait for it in the gate's collective."""
+    allowed = GateDecision(True, "gradient", 1, 60, "as rank 0 says")
+    asked, uploaded = list[str](), list[int]()
+
+    class Others:
+        def share(self, question: str, answer: bytes | None) -> bytes:
+            asked.append(question)
+            return gating.pack(allowed) if answer is None else answer
+
+    class Miner:
+        local_progress: object = SimpleNamespace(epoch=1, inner_step=60, loss=2.0)
+
+        def start_background_upload(self, epoch: int, archive: bool = False) -> None:
+            uploaded.append(epoch)
+
+    adapter = Adapter("sn38")
+    guard = adapter.guard = Guard(place(StateDir(tmp_path), rank=rank, world_size=2))
+    guard._agreement = Others()
+    start, miner = Uploads(adapter).gated(Miner.start_background_upload), Miner()
+    start(miner, 1)
+    miner.local_progress = None
+    start(miner, 2)
+    miner.local_progress = Miner.local_progress
+    start(miner, 3)
+    guard.close()
+    assert asked == ["upload 1", "upload 2", "upload 3"]
+    assert uploaded == ([1, 3] if rank == 0 else [1, 2, 3])
+    journal = [str(entry) for _, entry in reader_of(StateDir(tmp_path), rank).entries()]
+    assert any("'NoneType' object has no attribute 'epoch'" in entry for entry in journal)
