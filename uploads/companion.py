@@ -25,6 +25,8 @@ def start(settings: dict[str, object], journal: Path, lock: int) -> subprocess.P
     child = subprocess.Popen(
         [sys.executable, "-m", "uploads.companion"],
         stdin=subprocess.PIPE,
+        # Not the publisher's, which its caller reads to the end: that would be the companion's.
+        stdout=subprocess.DEVNULL,
         pass_fds=(lock,),
         # Of its own session: what ends the publisher's group must not end the one who cleans up after it.
         start_new_session=True,

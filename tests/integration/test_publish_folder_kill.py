@@ -6,7 +6,9 @@ import hashlib
 import json
 import multiprocessing
 import os
+import select
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -156,3 +158,28 @@ def test_an_upload_whose_staged_files_are_gone_is_replaced_by_the_next(tmp_path:
     Publisher(folder.repo, Journal(folder.journal), lines.append).publish(after)
     assert folder.shown() == contents(after)
     assert any("can't be finished" in line and "this one takes its place" in line for line in lines)
+
+
+_DIES = """
+import os, signal, sys
+from pathlib import Path
+from uploads.companion import start
+companion = start({}, Path(sys.argv[1]), os.open(sys.argv[1], os.O_RDWR | os.O_CREAT))
+os.kill(companion.pid, signal.SIGSTOP)
+print(companion.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_who_waits_for_a_killed_publisher_does_not_wait_for_its_companion(tmp_path: Path) -> None:
+    """Guards against a miner that waits two minutes more: the companion held the pipe that the miner reads."""
+    command = [sys.executable, "-c", _DIES, str(tmp_path / "journal")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as publisher:
+        assert publisher.stdout is not None
+        companion = int(publisher.stdout.readline())
+        try:
+            ready, _, _ = select.select([publisher.stdout], [], [], 30)
+            assert ready, "the pipe has not come to its end"
+            assert publisher.stdout.read() == ""
+        finally:
+            os.kill(companion, signal.SIGKILL)
