@@ -58,6 +58,17 @@ def test_without_py_spy_the_rank_writes_its_stacks_itself(guarded: Guarded, tmp_
     guarded.assert_nothing_left()
 
 
+def test_a_program_that_is_known_by_its_lines_alone_hangs_too(guarded: Guarded) -> None:
+    lines = "import time\nfor i in range(5): print(f'iter {i}: loss 2.5, time 9.0ms', flush=True); time.sleep(.1)"
+    command = [sys.executable, "-c", f"{lines}\ntime.sleep(600)", guarded.token]
+    guarded.start(command, "--attach", "log", settings={**FAST, "hang.action": "stop"})
+    hang = guarded.wait_for("hang_detected", seconds=60)
+    assert hang["culprits"] == [0]
+    assert hang["idle_s"] >= FAST["hang.min_s"]
+    assert guarded.processes[0].wait(60) == 75
+    guarded.assert_nothing_left()
+
+
 def test_a_process_that_outlives_its_training_loop_is_a_hang(guarded: Guarded) -> None:
     guarded.start(guarded.miner("steps", 3, 0.1, "linger"), settings={**FAST, "hang.action": "stop"})
     hang = guarded.wait_for("hang_detected", seconds=60)

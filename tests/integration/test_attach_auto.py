@@ -89,6 +89,17 @@ def test_every_rank_of_torchrun_is_followed(tmp_path: Path) -> None:
     assert attached.entries("finding") == [], "nothing is degraded"
 
 
+def test_a_sharded_model_is_followed_on_every_rank(tmp_path: Path) -> None:
+    attached = run(tmp_path / "run", "with_fsdp.py", ranks=2)
+    for rank in (0, 1):
+        assert [s.inner_step for s in attached.steps(rank)] == [1, 2, 3, 4]
+    assert [f"{s.loss:.4f}" for s in attached.steps()] == attached.losses()
+    rows = unpack([e["report"] for e in attached.entries("diagnosis")])
+    assert [(row["rank"], row["shard_params"]) for row in rows] == [(0, 177), (1, 177)], "half of 354 each"
+    (training,) = attached.entries("training")
+    assert training["accumulation_steps"] == 3
+
+
 def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> None:
     needs.module("transformers")
     needs.module("accelerate")
