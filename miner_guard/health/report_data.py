@@ -21,7 +21,10 @@ _MARKS = frozenset({
     "straggler", "gpu_drop", "gpu_fault", "audit_passed", "audit_failed", "monitoring_over_budget",
 })  # fmt: skip
 _KEPT = 20_000
-"""Events of one kind that are kept for the plots and tables; all are counted."""
+"""Of the events of one kind the first and at least so many of the newest are kept for the plots and tables."""
+
+_Kept = tuple[int, float, Hit]
+"""The event's number in the log, its time, and itself."""
 
 
 @dataclass
@@ -64,6 +67,8 @@ class Data:
     goodput: Series = field(default_factory=Series)
     monitoring: Series = field(default_factory=Series)
     marks: list[Mark] = field(default_factory=list)
+    """Oldest first."""
+
     counts: Counter[str] = field(default_factory=Counter)
     first: float | None = None
     last: float | None = None
@@ -81,14 +86,16 @@ def gather(state: statedir.StateDir, since: str = "") -> Data:
     status, costs = statedir.read_json(state.status), statedir.read_json(state.costs)
     data = Data(status if isinstance(status, dict) else {})
     data.costs = costs if isinstance(costs, dict) and "operations" in costs else None
-    seen = logquery.Seen()
+    seen, kept = logquery.Seen(), dict[str, list[_Kept]]()
     for hit in logquery.search(state.log, Query(since=since), seen):
-        _take(data, hit)
+        _take(data, hit, kept)
     data.unreadable += seen.unreadable
+    for _, time, hit in sorted(each for of_kind in kept.values() for each in of_kind):
+        data.marks.append(Mark(time, hit.event, hit.level, hit.msg, json.loads(hit.raw)))
     return data
 
 
-def _take(data: Data, hit: Hit) -> None:
+def _take(data: Data, hit: Hit, kept: dict[str, list[_Kept]]) -> None:
     data.counts[hit.event] += 1
     try:
         time = parse_iso_utc(hit.ts)
@@ -101,8 +108,12 @@ def _take(data: Data, hit: Hit) -> None:
         _take_step(data, time, json.loads(hit.raw))
     elif hit.event == _SNAPSHOT:
         _take_snapshot(data, time, json.loads(hit.raw))
-    elif hit.event in _MARKS and data.counts[hit.event] <= _KEPT:
-        data.marks.append(Mark(time, hit.event, hit.level, hit.msg, json.loads(hit.raw)))
+    elif hit.event in _MARKS:
+        of_kind = kept.setdefault(hit.event, [])
+        of_kind.append((data.counts.total(), time, hit))
+        if len(of_kind) > 2 * _KEPT:
+            # The first stays: it tells since when a milestone is reached.
+            del of_kind[1:_KEPT]
 
 
 def _take_step(data: Data, time: float, record: Mapping[str, Any]) -> None:

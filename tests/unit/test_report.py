@@ -15,7 +15,7 @@ from miner_guard import events
 from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
 from miner_guard.health.report import render
-from miner_guard.health.report_data import Series
+from miner_guard.health.report_data import Series, gather
 from miner_guard.health.report_svg import nice_ticks, thinned
 from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.redact import Redactor
@@ -128,6 +128,24 @@ def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> No
         file.write(b'\xff torn {"\n{"ts": "when", "level": "info", "event": "inner_step", "msg": ""}\n')
     write_json(log.state.status, {"steps": "not a table", "uploads": None})
     assert "2 unreadable lines" in _checked(render(log.state))
+
+
+def test_of_events_without_number_the_newest_are_shown_and_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a page whose plots end long before the run, and a milestone that is reached later each time."""
+    monkeypatch.setattr("miner_guard.health.report_data._KEPT", 10)
+    log = Log(tmp_path)
+    for number in range(100):
+        log.clock.advance(1.0)
+        log.say("slow_step", step_time_s=number, expected="1s", inner_step=number, limit_s=60, rule="absolute")
+    log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="crash")
+    data = gather(log.state)
+    shown = [mark.fields["inner_step"] for mark in data.of("slow_step")]
+    assert shown[0] == 0
+    assert shown[1:] == list(range(101 - len(shown), 100))
+    assert 10 < len(shown) <= 21
+    assert (data.marks[-1].event, data.counts["slow_step"]) == ("miner_restarting", 100)
 
 
 def test_a_week_of_data_takes_seconds_and_stays_small(tmp_path: Path) -> None:
