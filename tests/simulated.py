@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config
 from miner_guard.events import Finding
-from miner_guard.rank.flight import Step
+from miner_guard.rank.flight import Now, Step
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Launch, Part
@@ -36,9 +36,12 @@ class Run:
             lambda: self.status,
         )  # fmt: skip
         self.parts: list[Part] = [Steps(context), Curves(context), Ranks(context)]
-        self.ranks = ranks
+        self.ranks: Sequence[int] = range(ranks)
         self.number = 0
         self.seen: list[Finding] = []
+        self.launch()
+
+    def launch(self) -> None:
         for part in self.parts:
             self._take(part.on_launch(Launch((), 1, 0, self.clock.monotonic())))
 
@@ -56,13 +59,19 @@ class Run:
         for part in self.parts:
             self._take(part.on_output(chunk))
 
+    def renumber(self, *ranks: int) -> None:
+        """The nodes meet anew, and this one's workers get other ranks."""
+        self.ranks = ranks
+        for part in self.parts:
+            self._take(part.on_tick(self.clock.monotonic(), headers(*ranks)))
+
     def step(
         self, seconds: float, loss: float, by_rank: Mapping[int, Mapping[str, Any]] | None = None, **extra: Any
     ) -> None:
         self.number += 1
         start = self.clock.monotonic()
         self.clock.advance(seconds)
-        for rank in range(self.ranks):
+        for rank in self.ranks:
             values: dict[str, Any] = {
                 "outer_step": 1, "inner_step": self.number, "total_steps": self.number, "wall": 1e9, "loss": loss,
                 "lr": 2e-4, "grad_norm": None, "eval_loss": None, "allocated_bytes": 18 * GIB,
@@ -83,6 +92,11 @@ class Run:
 
     def of(self, event: str) -> list[Finding]:
         return [f for f in self.seen if f.event == event]
+
+
+def headers(*ranks: int) -> dict[int, Now]:
+    """What the supervisor reads of ranks that run."""
+    return {rank: Now("running", "", 0.0, 0.0, 5, 1, 1, None, None, None, None, 1, 0, 0, 0) for rank in ranks}
 
 
 def healthy(seed: int, seconds: float = 15.0, noise: float = 0.03) -> Iterator[tuple[float, float]]:

@@ -68,7 +68,7 @@ class StragglerWatch:
         self._suspect: int | None = None
         self._in_row = 0
         self.named: int | None = None
-        self._named_steps = 0
+        self.named_steps = 0
 
     def observe(
         self, rank: int, step: int, seconds: float, phases: Mapping[str, float], ranks: int
@@ -105,13 +105,13 @@ class StragglerWatch:
         )
         self._suspect = suspect
         if self.named is not None:
-            self._named_steps += window.count
+            self.named_steps += window.count
             if suspect != self.named:
-                yield self.named, self._named_steps
+                yield self.named, self.named_steps
                 self.named = None
         if found is not None and self._in_row >= _WINDOWS_IN_ROW:
             if self.named is None:
-                self._named_steps = self._in_row * window.count
+                self.named_steps = self._in_row * window.count
             self.named = found.rank
             yield found
 

@@ -18,6 +18,7 @@ from miner_guard.rank.flight import Step
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit, Launch
 from miner_guard.supervisor.parts.costs import Costs
+from tests.simulated import headers
 
 EXAMPLE = ["--steps", "2487", "--every", "500", "--seconds", "180", "--step-time", "3.5"]
 
@@ -121,6 +122,19 @@ def test_only_the_lead_rank_is_counted(part: Costs) -> None:
     row = part.tracker.get_report()["operations"]["guard.hook"]
     assert (row["total_time"], row["calls"]) == (0.5, 64)
     assert part.snapshot()["guard_blocking_pct"] == pytest.approx(100 * 0.5 / 9.5, abs=1e-3)
+
+
+def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_pay(part: Costs) -> None:
+    """Guards against monitoring that costs nothing any more, because a rank that went to another node still leads."""
+    part.on_steps(0, [_step(0, 10.0)])
+    part.on_tick(10.0, headers(4, 5))
+    part.on_steps(4, [_step(1, 10.0, {"inference": 3.0})])
+    part.on_entry(4, {"kind": "cost", "operation": "guard.hook", "seconds": 0.5, "blocking": True, "count": 64})
+    operations = part.tracker.get_report()["operations"]
+    assert {name: row["total_time"] for name, row in operations.items() if row["total_time"]} == {
+        "inference": 3.0, "guard.hook": 0.5,
+    }  # fmt: skip
+    assert part.snapshot()["training_s"] == pytest.approx(20.0 - 3.5)
 
 
 def test_an_expensive_call_of_a_rank_is_called_out(part: Costs, emitted: list[Finding], tmp_path: Path) -> None:

@@ -181,3 +181,18 @@ def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:
     run = Run(tmp_path, replace(Config(), miner=MinerSettings(effective_batch_size=512)))
     run.step(15.0, math.inf)
     assert "halve the learning rate: 0.0002 to 0.0001" in run.of("loss_nan")[0].fields["fixes"]
+
+
+def test_after_the_nodes_met_anew_the_losses_of_the_ranks_that_are_here_now_are_judged(tmp_path: Path) -> None:
+    """Guards against a node whose losses nobody looks at, because a rank that went to another node still leads."""
+    run, losses = Run(tmp_path), [loss for _, (_, loss) in zip(range(60), healthy(1), strict=False)]
+    for loss in losses:
+        run.step(15.0, loss)
+    run.step(15.0, math.nan)
+    run.renumber(4, 5)
+    for loss in [*losses[-20:], math.nan]:
+        run.step(15.0, loss)
+    for _ in range(6):
+        run.step(15.0, 1e4)
+    assert [finding.rank for finding in run.of("loss_nan")] == [0, 4]
+    assert {finding.rank for finding in (*run.of("loss_spike"), *run.of("loss_divergence"))} == {4}

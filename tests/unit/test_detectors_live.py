@@ -70,6 +70,28 @@ def test_straggler_is_named_by_waiting_though_all_steps_last_the_same_and_cleare
     assert set(run.alarms()) == {"straggler", "straggler_cleared"}
 
 
+def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_are_compared(tmp_path: Path) -> None:
+    """Guards against a straggler that is never found, or never over: a rank that went to another node is waited for."""
+    run = Run(tmp_path, ranks=2)
+
+    def lag(culprit: int) -> None:
+        for _ in range(60):
+            rows = {
+                rank: {"phases": {"data": 3.5, "collective": 0.1} if rank == culprit else {"collective": 3.6}}
+                for rank in run.ranks
+            }
+            run.step(15.0, 3.0, by_rank=rows)
+
+    lag(1)
+    assert {f.rank for f in run.of("straggler")} == {1}
+    run.renumber(4, 5)
+    assert [f.rank for f in run.of("straggler_cleared")] == [1]
+    lag(4)
+    assert {f.rank for f in run.of("straggler")} == {1, 4}
+    run.launch()
+    assert run.parts[2].snapshot()["straggler"] is None
+
+
 def test_a_slow_step_alone_names_no_straggler_and_the_fastest_rank_is_not_one() -> None:
     settings = StepSettings()
     fast_compute = [{"forward": 3.0, "backward": 3.0}] * 20

@@ -22,6 +22,7 @@ from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit, Launch
 from miner_guard.supervisor.parts.steps import Steps
 from tests.idle import IdleControl, IdleJobs
+from tests.simulated import headers
 
 
 def make_step(number: int, start: float, seconds: float, **extra: Any) -> Step:
@@ -277,7 +278,6 @@ def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Pa
     """Guards against a node that is silent to its end, because a rank that went to another node still leads."""
     part = Steps(make_context(tmp_path, FakeClock(), Config()))
     list(part.on_steps(0, [make_step(1, 0.0, 15.0)]))
-    headers = {rank: Now("running", "", 0.0, 0.0, 5, 1, 1, None, None, None, None, 1, 0, 0, 0) for rank in (4, 5)}
-    list(part.on_tick(16.0, headers))
+    list(part.on_tick(16.0, headers(4, 5)))
     assert lines(part.on_steps(4, [make_step(2, 15.0, 15.0)]), "inner_step")
     assert part.snapshot()["inner_step"] == 2

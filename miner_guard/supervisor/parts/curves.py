@@ -76,7 +76,9 @@ class Curves(Part):
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if ranks and self._lead not in ranks:
+            # The nodes met anew and this one got other ranks.
             self._lead = None
+            self._not_finite &= ranks.keys()
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:

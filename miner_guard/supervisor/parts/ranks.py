@@ -33,16 +33,19 @@ class Ranks(Part):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._facts = TrainingFacts.from_settings(context.config.miner, context.config.gate)
-        self._last_straggler: Straggler | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._watches: dict[int, RankWatch] = {}
-        self._straggler = StragglerWatch(self.context.config.steps)
+        self._compare_anew()
         self._changed: dict[int, tuple[str, tuple[str, ...]]] = {}
         self._changed_at: float | None = None
-        self._recent: deque[Step] = deque(maxlen=_SLOW_STEPS)
         self._explained: str | None = None
+
+    def _compare_anew(self) -> None:
+        self._straggler = StragglerWatch(self.context.config.steps)
+        self._last_straggler: Straggler | None = None
+        self._recent: deque[Step] = deque(maxlen=_SLOW_STEPS)
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._reset()
@@ -96,6 +99,8 @@ class Ranks(Part):
         )  # fmt: skip
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if ranks and (gone := self._watches.keys() - ranks.keys()):
+            yield from self._forget(gone)
         if self._recent and self._recent[-1].seconds > self.context.config.steps.slow_s:
             unused = gpu_state.no_use(self._nvml(), self.context.config.gpu.low_memory_gb)
             for watch in self._watches.values():
@@ -103,6 +108,14 @@ class Ranks(Part):
         if self._changed_at is not None and now - self._changed_at >= _TOGETHER_S:
             yield from self._verdicts()
         yield from self._slow_cause()
+
+    def _forget(self, gone: Iterable[int]) -> Iterator[Finding]:
+        """The nodes met anew and this one got other ranks: for one that is no more nobody must wait."""
+        for rank in list(gone):
+            del self._watches[rank]
+        if self._last_straggler is not None:
+            yield found("straggler_cleared", rank=self._last_straggler.rank, steps=self._straggler.named_steps)
+        self._compare_anew()
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         return self._verdicts()
