@@ -48,6 +48,9 @@ class Place:
     remarks: tuple[str, ...] = ()
     """What could not be used, for people."""
 
+    local_world_size: int = 0
+    """Ranks of this host; 0 where nobody told."""
+
 
 def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = None) -> Place:
     """The place by torch.distributed where it is initialised, else by torchrun's variables, else rank 0 of 1."""
@@ -66,6 +69,7 @@ def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = Non
         run_id=env.get(MARKER) or f"alone-{os.getpid()}",
         state=StateDir(Path(folder).expanduser().absolute()) if folder else None,
         settings=_settings(env.get(RANK_SETTINGS), remarks),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", 0, remarks),
         remarks=tuple(remarks),
     )
 

@@ -39,6 +39,9 @@ class Identity:
     opened: float
     """Wall time."""
 
+    local_world_size: int
+    """Ranks of this host; 0 where nobody told."""
+
 
 @dataclass(frozen=True)
 class Now:
@@ -111,9 +114,10 @@ class FlightWriter:
     """The rank's side. Nothing here blocks; only the constructor makes system calls and may raise OSError."""
 
     def __init__(
-        self, path: Path, *, rank: int, local_rank: int, world_size: int, run_id: str, pid: int | None = None
-    ) -> None:
-        """`pid`: whose record it is, where that is not this process. Raises OSError."""
+        self, path: Path, *, rank: int, local_rank: int, world_size: int, run_id: str, local_world_size: int = 0,
+        pid: int | None = None,
+    ) -> None:  # fmt: skip
+        """`local_world_size`: 0 is unknown. `pid`: whose record it is, where not this process's. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
@@ -127,7 +131,7 @@ class FlightWriter:
         pid = os.getpid() if pid is None else pid
         layout.IDENTITY.pack_into(
             self._map, layout.IDENTITY_OFFSET, layout.MAGIC, layout.VERSION, pid, rank, local_rank, world_size,
-            process_start(pid), run_id.encode()[:16], time.time(),
+            process_start(pid), run_id.encode()[:16], time.time(), local_world_size,
         )  # fmt: skip
         self._lock = 0
         self.steps_written = 0
@@ -229,13 +233,14 @@ class FlightReader:
         self.identity = self._read_identity()
 
     def _read_identity(self) -> Identity:
-        magic, version, pid, rank, local_rank, world_size, start, run_id, opened = layout.IDENTITY.unpack_from(
+        magic, version, pid, rank, local_rank, world_size, start, run_id, opened, of_host = layout.IDENTITY.unpack_from(
             self._map, layout.IDENTITY_OFFSET
         )
         if magic != layout.MAGIC or version != layout.VERSION:
             self._map.close()
             raise BadFlight(f"{self.path}: not a flight record of version {layout.VERSION}")
-        return Identity(pid, rank, local_rank, world_size, start, run_id.rstrip(b"\0").decode(errors="replace"), opened)
+        run = run_id.rstrip(b"\0").decode(errors="replace")
+        return Identity(pid, rank, local_rank, world_size, start, run, opened, of_host)
 
     def now(self) -> Now | None:
         """The header, or None while the rank has written none, or is writing it without pause."""

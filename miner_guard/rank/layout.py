@@ -26,8 +26,9 @@ RING_OFFSET = HEADER_SIZE
 JOURNAL_OFFSET = RING_OFFSET + RING_SLOTS * STEP_SIZE
 FILE_SIZE = JOURNAL_OFFSET + JOURNAL_SLOTS * SLOT_SIZE
 
-IDENTITY = struct.Struct("<8sIIiiiq16sd")
-"""magic, version, pid, rank, local_rank, world_size, process start (clock ticks since boot), run id, opened (wall)."""
+IDENTITY = struct.Struct("<8sIIiiiq16sdi")
+"""magic, version, pid, rank, local_rank, world_size, process start (clock ticks since boot), run id, opened (wall),
+local world size (0: not told)."""
 IDENTITY_OFFSET = 0
 
 ACK = struct.Struct("<Q")

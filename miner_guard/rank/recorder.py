@@ -50,7 +50,7 @@ class Recorder:
         try:
             self.flight = FlightWriter(
                 place.state.flight_of(place.rank), rank=place.rank, local_rank=place.local_rank,
-                world_size=place.world_size, run_id=place.run_id,
+                world_size=place.world_size, run_id=place.run_id, local_world_size=place.local_world_size,
             )  # fmt: skip
         except (OSError, ValueError) as error:
             self.trouble("flight", f"no flight record of rank {place.rank}: {error}; training goes on without it")

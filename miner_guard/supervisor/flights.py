@@ -148,8 +148,11 @@ class Flights:
     def all_finished(self) -> bool:
         """Every rank of this host said `close(finished=True)`, and none is missing."""
         headers = self.now()
-        locals_seen = {identity.local_rank for identity in self.identities().values()}
-        whole = bool(headers) and len(headers) == len(self._open) and locals_seen == set(range(len(locals_seen)))
+        identities = self.identities().values()
+        local_ranks = {identity.local_rank for identity in identities}
+        # Where nobody told how many there are, the highest may be missing unseen.
+        expected = max((identity.local_world_size for identity in identities), default=0) or len(local_ranks)
+        whole = bool(headers) and len(headers) == len(self._open) and local_ranks == set(range(expected))
         return whole and all(now.state == "finished" for now in headers.values())
 
     def ask_checkpoint(self) -> int:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from miner_guard.rank.environment import find
 from miner_guard.rank.flight import FlightWriter, Step, process_start
+from miner_guard.rank.hook import Guard
 from miner_guard.rank.layout import ACK, IDENTITY, MAGIC, NOW_OFFSET, PHASES, VERSION
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.flights import Flights
+from tests.unit.rank.helpers import place
 
 RUN = "r1"
 NAN = float("nan")
@@ -118,7 +121,7 @@ def _worker(state: StateDir, rank: int, local_rank: int, *, process: int, total:
     """A worker of this launch, under the pid of a process that lives or is gone."""
     writer = FlightWriter(state.flight_of(rank), rank=rank, local_rank=local_rank, world_size=4, run_id=RUN)
     start = process_start(process) if process == os.getpid() else 2**40
-    IDENTITY.pack_into(writer._map, 0, MAGIC, VERSION, process, rank, local_rank, 4, start, RUN.encode(), 0.0)
+    IDENTITY.pack_into(writer._map, 0, MAGIC, VERSION, process, rank, local_rank, 4, start, RUN.encode(), 0.0, 0)
     _Ranks._show(writer, total)
     return writer
 
@@ -164,7 +167,7 @@ def test_a_record_whose_file_number_was_used_before_is_read(tmp_path: Path) -> N
     _worker(state, 0, 0, process=os.getpid())
     flights.look(heard)
     start = process_start(os.getpid())
-    IDENTITY.pack_into(earlier._map, 0, MAGIC, VERSION, os.getpid(), 0, 0, 1, start, RUN.encode(), 0.0)
+    IDENTITY.pack_into(earlier._map, 0, MAGIC, VERSION, os.getpid(), 0, 0, 1, start, RUN.encode(), 0.0, 0)
     _Ranks._show(earlier, 7)
     os.replace(kept, state.flight_of(0))
     flights.look(heard)
@@ -183,3 +186,17 @@ def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_r
     assert ranks.heard.steps_of == [(0, 1)]
     assert ranks.heard.entries_of == [(0, "its last words")]
     ranks.flights.close()
+
+
+@pytest.mark.parametrize(("told", "finished"), [({"LOCAL_WORLD_SIZE": "3"}, False), ({}, True)])
+def test_a_finish_that_the_highest_local_rank_has_not_said_is_none(
+    tmp_path: Path, told: dict[str, str], finished: bool
+) -> None:
+    """Guards against a miner that counts as finished and stays down: its last rank died before it had a record."""
+    state = StateDir(tmp_path)
+    for rank in (0, 1):
+        Guard(place(state, rank=rank, world_size=3, LOCAL_RANK=str(rank), **told)).close(finished=True)
+    flights = Flights(state, find({}).run_id, lambda finding: pytest.fail(str(finding)))
+    flights.look(_Heard())
+    assert flights.all_finished() is finished
+    flights.close()
