@@ -84,6 +84,15 @@ def for_plateau(lr: float | None) -> tuple[str, tuple[str, ...]]:
     )  # fmt: skip
 
 
+def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
+    """Cause and fixes of an evaluation that yields no number while training does."""
+    return "a batch of the evaluation, or its precision: the training loss of that step is a number", (
+        "look for evaluation examples whose labels are all masked: the mean over no token is NaN",
+        "evaluate in bfloat16 or float32: float16 overflows",
+        "divide by the number of tokens that count, at least 1",
+    )  # fmt: skip
+
+
 def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
     """Cause and fixes of overfitting (source 003, Overfitting)."""
     return "the model learns the training examples, not the task", (

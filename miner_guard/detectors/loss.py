@@ -225,11 +225,13 @@ class OverfitWatch:
         self._since: deque[float] = deque(maxlen=max(self._KEPT, self._least))
         self._best: tuple[float, int, float] | None = None
         self._said = False
+        self._not_finite = False
 
     def observe(self, step: int, eval_loss: float, train_loss: float) -> Anomaly | None:
-        """Take one evaluation with the training loss of that time."""
-        if not (math.isfinite(eval_loss) and math.isfinite(train_loss)):
-            return None
+        """Take one evaluation with the training loss of that time. One that is not finite is said, then left out."""
+        before, self._not_finite = self._not_finite, not math.isfinite(eval_loss)
+        if self._not_finite or not math.isfinite(train_loss):
+            return evaluation_not_finite(step, eval_loss, train_loss) if self._not_finite and not before else None
         self._recent.append((step, eval_loss))
         if len(self._recent) < self._LEVEL:
             return None
@@ -272,6 +274,13 @@ def not_finite(step: int, loss: float, facts: TrainingFacts, lr: float | None) -
     examples = advice.example_range(facts, step)
     seen = {"loss": repr(loss), "examples": list(examples) if examples else None}
     return Anomaly("nan", step, "critical", f"loss is {loss} at step {step}", fixes, cause, seen)
+
+
+def evaluation_not_finite(step: int, eval_loss: float, train_loss: float) -> Anomaly:
+    """The finding for an evaluation at `step` that is NaN or infinite."""
+    cause, fixes = advice.for_evaluation_nan()
+    detail = f"evaluation loss is {eval_loss} at step {step}, beside a training loss of {train_loss:.4g}"
+    return Anomaly("eval_nan", step, "warning", detail, fixes, cause, {"eval_loss": repr(eval_loss)})
 
 
 def hides_nan(loss: float, grad_norm: float | None) -> bool:

@@ -12,9 +12,9 @@ from miner_guard.events import LEVELS, Finding
 
 OVERNIGHT = frozenset({
     "hang_detected", "miner_exited", "crash_loop", "slow_step", "steps_regressed", "straggler",
-    "loss_nan", "loss_spike", "loss_divergence", "checkpoint_stale", "upload_failed", "repo_stale", "upload_forecast",
-    "audit_failed", "incident", "cpu_fallback", "gpu_fault", "gpu_drop", "low_gpu_memory", "host_warning",
-    "network_unreachable", "chain_unregistered", "guard_degraded", "sampler_failed", "output_dropped",
+    "loss_nan", "eval_loss_nan", "loss_spike", "loss_divergence", "checkpoint_stale", "upload_failed", "repo_stale",
+    "upload_forecast", "audit_failed", "incident", "cpu_fallback", "gpu_fault", "gpu_drop", "low_gpu_memory",
+    "host_warning", "network_unreachable", "chain_unregistered", "guard_degraded", "sampler_failed", "output_dropped",
 })  # fmt: skip
 """Source 003, prompt 3: stalls, loss explosion, nothing saved, any problem, overnight."""
 

@@ -183,6 +183,8 @@ class StepLines:
             )  # fmt: skip
         if loss is not None and not math.isfinite(loss):
             yield events.found("loss_nan", rank=0, step=_count(inner), loss=str(loss))
+        elif eval_loss is not None and not math.isfinite(eval_loss):
+            yield events.found("eval_loss_nan", rank=0, step=_count(inner), eval_loss=str(eval_loss))
 
 
 def _count(value: int) -> int | None:

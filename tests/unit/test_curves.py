@@ -131,6 +131,22 @@ def test_evaluation_that_comes_with_the_steps_shows_overfitting(tmp_path: Path) 
     assert [f.fields["eval_loss"] is not None for f in run.of("inner_step")].count(True) == 1199 // 20
 
 
+@pytest.mark.parametrize("printed", [True, False])
+def test_an_evaluation_that_is_no_number_is_said_once_until_it_is_one_again(tmp_path: Path, printed: bool) -> None:
+    """Guards against an evaluation that is NaN for a week, stored at each step and never told to anybody."""
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(1, 200), healthy(1), strict=False):
+        evaluated = None if number % 20 else math.nan if number in (60, 80, 160) else 3.0 - number / 1e3
+        run.step(0.3, loss, eval_loss=None if printed else evaluated)
+        if printed and evaluated is not None:
+            run.output(b"step %d val_loss: %.3f\n" % (number, evaluated))
+    assert run.alarms() == ["eval_loss_nan"] * 2
+    finding = run.of("eval_loss_nan")[0]
+    assert events.line(finding) == "EVALUATION LOSS is nan at step 60"
+    assert (finding.severity, finding.rank) == ("warning", 0)
+    assert any("labels are all masked" in fix for fix in finding.fields["fixes"])
+
+
 @pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
 def test_a_noisy_evaluation_that_goes_nowhere_is_not_overfitting(noise: float) -> None:
     """Guards against the best of many noisy evaluations as a yardstick: it is low by chance."""

@@ -159,6 +159,8 @@ def to_finding(anomaly: Anomaly, rank: int, step: Step) -> Finding:
     seen = anomaly.evidence
     if anomaly.type == "nan":
         return found("loss_nan", rank=rank, loss=seen["loss"], examples=seen["examples"], **common)
+    if anomaly.type == "eval_nan":
+        return found("eval_loss_nan", rank=rank, eval_loss=seen["eval_loss"], **common)
     if anomaly.type == "spike":
         numbers = {key: seen[key] for key in ("loss", "median", "limit")}
         return found("loss_spike", rank=rank, level=anomaly.severity, **numbers, **common)

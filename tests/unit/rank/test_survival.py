@@ -102,11 +102,12 @@ def test_a_supervisor_that_dies_leaves_the_rank_logging_for_itself(
     assert not guard.supervised
     clock.now += 70
     guard.step(outer_step=1, inner_step=2, loss=math.nan)
+    guard.step(outer_step=1, inner_step=3, loss=2.0, eval_loss=math.nan)
     guard.may_upload(outer_step=1, inner_step=15)
     guard.close()
     lines = [json.loads(line) for line in state.log.read_text().splitlines()]
     assert [line["event"] for line in lines] == [
-        "inner_step", "inner_step", "slow_step", "loss_nan", "upload_blocked",
+        "inner_step", "inner_step", "slow_step", "loss_nan", "eval_loss_nan", "upload_blocked",
     ]  # fmt: skip
     console = capfd.readouterr().out
     assert "SLOW STEP: 70.0s (expected 10-30s) - Check GPU usage!" in console
