@@ -1,7 +1,7 @@
 """The ledger: decisions, uploads, repo age, incidents and restarts, in SQLite.
 
 It must never stop the guard. A full disk costs rows, which are counted; a damaged file is set aside and a
-new one begun. Methods are safe from any thread.
+new one begun; where the file is locked or its file system fails, rows wait. Methods are safe from any thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 import os
 import sqlite3
 import threading
+import time
 import urllib.parse
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,15 +57,45 @@ _OWN_COLUMNS = ("verdicts", "record")
 
 _DAMAGED = ("malformed", "not a database", "file is encrypted", "no such table", "no such column", "has no column")
 
+_HOLD_S = 0.1
+"""How long the file may hold up who writes: the supervisor's loop does."""
+
+_RETRY_S = 5.0
+_LAST_S = 5.0
+"""For what still waits when the guard ends."""
+
+_MOST_WAITING = 4096
+
+_FULL, _STUCK = "full", "stuck"
+
+_Work = Callable[[sqlite3.Connection], Any]
+
+
+def _no_room(error: Exception, where: Path) -> bool:
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
+        return True
+    try:
+        # What SQLite says where there is no room for its -shm.
+        return "disk I/O error" in str(error) and not has_room(where)
+    except OSError:
+        return False
+
 
 class Ledger:
     """One ledger file; opened with the first row or question."""
 
-    def __init__(self, path: Path, report: Callable[[Finding], None] = lambda _finding: None) -> None:
+    def __init__(
+        self, path: Path, report: Callable[[Finding], None] = lambda _finding: None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.path = path
         self._report = report
+        self._monotonic = monotonic
         self._mutex = threading.RLock()
         self._connection: sqlite3.Connection | None = None
+        self._waiting: deque[_Work] = deque()
+        self._retry_at = float("-inf")
+        self._trouble: str | None = None
         self._lost = 0
         self._decisions = 0
         """Written by this object."""
@@ -149,34 +181,77 @@ class Ledger:
         return document, json.loads(inputs[0]["document"]) if inputs else None
 
     def close(self) -> None:
-        """Close the file; a later call opens it again."""
+        """Write what waits, once more, and close the file; a later call opens it again."""
         with self._mutex:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            finding = self._write_waiting(_LAST_S) if self._waiting else None
+            if self._waiting:
+                finding = found("ledger_stuck", reason=f"{len(self._waiting)} rows were never written")
+            self._disconnect()
+        if finding is not None:
+            self._report(finding)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _write(self, statement: str, values: Sequence[Any]) -> None:
         self._do(lambda db: db.execute(statement, values))
 
-    def _do(self, work: Callable[[sqlite3.Connection], Any]) -> None:
-        finding: Finding | None = None
+    def _do(self, work: _Work) -> None:
         with self._mutex:
-            try:
-                if self._connection is not None and not self.path.exists():
-                    # Removed to make room, perhaps: held open it takes the room, and nobody finds what goes into it.
-                    self._leave()
-                if self._lost and not has_room(self.path.parent):
-                    # One row may still fit where another did not: that is no end of the trouble.
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._trying(work)
-                if self._lost:
-                    finding, self._lost = found("disk_recovered", what="ledger.sqlite3", lost=self._lost), 0
-            except (sqlite3.Error, OSError) as error:
+            if len(self._waiting) == _MOST_WAITING:
+                self._waiting.popleft()
                 self._lost += 1
-                if self._lost == 1:
-                    finding = found("disk_full", what="ledger.sqlite3", reason=str(error))
+            self._waiting.append(work)
+            finding = self._write_waiting(_HOLD_S) if self._monotonic() >= self._retry_at else None
         if finding is not None:
             self._report(finding)
+
+    def _write_waiting(self, seconds: float) -> Finding | None:
+        """Write what waits, for so long at most; what is to be said of it."""
+        until = self._monotonic() + seconds
+        try:
+            if self._connection is not None and not self.path.exists():
+                # Removed to make room, perhaps: held open it takes the room, and nobody finds what goes into it.
+                self._leave()
+            if self._trouble == _FULL and not has_room(self.path.parent):
+                # One row may still fit where another did not: that is no end of the trouble.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while self._waiting and self._monotonic() <= until:
+                self._write_one(self._waiting.popleft())
+        except (sqlite3.Error, OSError) as error:
+            return self._failed(error)
+        return self._recovered() if self._trouble is not None and not self._waiting else None
+
+    def _write_one(self, work: _Work) -> None:
+        try:
+            self._trying(work)
+        except (sqlite3.OperationalError, OSError):
+            self._waiting.appendleft(work)
+            raise
+
+    def _failed(self, error: sqlite3.Error | OSError) -> Finding | None:
+        """Rows that no room is left for are lost, those that the file refuses for now wait; said once."""
+        before = self._trouble
+        if _no_room(error, self.path.parent):
+            self._trouble = _FULL
+            self._lost += len(self._waiting)
+            self._waiting.clear()
+            return None if before == _FULL else found("disk_full", what="ledger.sqlite3", reason=str(error))
+        self._trouble = before or _STUCK
+        self._retry_at = self._monotonic() + _RETRY_S
+        if not isinstance(error, (sqlite3.OperationalError, OSError)):
+            # This very row is no good.
+            self._lost += 1
+        return found("ledger_stuck", reason=str(error)) if before is None else None
+
+    def _recovered(self) -> Finding:
+        trouble, lost = self._trouble, self._lost
+        self._trouble, self._lost = None, 0
+        if trouble == _FULL:
+            return found("disk_recovered", what="ledger.sqlite3", lost=lost)
+        return found("ledger_recovered", lost=lost)
 
     def _read(self, query: str, values: Sequence[Any]) -> list[dict[str, Any]]:
         with self._mutex:
@@ -188,7 +263,7 @@ class Ledger:
 
     def _leave(self) -> None:
         """Close a file that is not there any more, and remove what belongs to it."""
-        self.close()
+        self._disconnect()
         for leftover in ("-wal", "-shm"):
             self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
 
@@ -199,7 +274,7 @@ class Ledger:
         except sqlite3.DatabaseError as error:
             if not any(words in str(error) for words in _DAMAGED):
                 raise
-            self.close()
+            self._disconnect()
             aside = set_aside(self.path)
             self._leave()
             self._report(found("file_set_aside", path=str(self.path), reason=f"damaged ({error})", aside=str(aside)))
@@ -215,7 +290,7 @@ class Ledger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Made here: SQLite gives its -wal and -shm the mode that the file has when they are made.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            db = sqlite3.connect(self.path, timeout=2.0, check_same_thread=False)
+            db = sqlite3.connect(self.path, timeout=_HOLD_S, check_same_thread=False)
             try:
                 db.row_factory = sqlite3.Row
                 db.execute("PRAGMA journal_mode = WAL")

@@ -28,6 +28,7 @@ _ENDS = {
     "straggler_cleared": frozenset({"straggler"}),
     "network_recovered": frozenset({"network_unreachable"}),
     "disk_recovered": frozenset({"disk_full"}),
+    "ledger_recovered": frozenset({"ledger_stuck"}),
     "checkpoint_saved": frozenset({"checkpoint_stale"}),
 }
 """What says that a problem is over."""

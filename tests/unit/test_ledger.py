@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,65 @@ def test_a_full_disk_costs_rows_and_says_so_once(tmp_path: Path, monkeypatch: py
         "DISK RECOVERED: ledger.sqlite3 writes again, 3 lines lost",
     ]
     assert [row["wall"] for row in ledger.rows("restarts")] == [1.0, 3.0]
+
+
+def test_rows_wait_while_another_process_holds_the_file_and_hold_nobody_up(tmp_path: Path) -> None:
+    """Guards against a lock that is called a full disk, costs its rows and stops the supervisor 2 s for each."""
+    findings, now = list[Finding](), 0.0
+    ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append, lambda: now)
+    ledger.restart(1.0, "crash", 1, 2.0)
+    other = sqlite3.connect(ledger.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    started = time.monotonic()
+    for number in range(100):
+        ledger.restart(2.0 + number, "crash", 2, 4.0)
+    assert time.monotonic() - started < 2.0, "a tenth of a second is meant; for each row it would be 200 s"
+    other.execute("COMMIT")
+    other.close()
+    now += 10.0
+    ledger.restart(200.0, "crash", 3, 4.0)
+    assert [line(f) for f in findings] == [
+        "LEDGER STUCK: ledger.sqlite3: database is locked; the miner goes on",
+        "LEDGER RECOVERED: ledger.sqlite3 is written again, 0 rows lost",
+    ]
+    assert [row["wall"] for row in ledger.rows("restarts")] == [1.0, *(2.0 + n for n in range(100)), 200.0]
+    ledger.close()
+
+
+def test_rows_that_wait_at_the_end_are_written_or_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = list[Finding]()
+    monkeypatch.setattr("uploads.ledger._MOST_WAITING", 3)
+    ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append, lambda: 0.0)
+    for last in (False, True):
+        ledger.restart(1.0, "crash", 1, 2.0)
+        other = sqlite3.connect(ledger.path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        for number in range(5):
+            ledger.restart(2.0 + number, "crash", 2, 4.0)
+        if not last:
+            other.execute("COMMIT")
+        ledger.close()
+        other.close()
+        ledger._retry_at = 0.0
+    assert [finding.event for finding in findings] == [
+        "ledger_stuck",
+        "ledger_recovered",
+        "ledger_stuck",
+        "ledger_stuck",
+    ]
+    assert findings[1].fields["lost"] == 2
+    assert "3 rows were never written" in line(findings[-1])
+
+
+def test_a_row_that_sqlite_does_not_take_holds_back_none(tmp_path: Path) -> None:
+    findings, now = list[Finding](), 0.0
+    ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append, lambda: now)
+    ledger.restart(1.0, {"no": "text"}, 1, 2.0)  # type: ignore[arg-type]
+    now += 10.0
+    ledger.restart(2.0, "crash", 1, 2.0)
+    assert [finding.event for finding in findings] == ["ledger_stuck", "ledger_recovered"]
+    assert [row["wall"] for row in ledger.rows("restarts")] == [2.0]
+    ledger.close()
 
 
 def test_a_ledger_beside_a_running_guard_is_read_and_never_made(tmp_path: Path) -> None:
@@ -157,7 +217,17 @@ def test_a_ledger_that_somebody_removed_is_begun_anew(tmp_path: Path, monkeypatc
         ledger.restart(1.0 + number, "crash", 1, 2.0)
         if number == 0:
             path.unlink()
-            ledger._lost = 1
+            ledger._trouble = "full"
             monkeypatch.setattr("uploads.ledger.has_room", lambda _where: ledger._connection is None)
     ledger.close()
     assert [row["wall"] for row in ReadOnlyLedger(path).rows("restarts")] == [2.0]
+
+
+def test_a_folder_that_cannot_be_made_stops_nobody(tmp_path: Path) -> None:
+    findings = list[Finding]()
+    (tmp_path / "file").touch()
+    ledger = Ledger(tmp_path / "file" / "ledger.sqlite3", findings.append)
+    ledger.restart(1.0, "crash", 1, 2.0)
+    ledger.close()
+    assert [finding.event for finding in findings] == ["ledger_stuck", "ledger_stuck"]
+    assert "1 rows were never written" in line(findings[1])

@@ -70,7 +70,7 @@ class Uploads(Part):
         self._ahead = ForecastWatch(config.gate)
         self._voice = DecisionVoice()
         self._network = Network(reason="no [chain] configured" if config.chain.network is None else "not looked at yet")
-        self._ledger = Ledger(context.state.ledger, context.emit)
+        self._ledger = Ledger(context.state.ledger, context.emit, context.clock.monotonic)
         self._written: dict[str, Mapping[str, Any]] = {}
         self._written_at = float("-inf")
         self._write_failed = False
