@@ -111,6 +111,7 @@ def _held() -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_snapshots_are_on_time_memory_is_flat_and_the_cost_is_small_and_stated(hour: Hour) -> None:
+    used_before = time.process_time()
     hour.seconds(20 * 60)
     before = _held()
     hour.clock.step_wall(-3600.0)
@@ -130,7 +131,8 @@ def test_snapshots_are_on_time_memory_is_flat_and_the_cost_is_small_and_stated(h
 
     share = hour.documents["costs"]
     assert 0 < share["share_pct"] < 0.5
-    assert share["guard_cpu_s"] / 3600 < 0.005, "CPU really used, of an hour"
+    # This process has run other tests before.
+    assert (share["guard_cpu_s"] - used_before) / 3600 < 0.005, "CPU really used, of an hour"
     last = hour.told[[finding.event for _, finding in hour.told].index("health_snapshot", -200)][1]
     assert "mon 0.0%" in events.line(last)
     ledger = read_json(hour.state.costs)
