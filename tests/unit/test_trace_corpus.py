@@ -218,7 +218,8 @@ def test_the_live_judge_of_the_evaluation_finds_most_and_is_silent_on_the_rest()
             place = bisect.bisect_right(record["steps"], step)
             recent = [v for v in losses[max(0, place - 16) : place] if math.isfinite(v)]
             if recent and value is not None:
-                seen |= watch.observe(int(step), float(value), statistics.median(recent)) is not None
+                anomaly = watch.observe(int(step), float(value), statistics.median(recent))
+                seen |= anomaly is not None and anomaly.type == "overfit"
         expected = any(label["type"] == "overfit" for label in record["labels"])
         labelled, found = labelled + expected, found + (expected and seen)
         evaluations, false = evaluations + len(record["eval_values"]), false + (seen and not expected)
