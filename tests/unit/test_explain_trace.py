@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from miner_guard import exits
@@ -216,6 +216,7 @@ def test_no_text_whatever_makes_it_raise(lines: list[str]) -> None:
 
 
 @settings(max_examples=60)
+@example([*[1.0] * 4, 9007199254740.0, 0.0, 0.0, *[-1.0] * 3, *[0.0] * 4, 2.225073858507e-311], "loss")
 @given(
     st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60),
     st.sampled_from(["loss", "eval_loss", "step_time", "gpu_mem_gb"]),

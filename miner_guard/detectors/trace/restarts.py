@@ -32,7 +32,7 @@ def restarts(values: Sequence[float]) -> list[int]:
         if place - last < _LEAST_RUN or not _jumps(values, place, last):
             continue
         again = values[place : place + _COMPARED]
-        far = [abs(math.log(b / a)) if b > 0 else math.inf for a, b in zip(opening, again, strict=False)]
+        far = [abs(math.log(b) - math.log(a)) if b > 0 else math.inf for a, b in zip(opening, again, strict=False)]
         falls = sum(b <= a for a, b in itertools.pairwise(again)) >= len(again) // 2
         if far[0] <= _ALIKE and sorted(far)[len(far) // 2] <= _ALIKE and falls and _follows(values, place):
             found.append(place)
