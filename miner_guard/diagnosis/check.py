@@ -65,6 +65,9 @@ class Snapshot:
     clock: Mapping[str, Any] | None = None
     repo: Mapping[str, Any] | None = None
     deep: Mapping[str, Any] | None = None
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Extras that the settings ask for and that the guard's own interpreter lacks: name to missing packages."""
+
     unread: Mapping[str, str] = field(default_factory=dict)
 
     @property

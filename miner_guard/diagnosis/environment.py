@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.extras import EXTRAS, install, not_installed
 from miner_guard.redact import Redactor
 from miner_guard.settings import read_toml
 
@@ -22,6 +23,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
     """Variables, packages, the command line."""
     yield from _leftovers(s.env)
     yield from _packages(s)
+    yield from _extras(s)
     yield from _command(s)
     yield from _upstream(s)
 
@@ -64,6 +66,15 @@ def _packages(s: Snapshot) -> Iterator[Check]:
             f"`validators` is another package here ({p['validators']}): it shadows the guard's",
             "the guard's own", "pip uninstall validators in the miner's environment, then reinstall miner-guard",
         )  # fmt: skip
+
+
+def _extras(s: Snapshot) -> Iterator[Check]:
+    """What the settings ask for and the guard's own interpreter can't do."""
+    for extra in EXTRAS:
+        if names := s.lacking.get(extra.name):
+            seen = f"{extra.setting} is set and {not_installed(names)}: {extra.without}"
+            step = f"{install(extra.name)} in the guard's environment"
+            yield Check(f"env.extra.{extra.name}", "warn", seen, "installed", step)
 
 
 def _command(s: Snapshot) -> Iterator[Check]:

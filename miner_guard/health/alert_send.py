@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miner_guard import probe
+from miner_guard import extras, probe
 
 _TIMEOUT_S = 10.0
 _TYPES = {"critical": "failure", "error": "failure", "warning": "warning"}
@@ -24,7 +24,11 @@ def main() -> None:
     request: Mapping[str, Any] = probe.request()
     try:
         done = _ping(request["heartbeat_url"]) if "heartbeat_url" in request else _send(request)
-    except (OSError, ValueError, ImportError) as error:
+    except ImportError as error:
+        # Or Apprise is there and lacks something of its own.
+        probe.reply(error=extras.problem("alerts") or f"apprise can't be imported: {error}")
+        return
+    except (OSError, ValueError) as error:
         probe.reply(error=f"{type(error).__name__}: {getattr(error, 'reason', None) or error}")
         return
     probe.reply(done)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from miner_guard import probe
+from miner_guard import extras, probe
 
 
 class Chain(Protocol):
@@ -196,7 +196,7 @@ def main() -> None:
     try:
         chain, version = connect(request["network"])
     except ImportError as error:
-        probe.reply(error=f"bittensor is not there ({error}); install miner-guard[chain]")
+        probe.reply(error=f"bittensor is not there ({error}); {extras.install('chain')}")
         return
     except Exception as error:  # noqa: BLE001 -- bittensor raises anything when imported or connected; it is the answer
         probe.reply(error=f"no connection to {request['network']}: {type(error).__name__}: {error}"[:400])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard import probe
+from miner_guard import extras, probe
 from miner_guard.commandline import number_of, value_of
 from miner_guard.config import Config
 from miner_guard.diagnosis.check import Snapshot
@@ -134,7 +134,8 @@ class _Gathering:
         return Snapshot(
             config=self._q.config, expectation=expectation, command=tuple(self._q.command), env=self._q.env,
             compute=profile_of(self._q.config), nvml=nvml, held=held, torch=torch, cuda=cuda,
-            deep=self._deep(torch) if self._q.deep else None, unread=self._unread, **answers,
+            deep=self._deep(torch) if self._q.deep else None, unread=self._unread,
+            lacking={extra.name: names for extra, names in extras.lacking(self._q.config)}, **answers,
         )  # fmt: skip
 
     def _questions(self) -> dict[str, Callable[[], probe.Answer]]:

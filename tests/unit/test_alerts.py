@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from miner_guard.health.alert_policy import Alert, AlertPolicy
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor import outbox
 from miner_guard.supervisor.parts import Context
-from miner_guard.supervisor.parts.alerts import Alerts
+from miner_guard.supervisor.parts.alerts import Alerts, send_test
 from tests import needs
 from tests.idle import JobsAtOnce
 
@@ -241,3 +242,20 @@ def test_the_test_message(
     words = capsys.readouterr().err
     assert "target 2 (json) did not take it; target 3 (nonsense) is not an address" in words
     assert "planted-secret-path" not in words
+
+
+def test_without_apprise_the_start_and_the_failed_alert_name_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against alerts that are silently dead: a ModuleNotFoundError at the first incident was the only sign."""
+    (tmp_path / "apprise.py").write_text("raise ModuleNotFoundError('apprise')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "apprise can't be imported" in (send_test(AlertSettings(urls=("json://127.0.0.1:1",))).reason or "")
+    monkeypatch.setitem(sys.modules, "apprise", None)
+    settings = AlertSettings(urls=("json://127.0.0.1:1/planted-secret-path",))
+    part, said = _part(tmp_path, settings)
+    part.on_stop()
+    (degraded,) = said
+    assert degraded.event == "guard_degraded"
+    assert "apprise is not installed; pip install 'miner-guard[alerts]'" in degraded.fields["what"]
+    assert not _part(tmp_path, AlertSettings())[1]

@@ -96,7 +96,7 @@ def test_a_uid_that_went_to_another_hotkey_is_a_lost_registration(
     ("source", "words"),
     [
         ("import sys; sys.exit('usage: bittensor')", "ended with 1: usage: bittensor"),
-        ("raise ImportError('scalecodec')", "bittensor is not there (scalecodec); install miner-guard[chain]"),
+        ("raise ImportError('scalecodec')", "bittensor is not there (scalecodec); pip install 'miner-guard[chain]'"),
         ("raise RuntimeError('wallets')", "no connection to ws://127.0.0.1:1: RuntimeError: wallets"),
         (NINE.replace("return 1000", "raise TimeoutError('ws')").replace("UID", "1"), "its block: TimeoutError"),
     ],

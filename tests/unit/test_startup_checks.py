@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from miner_guard import probe
-from miner_guard.config import Config, HealthSettings, RepoSettings
+from miner_guard import extras, probe
+from miner_guard.config import AlertSettings, ChainSettings, Config, HealthSettings, HttpSettings, RepoSettings
 from miner_guard.diagnosis import (
     clock_probe,
     deep,
@@ -28,6 +28,7 @@ from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation
 from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.judge import judge
+from miner_guard.settings import read_toml
 from tests.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
 
 
@@ -99,6 +100,31 @@ def test_a_secret_on_the_command_line_is_named_and_not_shown(command: list[str],
 def test_packages_that_get_in_the_way(change: dict[str, Any], check: str, level: str) -> None:
     assert by_name(environment.checks(snapshot(packages={**PACKAGES, **change})))[check].level == level
     assert {c.level for c in environment.checks(snapshot(packages=PACKAGES))} == {"ok"}
+
+
+def test_an_extra_that_the_settings_need_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against alerts that are silently dead: with addresses set and no Apprise all was well until the first."""
+    for name in ("apprise", "starlette", "boto3", "bittensor"):
+        monkeypatch.setitem(sys.modules, name, None)
+    asks = Config(
+        alerts=AlertSettings(urls=("json://x",)), http=HttpSettings(port=0), repo=RepoSettings(kind="s3"),
+        chain=ChainSettings(network="finney"),
+    )  # fmt: skip
+    assert [extra.name for extra, _ in extras.lacking(asks)] == ["s3", "chain", "alerts", "http"]
+    assert not list(extras.lacking(Config()))
+    lacking = {extra.name: names for extra, names in extras.lacking(asks)}
+    found = by_name(environment.checks(snapshot(config=asks, lacking=lacking)))
+    assert {name for name in found if name.startswith("env.extra")} == {f"env.extra.{name}" for name in lacking}
+    alerts = found["env.extra.alerts"]
+    assert alerts.level == "warn"
+    assert alerts.seen == "[alerts] urls is set and apprise is not installed: no alert reaches anybody"
+    assert alerts.next_step is not None
+    assert "pip install 'miner-guard[alerts]'" in alerts.next_step
+
+
+def test_every_extra_named_is_one_of_the_distributions() -> None:
+    project = read_toml(Path(__file__).parents[2] / "pyproject.toml")["project"]
+    assert {extra.name for extra in extras.EXTRAS} <= project["optional-dependencies"].keys()
 
 
 def test_a_foreign_validators_package_is_seen_by_the_miners_interpreter(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from miner_guard import probe
+from miner_guard import extras, probe
 from miner_guard.config import AlertSettings
-from miner_guard.events import Finding
+from miner_guard.events import Finding, found
 from miner_guard.health import progress
 from miner_guard.health.alert_policy import Alert, AlertPolicy
 from miner_guard.rank.flight import Step
@@ -34,6 +34,8 @@ class Alerts(Part):
         self._policy = AlertPolicy(settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}")
         self._redactor = Redactor.for_guard(os.environ, context.config)
         self._outbox = Outbox(settings.urls, self._say)
+        if settings.urls and (problem := extras.problem("alerts")) is not None:
+            context.emit(found("guard_degraded", what=f"no alert will reach anybody: {problem}"))
         if settings.heartbeat_url:
             context.jobs.every("heartbeat", settings.heartbeat_every_s, self._heartbeat, first_after_s=5.0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import select
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from miner_guard import extras
 from miner_guard.events import CATALOGUE, Finding, found
 from miner_guard.rank.flight import Now
 from miner_guard.supervisor.parts import Context, Part
@@ -46,8 +46,7 @@ class Metrics(Part):
         http = self.context.config.http
         if http.host not in LOOPBACK and not http.token:
             return f"host {http.host} is not loopback and no token is set; set MINER_GUARD_HTTP__TOKEN"
-        missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-        return f"{' and '.join(missing)} not installed; pip install 'miner-guard[http]'" if missing else None
+        return extras.problem("http")
 
     def _open(self) -> None:
         config = self.context.config
