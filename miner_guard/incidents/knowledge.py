@@ -65,10 +65,19 @@ class Pattern:
     excludes: tuple[str, ...]
     regex: re.Pattern[str] | None
     frames: tuple[str, ...] = ()
-    """Where given, only the last line of a traceback counts, through a file whose path holds one of these."""
+    """Where given, only the last line of a traceback counts, through a file whose path holds one of these.
+
+    An empty one stands for any path, or none, and is asked last.
+    """
 
     cause: str = ""
     """Said instead of the label's cause, where this line proves less or more."""
+
+    fix: str = ""
+    """Put before the label's fixes, where this line says more exactly what to do."""
+
+    restart: str = ""
+    """Instead of the label's, where what this line shows passes by itself and the rest does not, or the reverse."""
 
     def matches(self, text: str) -> re.Match[str] | bool:
         """Whether `text`, lower-cased and cleaned, shows it; the match where there is a regex."""
@@ -133,7 +142,7 @@ class Knowledge:
         self.triggers = tuple(triggers)
         """Lower-case words without digits of which every line that can match holds one."""
 
-        self._framed = [p for p in patterns if p.frames]
+        self._framed = sorted((p for p in patterns if p.frames), key=lambda p: "" in p.frames)
         self._index: WordIndex[Pattern | Benign] = WordIndex(
             [(word, p) for p in patterns if not p.frames for word in p.has]
             + [(word, b) for b in benign for word in b.pattern.has]
@@ -224,7 +233,7 @@ def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
 
 
 def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pattern:
-    if unknown := set(entry) - {"has", "not", "regex", "frames", "role", "cause", "cancels", "roles"}:
+    if unknown := set(entry) - {"has", "not", "regex", "frames", "role", "cause", "fix", "restart", "cancels", "roles"}:
         raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]} in a pattern")
     has, excludes = tuple(entry.get("has", ())), tuple(entry.get("not", ()))
     if not has or any(len(word) < 2 for word in has):
@@ -238,7 +247,13 @@ def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pat
         regex = re.compile(entry["regex"]) if "regex" in entry else None
     except re.error as error:
         raise BadKnowledge(f"{where}: regex {entry['regex']!r}: {error}") from error
-    return Pattern(label, role, has, excludes, regex, tuple(entry.get("frames", ())), entry.get("cause", ""))
+    restart = entry.get("restart", "")
+    if restart and restart not in RESTARTS:
+        raise BadKnowledge(f"{where}: restart is {restart!r}; allowed: {', '.join(RESTARTS)}")
+    return Pattern(
+        label, role, has, excludes, regex, tuple(entry.get("frames", ())), entry.get("cause", ""),
+        entry.get("fix", ""), restart,
+    )  # fmt: skip
 
 
 def _check_references(labels: Mapping[str, Label], benign: Iterable[Benign]) -> None:

@@ -77,11 +77,11 @@ def in_words(
 ) -> Explained:
     """Cause and fixes of one incident, with its own numbers in them."""
     label, sighting = knowledge.labels[incident.label], incident.first
-    cause, fixes = sighting.cause or label.cause, list(label.fixes)
+    cause, fixes = sighting.cause or label.cause, [*filter(None, [sighting.fix]), *label.fixes]
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
     return Explained(
-        incident.label, label.severity, label.restart, label.applies, sighting.line,
+        incident.label, label.severity, sighting.restart or label.restart, label.applies, sighting.line,
         lines.excerpt(redact(sighting.text)), f"{cause}{_where(incident)}", tuple(fixes), incident.count,
         tuple(incident.ranks), incident.root,
     )  # fmt: skip

@@ -35,7 +35,7 @@ _CHAIN_LINES = 6
 """Lines between an exception and the words that chain it to the next one."""
 
 _TRIED_AGAIN = re.compile(
-    r"\bretry|\bretries\b|retrying|will try again|trying again|reconnect|attempt \d+ ?(?:/|of) ?\d+"
+    r"\bretry|(?<!max )\bretries\b|retrying|will try again|trying again|reconnect|attempt \d+ ?(?:/|of) ?\d+"
     r"|thrown while requesting|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
 )
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
@@ -76,6 +76,11 @@ class Sighting:
 
     more: str = ""
     """The lines after it, where the message goes on there."""
+
+    fix: str = ""
+    """Of the pattern, like `restart`."""
+
+    restart: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,11 +124,11 @@ class Scanner:
         self._knowledge = knowledge
         self._carry = b""
         self._open: dict[int | None, _Traceback] = {}
-        self._bugs: dict[int | None, Sighting] = {}
-        """The latest unknown exception of each rank."""
+        self._raised: dict[int | None, Sighting] = {}
+        """The latest exception of each rank."""
 
         self._chained: dict[int | None, Sighting] = {}
-        """Unknown exceptions that another one is about to follow from."""
+        """Exceptions that another one is about to follow from."""
 
         self._tail: Sighting | None = None
         self._tail_line = 0
@@ -220,16 +225,19 @@ class Scanner:
         first = self._chained.pop(rank, None) if ended is not None else None
         if ended is not None and not matches:
             matches = self._knowledge.match_in(ended.frames, lowered) or self._unknown(ended.name)
-            if first is not None and matches == [_UNCAUGHT]:
+            if first is not None and _says_little(matches):
+                self._raised[rank] = first
                 seen.append(first)
                 return
         for pattern in matches:
             role = _role(pattern, matches, lowered)
             told = excerpt(text, _TOLD, pattern.first_word(lowered))
-            sighting = Sighting(pattern.label, role, number, told, rank, pattern.cause)
+            sighting = Sighting(
+                pattern.label, role, number, told, rank, pattern.cause, "", pattern.fix, pattern.restart
+            )
             seen.append(sighting)
-            if pattern is _UNCAUGHT and (rank in self._bugs or len(self._bugs) < _MOST_STREAMS):
-                self._bugs[rank] = sighting
+            if ended is not None and (rank in self._raised or len(self._raised) < _MOST_STREAMS):
+                self._raised[rank] = sighting
             if pattern.label == "cuda_oom" and "total" not in lowered:
                 self._tail = sighting
 
@@ -261,11 +269,13 @@ class Scanner:
         return frame is not None and lowered.lstrip().startswith("file ")
 
     def _chain(self, rank: int | None, number: int, seen: list[Seen]) -> None:
-        """What follows from an unknown exception says more than it; if that is unknown too, the first one counts."""
-        bug = self._bugs.get(rank)
-        if bug is not None and number - bug.line <= _CHAIN_LINES:
-            seen.append(Retraction((bug.label,), number, number - bug.line))
-            self._chained[rank] = bug
+        """The first exception of a chain counts, unless what follows from it is known and it is not."""
+        first = self._raised.get(rank)
+        if first is None or number - first.line > _CHAIN_LINES:
+            return
+        if first.label == _UNCAUGHT.label:
+            seen.append(Retraction((first.label,), number, number - first.line))
+        self._chained[rank] = first
 
     def _is_ignored(self, rank: int | None, number: int) -> bool:
         opened = self._open.get(rank)
@@ -288,6 +298,11 @@ class Scanner:
         if name in _NOT_A_FAULT:
             return []
         return [_LAUNCHED if name in _LAUNCHERS else _UNCAUGHT]
+
+
+def _says_little(matches: list[Pattern]) -> bool:
+    """An exception without a cause of its own: one that is unknown, or a wait that something used up."""
+    return bool(matches) and all(pattern is _UNCAUGHT or "" in pattern.frames for pattern in matches)
 
 
 def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:

@@ -15,7 +15,11 @@ OOM = (
 )
 
 
-@pytest.mark.parametrize(("line", "starts"), [(OOM, 2), ("nothing that is known", 4)])
+DEFECT = 'Traceback (most recent call last):\n  File "/srv/train.py", line 3, in <module>\n'
+UNKNOWN, TYPO = f"{DEFECT}ValueError: shard 12 has 31 tokens", f"{DEFECT}SyntaxError: invalid syntax"
+
+
+@pytest.mark.parametrize(("line", "starts"), [(OOM, 2), (TYPO, 2), (UNKNOWN, 4), ("nothing that is known", 4)])
 def test_the_same_cause_again_ends_it_sooner_than_the_budget(guarded: Guarded, line: str, starts: int) -> None:
     code = f"import sys, time; print({line!r}, file=sys.stderr, flush=True); time.sleep(0.2); sys.exit(1)"
     guarded.start([sys.executable, "-c", code], "--max-restarts", "3", settings=FAST)

@@ -155,3 +155,36 @@ def test_a_signal_after_the_end_of_training_is_nobodys_fault() -> None:
 def test_an_exception_is_known_by_its_module_too() -> None:
     assert root("torch._dynamo.exc.Unsupported: call_function UserDefinedClassVariable() [] {}\n") == "code_bug"
     assert root("INFO transformers.trainer.Trainer: begins\n") is None
+
+
+THROTTLED = (
+    "botocore.exceptions.ClientError: An error occurred (SlowDown) when calling the PutObject operation "
+    "(reached max retries: 4): Please reduce your request rate.\n"
+)
+WAITED = """Traceback (most recent call last):
+  File "/srv/neurons/comms.py", line 210, in put
+    await asyncio.wait_for(self._put(key, body), 30)
+asyncio.exceptions.TimeoutError
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "During handling of the above exception, another exception occurred:",
+        "The above exception was the direct cause of the following exception:",
+    ],
+)
+@pytest.mark.parametrize("after", [WAITED, WAITED.replace("asyncio.exceptions.TimeoutError", "UploadError: no")])
+def test_what_follows_from_a_known_error_is_not_the_root(words: str, after: str) -> None:
+    """A throttled bucket once ended the miner as a defect of its code that no restart mends."""
+    found = {i.label: i.root for i in incidents(f"{THROTTLED}\n{words}\n\n{after}".encode())}
+    assert found == {"hf_rate_limit": True, "hub_or_storage_unavailable": False}
+
+
+@pytest.mark.parametrize(
+    "last", ["asyncio.exceptions.TimeoutError", "TimeoutError: no answer", "ConnectionResetError: [Errno 104] reset"]
+)
+def test_a_wait_or_a_connection_that_ended_is_no_defect_of_the_code(last: str) -> None:
+    [found] = incidents(WAITED.replace("asyncio.exceptions.TimeoutError", last).encode())
+    assert (found.label, found.root) == ("connection_failed", True)
