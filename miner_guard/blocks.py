@@ -9,7 +9,9 @@ _RULE = "=" * 80
 
 
 def known(value: Any, spec: str = "") -> str:
-    """`value` as `format` spells it, or `unknown`."""
+    """`value` as `format` spells it, a word as it is, or `unknown`."""
+    if isinstance(value, str):
+        return value
     return "unknown" if value is None else format(value, spec)
 
 

@@ -157,6 +157,13 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+def spelled(value: float | None) -> float | str | None:
+    """A measured number that JSON has no word for as `NaN`, `Infinity` or `-Infinity`: null says "not measured"."""
+    if value is None or value - value == 0:
+        return value
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+
+
 def finite(value: Any) -> Any:
     """`value` with NaN and infinities as null, recursively: JSON has no words for them."""
     if isinstance(value, float):

@@ -75,7 +75,7 @@ def summarise(
             alarms[event] += 1
         if event == "inner_step" and record.get("rank") == 0:
             steps += 1
-            losses += [v] if (v := record.get("loss")) is not None else []
+            losses += [v] if isinstance(v := record.get("loss"), (int, float)) else []
             times += [v] if (v := record.get("step_time_s")) is not None else []
     hook = ((costs or {}).get("operations") or {}).get("guard.hook") or {}
     return Summary(

@@ -106,7 +106,7 @@ def _run(status: Mapping[str, Any]) -> Iterator[Metric]:
 
 def _steps(steps: Mapping[str, Any]) -> Iterator[Metric]:
     for key, name in _STEPS.items():
-        yield from _gauge(name, f"{name.replace('_', ' ')} of the lead rank.", [((), steps.get(key))])
+        yield from _gauge(name, f"{name.replace('_', ' ')} of the lead rank.", [((), _measured(steps.get(key)))])
     yield from _counter("steps", "Inner steps seen by this guard.", [((), steps.get("steps"))])
     yield from _gauge("step_p50_seconds", "Median of the recent steps.", [((), steps.get("p50_s"))])
     yield from _gauge("step_p95_seconds", "95th percentile of the recent steps.", [((), steps.get("p95_s"))])
@@ -174,6 +174,11 @@ def _costs(costs: Mapping[str, Any]) -> Iterator[Metric]:
 def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
     rows = [((name,), count) for name, count in sorted(events.items())]
     yield from _counter("events", "Events of the catalogue in this run.", rows, ["event"])
+
+
+def _measured(value: Any) -> Any:
+    """`NaN` and `Infinity` as the numbers that they stand for: Prometheus has words for them, JSON has not."""
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def _scaled(value: Any, factor: float) -> float | None:

@@ -64,12 +64,14 @@ def _tiles(data: Data) -> str:
     repo = _part(_part(data.status, "uploads"), "repo")
     goodput = _part(steps, "goodput").get("training")
     losses = data.loss.values
-    loss = f"{losses[0]:.2f} → {losses[-1]:.2f}" if losses else None
+    # A loss that is no number has its word in the status, and no point in the curve.
+    word = steps["loss"] if isinstance(steps.get("loss"), str) else None
+    loss = f"{losses[0]:.2f} → {word or f'{losses[-1]:.2f}'}" if losses else word
     slow, restarts = data.counts["slow_step"], data.counts["miner_restarting"]
     share = (data.costs or {}).get("total_percentage")
     tiles = [
         ("steps", _number(steps.get("steps"), ",.0f"), ""),
-        ("loss", loss, ""),
+        ("loss", loss, "bad" if word else ""),
         ("step p50 / p95", _pair(steps.get("p50_s"), steps.get("p95_s")), ""),
         ("slow steps", str(slow), "warn" if slow else ""),
         ("goodput", _number(goodput, ".0%"), ""),

@@ -73,7 +73,9 @@ def summary(snapshot: Mapping[str, Any]) -> str:
 
 
 def number(value: Any, spec: str = "", unit: str = "") -> str:
-    """A figure with its unit, `?` where it is unknown."""
+    """A figure with its unit, `?` where it is unknown; a word (`NaN`) as it is."""
+    if isinstance(value, str):
+        return value
     return "?" if value is None else f"{value:{spec}}{unit}"
 
 

@@ -23,7 +23,7 @@ from miner_guard.config import LogSettings, StepSettings
 from miner_guard.events import CATALOGUE, Finding
 from miner_guard.lines import console_line, json_line, rotate
 from miner_guard.redact import Redactor
-from miner_guard.statedir import StateDir
+from miner_guard.statedir import StateDir, spelled
 
 _LONGEST_QUEUE = 1000
 _LARGEST_LOG = LogSettings.max_bytes
@@ -170,7 +170,8 @@ class StepLines:
             self._said = now
             yield events.found(
                 "inner_step", rank=0, outer_step=_count(outer), inner_step=_count(inner), lr=_known(lr),
-                loss=loss, step_time_s=seconds, gpu_mem_gb=gb(_known(allocated)), eval_loss=eval_loss,
+                loss=spelled(loss), step_time_s=seconds, gpu_mem_gb=gb(_known(allocated)),
+                eval_loss=spelled(eval_loss),
                 left_out=self._left_out,
             )  # fmt: skip
             self._left_out = 0

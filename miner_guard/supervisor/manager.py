@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from miner_guard.blocks import known
 from miner_guard.supervisor.environment import under_pm2
 from miner_guard.supervisor.loop import Loop
 
@@ -113,7 +114,7 @@ def monitor_values(status: Mapping[str, Any]) -> dict[str, Any]:
         "State": str(status.get("state")),
         "Outer step": "unknown" if outer is None else outer,
         "Inner step": "unknown" if inner is None else inner,
-        "Loss": "unknown" if loss is None else f"{loss:.3f}",
+        "Loss": known(loss, ".3f"),
         "Step time": "unknown" if step_s is None else f"{step_s:.1f} s",
         "Restarts": status.get("restarts", 0),
         "Hang": hang.get("hang") or "none",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +14,19 @@ from typing import Any
 import pytest
 
 from miner_guard import events
+from miner_guard.cli.screen import Curves, overview
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings, StepSettings
 from miner_guard.detectors.step_time import StepTimes, grade
 from miner_guard.events import Finding
+from miner_guard.health import metrics, report
+from miner_guard.health.snapshot import assemble, summary
+from miner_guard.lines import json_line
 from miner_guard.rank.environment import find
 from miner_guard.rank.flight import FlightReader, Now, Step
 from miner_guard.rank.hook import Guard
-from miner_guard.statedir import StateDir
+from miner_guard.statedir import StateDir, finite, write_json
+from miner_guard.supervisor.manager import monitor_values
 from miner_guard.supervisor.parts import Context, Exit, Launch
 from miner_guard.supervisor.parts.steps import Steps
 from tests.idle import IdleControl, IdleJobs
@@ -281,3 +289,23 @@ def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Pa
     list(part.on_tick(16.0, headers(4, 5)))
     assert lines(part.on_steps(4, [make_step(2, 15.0, 15.0)]), "inner_step")
     assert part.snapshot()["inner_step"] == 2
+
+
+def test_a_loss_that_is_no_number_is_said_everywhere_in_the_same_word(tmp_path: Path) -> None:
+    """Guards against `loss ?` and null while the loss is NaN: they say that nothing was measured."""
+    clock = FakeClock()
+    part = Steps(make_context(tmp_path, clock, Config()))
+    (line,) = [f for f in drive(part, clock, [1.0], loss=math.nan, grad_norm=math.inf) if f.event == "inner_step"]
+    assert " | Loss: NaN | " in events.line(line)
+    record = json.loads(json_line({**line.fields}))
+    assert (record["loss"], record["grad_norm"], record["eval_loss"]) == ("NaN", "Infinity", None)
+    steps = json.loads(json.dumps(finite(part.snapshot()), allow_nan=False))
+    status = {"state": "running", "steps": steps}
+    assert "loss NaN" in summary(assemble(status, None, None, {"cpu_pct": None, "memory_bytes": None}, {}))
+    assert any(row.startswith("loss   NaN") for row in overview(status, Curves(), 80, min_inner_step=50))
+    assert monitor_values(status)["Loss"] == "NaN"
+    exposition = metrics.text(status, version="1", age_s=0.0)
+    assert b"minerguard_loss NaN" in exposition
+    assert b"minerguard_gradient_norm +Inf" in exposition
+    write_json(StateDir(tmp_path).status, status)
+    assert re.search("NaN.{0,40}loss|loss.{0,40}NaN", report.render(StateDir(tmp_path)))

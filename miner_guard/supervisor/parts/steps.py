@@ -12,6 +12,7 @@ from miner_guard.detectors.goodput import Goodput
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Now, Step
 from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.statedir import spelled
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 
 _LEFT_OUT_EVERY_S = 10.0
@@ -73,8 +74,8 @@ class Steps(Part):
         if (self._limiter if step.eval_loss is None else self._evaluated).allow(step.end):
             yield found(
                 "inner_step", rank=rank, outer_step=step.outer_step, inner_step=step.inner_step, lr=step.lr,
-                loss=step.loss, step_time_s=step.seconds, gpu_mem_gb=gb(step.allocated_bytes),
-                grad_norm=step.grad_norm, eval_loss=step.eval_loss, tokens=step.tokens,
+                loss=spelled(step.loss), step_time_s=step.seconds, gpu_mem_gb=gb(step.allocated_bytes),
+                grad_norm=spelled(step.grad_norm), eval_loss=spelled(step.eval_loss), tokens=step.tokens,
                 total_steps=step.total_steps,
             )  # fmt: skip
         if not step.flags & FLAG_FIRST:
@@ -185,11 +186,11 @@ class Steps(Part):
             "inner_step": inner,
             "total_steps": lead.total_steps if lead else None,
             "steps": self._steps[min(self._last)] if lead else 0,
-            "loss": lead.loss if lead else None,
-            "loss_first": self._loss_first,
-            "loss_last": lead.loss if lead else None,
+            "loss": spelled(lead.loss) if lead else None,
+            "loss_first": spelled(self._loss_first),
+            "loss_last": spelled(lead.loss) if lead else None,
             "lr": lead.lr if lead else None,
-            "grad_norm": lead.grad_norm if lead else None,
+            "grad_norm": spelled(lead.grad_norm) if lead else None,
             "gpu_mem_gb": gb(lead.allocated_bytes) if lead else None,
             "step_time_s": lead.seconds if lead else None,
             "last_step_age_s": since if lead else None,
@@ -211,7 +212,7 @@ def _rank_row(step: Step, now: float) -> dict[str, Any]:
     return {
         "outer_step": step.outer_step,
         "inner_step": step.inner_step,
-        "loss": step.loss,
+        "loss": spelled(step.loss),
         "step_time_s": step.seconds,
         "gpu_mem_gb": gb(step.allocated_bytes),
         "phases_s": dict(step.phases),
