@@ -30,6 +30,9 @@ _GPU = re.compile(r"(?:gpu|xpu|device)[ :](\d+)")
 _NOTABLE_RATIO = 0.1
 """Shares of the GPU's memory below this explain nothing."""
 
+_ROUNDED = 0.98
+"""The numbers of a message are rounded, and taken one after the other."""
+
 _ONE_TENSOR_RATIO = 0.25
 """A single request above this share of the GPU is a matter of one tensor's shape."""
 
@@ -81,10 +84,25 @@ def parse(text: str) -> Oom:
         values["unallocated"] = max(0, values["reserved"] - values["allocated"])
     gpu = _GPU.search(low)
     listed = [_size(*match) for match in _OTHERS.findall(low)]
+    own, used = values["allocated"] or 0, (values["total"] or 0) - (values["free"] or 0)
     others = sum(listed) if listed else None
+    if listed and values["in_use"] is None:
+        others = _without_own(listed, own + (values["unallocated"] or 0), used)
     if others is None and values["total"] and values["free"] is not None and values["in_use"] is not None:
         others = max(0, values["total"] - values["free"] - values["in_use"])
     return Oom(gpu=int(gpu[1]) if gpu else None, others=others, **values)
+
+
+def _without_own(listed: list[int], own: int, used: int) -> int:
+    """Bytes of `listed` processes that are not the one that failed.
+
+    In a container it does not know its own number on the host, and lists itself as another process. It does so
+    where the listed ones and what PyTorch holds (`own`) are more than is `used` of the GPU: the smallest listed
+    that can hold `own` is then itself.
+    """
+    possible = [size for size in listed if size >= own * _ROUNDED]
+    among = bool(own and used and possible) and sum(listed) + own * _ROUNDED > used
+    return sum(listed) - min(possible) if among else sum(listed)
 
 
 def describe(oom: Oom) -> str:

@@ -32,7 +32,21 @@ MESSAGES = {
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 GiB is "
         "free. Process 4242 has 12.00 GiB memory in use. Process 99 has 11.00 GiB memory in use. Of the allocated "
         "memory 10.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.",
-        {"others": 23 * GIB, "free": GIB},
+        # 12 + 11 + 10 GiB do not fit into 24: the one with 11 is the process itself, by its number on the host.
+        {"others": 12 * GIB, "free": GIB},
+    ),
+    "torch 2.5, itself in a container": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 2 has a total capacity of 79.10 "
+        "GiB of which 1.19 GiB is free. Process 4414 has 77.90 GiB memory in use. Of the allocated memory 74.03 GiB is "
+        "allocated by PyTorch, and 2.45 GiB is reserved by PyTorch but unallocated.",
+        {"others": 0, "allocated": 74.03 * GIB},
+    ),
+    "torch 2.5, a neighbour": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 "
+        "GiB of which 1.19 GiB is free. Process 99 has 40.00 GiB memory in use. Process 7 has 37.90 GiB memory in use. "
+        "Of the allocated memory 36.03 GiB is allocated by PyTorch, and 1.45 GiB is reserved by PyTorch but "
+        "unallocated.",
+        {"others": 40 * GIB},
     ),
     "source 003": (
         "RuntimeError: CUDA out of memory. Tried to allocate 512.00 MiB (GPU 0; 15.90 GiB total; 14.32 GiB allocated; "
@@ -64,7 +78,7 @@ def test_numbers_of_every_era(era: str) -> None:
     ("era", "kind"),
     [
         ("torch 1.13", "fragmentation"), ("torch 2.0", "full"), ("torch 2.3, others", "others"), ("source 003", "full"),
-        ("torch 0.4", "full"),
+        ("torch 0.4", "full"), ("torch 2.5, itself in a container", "full"), ("torch 2.5, a neighbour", "others"),
     ],
 )  # fmt: skip
 def test_fragmented_full_or_held_by_others(era: str, kind: str) -> None:
