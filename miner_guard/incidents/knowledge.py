@@ -117,7 +117,7 @@ class Label:
     """Labels that this one is a consequence of, where both are seen."""
 
     events: frozenset[str]
-    """The guard's own events that say the same; after one of them the incident is not said in that launch."""
+    """The guard's own events that say the same; after one of them the incident is said only where the miner ends."""
 
     overcome_by_steps: bool = False
     """Where it was only tried again or warned of, training that goes on shows that it was overcome."""
@@ -142,6 +142,12 @@ class Knowledge:
         self.triggers = tuple(triggers)
         """Lower-case words without digits of which every line that can match holds one."""
 
+        self.causes_by_event: dict[str, list[str]] = {}
+        """Labels of which an event of the guard's own shows the cause."""
+
+        for name in sorted({p.label for p in patterns if p.role == "cause"}):
+            for event in labels[name].events:
+                self.causes_by_event.setdefault(event, []).append(name)
         self._framed = sorted((p for p in patterns if p.frames), key=lambda p: "" in p.frames)
         self._index: WordIndex[Pattern | Benign] = WordIndex(
             [(word, p) for p in patterns if not p.frames for word in p.has]

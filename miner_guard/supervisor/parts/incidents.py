@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from miner_guard import statedir
+from miner_guard import events, statedir
 from miner_guard.events import Finding, found
 from miner_guard.incidents import knowledge, lines, report
 from miner_guard.incidents.case import Case, Incident
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained
-from miner_guard.incidents.scanner import Scanner
+from miner_guard.incidents.scanner import Scanner, Seen, Sighting
 from miner_guard.rank.flight import Now
 from miner_guard.redact import Redactor
 from miner_guard.supervisor import evidence_folders
@@ -90,15 +90,24 @@ class Incidents(Part):
         seen = self._scanner.feed(chunk)
         if seen:
             now = self.context.clock.monotonic()
-            if self._first_s is None and now - self._last_s > EPISODE_S:
-                self._case = Case(self._knowledge)
+            self._take(seen, now)
             self._first_s = now if self._first_s is None else self._first_s
-            self._last_s = now
-            self._case.add(seen)
         return ()
+
+    def _take(self, seen: list[Seen], now: float) -> None:
+        """Into the case, or a new one after a long quiet."""
+        if self._first_s is None and now - self._last_s > EPISODE_S:
+            self._case = Case(self._knowledge)
+        self._last_s = now
+        self._case.add(seen)
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         self._events.add(finding.event)
+        if self.context.config.logs.classify:
+            # A reader of the whole log sees the guard's own line, too: both name the same root.
+            for label in self._knowledge.causes_by_event.get(finding.event, ()):
+                said = Sighting(label, "cause", self._scanner.line, events.line(finding), finding.rank)
+                self._take([said], self.context.clock.monotonic())
         if finding.event == "miner_stopping":
             self._stopping = True
         return ()
@@ -114,6 +123,9 @@ class Incidents(Part):
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         now = self.context.clock.monotonic()
         self._case.add(self._scanner.finish())
+        if now - self._last_s <= EPISODE_S:
+            # Why it ended is said, also where the guard has said before what led to it.
+            self._events.clear()
         return () if end.asked or end.finished else self._name(now, remarks=1)
 
     def root_cause(self) -> Explained | None:

@@ -176,6 +176,29 @@ def test_a_loss_that_the_guard_has_called_nan_itself_is_not_said_twice(tmp_path:
     assert live.labels == []
 
 
+@pytest.mark.parametrize("printed", [b"", b"step 512 | loss: nan\n"])
+def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(tmp_path: Path, printed: bytes) -> None:
+    """The exit once had no incident where the miner printed the NaN, and the exception alone where it did not."""
+    live, nan = Live(tmp_path), found("loss_nan", step=512, loss=float("nan"))
+    live.said += live.part.on_finding(nan)
+    live.prints(printed)
+    live.after(SETTLE_S)
+    live.prints(BUG)
+    live.after(SETTLE_S)
+    live.ends()
+    whole = printed + b"2026-01-02T03:04:05.678Z | CRITICAL ERROR | Rank 0 | \xe2\x9d\x8c " + events.line(nan).encode()
+    assert live.labels == [root(whole + b"\n" + BUG)] == ["nan_loss"]
+    assert "NaN" in live.said[0].fields["excerpt"] or printed
+
+
+def test_a_nan_of_long_ago_is_not_why_it_ends(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.said += live.part.on_finding(found("loss_nan", step=512, loss=float("nan")))
+    live.after(3600)
+    live.ends()
+    assert live.labels == []
+
+
 @pytest.mark.parametrize("number", range(len(EXCERPTS)))
 def test_live_and_offline_agree(number: int, tmp_path: Path) -> None:
     chance, text = random.Random(number), EXCERPTS[number].encode()
