@@ -84,7 +84,10 @@ class Supervisor:
         self.loop.soon(lambda: self._wanted(wish))
 
     def _wanted(self, wish: Wish) -> None:
-        if self.state == "done" or (self._wish is not None and self._wish.then == "stop"):
+        if self.state == "done":
+            return
+        if self._wish is not None and self._wish.then == "stop":
+            self._say_ending(wish)
             return
         if wish.then == "restart" and self.state != "running":
             # It was meant for a launch that has ended since: what comes next is the policy's, with its wait.
@@ -101,6 +104,14 @@ class Supervisor:
         self._wish = wish
         if self.state == "running":
             self._stop_child(wish.cause)
+        else:
+            self._say_ending(wish)
+
+    def _say_ending(self, wish: Wish) -> None:
+        """Whoever asks again for the end is told what it waits for, and how long at most."""
+        if wish.then == "stop" and self._teardown is not None and self._teardown.may_say():
+            reason = f"{wish.cause}, and it is ending already: {self._teardown.waits_for()}"
+            self.host.finding(found("miner_stopping", reason=reason, grace_s=self._teardown.left_s()))
 
     def use_command(self, command: Sequence[str]) -> None:
         """The miner's command from the next launch on."""

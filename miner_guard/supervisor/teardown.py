@@ -21,6 +21,7 @@ UNKILLABLE_S = 5.0
 """What is still there so long after SIGKILL waits in the kernel; it is said and no longer waited for."""
 
 _LOOK_EVERY_S = 0.02
+_SAY_EVERY_S = 1.0
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Teardown:
     _stage: str = "launcher"
     _since: float = 0.0
     _asked: bool = True
+    _said: float = float("-inf")
     _told: set[Process] = field(default_factory=set)
 
     def ask(self) -> None:
@@ -55,6 +57,27 @@ class Teardown:
     def ended(self) -> None:
         """The launcher is gone (and reaped); look after what it left."""
         self._stage, self._since = "settle", self.clock.monotonic()
+
+    def may_say(self) -> bool:
+        """Once a second: whoever asks for the end may go on asking."""
+        now = self.clock.monotonic()
+        if now - self._said < _SAY_EVERY_S:
+            return False
+        self._said = now
+        return True
+
+    def left_s(self) -> float:
+        """Seconds until SIGKILL at the latest."""
+        waits = {"launcher": self.grace_s + TERM_TO_KILL_S, "settle": SETTLE_S + TERM_TO_KILL_S, "term": TERM_TO_KILL_S}
+        return max(0.0, waits.get(self._stage, 0.0) - (self.clock.monotonic() - self._since))
+
+    def waits_for(self) -> str:
+        """What has not ended yet, and what comes next, for people."""
+        if self._stage == "settle":
+            return "what the miner's launcher left behind gets SIGTERM, then SIGKILL"
+        if self._stage == "kill":
+            return f"what is left of pid {self.launcher.pid} has had SIGKILL"
+        return f"pid {self.launcher.pid} has had SIGTERM and has not ended; SIGKILL comes next"
 
     def step(self) -> float | None:
         """Do what is due. Returns seconds until the next call, None when nothing is left or can be done.

@@ -63,6 +63,8 @@ def test_a_launcher_that_ignores_the_signal_is_alive_before_its_time_and_dead_af
     guarded.processes[0].send_signal(signal.SIGINT)
     asked = time.monotonic()
     guarded.wait_for("miner_stopping")
+    guarded.processes[0].send_signal(signal.SIGINT)
+    guarded.wait_for("miner_stopping", 2)
     time.sleep(1.5)
     assert living(guarded.token)
     assert guarded.processes[0].wait(60) == 0

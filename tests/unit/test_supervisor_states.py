@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from miner_guard import events
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, HangSettings
 from miner_guard.events import Finding
@@ -81,6 +82,38 @@ def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(supervisor
     assert supervisor.last_exit is not None
     assert supervisor.last_exit.code == 137
     assert FAILED != 137
+
+
+def test_who_asks_again_for_the_end_is_told_what_it_waits_for(supervisor: Supervisor, said: list[Finding]) -> None:
+    """Guards against a second Ctrl-C that is swallowed for 45 s, so that the next one is SIGKILL to the guard."""
+    clock = cast(FakeClock, supervisor.clock)
+    launcher = Process(2**22 + 1, 1)
+    supervisor.child = cast(Any, SimpleNamespace(pid=launcher.pid, process=launcher, code=lambda: None, signal=None))
+    supervisor.state, supervisor._wish = "stopping", Wish("SIGINT", "stop")
+    supervisor._teardown = Teardown(clock, set, launcher, 45.0)
+    supervisor._teardown.ask()
+    clock.advance(15.0)
+    for _ in range(3):
+        supervisor.want(Wish("SIGINT", "stop"))
+    supervisor.loop.drain()
+    (finding,) = said
+    assert events.line(finding) == (
+        f"MINER STOPPING: SIGINT, and it is ending already: pid {launcher.pid} has had SIGTERM and has not ended; "
+        "SIGKILL comes next, 32s to stop"
+    )
+
+
+def test_a_stop_during_a_restart_is_heard(supervisor: Supervisor, said: list[Finding]) -> None:
+    """Guards against a first Ctrl-C without a word, because the guard was already ending the launch for a restart."""
+    launcher = Process(2**22 + 1, 1)
+    supervisor.child = cast(Any, SimpleNamespace(pid=launcher.pid, process=launcher, code=lambda: None, signal=None))
+    supervisor.state, supervisor._wish = "stopping", Wish("hang: rank 0 in data", "restart")
+    supervisor._teardown = Teardown(supervisor.clock, set, launcher, 45.0)
+    supervisor._teardown.ask()
+    supervisor.want(Wish("SIGTERM", "stop"))
+    supervisor.loop.drain()
+    assert [finding.event for finding in said] == ["miner_stopping"]
+    assert supervisor._wish.then == "stop"
 
 
 class _Later:
