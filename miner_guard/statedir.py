@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+FOLDER = "miner-guard"
+"""Below the state home; it holds one state directory per name."""
+
 MARKER = "_MINER_GUARD_RUN"
 """Environment variable that marks every process of a run; its value is the run's id."""
 
@@ -111,7 +114,7 @@ def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
         return StateDir(Path(explicit).expanduser().absolute())
     base = env.get("XDG_STATE_HOME")
     root = Path(base) if base else Path.home() / ".local" / "state"
-    return StateDir((root / "miner-guard" / name).absolute())
+    return StateDir((root / FOLDER / name).absolute())
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -33,7 +33,7 @@ def command(
     try:
         answer = ask(state, {"do": order.value})
     except NotRunning as problem:
-        raise Refused(f"{problem}; start it with `miner-guard run`", NOT_RUNNING) from problem
+        raise Refused(f"{problem}; {options.start_or_name(state)}", NOT_RUNNING) from problem
     except OSError as error:
         raise Refused(f"the guard in {state.root} does not answer: {error}", FAILED) from error
     if "error" in answer:

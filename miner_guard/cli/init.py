@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -52,6 +53,8 @@ def command(
     for path in texts:
         typer.echo(f"wrote {path}")
     typer.echo("next: fill in [repo], then `miner-guard doctor`, then `pm2 start ecosystem.config.js`")
+    if place := _place(name, state_dir):
+        typer.echo(f"later: `miner-guard status {place}`; the other commands take {place} too")
 
 
 def guard_toml(cmd: Sequence[str]) -> str:
@@ -73,6 +76,13 @@ def _flags(config: Path | None, state_dir: str | None) -> list[str]:
     """The guard's own flags that `run` needs to find what `init` was told."""
     settings = [] if config is None else ["-c", str(config)]
     return settings if state_dir is None else [*settings, "--state-dir", str(Path(state_dir).absolute())]
+
+
+def _place(name: str, state_dir: str | None) -> str:
+    """The flag by which the other commands find this guard; empty where they find it by themselves."""
+    if state_dir is not None:
+        return f"--state-dir {shlex.quote(str(Path(state_dir).absolute()))}"
+    return "" if name == DEFAULT_NAME else f"--name {shlex.quote(name)}"
 
 
 def _fill(template: str, values: dict[str, str]) -> str:

@@ -27,6 +27,9 @@ MOST = 10**15
 """The greatest number that a flag takes where it has no limit of its own; infinity is no number that JSON knows."""
 
 
+_OTHERS = 5
+
+
 def a_number(value: Optional[float]) -> Optional[float]:
     """For `callback=` of a limited number: typer before 0.29 lets NaN through every limit."""
     if value is not None and value != value:
@@ -87,6 +90,22 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
     except RuntimeError as error:
         # No HOME, and a user that the host does not know: a container under another uid.
         raise Refused(f"no place for the state: {error} Give --state-dir, or set HOME", CONFIG) from error
+
+
+def start_or_name(state: statedir.StateDir) -> str:
+    """What to do where no guard runs: start one, or name one of those that ran beside this state directory."""
+    start = "start it with `miner-guard run`"
+    folder = state.root.parent
+    if folder.name != statedir.FOLDER:
+        return start
+    try:
+        others = sorted(p.name for p in folder.iterdir() if p != state.root and statedir.StateDir(p).status.is_file())
+    except OSError:
+        return start
+    if not others:
+        return start
+    more = "" if len(others) <= _OTHERS else f" and {len(others) - _OTHERS} more"
+    return f"{start}, or give --name: {', '.join(others[:_OTHERS])}{more} ran here"
 
 
 def check_there(state: statedir.StateDir) -> None:

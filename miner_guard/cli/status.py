@@ -33,7 +33,7 @@ def command(
     try:
         document: Mapping[str, Any] = ask(place.state, {"do": "status"})["status"]
     except NotRunning as problem:
-        raise Refused(f"{problem}; start it with `miner-guard run`", NOT_RUNNING) from problem
+        raise Refused(f"{problem}; {options.start_or_name(place.state)}", NOT_RUNNING) from problem
     except (OSError, KeyError, ValueError) as error:
         raise Refused(f"the guard in {place.state.root} does not answer: {error!r}", FAILED) from error
     if as_json:

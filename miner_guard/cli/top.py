@@ -17,7 +17,7 @@ import typer
 
 from miner_guard import logquery, statedir
 from miner_guard.cli import screen
-from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, a_number, open_place
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, a_number, open_place, start_or_name
 from miner_guard.events import CATALOGUE
 from miner_guard.exits import NOT_RUNNING, Refused
 from miner_guard.logquery import Follower, Hit, Query
@@ -43,7 +43,7 @@ def command(
     """What the running guard knows, live: the way to the next upload, ranks, GPUs, curves, events. q ends it."""
     place = open_place(config, name, state_dir)
     if not isinstance(statedir.read_json(place.state.status), dict):
-        raise Refused(f"no guard has run in {place.state.root}; start it with `miner-guard run`", NOT_RUNNING)
+        raise Refused(f"no guard has run in {place.state.root}; {start_or_name(place.state)}", NOT_RUNNING)
     ascii_only = plain or "utf" not in (sys.stdout.encoding or "").lower()
     view = View(place.state, place.settings.config.gate.min_inner_step, ascii_only=ascii_only)
     if once or not sys.stdout.isatty():

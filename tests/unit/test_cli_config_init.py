@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from miner_guard import settings
+from miner_guard import settings, statedir
 from miner_guard.cli.init import guard_toml
 from miner_guard.cli.main import run
+from miner_guard.statedir import write_json
 from tests import needs
 
 SN38 = [
@@ -122,3 +123,20 @@ def test_the_written_pm2_file_has_the_settings_of_ours_and_the_command_word_for_
     assert 0 not in written["stop_exit_codes"]
     varying = {"args", "cwd", "script"}
     assert {k: v for k, v in written.items() if k not in varying} == {k: v for k, v in ours.items() if k not in varying}
+
+
+def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against `status` beside the guard.toml of `init --name s9` that only says that no guard runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MINER_GUARD_STATE_DIR", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert run(["init", "--name", "s9", "--", "python", "train.py"]) == 0
+    assert "`miner-guard status --name s9`" in capsys.readouterr().out
+    write_json(statedir.choose("s9", None, {"XDG_STATE_HOME": str(tmp_path)}).status, {})
+    for command in (["status"], ["top"], ["ctl", "pause"]):
+        assert run(command) == 3
+        assert "or give --name: s9 ran here" in capsys.readouterr().err
+    assert run(["status", "--state-dir", str(tmp_path / "elsewhere")]) == 3
+    assert "--name" not in capsys.readouterr().err
