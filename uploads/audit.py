@@ -167,8 +167,10 @@ def _facts(
     run_name, named = (metadata.get("run"), metadata.get("outer_step")) if metadata else (None, None)
     # The root metadata names the newest step; the epoch that is scored may be the one before.
     outer = named if isinstance(named, int) else outer_step
+    # Of the epoch before nothing is said by the inner step that the root metadata names.
+    kind = "archive" if inner == 0 and outer == outer_step else "gradient"
     candidate = Candidate(
-        "gradient", outer, inner if inner is not None else 0, files=_inspected(fetched, limits, inspect),
+        kind, outer, inner if inner is not None else 0, files=_inspected(fetched, limits, inspect),
         config=fetched.get("config") or {}, metadata=metadata or {},
         revision=None if None in (run_name, inner) else f"{run_name}.{named}.{inner}",
     )  # fmt: skip

@@ -52,7 +52,7 @@ def detail(outcome: str, verdicts: Sequence[Verdict], epoch: Epoch, seconds: flo
     cost = f"{fetched_bytes} bytes in {seconds:.1f}s"
     if outcome == "rejected":
         # Between an AllReduce and the first gradient after it this is how things are, and nothing else is broken.
-        if any(v.rule == min_inner_step.RULE and v.seen == 0 for v in verdicts):
+        if any(v.rule == min_inner_step.RULE and v.outcome == "block" and v.seen == 0 for v in verdicts):
             blocks.append("this is the upload after an AllReduce; the next gradient's upload mends it")
         return f"epoch {epoch.outer_step} ({epoch.why}): {'; '.join(blocks)}"
     passed = sum(v.outcome == "pass" for v in verdicts)

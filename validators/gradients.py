@@ -14,6 +14,9 @@ from validators.verdict import Verdict
 
 RULE = "gradients"
 
+ALL_ZERO = "all values are zero"
+"""What a gradient must not be and an archive is: after an outer step the local weights are the global ones."""
+
 _PROBLEMS_KEPT = 3
 _SHAPES: Mapping[Any, str] = {
     True: ", of the model's shapes",
@@ -41,7 +44,10 @@ def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block a file with problems or of an implausible size; unknown where it could not be inspected."""
+    """Block a file with problems or of an implausible size; unknown where it could not be inspected.
+
+    An archive may be zero.
+    """
     report = facts.candidate.files
     if report is None:
         return Verdict(RULE, "unknown", None, None, "gradients.pt was not inspected")
@@ -49,7 +55,10 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     if report.get("reason") is not None:
         return Verdict(RULE, "unknown", size, None, f"gradients.pt could not be inspected: {report['reason']}")
     least, most = limits.gradients_min_bytes, limits.gradients_max_bytes
-    if problems := list(report.get("problems") or ()):
+    problems = list(report.get("problems") or ())
+    if problems == [ALL_ZERO] and facts.candidate.kind == "archive":
+        return Verdict(RULE, "pass", size, most, f"gradients.pt: {ALL_ZERO}, as an archive's are after an outer step")
+    if problems:
         return Verdict(RULE, "block", size, None, f"gradients.pt: {'; '.join(map(str, problems[:_PROBLEMS_KEPT]))}")
     if least is not None and size is not None and size < least:
         return Verdict(RULE, "block", size, least, f"gradients.pt has {size} bytes, fewer than a plausible {least}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from miner_guard import probe
 from validators.chunks import layouts
+from validators.gradients import ALL_ZERO
 from validators.shapes import Shapes, plain_name
 
 _MOST_PROBLEMS = 8
@@ -136,7 +137,7 @@ def _look(
     if not names:
         problems.append(f"holds no `<param>{index}` and `<param>{value}`")
     elif biggest == 0.0:
-        problems.append("all values are zero")
+        problems.append(ALL_ZERO)
     missing = [] if shapes is None else sorted(set(shapes.of) - shapes.optional - set(plain.values()))
     if missing:
         warnings.append(f"{len(missing)} of the model's parameters are missing, {missing[0]} among them")

@@ -37,6 +37,9 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
             RULE, "block", seen, least,
             f"published inner_step {seen} < {least}: validators reject it; publish again after more inner steps",
         )  # fmt: skip
+    if facts.candidate.kind == "archive":
+        words = f"this is the archive after an outer step (inner_step {seen}), no gradient yet; the next upload is one"
+        return Verdict(RULE, "warn", seen, limits.min_inner_step, words)
     if seen < limits.min_inner_step:
         return Verdict(
             RULE, "warn", seen, limits.min_inner_step, f"published inner_step {seen} < minimum {limits.min_inner_step}"

@@ -104,6 +104,25 @@ def test_what_validators_reject_fails_with_rule_number_and_limit(
 
 
 @pytest.mark.usefixtures("inspected_here")
+def test_the_archive_after_an_outer_step_is_rejected_only_where_validators_do(tmp_path: Path) -> None:
+    """Guards against AUDIT FAILED right after UPLOAD VERIFIED, where no profile says why."""
+    publish(tmp_path, inner=0, wvals=torch.zeros(2))
+    free = Limits.of(GateSettings(), {})
+    report = look(tmp_path, Network(reason="no [chain] configured"), free)
+    assert report.outcome == "accepted", report.detail
+    assert "warning: this is the archive after an outer step (inner_step 0), no gradient yet" in report.detail
+    rejected = look(tmp_path).detail
+    assert "published inner_step 0 < 1: validators reject it" in rejected
+    assert rejected.endswith("this is the upload after an AllReduce; the next gradient's upload mends it")
+    assert "all values are zero" not in rejected
+    # Neither is a gradient excused, nor anything but zeros in an archive.
+    publish(tmp_path, inner=60, wvals=torch.zeros(2))
+    assert look(tmp_path, limits=free).outcome == "rejected"
+    publish(tmp_path, inner=0, wvals=torch.tensor([float("nan"), 0.0]))
+    assert look(tmp_path, limits=free).outcome == "rejected"
+
+
+@pytest.mark.usefixtures("inspected_here")
 def test_the_epoch_before_is_scored_in_the_first_half_after_an_allreduce(tmp_path: Path) -> None:
     publish(tmp_path, outer=55)
     publish(tmp_path, outer=56)
