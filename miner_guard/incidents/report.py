@@ -77,7 +77,9 @@ def in_words(
 ) -> Explained:
     """Cause and fixes of one incident, with its own numbers in them."""
     label, sighting = knowledge.labels[incident.label], incident.first
-    cause, fixes = sighting.cause or label.cause, [*filter(None, [sighting.fix]), *label.fixes]
+    # The reason often stands in the line after the one that names the error.
+    exact = next((s for s in (sighting, *incident.kept) if s.fix), sighting)
+    cause, fixes = sighting.cause or exact.cause or label.cause, [*filter(None, [exact.fix]), *label.fixes]
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
     return Explained(

@@ -130,6 +130,9 @@ class Scanner:
         self._chained: dict[int | None, Sighting] = {}
         """Exceptions that another one is about to follow from."""
 
+        self._logged: dict[int | None, Sighting] = {}
+        """Of each rank the latest trouble that steps would overcome, told by a logger and not by a traceback."""
+
         self._tail: Sighting | None = None
         self._tail_line = 0
         self._sieve = Sieve(knowledge.triggers)
@@ -229,6 +232,8 @@ class Scanner:
                 self._raised[rank] = first
                 seen.append(first)
                 return
+        if ended is not None and ended.frames and ended.name == "FileNotFoundError":
+            seen += self._went_past(rank, number)
         for pattern in matches:
             role = _role(pattern, matches, lowered)
             told = excerpt(text, _TOLD, pattern.first_word(lowered))
@@ -236,10 +241,23 @@ class Scanner:
                 pattern.label, role, number, told, rank, pattern.cause, "", pattern.fix, pattern.restart
             )
             seen.append(sighting)
+            if rank not in self._open and (ended is None or not ended.frames):
+                self._log(sighting)
             if ended is not None and (rank in self._raised or len(self._raised) < _MOST_STREAMS):
                 self._raised[rank] = sighting
             if pattern.label == "cuda_oom" and "total" not in lowered:
                 self._tail = sighting
+
+    def _log(self, sighting: Sighting) -> None:
+        known = sighting.rank in self._logged or len(self._logged) < _MOST_STREAMS
+        if known and sighting.role in ("cause", "remark") and self._knowledge.labels[sighting.label].overcome_by_steps:
+            self._logged[sighting.rank] = sighting
+
+    def _went_past(self, rank: int | None, number: int) -> Iterator[Retraction]:
+        """A rank that misses a file of its own had gone on after the trouble that it logged before."""
+        for teller in (rank, None):
+            if (passed := self._logged.pop(teller, None)) is not None:
+                yield Retraction((passed.label,), number, number - passed.line, ("cause", "remark"))
 
     def _go_on(self, line: bytes, number: int, seen: list[Seen]) -> None:
         """Add a line to the message that goes on in it."""

@@ -182,6 +182,21 @@ def test_what_follows_from_a_known_error_is_not_the_root(words: str, after: str)
     assert found == {"hf_rate_limit": True, "hub_or_storage_unavailable": False}
 
 
+MISSED = """[rank3]: Traceback (most recent call last):
+[rank3]:   File "/srv/miner/data.py", line 77, in __next__
+[rank3]:     shard = np.load(self.paths[self.i])
+[rank3]: FileNotFoundError: [Errno 2] No such file or directory: '/data/shards/shard_00231.npy'
+"""
+
+
+@pytest.mark.parametrize("teller", ["dataset | ", "[rank3]: "])
+@pytest.mark.parametrize("more", ["", ", retrying in 2 s"])
+def test_a_trouble_that_the_rank_logged_and_went_on_after_is_not_why_it_misses_a_file(teller: str, more: str) -> None:
+    logged = f"{teller}requests.exceptions.ReadTimeout: HTTPSConnectionPool(host='huggingface.co', port=443): Read "
+    assert root(f"{logged}timed out.{more}\n{MISSED}") == "dataset_fetch_failed"
+    assert root(f"{logged}timed out.{more}\n") == "hub_or_storage_unavailable"
+
+
 @pytest.mark.parametrize(
     "last", ["asyncio.exceptions.TimeoutError", "TimeoutError: no answer", "ConnectionResetError: [Errno 104] reset"]
 )

@@ -52,6 +52,35 @@ def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture
     assert next(f["line"] for f in document["findings"] if f["root"]) == 5
 
 
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [
+        (
+            "ImportError: tokenizers>=0.21,<0.22 is required for a normal functioning of this module, but found "
+            "tokenizers==0.20.3.",
+            "Install the version",
+        ),
+        (
+            "huggingface_hub.errors.HfHubHTTPError: 401 Client Error: Unauthorized for url: "
+            "https://huggingface.co/api/models/me/miner/preupload/main",
+            "Use a token that may write",
+        ),
+        ("Invalid username or password.", "Make a new token"),
+        ("huggingface_hub.errors.GatedRepoError: 403 Client Error.", "Accept the repo's terms"),
+        (
+            "huggingface_hub.errors.HfHubHTTPError: 429 Client Error: Too Many Requests for url: "
+            "https://huggingface.co/api/models/me/miner/commit/main",
+            "Commit less often",
+        ),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'configs/tiny.yaml'", "Give its full path"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'run/lock'", "Look for it"),
+    ],
+)
+def test_the_first_fix_fits_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, first: str) -> None:
+    _, document = explained(capsys, write(tmp_path, line.encode()))
+    assert next(f["fixes"][0] for f in document["findings"] if f["root"]).startswith(first)
+
+
 def test_nothing_wrong_exits_1_and_says_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, document = explained(capsys, write(tmp_path, b"step 1 loss 3.2\nerror: 0\n"))
     assert (code, document) == (1, {"root_cause": None, "findings": []})
