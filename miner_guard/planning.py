@@ -228,14 +228,14 @@ def _upload(s: Settings, step_s: float | None) -> Upload:
 def _simplifications(s: Settings, document: Way, actual: Way) -> Iterator[str]:
     if s.gpus > 1:
         yield (
-            f"The document lets every GPU take {document.accumulation_steps} micro-batches. Subnet 38's miner divides "
-            f"the effective batch by the world size: {s.effective} / {s.gpus} GPUs / {s.batch} = "
+            f"The usual estimate lets every GPU take {document.accumulation_steps} micro-batches. Subnet 38's miner "
+            f"divides the effective batch by the world size: {s.effective} / {s.gpus} GPUs / {s.batch} = "
             f"{actual.accumulation_steps} micro-batches on each, {actual.micro_batches} in all, "
             f"{actual.samples} samples and not {document.samples}."
         )
         if s.step_s is None and document.inner_step_s is not None and actual.inner_step_s is not None:
             yield (
-                "The document adds up the micro-batches of all GPUs, which work at the same time: "
+                "The usual estimate adds up the micro-batches of all GPUs, which work at the same time: "
                 f"{actual.accumulation_steps} x {1000 * (s.micro_batch_s or 0):g} ms = {actual.inner_step_s:.3g}s "
                 f"instead of {document.inner_step_s:.4g}s (communication and optimizer not counted)."
             )
@@ -245,12 +245,13 @@ def _simplifications(s: Settings, document: Way, actual: Way) -> Iterator[str]:
             "mean (AdamW's steps hardly depend on that, clipping by norm does)."
         )
         yield (
-            f"The document counts weights and optimizer whole on each GPU; FSDP2 shards them: "
+            f"The usual estimate counts weights and optimizer whole on each GPU; FSDP2 shards them: "
             f"{actual.memory.total:.1f} GB instead of {document.memory.total:.1f} GB."
         )
     gradients = s.params * s.weight_bytes / GB
-    yield f"The document leaves out gradients: {gradients:.1f} GB, sharded {gradients / s.gpus:.1f} GB on each GPU."
-    yield "Its 16 GB of AdamW state for 4B parameters are bf16 moments; fp32 moments take twice that."
+    sharded = f"sharded {gradients / s.gpus:.1f} GB on each GPU"
+    yield f"The usual estimate leaves out gradients: {gradients:.1f} GB, {sharded}."
+    yield "The usual 16 GB of AdamW state for 4B parameters are bf16 moments; fp32 moments take twice that."
     if s.effective % s.batch:
         yield f"{s.effective} is no multiple of {s.batch}: {s.effective % s.batch} samples of each step are dropped."
     if s.effective % (s.gpus * s.batch):
@@ -282,7 +283,7 @@ def _changes(s: Settings) -> Iterator[Change]:
         )
         yield _change(
             s, "gradient checkpointing", slower, lambda _s: "model.gradient_checkpointing_enable()",
-            "30-40 % less activation memory, about 20 % slower (source 003)",
+            "30-40 % less activation memory, about 20 % slower",
         )  # fmt: skip
 
 

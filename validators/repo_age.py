@@ -53,9 +53,9 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "unknown", None, limit, f"repo age unknown: {published.reason}")
     seen = round(age, 1)
     if age > limit:
-        return Verdict(
-            RULE, "block", seen, limit, f"gradients are {age:.0f}s old > {limit:.0f}s: they score zero; upload"
-        )
+        known = limits.validator_repo_age_s is not None
+        why = "they score zero" if known else "the guard's own limit, no profile says when they score zero"
+        return Verdict(RULE, "block", seen, limit, f"gradients are {age:.0f}s old > {limit:.0f}s: {why}; upload")
     if age > limits.repo_age_limit_s:
         own = limits.repo_age_limit_s
         return Verdict(RULE, "warn", seen, own, f"gradients are {age:.0f}s old (keep < {own:.0f}s)")

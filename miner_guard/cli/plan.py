@@ -121,7 +121,7 @@ def text(plan: planning.Plan, steps: Any) -> Iterator[str]:
     batches = f"batch {s.batch}, effective batch {s.effective}"
     yield f"{s.gpus} GPUs, {batches}, {s.params / 1e9:.3g}B parameters, sequence {s.seq}"
     yield ""
-    yield f"{'':34}{'as the document':>18}{'as the miner does':>20}"
+    yield f"{'':34}{'usual estimate':>18}{'as the miner does':>20}"
     for title, one, two in (
         ("Gradient accumulation steps", str(doc.accumulation_steps), str(actual.accumulation_steps)),
         ("Micro-batches per inner step", str(doc.micro_batches), str(actual.micro_batches)),
@@ -144,16 +144,16 @@ def text(plan: planning.Plan, steps: Any) -> Iterator[str]:
         verdict = "fits" if fits(plan) else "does NOT fit"
         yield f"GPU memory: {actual.memory.total:.1f} of {s.gpu_memory_gb:g} GB, {verdict}"
     yield ""
-    yield "Where the document simplifies:"
+    yield "Where the usual estimate simplifies:"
     for line in plan.simplifications:
         yield f"  - {line}"
     yield ""
-    yield "What each change would do (as the document reckons):"
+    yield "What each change would do (by the usual estimate):"
     for change in plan.changes:
+        time = "" if change.inner_step_s is None else f", {_seconds(change.inner_step_s)}"
         yield (
             f"  - {change.what} ({change.arguments}): {change.accumulation_steps} accumulation steps, "
-            f"{change.micro_batches} micro-batches, ~{change.memory_gb:.0f} GB, {_seconds(change.inner_step_s)}: "
-            f"{change.effect}"
+            f"{change.micro_batches} micro-batches, ~{change.memory_gb:.0f} GB{time}: {change.effect}"
         )
 
 

@@ -42,11 +42,10 @@ class Uploader:
         if not decision:
             return
         tag = f"{RUN}.{miner.outer_step}.{miner.inner_step}"
-        with self._guard.upload(decision) as upload:
+        with self._guard.upload(decision, tag=tag) as upload:
             self._lines.info(f"Saving model state locally for epoch {miner.outer_step}")
             gradients = sparse_gradients(miner.model, miner.outer, self._rank)
             if self._rank == 0:
-                upload.tag = tag
                 folder = self._options.work / "staging" / tag
                 shutil.rmtree(folder, ignore_errors=True)
                 metadata = {

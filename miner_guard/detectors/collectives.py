@@ -39,5 +39,6 @@ def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
 def _detail(numbers: Mapping[int, tuple[int, str]], behind: tuple[int, ...], most: int) -> str:
     name = next(name for number, name in numbers.values() if number == most)
     late_ones = ", ".join(f"rank {rank} is at number {numbers[rank][0]}" for rank in behind)
-    waiting = ",".join(str(rank) for rank in sorted(numbers) if rank not in behind)
-    return f"{late_ones}, ranks {waiting} wait in collective number {most} ({name})"
+    waiting = [str(rank) for rank in sorted(numbers) if rank not in behind]
+    wait = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {','.join(waiting)} wait"
+    return f"{late_ones}, {wait} in collective number {most} ({name})"

@@ -199,16 +199,16 @@ class Guard:
                 self._agreement = agree.Alone()
         return self._agreement
 
-    def upload(self, decision: GateDecision) -> Upload:
+    def upload(self, decision: GateDecision, *, tag: str | None = None) -> Upload:
         """A context manager around the upload itself: records and times it; the supervisor verifies it.
 
-        Set `tag`, `size_bytes` on what it yields, where they are known. What the body raises is recorded and goes on.
+        Set `tag` (if not given), `size_bytes` on what it yields. What the body raises is recorded and goes on.
         """
         given: Any = decision
         if not isinstance(given, GateDecision):
             self._degraded("upload", TypeError(f"{type(given).__name__} is no decision of may_upload"))
             given = self._gate.blocked(Candidate("gradient", -1, -1), "no decision was given")
-        return Upload(self._recorder, self._phases.named("upload"), given, self._gate.uploaded)
+        return Upload(self._recorder, self._phases.named("upload"), given, self._gate.uploaded, tag)
 
     @_harmless(lambda: False)
     def upload_due(self) -> bool:

@@ -14,14 +14,17 @@ from uploads.decision import GateDecision
 class Upload:
     """One upload. Rank 0 speaks for it; another rank only where it fails there."""
 
-    def __init__(self, recorder: Recorder, phase: Phase, decision: GateDecision, finished: Callable[[], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, phase: Phase, decision: GateDecision, finished: Callable[[], None],
+        tag: str | None = None,
+    ) -> None:  # fmt: skip
         """`finished` is called where the upload ends without an error."""
         self._recorder = recorder
         self._phase = phase
         self._finished = finished
         self._started = 0.0
         self.decision = decision
-        self.tag: str | None = None
+        self.tag = tag
         """What is published, such as `5.56.51`."""
 
         self.size_bytes: int | None = None

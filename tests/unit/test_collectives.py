@@ -23,6 +23,7 @@ def test_each_group_counts_for_itself() -> None:
     found = late({0: trace(9, group="a") + trace(2, group="b"), 1: trace(9, group="a") + trace(1, group="b")})
     assert found is not None
     assert found.ranks == (1,)
+    assert found.detail.endswith("rank 0 waits in collective number 2 (gloo:all_reduce)")
 
 
 def test_level_ranks_and_single_ones_name_nobody() -> None:

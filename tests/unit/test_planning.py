@@ -87,8 +87,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert document["memory_gb"]["total"] == pytest.approx(30)
     assert main.run(arguments.split()) == 0
     out = capsys.readouterr().out
-    for words in ("256", "1024", "~30.0 GB", "10.24s", "Where the document simplifies"):
+    for words in ("256", "1024", "~30.0 GB", "10.24s", "Where the usual estimate simplifies"):
         assert words in out
+    assert main.run(["plan"]) == 0
+    changes = capsys.readouterr().out.partition("What each change would do")[2]
+    assert "half the time" in changes
+    assert "unknown" not in changes
     assert main.run(["plan", "--batch", "8", "--effective", "4"]) == 64
     for none in ("many", "nan", "inf", "4e400", "1e308T", "-4B", "0"):
         assert main.run(["plan", "--params", none]) == 64
