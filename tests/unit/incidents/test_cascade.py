@@ -182,6 +182,19 @@ def test_what_follows_from_a_known_error_is_not_the_root(words: str, after: str)
     assert found == {"hf_rate_limit": True, "hub_or_storage_unavailable": False}
 
 
+@pytest.mark.parametrize("last", ["bye", "Checkpoint step_120 saved", "Exited cleanly.", "shutdown complete"])
+def test_a_stop_that_the_program_handled_and_ended_well_is_nothing_wrong(last: str) -> None:
+    asked = "^C2026-11-21 10:12:00 | INFO | KeyboardInterrupt received, saving and leaving\n"
+    assert root(f"{asked}2026-11-21 10:12:01 | INFO | {last}\n") is None
+    assert root(asked) == "user_interrupt"
+    assert root(f"{asked}RuntimeError: checkpoint could not be saved\n") == "user_interrupt"
+
+
+@pytest.mark.parametrize("line", ["RuntimeError: CUDA out of memory; emergency checkpoint saved", "OOM, model saved"])
+def test_what_was_saved_hides_no_fault_on_its_line(line: str) -> None:
+    assert root(f"RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n{line}\n") == "cuda_oom"
+
+
 MISSED = """[rank3]: Traceback (most recent call last):
 [rank3]:   File "/srv/miner/data.py", line 77, in __next__
 [rank3]:     shard = np.load(self.paths[self.i])
