@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import typer
 
-from miner_guard import exits
+from miner_guard import events, exits
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.trace import judge, reading
@@ -26,19 +26,24 @@ _STEPS_SHOWN = 20
 def explain_trace(source: str, *, as_json: bool, facts: TrainingFacts | None = None) -> None:
     """Explain the trace in the file `source` (`-`: standard input). Exits with 1 where it is healthy.
 
-    `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) for what can't be read.
-    A remark (severity info) alone is no alarm: the run counts as healthy.
+    `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) for what can't be read
+    or holds no trace line. A remark (severity info) alone is no alarm: the run counts as healthy.
     """
     with _lines(source) as lines:
         trace = reading.read(lines)
+    if not trace.used:
+        raise exits.Refused(
+            f"{source}: none of {events.counted(trace.lines, 'line')} is a trace line; give JSON lines such as "
+            '{"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, or lines such as '
+            "`Step 10: loss=2.45, lr=6.67e-05` (CSV is not read)",
+            exits.USAGE,
+        )
     found = judge.judge(trace, facts)
     if as_json:
         typer.echo(json.dumps({"findings": [document(a) for a in found]}, ensure_ascii=False))
     else:
         for line in report(trace, found):
             typer.echo(line)
-    if not trace.used:
-        typer.echo(f"miner-guard: {source}: none of {trace.lines} lines is a trace line; nothing was judged", err=True)
     if all(a.severity == "info" for a in found):
         raise typer.Exit(exits.FAILED)
 
@@ -70,7 +75,7 @@ def report(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
     counts = ", ".join(f"{len(series)} {name}" for name, series in trace.series.items() if len(series))
     yield f"{trace.used} of {trace.lines} lines read: {counts or 'no numbers'}"
     if not found:
-        yield "Nothing wrong." if trace.used else "Nothing to judge."
+        yield "Nothing wrong."
     for kind in dict.fromkeys(a.type for a in found):
         alike = [a for a in found if a.type == kind]
         for anomaly in alike[:_ALIKE]:

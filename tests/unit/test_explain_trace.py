@@ -235,19 +235,40 @@ def run(path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool = True)
     return code, json.loads(out) if as_json else out
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", random.Random(1).randbytes(100_000), b"step,loss,lr\n0,5.56,1e-4\n1,5.47,1e-4\n"],
+    ids=["empty", "noise", "csv"],
+)
+def test_what_holds_no_trace_line_is_refused_and_not_called_healthy(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(content)
+    with pytest.raises(exits.Refused, match=r'is a trace line; give JSON lines such as \{"step"') as refused:
+        explain_trace(str(path), as_json=True)
+    assert refused.value.code == exits.USAGE
+
+
+def test_the_first_step_is_slow_in_every_healthy_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = [30.0 if n == 0 else 3.46 for n in range(300)]
+    path = tmp_path / "trace"
+    lines = (
+        f'{{"step": {n}, "loss": {v}, "step_time": {t}}}\n'
+        for n, (v, t) in enumerate(zip(healthy(300), times, strict=True))
+    )
+    path.write_text("".join(lines))
+    code, document = run(path, capsys)
+    assert (code, [(f["type"], f["severity"]) for f in document["findings"]]) == (1, [("slow_steps", "info")])
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sick, well, empty, noise = (tmp_path / name for name in ("sick", "well", "empty", "noise"))
+    sick, well = tmp_path / "sick", tmp_path / "well"
     sick.write_text("".join(f"Step {n}: loss={v if n != 50 else 9.0}, lr=2e-4\n" for n, v in enumerate(healthy())))
     well.write_text("".join(f'{{"step": {n}, "loss": {v}}}\n' for n, v in enumerate(healthy())))
-    empty.touch()
-    noise.write_bytes(random.Random(1).randbytes(100_000))
     code, document = run(sick, capsys)
     assert code == 0
     assert [sorted(f) for f in document["findings"]] == [["at_step", "detail", "fixes", "severity", "type"]]
     assert (document["findings"][0]["type"], document["findings"][0]["at_step"]) == ("spike", 50)
     assert run(well, capsys) == (1, {"findings": []})
-    assert run(empty, capsys) == (1, {"findings": []})
-    assert run(noise, capsys) == (1, {"findings": []})
     code, text = run(sick, capsys, as_json=False)
     assert "spike at step 50" in text
     assert "halve the learning rate" in text

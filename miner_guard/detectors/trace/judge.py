@@ -152,10 +152,12 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
     period = _period(slow)
     for seen in slow:
         regular = "" if period is None else f"; every {period} values: scheduled work?"
+        first = seen.index == 0
         yield Anomaly(
-            "slow_steps", times.steps[seen.index], "warning",
-            f"step time {seen.value:.4g} against {seen.level:.4g} around it ({seen.ratio:.2f} times){regular}",
-            advice.for_slow(facts), "", {"step_time": seen.value, "level": seen.level},
+            "slow_steps", times.steps[seen.index], "info" if first else "warning",
+            f"step time {seen.value:.4g} against {seen.level:.4g} around it ({seen.ratio:.2f} times){regular}"
+            + ("; the first step compiles and warms up" if first else ""),
+            () if first else advice.for_slow(facts), "", {"step_time": seen.value, "level": seen.level},
         )  # fmt: skip
     for shift in levels.shifts(values):
         slower = shift.after > shift.before
