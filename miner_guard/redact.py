@@ -14,7 +14,7 @@ from miner_guard.config import Config
 
 MASK = "[redacted]"
 
-SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|MNEMONIC|CREDENTIAL", re.IGNORECASE)
+SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|MNEMONIC|CREDENTIAL|WEBHOOK", re.IGNORECASE)
 """Environment variables so named hold secrets."""
 
 _COUNTS = re.compile(r"TOKENS|TOKENIZ", re.IGNORECASE)
@@ -33,30 +33,80 @@ _SHAPES = tuple(
         r"\bhf_[A-Za-z0-9]{20,}",
         r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
         # A subnet 38 commitment: account id 32 + read key id 32 + read secret 64.
-        r"\b[0-9a-fA-F]{128}\b|(?<![A-Za-z0-9])[A-Za-z0-9]{128}(?![A-Za-z0-9])",
+        # With 0x it is the private key of a keyfile.
+        r"\b(?:0x)?[0-9a-fA-F]{128}\b|(?<![A-Za-z0-9])[A-Za-z0-9]{128}(?![A-Za-z0-9])",
         # An R2 secret key; what is named as a checksum, or a file of a content-addressed cache, is none.
         r"(?<!sha256[:=-])(?<!/blobs/)\b[0-9a-f]{64}\b",
         r"\bgh[pousr]_[A-Za-z0-9]{30,}",
+        r"\bgithub_pat_[A-Za-z0-9_]{20,}",
+        r"\bglpat-[A-Za-z0-9_-]{20,}",
+        r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
         r"\bsk-[A-Za-z0-9_-]{20,}",
+        r"\bwandb_v\d_[A-Za-z0-9_]{20,}",
+        r"\bAIza[A-Za-z0-9_-]{35}",
+        # A JSON web token.
+        r"(?<![\w-])eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*",
+        # The token of a Telegram bot.
+        r"(?<![\w-])\d{8,12}:AA[A-Za-z0-9_-]{30,}",
     )
 )
+_WEBHOOK = re.compile(
+    r"(?i)(\b(?:discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/|hooks\.slack\.com/(?:services|workflows|triggers)/"
+    r"|api\.telegram\.org/(?:file/)?bot|\.webhook\.office\.com/webhookb2/"
+    r"|(?:discord|gotifys?|msteams|ntfys?|pbul|pover|slack|tgram)://))(?!\[redacted\])[^\s\"'<>\\]+?"
+    # The method of a bot's API is no secret.
+    r"(?=/(?:send|get|set|edit|delete)[A-Za-z]|[\s\"'<>\\),;]|\Z)"
+)
+_SIGNED_URL = re.compile(
+    r"(?i)((?:[?&]|&amp;|\\u0026)(?:sig|signature|AWSAccessKeyId|X-Amz-(?:Signature|Credential|Security-Token))=)"
+    r"(?!\[redacted\])[^\s\"'&<>\\]+"
+)
+_WANDB = re.compile(
+    r"(?i)(\bwandb\b[^\n]{0,40}?\b(?:key|login|password)\b[^\n]{0,20}?)(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
+)
+_NETRC = re.compile(r"(\bpassword[ \t]+)[0-9a-f]{40}\b")
+
+# A block of several lines: plain, with a prefix to each line, or in a JSON string. Where its end is not there (a cut
+# excerpt) it goes as far as its base64 does; where its beginning is not, it goes from the text's.
+_PEM_TITLE = r"[A-Z0-9 ]{0,32}PRIVATE KEY(?: BLOCK)?-----"
+_PEM = re.compile(
+    rf"-----BEGIN {_PEM_TITLE}(?:[^\"]{{0,20000}}?-----END {_PEM_TITLE}|(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]{{16,}})*)"
+)
+_PEM_END = re.compile(rf"\A[A-Za-z0-9+/=\s]{{1,20000}}-----END {_PEM_TITLE}")
 # No prefix without a bound anywhere below: on a long word (hex, base64) each of its letters would begin a search of the
 # rest, with the interpreter's lock held. 16 KB took a minute, in which the guard stood still.
+_NAMES = (
+    r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|passphrase|api[_-]?key"
+    r"|access[_-]?key(?:[_-]?id)?|webhook(?:[_-]?url)?|mnemonic)"
+)
+# Quotes may be escaped: the bundle redacts JSON that holds JSON. Half an escape is not cut off, or it would not parse.
 _NAMED = re.compile(
-    r"(?i)((?:(?:secret(?:[_-]?key)?|token|password|passwd|api[_-]?key|access[_-]?key(?:[_-]id)?|mnemonic))[\"']?\s*[=:]\s*[\"']?)"
-    r"(?!\[redacted\])([^\s\"',;&|)}\]]{4,})"
+    rf"(?i)({_NAMES}(?:\\{{0,7}}[\"'])?\s*[=:]\s*(?:\\{{0,7}}[\"'])?)"
+    r"(?!\[redacted\])((?:[^\s\"',;&|)}\]\\]|\\(?!\\{0,7}[\"'\s])){4,})"
 )
-_FLAG_NAME = (
-    r"--[\w.-]{0,64}(?:secret(?:[_-]?key)?|token|password|passwd|api[_-]?key|access[_-]?key(?:[_-]?id)?|mnemonic)"
-)
+_FLAG_NAME = rf"--[\w.-]{{0,64}}{_NAMES}"
 _SECRET_FLAG = re.compile(_FLAG_NAME, re.IGNORECASE)
 # Quoted as a shell does: what follows a space inside the quotes belongs to it.
-_FLAG = re.compile(rf"(?i)({_FLAG_NAME}[ =])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)")
+_FLAG = re.compile(rf"(?i)({_FLAG_NAME}[ =])(?!\[redacted\])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)")
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,31}://[^\s/:@]{0,256}:)([^\s/@]+)(@)", re.IGNORECASE)
-_MNEMONIC = re.compile(r"(?i)(\b(?:mnemonic|seed phrase)\b\W+)((?:[a-z]{3,8}[ ]+){11,23}[a-z]{3,8})")
+_ANSI = r"(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,12}m"
+# Each text is a gap in one way only: else the search below takes for ever on a row of `\\n`.
+_GAP = rf"(?:{_ANSI}|\\[nrt]|\\(?![nrtux])|[^\w\x1b\\])"
+_WORDS = r"[a-z]{3,8}(?:[ ]{1,4}[a-z]{3,8}){11,23}(?![A-Za-z])"
+# "The mnemonic to the new coldkey is:", a line or two, and then the words.
+_MNEMONIC = re.compile(
+    rf"(?i)((?<![A-Za-z])(?:mnemonic|(?:seed|secret|recovery|backup)[ _-]?(?:phrase|words))\b{_GAP}{{1,16}}"
+    rf"(?:\w{{1,16}}{_GAP}{{1,16}}){{0,8}}?)({_WORDS})"
+)
+# The words alone on their line: as many as a phrase has, and nothing else.
+_PHRASE = re.compile(
+    rf"(?m)^((?:{_ANSI}|[^\w\x1b\n]){{0,16}})[a-z]{{3,8}}(?: [a-z]{{3,8}}){{2}}(?:(?: [a-z]{{3,8}}){{3}}){{3,7}}"
+    rf"(?=(?:{_ANSI}|[^\w\x1b\n]){{0,16}}$)"
+)
 _WORTH_A_LOOK = re.compile(
-    r"(?i)secret|token|passw|key|mnemonic|seed phrase|bearer|basic|hf_|sk-|gh[pousr]_|AKIA|ASIA|://|[0-9A-Za-z]{64}"
+    r"(?i)secret|token|passw|passp|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|hf_|sk-|gh[pousr]_"
+    r"|github_|glpat|xox|wandb|webhook|bot\d|AIza|eyJ|AKIA|ASIA|://|x-amz|[?&]sig|u0026sig|:AA|[0-9A-Za-z]{64}"
 )
 
 
@@ -88,10 +138,17 @@ class Redactor:
         """`text` without secrets."""
         if self._values is not None:
             text = self._values.sub(MASK, text)
+        text = _PHRASE.sub(rf"\1{MASK}", text)
         if not _WORTH_A_LOOK.search(text):
             return text
+        if "PRIVATE KEY" in text:
+            text = _PEM_END.sub(MASK, _PEM.sub(MASK, text))
+        text = _WEBHOOK.sub(rf"\1{MASK}", text)
+        text = _SIGNED_URL.sub(rf"\1{MASK}", text)
         for shape in _SHAPES:
             text = shape.sub(MASK, text)
+        for hexadecimal in (_WANDB, _NETRC):
+            text = hexadecimal.sub(rf"\1{MASK}", text)
         text = _MNEMONIC.sub(rf"\1{MASK}", text)
         text = _URL.sub(rf"\1{MASK}\3", text)
         text = _BEARER.sub(rf"\1{MASK}", text)
@@ -110,15 +167,23 @@ class Redactor:
 
     def _items(self, items: Sequence[Any], name: str) -> list[Any]:
         """A command line is a list of words: the one after `--token` is a secret, though it looks like none."""
-        safe, masked = [], False
+        safe, flag, masked = [], "", False
         for item in items:
-            hidden = masked and isinstance(item, str) and len(item) >= _SHORTEST_WORD and not item.startswith("--")
+            word = item if isinstance(item, str) else ""
+            phrase = flag.lower().endswith("mnemonic")
+            hidden = masked and len(word) >= (3 if phrase else _SHORTEST_WORD) and not word.startswith("--")
             safe.append(MASK if hidden else self.value(item, name))
-            masked = isinstance(item, str) and _SECRET_FLAG.fullmatch(item) is not None
+            masked = _SECRET_FLAG.fullmatch(word) is not None
+            if masked:
+                flag = word
+            # A phrase that no quotes hold together: all its words.
+            masked = masked or (hidden and phrase)
         return safe
 
 
-_SECRET_FIELD = re.compile(r"(?i)(?:^|_)(?:secret|token|password|api_?key|access_?key(?:_id)?|mnemonic)$")
+_SECRET_FIELD = re.compile(
+    r"(?i)(?:^|_)(?:secret(?:_?(?:key|seed|phrase))?|private_?key|token|password|passphrase|api_?key|access_?key(?:_?id)?|mnemonic)$"
+)
 
 
 def _is_secret_field(name: str) -> bool:

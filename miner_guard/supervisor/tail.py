@@ -13,13 +13,19 @@ class Tail:
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque()
         self._size = 0
+        self._cut = False
 
     def add(self, chunk: bytes) -> None:
         self._chunks.append(chunk)
         self._size += len(chunk)
         while self._size - len(self._chunks[0]) >= _BYTES:
             self._size -= len(self._chunks.popleft())
+            self._cut = True
 
     def text(self) -> bytes:
-        """The last 64 KiB, or all that there was."""
-        return b"".join(self._chunks)[-_BYTES:]
+        """The last 64 KiB, or all that there was. What is cut begins with a line: half a key looks like no key."""
+        whole = b"".join(self._chunks)
+        if not self._cut and len(whole) <= _BYTES:
+            return whole
+        last = whole[-_BYTES:]
+        return last.partition(b"\n")[2] or last

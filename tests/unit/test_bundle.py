@@ -17,6 +17,7 @@ from miner_guard.health import bundle
 from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir, write_json
+from tests.unit.test_redact import LEAKS
 
 SECRETS = {
     "R2_WRITE_SECRET_ACCESS_KEY": "planted-environment-secret",
@@ -40,7 +41,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     write_json(state.status, {"command": ["train", "--wallet.password=planted-argument"]})
     evidence = state.incidents / "2026-hang" / "log.txt"
     evidence.parent.mkdir(parents=True)
-    evidence.write_text("Authorization: Bearer planted.bearer.value\nthe last words")
+    leaks = "\n".join(leaking for leaking, _ in LEAKS.values())
+    evidence.write_text(f"Authorization: Bearer planted.bearer.value\n{leaks}\nthe last words")
     return state
 
 
@@ -71,6 +73,7 @@ def test_the_bundle_answers_what_a_helper_asks_and_holds_no_secret(
     assert b"the last words" in files["incidents/2026-hang/log.txt"]
     planted = ("planted-environment-secret", "planted-http-token", "planted-bot-token", "planted-argument",
                "planted.bearer", "hf_aaaa")  # fmt: skip
+    planted += tuple(secret for _, secret in LEAKS.values())
     assert [(name, secret) for name, data in files.items() for secret in planted if secret.encode() in data] == []
     assert output.stat().st_mode & 0o077 == 0
     assert "look at it before you share it" in capsys.readouterr().out
