@@ -248,16 +248,20 @@ def test_what_holds_no_trace_line_is_refused_and_not_called_healthy(tmp_path: Pa
     assert refused.value.code == exits.USAGE
 
 
-def test_the_first_step_is_slow_in_every_healthy_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("start", "code", "severity"), [(0, 1, "info"), (1, 1, "info"), (5000, 0, "warning")])
+def test_the_first_step_is_slow_in_every_healthy_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], start: int, code: int, severity: str
+) -> None:
+    """A trace that begins later shows a window of a run: its first step is one like any other."""
     times = [30.0 if n == 0 else 3.46 for n in range(300)]
     path = tmp_path / "trace"
     lines = (
-        f'{{"step": {n}, "loss": {v}, "step_time": {t}}}\n'
+        f'{{"step": {start + n}, "loss": {v}, "step_time": {t}}}\n'
         for n, (v, t) in enumerate(zip(healthy(300), times, strict=True))
     )
     path.write_text("".join(lines))
-    code, document = run(path, capsys)
-    assert (code, [(f["type"], f["severity"]) for f in document["findings"]]) == (1, [("slow_steps", "info")])
+    ended, document = run(path, capsys)
+    assert (ended, [(f["type"], f["severity"]) for f in document["findings"]]) == (code, [("slow_steps", severity)])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

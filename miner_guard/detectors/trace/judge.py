@@ -24,6 +24,8 @@ _FROM_START = 3
 """A trace whose first step is within three strides shows its run from the start, else it is a window of it."""
 
 _ZEROS = 3
+_FIRST_STEP = 1
+"""The first step of a run, as trainers count from 0 or from 1."""
 
 
 def judge(trace: Trace, facts: TrainingFacts | None = None) -> list[Anomaly]:
@@ -152,7 +154,7 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
     period = _period(slow)
     for seen in slow:
         regular = "" if period is None else f"; every {period} values: scheduled work?"
-        first = seen.index == 0
+        first = times.steps[seen.index] <= _FIRST_STEP
         yield Anomaly(
             "slow_steps", times.steps[seen.index], "info" if first else "warning",
             f"step time {seen.value:.4g} against {seen.level:.4g} around it ({seen.ratio:.2f} times){regular}"
