@@ -182,6 +182,11 @@ def test_what_follows_from_a_known_error_is_not_the_root(words: str, after: str)
     assert found == {"hf_rate_limit": True, "hub_or_storage_unavailable": False}
 
 
+def test_the_rank_that_waited_in_vain_is_not_the_root_where_another_one_broke() -> None:
+    broke = WAITED.replace("asyncio.exceptions.TimeoutError", "ValueError: shard 12 has 31 tokens")
+    assert root("[rank0]: " + WAITED.replace("\n", "\n[rank0]: ") + "\n" + broke) == "code_bug"
+
+
 @pytest.mark.parametrize("last", ["bye", "Checkpoint step_120 saved", "Exited cleanly.", "shutdown complete"])
 def test_a_stop_that_the_program_handled_and_ended_well_is_nothing_wrong(last: str) -> None:
     asked = "^C2026-11-21 10:12:00 | INFO | KeyboardInterrupt received, saving and leaving\n"
