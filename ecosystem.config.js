@@ -33,7 +33,10 @@ module.exports = {
       merge_logs: true,
       out_file: log,
       error_file: log,
-      filter_env: ["SECRET", "TOKEN", "_KEY"],
+      filter_env: [
+        "SECRET", "TOKEN", "_KEY", "APIKEY", "PASSWORD", "PASSWD", "PASSPHRASE", "MNEMONIC", "WEBHOOK", "ALERTS__URLS",
+        "HEARTBEAT_URL",
+      ],
       watch: false,
       vizion: false,
       automation: false,

@@ -66,11 +66,13 @@ def load(
     profile: Mapping[str, Any] | None = None,
     profile_origin: str = "profile",
     env: Mapping[str, str] | None = None,
+    dotenv: tuple[str, Mapping[str, str]] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Settings:
     """Merge all layers into checked settings.
 
-    `profile` is a document shaped like guard.toml. `flags` maps `section.key` to a value. With no
+    `profile` is a document shaped like guard.toml. `dotenv` is the name of the miner's `.env` and what it assigns; the
+    environment goes before it. `flags` maps `section.key` to a value. With no
     `file`, `./guard.toml` is read if it is there. Raises BadConfig, for a flag BadFlag.
     """
     merged: dict[str, dict[str, Any]] = {name: {} for name in sections()}
@@ -80,7 +82,9 @@ def load(
     path = file if file is not None else Path("guard.toml")
     if file is not None or path.is_file():
         _add_document(merged, origins, read_toml(path), str(path))
-    _add_environment(merged, origins, os.environ if env is None else env)
+    if dotenv is not None:
+        _add_environment(merged, origins, dotenv[1], dotenv[0])
+    _add_environment(merged, origins, os.environ if env is None else env, "environment")
     for dotted, value in (flags or {}).items():
         section, key = dotted.split(".", 1)
         try:
@@ -113,17 +117,19 @@ def _add_document(
             origins[f"{section}.{key}"] = where
 
 
-def _add_environment(merged: dict[str, dict[str, Any]], origins: dict[str, str], env: Mapping[str, str]) -> None:
+def _add_environment(
+    merged: dict[str, dict[str, Any]], origins: dict[str, str], env: Mapping[str, str], where: str
+) -> None:
     for name, text in env.items():
         if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
             continue
         section, _, key = name[len(PREFIX) :].lower().partition("__")
         if section not in merged or not key:
             raise BadConfig(
-                f"environment: {name} names no setting; the form is {PREFIX}SECTION__KEY, sections: {', '.join(merged)}"
+                f"{where}: {name} names no setting; the form is {PREFIX}SECTION__KEY, sections: {', '.join(merged)}"
             )
-        merged[section][key] = _checked(section, key, text, f"environment, {name}", strict=False)
-        origins[f"{section}.{key}"] = f"environment {name}"
+        merged[section][key] = _checked(section, key, text, f"{where}, {name}", strict=False)
+        origins[f"{section}.{key}"] = f"{where} {name}"
 
 
 def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) -> Any:

@@ -19,6 +19,7 @@ from miner_guard import statedir
 from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
 
 if TYPE_CHECKING:
+    from miner_guard.config import RepoSettings
     from miner_guard.settings import Settings
 
 DEFAULT_NAME = "miner"
@@ -63,13 +64,29 @@ def open_place(config: Path | None, name: str, state_dir: str | None, flags: Map
 
     try:
         # Twice: the first pass only says which profile lies below the rest.
-        first = settings.load(config, flags=flags).config.miner
-        profile = chosen(first)
+        first = settings.load(config, flags=flags).config
+        profile = chosen(first.miner)
         document = None if profile is None else _of_profile(profile)
-        loaded = settings.load(config, profile=document, profile_origin=f"profile {profile}", flags=flags)
+        loaded = settings.load(
+            config, profile=document, profile_origin=f"profile {profile}", dotenv=_dotenv(first.repo), flags=flags
+        )
     except settings.BadConfig as error:
         raise Refused(str(error), USAGE if isinstance(error, settings.BadFlag) else CONFIG) from error
     return Place(loaded, choose_state(name, state_dir), profile)
+
+
+def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
+    """The miner's `.env`, where the guard's keys are in it: pm2's filter_env lets no secret through the environment."""
+    if repo.credentials != "dotenv":
+        return None
+    from uploads.repos.base import RepoError
+    from uploads.repos.credentials import find
+
+    try:
+        return repo.credentials_file or ".env", find(repo)
+    except RepoError:
+        # Whoever looks at the repo says what is wrong with the file; a command that needs no key goes on.
+        return None
 
 
 def _of_profile(profile: str) -> Mapping[str, Any]:

@@ -107,10 +107,17 @@ def test_start_grep_restart_stop_delete(pm2: Pm2) -> None:
 @pytest.mark.timeout(200)
 def test_a_finished_miner_and_a_bad_setting_are_not_started_again(pm2: Pm2) -> None:
     pm2.env["MINER_GUARD_MINER__FINITE"] = "true"
+    names = ("MINER_GUARD_ALERTS__URLS", "MINER_GUARD_ALERTS__HEARTBEAT_URL", "WANDB_PASSWORD", "HF_TOKEN", "A_WEBHOOK")
+    pm2.env.update({name: f"json://planted-{name}" for name in names})
+    pm2.env["MINER_GUARD_REPO__CREDENTIALS"] = "env"
     pm2.edit(["run", "--", sys.executable, "-c", "print('work done')"])
     pm2("start", str(pm2.file))
     _until("stopped after it finished", lambda: pm2.app()["status"] == "stopped", 60)
     assert (pm2.app()["exit_code"], pm2.app()["restart_time"]) == (63, 0)
+    pm2("save", "--force")
+    dump = (Path(pm2.env["PM2_HOME"]) / "dump.pm2").read_text()
+    assert "planted-" not in dump, "filter_env keeps secrets out of pm2's dump"
+    assert "MINER_GUARD_REPO__CREDENTIALS" in dump, "what is a setting and no secret reaches the guard"
     pm2("delete", "miner")
     pm2.env["MINER_GUARD_GATE__MIN_INNER_STEP"] = "minus one"
     pm2("start", str(pm2.file))

@@ -44,6 +44,25 @@ def test_config_names_the_origin_of_each_value_and_masks_secrets(
         assert secret not in text + json.dumps(document)
 
 
+def test_settings_that_hold_secrets_are_read_from_the_miners_env_file_below_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against alerts that nobody gets under pm2, whose filter_env lets no secret through the environment."""
+    monkeypatch.chdir(tmp_path)
+    Path(".env").write_text("MINER_GUARD_ALERTS__URLS=tgram://1:a/2,json://x\nMINER_GUARD_HTTP__TOKEN=t\nOTHER=1\n")
+    monkeypatch.setenv("MINER_GUARD_HTTP__TOKEN", "of-the-shell")
+    for credentials, origin in (("dotenv", ".env MINER_GUARD_ALERTS__URLS"), ("env", "default")):
+        Path("guard.toml").write_text(f'[repo]\ncredentials = "{credentials}"\n')
+        assert run(["config", "--json"]) == 0
+        values = json.loads(capsys.readouterr().out)["settings"]
+        assert values["alerts"]["urls"]["origin"] == origin
+        assert values["http"]["token"]["origin"] == "environment MINER_GUARD_HTTP__TOKEN"
+    Path("guard.toml").write_text('[repo]\ncredentials = "dotenv"\n')
+    Path(".env").write_text("MINER_GUARD_ALERTS__URL=json://x\n")
+    assert run(["config"]) == 78
+    assert ".env, MINER_GUARD_ALERTS__URL: unknown key" in capsys.readouterr().err
+
+
 def test_config_refuses_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "guard.toml"
     file.write_text("[gate]\nmin_inner_step = -1\n")

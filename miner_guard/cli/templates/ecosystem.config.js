@@ -4,7 +4,7 @@
 //   kill_timeout above the guard's own stop_timeout_s (45 s), which is above torchrun's (30 s);
 //   no restart for what a restart can't mend: 63 finished, 64 usage, 69 preflight, 75 crash loop, 78 configuration.
 // Never put 0 there: pm2 records a death by signal as exit code 0. Backing off is the guard's work, not pm2's.
-// filter_env keeps secrets out of pm2's dump, so the miner can't have them from the shell: use its .env file.
+// filter_env keeps secrets out of pm2's dump, so neither miner nor guard has them from the shell: use the .env file.
 const os = require("os");
 const path = require("path");
 
@@ -31,7 +31,10 @@ module.exports = {
       merge_logs: true,
       out_file: log,
       error_file: log,
-      filter_env: ["SECRET", "TOKEN", "_KEY"],
+      filter_env: [
+        "SECRET", "TOKEN", "_KEY", "APIKEY", "PASSWORD", "PASSWD", "PASSPHRASE", "MNEMONIC", "WEBHOOK", "ALERTS__URLS",
+        "HEARTBEAT_URL",
+      ],
       watch: false,
       vizion: false,
       automation: false,
