@@ -42,6 +42,7 @@ class Emitter:
         self._clock = clock
         self._redactor = redactor
         self.sinks = sinks
+        self._disk_full = False
         self._log = structlog.wrap_logger(
             None,
             processors=[self._stamp, self._redact, self._deliver],
@@ -52,10 +53,23 @@ class Emitter:
     def emit(self, finding: Finding) -> None:
         """Log one finding. An event that the catalogue lacks raises KeyError: that is a defect of ours."""
         spec = CATALOGUE[finding.event]
+        if self._said_of_the_disk(finding):
+            return
         fields = dict(finding.fields)
         self._log._proxy_to_logger(
             "msg", events.line(finding), _event=spec, _level=finding.severity, _rank=finding.rank, _fields=fields
         )
+
+    def _said_of_the_disk(self, finding: Finding) -> bool:
+        """Whether it adds nothing: a full disk stops every writer, and the first that says so speaks for all."""
+        known = self._disk_full
+        if finding.event == "disk_full":
+            self._disk_full = True
+            return known
+        if finding.event == "disk_recovered":
+            self._disk_full = False
+            return not known and finding.fields.get("lost") == 0
+        return False
 
     def _stamp(self, _logger: Any, _method: str, bound: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         return {

@@ -6,6 +6,7 @@ trusted; files of other names are left alone.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -145,6 +146,11 @@ def read_json(path: Path) -> Any | None:
 
 ROOM_TO_RESUME = 64 * 1024
 """Free bytes from which on a full disk is full no more: a short line may fit where a longer one did not."""
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a write failed for want of room, and will work again when there is some."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def has_room(where: int | Path) -> bool:

@@ -280,11 +280,18 @@ class MonitoringCostTracker:
             return
         try:
             statedir.write_json(self._file, self.get_report())
-            self._write_failed = False
         except OSError as error:
             if not self._write_failed:
-                self._report(found("guard_degraded", what=f"{self._file} cannot be written: {error.strerror}"))
+                self._report(
+                    found("disk_full", what=self._file.name, reason=str(error.strerror))
+                    if statedir.is_full(error)
+                    else found("guard_degraded", what=f"{self._file} cannot be written: {error.strerror}")
+                )
             self._write_failed = True
+            return
+        if self._write_failed:
+            self._write_failed = False
+            self._report(found("disk_recovered", what=self._file.name, lost=0))
 
     def _write_now_and_then(self) -> None:
         now = self._clock.monotonic()

@@ -128,6 +128,18 @@ def test_journal_keeps_what_is_not_stored_and_counts_what_it_refuses(tmp_path: P
     assert now.lost == 1
 
 
+def test_a_full_disk_is_said_by_the_first_writer_alone_and_again_the_next_time() -> None:
+    lines: list[str] = []
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
+    for _ in range(2):
+        for what in ("guard.jsonl", "status.json", "gate-inputs.json"):
+            emitter.emit(events.found("disk_full", what=what, reason="No space left on device"))
+        for what, lost in (("guard.jsonl", 3), ("gate-inputs.json", 0), ("status.json", 2)):
+            emitter.emit(events.found("disk_recovered", what=what, lost=lost))
+    said = [line.partition("DISK ")[2].split()[:2] for line in lines]
+    assert said == [["FULL:", "guard.jsonl"], ["RECOVERED:", "guard.jsonl"], ["RECOVERED:", "status.json"]] * 2
+
+
 def test_secrets_are_gone_from_console_and_json(tmp_path: Path) -> None:
     lines: list[str] = []
     secret = "s3cr3t-value-of-the-environment"

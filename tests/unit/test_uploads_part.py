@@ -323,4 +323,5 @@ def test_gate_inputs_that_cannot_be_written_are_said_once(bench: Bench, monkeypa
     monkeypatch.setattr(gate_inputs, "write", refuse)
     bench.tick(61)
     bench.tick(61)
-    assert len(bench.said("guard_degraded")) == 1
+    assert len(bench.said("disk_full")) == 1
+    assert not bench.said("guard_degraded")

@@ -40,6 +40,8 @@ class LogOnly(Part):
         self._flight: FlightWriter | None = None
         self._rest = b""
         self._findings: list[Finding] = []
+        self._blind = ""
+        """Why there is no flight record; said at the first launch of a row, not at each."""
         self._patterns = self._load() if self._active else Patterns(())
         self._begin(0.0)
 
@@ -81,7 +83,11 @@ class LogOnly(Part):
         except OSError as error:
             self._flight = None
             what = f"log-only: no flight record: {error.strerror or error}; steps are not followed"
-            return [*said, found("guard_degraded", what=what)]
+            if what != self._blind:
+                said.append(found("guard_degraded", what=what))
+            self._blind = what
+            return said
+        self._blind = ""
         self._show(STARTING, launch.started)
         return said
 

@@ -11,6 +11,7 @@ from typing import Any
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Now, Step
 from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.statedir import is_full
 from miner_guard.supervisor.parts import Context, Exit, Part
 from uploads import audit, watched
 from uploads import inputs as gate_inputs
@@ -74,6 +75,7 @@ class Uploads(Part):
         self._written: dict[str, Mapping[str, Any]] = {}
         self._written_at = float("-inf")
         self._write_failed = False
+        self._watched_written = False
         self._began: dict[str, _Begun] = {}
         self._pushes: list[_Push] = []
         self._unsettled: list[Mapping[str, Any]] = []
@@ -83,7 +85,6 @@ class Uploads(Part):
         else:
             self._watch.latest = Published(reason="no repo is configured; set [repo] kind")
         context.jobs.once("gate inputs", self._write_inputs)
-        context.jobs.once("watched", lambda: watched.write(context.state, config))
         if self._repo.audit_every_s > 0:
             context.jobs.every("audit", self._repo.audit_every_s, self._audit)
 
@@ -123,12 +124,15 @@ class Uploads(Part):
                 del self._written[next(iter(self._written))]
             try:
                 gate_inputs.write(self.context.state.gate_inputs, content)
-                trouble, self._write_failed = None, False
+                if not self._watched_written:
+                    watched.write(self.context.state, self.context.config)
+                    self._watched_written = True
+                said = found("disk_recovered", what="gate-inputs.json", lost=0) if self._write_failed else None
+                self._write_failed = False
             except OSError as error:
-                trouble, self._write_failed = (None if self._write_failed else error), True
-        if trouble is not None:
-            what = f"gate-inputs.json: {trouble.strerror or trouble}; the gate sees the repo as unknown"
-            self.context.emit(found("guard_degraded", what=what))
+                said, self._write_failed = (None if self._write_failed else _unwritten(error)), True
+        if said is not None:
+            self.context.emit(said)
 
     def _audit(self) -> None:
         config = self.context.config
@@ -322,3 +326,10 @@ def _tag(entry: Mapping[str, Any]) -> str | None:
     if entry.get("outer_step") is None or entry.get("inner_step") is None:
         return None
     return f"{entry['outer_step']}.{entry['inner_step']}"
+
+
+def _unwritten(error: OSError) -> Finding:
+    if is_full(error):
+        return found("disk_full", what="gate-inputs.json", reason=error.strerror or str(error))
+    what = f"gate-inputs.json: {error.strerror or error}; the gate sees the repo as unknown"
+    return found("guard_degraded", what=what)
