@@ -62,6 +62,10 @@ class RestartSettings:
     backoff_s: NotNegative = 2.0
     """Wait before the first restart; doubles each time."""
 
+    outage_backoff_s: NotNegative = 20.0
+    """The same after a failure of the network, of storage or of the chain: with the defaults a miner that dies of it
+    has ten minutes of waits before it is a crash loop."""
+
     backoff_max_s: Positive = 300.0
     """The longest wait."""
 

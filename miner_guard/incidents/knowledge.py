@@ -31,13 +31,13 @@ was tried again. `ending` says how a process ended. `report` is the program's ow
 a reason. `symptom` is what others saw of it, `warned` what they only warned of.
 """
 
-RESTARTS = ("transient", "once", "hardware", "config", "never")
+RESTARTS = ("transient", "outage", "once", "hardware", "config", "never")
 """What the restart policy may do after this root cause.
 
-`transient`: it may pass by itself; restart with backoff. `once`: try again, but the same label again soon
-means that a restart does not mend it. `hardware`: restart only where the startup checks pass. `config`:
-a person must change something first; tried once all the same, since a line may be misread. `never`: it was
-asked to stop.
+`transient`: it may pass by itself; restart with backoff. `outage`: the same, with the longer waits that a
+service somewhere else needs to come back. `once`: try again, but the same label again soon means that a
+restart does not mend it. `hardware`: restart only where the startup checks pass. `config`: a person must
+change something first; tried once all the same, since a line may be misread. `never`: it was asked to stop.
 """
 
 SEVERITIES = ("info", "warning", "error", "critical")

@@ -23,9 +23,13 @@ class Rule:
     advice: str
     """What a person should do when the guard gives up."""
 
+    outside: bool = False
+    """A service somewhere else must come back first: the waits begin with `outage_backoff_s`."""
+
 
 RULES = {
     "transient": Rule(None, "look at the incidents and at the miner's last lines above"),
+    "outage": Rule(None, "see whether the service answers from this machine", outside=True),
     "once": Rule(1, "a restart does not mend it"),
     "hardware": Rule(1, "a restart of the miner can't bring it back: restart the container, then the host"),
     "config": Rule(1, "a person must change something first; a restart can't mend it"),
@@ -111,10 +115,11 @@ class RestartPolicy:
             )
         self._by_label[failure.label] = tried + 1
         self._failures += 1
-        return Again(self._wait_s(), self._failures)
+        first = self._settings.outage_backoff_s if rule.outside else self._settings.backoff_s
+        return Again(self._wait_s(first), self._failures)
 
-    def _wait_s(self) -> float:
-        """min(backoff · 2^(n-1), longest) · (1 + jitter · chance), n counted from 1."""
+    def _wait_s(self, first: float) -> float:
+        """min(first · 2^(n-1), longest) · (1 + jitter · chance), n counted from 1."""
         growth = 2.0 ** min(self._failures - 1, 60)
-        wait = min(self._settings.backoff_s * growth, self._settings.backoff_max_s)
+        wait = min(first * growth, self._settings.backoff_max_s)
         return wait * (1 + self._settings.jitter_ratio * self._chance())

@@ -28,6 +28,13 @@ def test_waits_double_up_to_the_longest_and_the_budget_ends_it() -> None:
     assert "3s, 3s" in last.why
 
 
+def test_a_service_that_is_down_is_given_ten_minutes_to_come_back() -> None:
+    own = RestartPolicy(RestartSettings(jitter_ratio=0.0))
+    waits = [own.failed(failure("outage", "hub_or_storage_unavailable")) for _ in range(5)]
+    assert [w.wait_s for w in waits if isinstance(w, Again)] == [20.0, 40.0, 80.0, 160.0, 300.0]
+    assert isinstance(own.failed(failure("outage", "hub_or_storage_unavailable")), GiveUp)
+
+
 def test_jitter_only_adds() -> None:
     again = policy(0.999).failed(failure())
     assert isinstance(again, Again)
