@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard import events, statedir
@@ -13,8 +14,8 @@ from miner_guard.incidents import knowledge, lines, report
 from miner_guard.incidents.case import Case, Incident
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained
-from miner_guard.incidents.scanner import Scanner, Seen, Sighting
-from miner_guard.rank.flight import Now
+from miner_guard.incidents.scanner import Retraction, Scanner, Seen, Sighting
+from miner_guard.rank.flight import Now, Step
 from miner_guard.redact import Redactor
 from miner_guard.supervisor import evidence_folders
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
@@ -69,6 +70,12 @@ class Incidents(Part):
         self._last_s = self._named_s = float("-inf")
         self._said: dict[str, float] = {}
         self._events: set[str] = set()
+        self._shown: dict[str, int | None] = {}
+        """Labels of which an event of the guard's own showed the cause, with the rank that it was about."""
+
+        self._finite: dict[int, bool] = {}
+        """Of each rank's last loss."""
+
         self._root: Explained | None = None
         self._stopping = False
 
@@ -108,8 +115,15 @@ class Incidents(Part):
             for label in self._knowledge.causes_by_event.get(finding.event, ()):
                 said = Sighting(label, "cause", self._scanner.line, events.line(finding), finding.rank)
                 self._take([said], self.context.clock.monotonic())
+                self._shown[label] = finding.rank
         if finding.event == "miner_stopping":
             self._stopping = True
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+        loss = steps[-1].loss
+        if loss is not None:
+            self._finite[rank] = math.isfinite(loss)
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
@@ -122,11 +136,19 @@ class Incidents(Part):
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         now = self.context.clock.monotonic()
-        self._case.add(self._scanner.finish())
+        self._case.add([*self._scanner.finish(), *self._passed()])
         if now - self._last_s <= EPISODE_S:
             # Why it ended is said, also where the guard has said before what led to it.
             self._events.clear()
         return () if end.asked or end.finished else self._name(now, remarks=1)
+
+    def _passed(self) -> list[Seen]:
+        """What the guard itself had seen and training then got over: a loss that was finite again, say."""
+        well = [
+            label for label, rank in self._shown.items()
+            if (any(self._finite.values()) if rank is None else self._finite.get(rank, False))
+        ]  # fmt: skip
+        return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
 
     def root_cause(self) -> Explained | None:
         """What the latest incident of this launch was; None where nothing was seen."""

@@ -13,6 +13,7 @@ from miner_guard import events
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, LogSettings, MinerSettings
 from miner_guard.events import Finding, found
+from miner_guard.rank.flight import Step
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context, Exit, Launch
 from miner_guard.supervisor.parts.incidents import CAUSELESS_S, COOLDOWN_S, SETTLE_S, Incidents
@@ -60,6 +61,12 @@ class Live:
     def after(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.said += self.part.on_tick(self.clock.monotonic(), {})
+
+    def steps(self, rank: int, number: int, loss: float) -> None:
+        step = Step(
+            number, 1, number, number, 0.0, 1.0, 1e9, loss, None, None, None, None, None, None, 0, {}, 0.0
+        )  # fmt: skip
+        self.said += self.part.on_steps(rank, [step])
 
     def ends(self, *, code: int = 1, asked: bool = False) -> None:
         self.said += self.part.on_exit(Exit(code, None, asked, False, 10.0))
@@ -189,6 +196,22 @@ def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(t
     whole = printed + b"2026-01-02T03:04:05.678Z | CRITICAL ERROR | Rank 0 | \xe2\x9d\x8c " + events.line(nan).encode()
     assert live.labels == [root(whole + b"\n" + BUG)] == ["nan_loss"]
     assert "NaN" in live.said[0].fields["excerpt"] or printed
+
+
+@pytest.mark.parametrize(
+    ("losses", "labels"), [((float("nan"), 2.5), ["code_bug"]), ((2.5, float("nan")), ["nan_loss"])]
+)
+def test_a_nan_that_training_got_over_is_not_why_it_crashes(
+    tmp_path: Path, losses: tuple[float, ...], labels: list[str]
+) -> None:
+    """The second crash after such a NaN once ended the guard: a restart does not mend a NaN."""
+    live = Live(tmp_path)
+    live.said += live.part.on_finding(found("loss_nan", rank=1, step=3, loss=float("nan")))
+    for number, loss in enumerate(losses):
+        live.steps(1, number, loss)
+    live.prints(BUG)
+    live.ends()
+    assert live.labels == labels
 
 
 def test_a_nan_of_long_ago_is_not_why_it_ends(tmp_path: Path) -> None:
