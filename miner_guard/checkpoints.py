@@ -127,12 +127,12 @@ class Checkpointer:
             return
         size = _seal(draft, step)
         path = self._folder / f"step-{step:08d}"
-        if path.exists():
-            # A second save of the same step, on request: the rename needs the name.
-            shutil.rmtree(path)
+        # A second save of the same step, on request: the rename needs the name.
+        unnamed = [_unname(path)] if path.exists() else []
         os.replace(draft, path)
         _fsync(self._folder)
-        for old in sorted(_complete_ones(self._folder))[: -self._keep]:
+        unnamed += [_unname(old) for old in sorted(_complete_ones(self._folder))[: -self._keep]]
+        for old in unnamed:
             shutil.rmtree(old, ignore_errors=True)
         self._on_saved(Saved(path, step, size, time.monotonic() - start))
 
@@ -210,6 +210,14 @@ def damage(path: Path) -> str | None:
         if _crc32(file) != facts["crc32"]:
             return f"{name} does not have the checksum that it was written with"
     return None
+
+
+def _unname(checkpoint: Path) -> Path:
+    """Take the name from a checkpoint that goes: a death while it is removed leaves no half under a good name."""
+    unnamed = checkpoint.with_name(f"{_DRAFT}old-{checkpoint.name}")
+    shutil.rmtree(unnamed, ignore_errors=True)
+    os.replace(checkpoint, unnamed)
+    return unnamed
 
 
 def _complete_ones(folder: Path) -> Iterable[Path]:

@@ -143,6 +143,29 @@ def test_a_full_disk_is_said_and_leaves_the_old_one(tmp_path: Path, monkeypatch:
     assert resumed(tmp_path)[1] == 10.0
 
 
+@pytest.mark.parametrize("last", [10, 30], ids=["the same step again", "one more than is kept"])
+def test_a_death_while_an_old_one_is_removed_leaves_no_half_under_a_good_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    checkpoints = Checkpointer(tmp_path, every=10, keep=2)
+    for step in (10, 20):
+        checkpoints.save(step, state(step))
+        checkpoints.wait()
+
+    def dies(path: Path, **_options: object) -> None:
+        if path.exists():
+            next(p for p in path.rglob("*") if p.is_file()).unlink()
+            raise OSError("the process is killed here")
+
+    monkeypatch.setattr("miner_guard.checkpoints.shutil.rmtree", dies)
+    checkpoints.save(last, state(last))
+    with pytest.raises(CheckpointError, match="killed here"):
+        checkpoints.wait()
+    named = sorted(tmp_path.glob("step-*"))
+    assert [int(path.name.removeprefix("step-")) for path in named] == sorted({20, last})
+    assert [damage(path) for path in named] == [None, None]
+
+
 _WRITES_FOR_EVER = """
 import sys
 from pathlib import Path
