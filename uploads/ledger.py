@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miner_guard.clock import parse_iso_utc
 from miner_guard.events import Finding, found
 from miner_guard.statedir import has_room, set_aside
 
@@ -337,10 +338,13 @@ class ReadOnlyLedger(Ledger):
         return work(self._opened())
 
 
-def read(path: Path, table: str, *, since: float = 0.0, limit: int = 1000) -> list[dict[str, Any]]:
-    """`Ledger.rows` of a ledger that somebody else may be writing; empty where there is none."""
+def read(path: Path, table: str, *, since: str = "", limit: int = 1000) -> list[dict[str, Any]]:
+    """`Ledger.rows` of a ledger that somebody else may be writing; empty where there is none.
+
+    `since`: a time as `iso_utc` writes it, empty for all.
+    """
     ledger = ReadOnlyLedger(path)
     try:
-        return ledger.rows(table, since=since, limit=limit)
+        return ledger.rows(table, since=parse_iso_utc(since) if since else 0.0, limit=limit)
     finally:
         ledger.close()

@@ -16,6 +16,7 @@ import typer
 from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
 from miner_guard.clock import SystemClock
 from miner_guard.config import MinerSettings
+from miner_guard.events import counted
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.incidents import knowledge, notes
 from miner_guard.incidents.oom import Training
@@ -100,7 +101,7 @@ def text(report: Report, known: Mapping[str, Sequence[notes.Note]], file: str) -
     """The report for people: observed, hypothesis, the one change to make."""
     root = report.root
     if root is None:
-        return f"Nothing wrong found in {report.lines} line{'s' * (report.lines != 1)}."
+        return f"Nothing wrong found in {counted(report.lines, 'line')}."
     where = f"line {root.line}" + (f", rank {root.ranks[0]}" if len(root.ranks) == 1 else "")
     rows = [
         f"ROOT CAUSE {root.label} ({where})",

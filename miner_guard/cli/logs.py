@@ -14,7 +14,7 @@ import typer
 
 from miner_guard import logquery
 from miner_guard.cli import options
-from miner_guard.clock import iso_utc, parse_iso_utc
+from miner_guard.clock import iso_utc
 from miner_guard.events import CATALOGUE, LEVELS, counted
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.logquery import Follower, Hit, Query, Seen
@@ -78,9 +78,8 @@ def _ledger(state: StateDir, table: str, since: str, lines: int | None, *, as_js
     """The ledger's rows, oldest first. Raises Refused: 64 for a table that is none, 1 where it has no row."""
     from uploads import ledger
 
-    earliest = parse_iso_utc(since) if since else 0.0
     try:
-        rows = ledger.read(state.ledger, table, since=earliest, limit=100_000 if lines is None else lines)
+        rows = ledger.read(state.ledger, table, since=since, limit=100_000 if lines is None else lines)
     except ValueError as error:
         raise Refused(f"--ledger: {error}", USAGE) from error
     if not rows:

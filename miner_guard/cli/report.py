@@ -9,7 +9,6 @@ import typer
 
 from miner_guard import statedir
 from miner_guard.cli import options
-from miner_guard.clock import parse_iso_utc
 from miner_guard.exits import FAILED, Refused
 
 
@@ -27,7 +26,7 @@ def command(
     place = options.open_place(config, name, state_dir)
     earliest = options.earliest(since)
     options.check_there(place.state)
-    pushes = ledger.read(place.state.ledger, "uploads", since=parse_iso_utc(earliest) if earliest else 0.0)
+    pushes = ledger.read(place.state.ledger, "uploads", since=earliest)
     text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)
     try:
         statedir.write_atomic(output, text)

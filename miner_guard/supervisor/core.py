@@ -269,7 +269,7 @@ class Supervisor:
         if end.finished:
             self.host.finding(found("miner_finished", how=f"code {end.code}", code=end.code, runtime_s=runtime))
             return
-        how = f"code {end.code}" if end.signal is None else f"signal {processes.signal_name(end.signal)}"
+        how = _how(end, "code")
         finding = found("miner_exited", how=f"{how} {_asked(self._wish)}", code=end.code, runtime_s=runtime)
         self.host.finding(finding.at("info") if end.asked else finding)
 
@@ -288,7 +288,7 @@ class Supervisor:
             self._after_failure(self._failure(end), end.code)
 
     def _failure(self, end: Exit) -> Failure:
-        how = f"exit code {end.code}" if end.signal is None else f"signal {processes.signal_name(end.signal)}"
+        how = _how(end, "exit code")
         if self._incident is None or self.clock.monotonic() - self._incident_at > BLAME_S:
             return Failure(how, end.runtime_s)
         fields = self._incident.fields
@@ -403,6 +403,11 @@ class Supervisor:
             },
             "output_dropped_bytes": self.relay.dropped_bytes,
         }  # fmt: skip
+
+
+def _how(end: Exit, code: str) -> str:
+    """`code` is what its exit code is called."""
+    return f"{code} {end.code}" if end.signal is None else f"signal {processes.signal_name(end.signal)}"
 
 
 def _asked(wish: Wish | None) -> str:
