@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import IO, Any, ParamSpec, TypeVar
 
 from miner_guard.events import Finding
-from miner_guard.rank import agree, collectives, environment, gating, stacks
+from miner_guard.rank import collectives, environment, gating, stacks
 from miner_guard.rank.costs import Costs
 from miner_guard.rank.phases import Phase, Phases
+from miner_guard.rank.questions import Questions
 from miner_guard.rank.recorder import CLOSED, FINISHED, Recorder, describe
 from miner_guard.rank.stepping import Stepper
 from miner_guard.rank.uploading import Upload
@@ -75,10 +76,7 @@ class Guard:
         self._gate = gating.Gate(place, monotonic)
         self._costs = Costs(self._recorder, monotonic)
         self._stepper = Stepper(place, self._recorder, self._phases, self._degraded)
-        self._agreement: gating.Agreement | None = None
-        self._founder: agree.Founder | None = None
-        self._checkpoints = 0
-        self._notices: tuple[int, bool, int] = (-1, False, 0)
+        self._questions = Questions(place, self._gate, self._recorder, self._phases, self._stepper, self._degraded)
         self._closed = False
         self._stacks: IO[bytes] | None = None
         for remark in place.remarks:
@@ -162,8 +160,7 @@ class Guard:
                 loss=last if last is not None else (losses[-1] if losses else None), recent_losses=losses,
                 base_outer_step=base_outer_step, files=files, config=config, metadata=metadata, revision=revision,
             )  # fmt: skip
-            with self._phases.named("collective"):
-                decision, wrong = self._gate.ask(self._agreed, candidate, question)
+            decision, wrong = self._questions.may_upload(candidate, question)
             self._decided(decision, wrong)
         except Exception as error:  # noqa: BLE001 - an upload that nobody judged must not go out, and training must go on
             self._degraded("may_upload", error)
@@ -183,22 +180,6 @@ class Guard:
         if self._recorder.bell.alone:
             self._recorder.own_log.say(gating.finding_of(decision))
 
-    def _agreed(self) -> gating.Agreement:
-        """How the ranks agree; made where all of them are sure to come by. Raises where there is no way."""
-        if self._agreement is None:
-            dist = environment.initialised_distributed()
-            if dist is not None and dist.get_world_size() > 1:
-                if self._founder is None:
-                    self._founder = agree.Founder(dist, self.place.settings.gate.broadcast_timeout_s)
-                self._agreement = self._founder.group()
-            elif self.world_size > 1:
-                raise agree.Disagreed(
-                    f"torch.distributed is not initialised, so the {self.world_size} ranks can't agree"
-                )
-            else:
-                self._agreement = agree.Alone()
-        return self._agreement
-
     def upload(self, decision: GateDecision, *, tag: str | None = None) -> Upload:
         """A context manager around the upload itself: records and times it; the supervisor verifies it.
 
@@ -216,34 +197,12 @@ class Guard:
 
         An upload that has just ended well counts, also before the guard's next look at the repo.
         """
-        return self._notice()[1]
+        return self._questions.upload_due()
 
     @_harmless(lambda: False)
     def checkpoint_requested(self) -> bool:
         """Whether `miner-guard ctl checkpoint` was asked for since the last True. Collective, the same everywhere."""
-        asked = self._notice()[2]
-        if asked <= self._checkpoints:
-            return False
-        self._checkpoints = asked
-        return True
-
-    def _notice(self) -> tuple[int, bool, int]:
-        """(step, upload due, checkpoints asked for) as rank 0 sees it, shared once a step."""
-        if self._notices[0] != self._stepper.count:
-            own = self._notice_here() if self.rank == 0 else None
-            with self._phases.named("collective"):
-                due, requests = self._agreed().share(f"notice {self._stepper.count}", own).split()
-            self._notices = (self._stepper.count, due == b"1", int(requests))
-        return self._notices
-
-    def _notice_here(self) -> bytes:
-        flight = self._recorder.flight
-        asked = 0 if flight is None else flight.checkpoint_requests()
-        try:
-            return b"%d %d" % (self._gate.due(), asked)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; said as guard_degraded
-            self._degraded("upload_due", error)
-            return b"0 %d" % asked
+        return self._questions.checkpoint_requested()
 
     # the rest
 
@@ -298,20 +257,7 @@ class Guard:
         """
         if every_s is None and every_steps is None:
             raise ValueError(f"due({operation!r}) needs every_s or every_steps")
-        own = None
-        if self.rank == 0:
-            own = b"%d" % self._due_here(operation, every_s, every_steps, self._stepper.count if step is None else step)
-        with self._phases.named("collective"):
-            return self._agreed().share(f"due {operation} {self._stepper.count}", own) == b"1"
-
-    def _due_here(self, operation: str, every_s: float | None, every_steps: int | None, step: int) -> bool:
-        from miner_guard.costs.tracker import get_global_tracker
-
-        try:
-            return get_global_tracker().due(operation, every_s=every_s, every_steps=every_steps, step=step)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; said as guard_degraded
-            self._degraded("due", error)
-            return False
+        return self._questions.due(operation, every_s, every_steps, step)
 
     def track(self, operation: str) -> Any:
         """`with guard.track("eval"): …` times a monitoring operation that training waits for."""
@@ -356,7 +302,7 @@ class Guard:
         """What needs the others, or may fail without harm, each by itself."""
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         if self.world_size > 1 and agree:
-            self._attempt("agreement", self._agreed)
+            self._attempt("agreement", self._questions.agreement)
         if self.place.state is not None:
             self._attempt("stacks", self._register_stacks, self.place.state)
             if self.world_size > 1:

@@ -43,10 +43,10 @@ def main(folder: Path) -> None:
             miner_guard.get_global_tracker().record("snapshot", 0.001)
 
     # The same without the exchange: each rank looks for itself.
-    agreement, gate_place = guard._agreement, guard._gate._place
-    guard._agreement, guard._gate._place = agree.Alone(), replace(gate_place, rank=0)
+    agreement, gate_place = guard._questions._agreement, guard._gate._place
+    guard._questions._agreement, guard._gate._place = agree.Alone(), replace(gate_place, rank=0)
     answers["each by itself"] = [ask(guard, 50 + number)["allowed"] for number in range(ASKED)]
-    guard._agreement, guard._gate._place = agreement, gate_place
+    guard._questions._agreement, guard._gate._place = agreement, gate_place
 
     dist.barrier()
     answers["different questions"] = ask(guard, 50 + (rank == size - 1))

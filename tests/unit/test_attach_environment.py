@@ -144,7 +144,7 @@ def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, 
 
     adapter = Adapter("sn38")
     guard = adapter.guard = Guard(place(StateDir(tmp_path), rank=rank, world_size=2))
-    guard._agreement = Others()
+    guard._questions._agreement = Others()
     start, miner = Uploads(adapter).gated(Miner.start_background_upload), Miner()
     start(miner, 1)
     miner.local_progress = None
