@@ -97,7 +97,7 @@ class Assembly:
         self.startup = Startup(self._question(), self.report, self.loop.soon)
         self.supervisor.before_first = self.startup.begin
         self.supervisor.on_stopping = self._stopping
-        self.host.on_finding = self.supervisor.blame
+        self.host.on_finding = self.supervisor.attribution.hear
         self.jobs = Scheduler(self.clock, self.report)
         self.status = Status(request.state, self.clock, self.log)
         self.managers: list[Manager] = []

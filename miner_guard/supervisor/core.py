@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from miner_guard.clock import Clock, iso_utc
-from miner_guard.events import Finding, found
+from miner_guard.events import found
 from miner_guard.exits import CRASH_LOOP, FAILED
 from miner_guard.rank.flight import Now
-from miner_guard.supervisor import processes
+from miner_guard.supervisor.attribution import Attribution, how_it_ended
 from miner_guard.supervisor.child import Child
 from miner_guard.supervisor.family import Family
 from miner_guard.supervisor.flights import Flights
@@ -25,6 +25,7 @@ from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.loop import Loop, Timer
 from miner_guard.supervisor.orders import Order, Wish
 from miner_guard.supervisor.parts import Exit, Launch
+from miner_guard.supervisor.processes import Process
 from miner_guard.supervisor.relay import Relay
 from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
 from miner_guard.supervisor.teardown import Teardown
@@ -33,9 +34,6 @@ TICK_S = 0.5
 """Half of it is the mean delay with which a hang is noticed."""
 BLIND_S = 1.0
 """Until the next look at processes that could not be looked at."""
-
-BLAME_S = 300.0
-"""An incident longer before the end is not what it ended of."""
 
 DROPS_EVERY_S = 60.0
 
@@ -48,6 +46,7 @@ class Supervisor:
             order, clock, loop, host, relay, flights,
         )  # fmt: skip
         self.policy = RestartPolicy(order.config.restart)
+        self.attribution = Attribution(clock)
         self.state = "starting"
         self.child: Child | None = None
         self.launches = 0
@@ -68,10 +67,7 @@ class Supervisor:
         self._teardown_timer: Timer | None = None
         self._wait_timer: Timer | None = None
         self._next_start: float | None = None
-        self._incident: Finding | None = None
-        self._incident_at = 0.0
         self._family = Family(order.state, clock)
-        self._first_step_at: float | None = None
         self._healthy_said = False
         self._blind_said = False
         self._dropped_said = 0
@@ -131,11 +127,6 @@ class Supervisor:
         if self.state == "paused":
             self._launch()
 
-    def blame(self, finding: Finding) -> None:
-        """The latest incident of this launch: the part names roots only, and what was survived came before."""
-        if finding.event == "incident":
-            self._incident, self._incident_at = finding, self.clock.monotonic()
-
     # --- the life of a launch ---
 
     def run(self) -> int:
@@ -154,8 +145,8 @@ class Supervisor:
 
     def _launch(self) -> None:
         self._cancel_wait()
-        self._wish, self._teardown, self._incident = None, None, None
-        self._first_step_at, self._healthy_said = None, False
+        self._wish, self._teardown, self._healthy_said = None, None, False
+        self.attribution.launched()
         attempt = self.launches
         try:
             stdout, stderr = self.relay.open()
@@ -232,7 +223,7 @@ class Supervisor:
             what = f"the miner's processes can't be looked at ({error.strerror}); it is tried again until they can"
             self.host.finding(found("guard_degraded", what=what))
 
-    def _leftovers(self) -> set[processes.Process]:
+    def _leftovers(self) -> set[Process]:
         assert self.child is not None
         return self._family.leftovers(self.child.process)
 
@@ -269,8 +260,8 @@ class Supervisor:
         if end.finished:
             self.host.finding(found("miner_finished", how=f"code {end.code}", code=end.code, runtime_s=runtime))
             return
-        how = _how(end, "code")
-        finding = found("miner_exited", how=f"{how} {_asked(self._wish)}", code=end.code, runtime_s=runtime)
+        how = f"{how_it_ended(end)} {_asked(self._wish)}"
+        finding = found("miner_exited", how=how, code=end.code, runtime_s=runtime)
         self.host.finding(finding.at("info") if end.asked else finding)
 
     def _next(self, end: Exit) -> None:
@@ -285,15 +276,7 @@ class Supervisor:
         elif wish is not None:
             self._after_failure(Failure(wish.cause, end.runtime_s), FAILED)
         else:
-            self._after_failure(self._failure(end), end.code)
-
-    def _failure(self, end: Exit) -> Failure:
-        how = _how(end, "exit code")
-        if self._incident is None or self.clock.monotonic() - self._incident_at > BLAME_S:
-            return Failure(how, end.runtime_s)
-        fields = self._incident.fields
-        label, kind = str(fields["label"]), str(fields.get("restart", "transient"))
-        return Failure(f"{label}, {how}", end.runtime_s, kind, label, str(fields.get("fix") or ""))
+            self._after_failure(self.attribution.failure(end), end.code)
 
     def _after_failure(self, failure: Failure, code: int) -> None:
         if not self.order.config.restart.enabled:
@@ -403,11 +386,6 @@ class Supervisor:
             },
             "output_dropped_bytes": self.relay.dropped_bytes,
         }  # fmt: skip
-
-
-def _how(end: Exit, code: str) -> str:
-    """`code` is what its exit code is called."""
-    return f"{code} {end.code}" if end.signal is None else f"signal {processes.signal_name(end.signal)}"
 
 
 def _asked(wish: Wish | None) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from miner_guard.clock import FakeClock
 from miner_guard.config import RestartSettings
+from miner_guard.events import Finding, found
+from miner_guard.supervisor.attribution import Attribution
+from miner_guard.supervisor.parts import Exit
 from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
 
 SETTINGS = RestartSettings(max_restarts=4, backoff_s=2.0, backoff_max_s=10.0, jitter_ratio=0.5)
@@ -85,3 +89,32 @@ def test_a_kind_that_is_not_known_counts_as_transient() -> None:
 def test_no_restarts_allowed_means_none() -> None:
     decision = RestartPolicy(RestartSettings(max_restarts=0)).failed(failure())
     assert isinstance(decision, GiveUp)
+
+
+def incident(label: str) -> Finding:
+    return found("incident", label=label, cause="a cause", fix="a fix", excerpt="a line", restart="once")
+
+
+def test_an_end_is_put_down_to_the_incident_that_came_shortly_before_it() -> None:
+    clock = FakeClock()
+    own = Attribution(clock)
+    end = Exit(137, 9, asked=False, finished=False, runtime_s=8.0)
+    assert own.failure(end) == Failure("signal SIGKILL", 8.0)
+    own.hear(incident("loss_nan"))
+    clock.advance(200.0)
+    own.hear(incident("cuda_oom"))
+    own.hear(found("miner_paused"))
+    clock.advance(200.0)
+    assert own.failure(end) == Failure("cuda_oom, signal SIGKILL", 8.0, "once", "cuda_oom", "a fix")
+
+
+def test_an_incident_long_survived_or_of_the_launch_before_is_not_what_it_ended_of() -> None:
+    clock = FakeClock()
+    own = Attribution(clock)
+    end = Exit(1, None, asked=False, finished=False, runtime_s=900.0)
+    own.hear(incident("cuda_oom"))
+    clock.advance(301.0)
+    assert own.failure(end) == Failure("exit code 1", 900.0)
+    own.hear(incident("cuda_oom"))
+    own.launched()
+    assert own.failure(end) == Failure("exit code 1", 900.0)

@@ -1,0 +1,44 @@
+"""Why a launch ended, for people and for the restart policy: the incident seen shortly before, else the exit code."""
+
+from __future__ import annotations
+
+from miner_guard.clock import Clock
+from miner_guard.events import Finding
+from miner_guard.supervisor import processes
+from miner_guard.supervisor.parts import Exit
+from miner_guard.supervisor.restart import Failure
+
+_BLAME_S = 300.0
+"""An incident longer before the end is not what it ended of."""
+
+
+class Attribution:
+    """Of one launch after another."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._incident: Finding | None = None
+        self._incident_at = 0.0
+
+    def launched(self) -> None:
+        """What was seen of the launch before no longer counts."""
+        self._incident = None
+
+    def hear(self, finding: Finding) -> None:
+        """The latest incident counts: the part names roots only, and what was survived came before."""
+        if finding.event == "incident":
+            self._incident, self._incident_at = finding, self._clock.monotonic()
+
+    def failure(self, end: Exit) -> Failure:
+        """What the restart policy is told of an end that nobody asked for."""
+        how = how_it_ended(end, "exit code")
+        if self._incident is None or self._clock.monotonic() - self._incident_at > _BLAME_S:
+            return Failure(how, end.runtime_s)
+        fields = self._incident.fields
+        label, kind = str(fields["label"]), str(fields.get("restart", "transient"))
+        return Failure(f"{label}, {how}", end.runtime_s, kind, label, str(fields.get("fix") or ""))
+
+
+def how_it_ended(end: Exit, code: str = "code") -> str:
+    """`code` is what its exit code is called."""
+    return f"{code} {end.code}" if end.signal is None else f"signal {processes.signal_name(end.signal)}"
