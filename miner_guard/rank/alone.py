@@ -58,17 +58,25 @@ class OwnLog:
         self._console: int | None = _own_descriptor(1)
 
     def say(self, finding: Finding) -> None:
-        """Log one finding soon. Never waits."""
+        """Log one finding soon. Never waits, never raises."""
         if len(self._queue) >= _LONGEST_QUEUE:
             self.left_out += 1
             return
         self._queue.append(finding)
         self._idle.clear()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._write_on, name="miner-guard-log", daemon=True)
-            self._thread.start()
-            atexit.register(self.flush)
+            self._begin()
         self._wake.set()
+
+    def _begin(self) -> None:
+        thread = threading.Thread(target=self._write_on, name="miner-guard-log", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # This host gives no more threads, or the interpreter ends. The next finding tries again; this one waits.
+            return
+        self._thread = thread
+        atexit.register(self.flush)
 
     def flush(self, timeout_s: float = _LAST_WORDS_S) -> None:
         """Wait until everything said so far is written, `timeout_s` at most."""

@@ -150,22 +150,24 @@ class Guard:
         within `[gate] broadcast_timeout_s`, the answer is a block, made here. `question`: what all ranks must have
         asked alike; by default the kind and the steps.
         """
-        candidate = Candidate("gradient", -1, -1)
+        candidate, agreed = Candidate("gradient", -1, -1), None
         try:
             losses = tuple(self._stepper.losses)
-            last = None if loss is None else self._stepper.number("loss", loss)
+            last = self._stepper.known("loss", loss)
             candidate = Candidate(
                 kind=kind, outer_step=self._stepper.whole("outer_step", outer_step),
                 inner_step=self._stepper.whole("inner_step", inner_step),
                 loss=last if last is not None else (losses[-1] if losses else None), recent_losses=losses,
                 base_outer_step=base_outer_step, files=files, config=config, metadata=metadata, revision=revision,
             )  # fmt: skip
-            decision, wrong = self._questions.may_upload(candidate, question)
-            self._decided(decision, wrong)
+            agreed, wrong = self._questions.may_upload(candidate, question)
+            self._decided(agreed, wrong)
         except Exception as error:  # noqa: BLE001 - an upload that nobody judged must not go out, and training must go on
             self._degraded("may_upload", error)
-            return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
-        return decision
+            if agreed is None:
+                return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
+        # What the ranks have agreed on holds in this one too, whatever failed after it: the others go by it.
+        return agreed
 
     def _decided(self, decision: GateDecision, wrong: str | None) -> None:
         if wrong is not None:

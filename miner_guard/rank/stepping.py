@@ -97,16 +97,19 @@ class Stepper:
 
     def _optional(self, name: str, given: Any, flag: int) -> tuple[float, int]:
         """A number of which NaN is a value too, and `flag` where it could be read."""
-        if given is None:
-            return NAN, 0
-        value = self._attempt(name, lambda: numbers.number(name, given)[0], None)
+        value = self.known(name, given)
         return (NAN, 0) if value is None else (value, flag)
 
-    def number(self, name: str, value: Any) -> float:
-        """`value` as a float, NaN where it is unknown or must not be read here."""
-        if value is None or type(value) is float:
-            return NAN if value is None else value
-        return self._attempt(name, lambda: numbers.number(name, value)[0], NAN)
+    def number(self, name: str, given: Any) -> float:
+        """`given` as a float, NaN where it is unknown or must not be read here."""
+        value = self.known(name, given)
+        return NAN if value is None else value
+
+    def known(self, name: str, given: Any) -> float | None:
+        """`given` as a float, of which NaN is one too; None where it is unknown or must not be read here."""
+        if given is None or type(given) is float:
+            return given
+        return self._attempt(name, lambda: numbers.number(name, given)[0], None)
 
     def whole(self, name: str, value: Any) -> int:
         """`value` as an int, -1 where it is unknown or no number."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +55,33 @@ def test_an_error_in_the_rules_blocks_and_says_so(guard: Guard, monkeypatch: pyt
     decision = guard.may_upload(outer_step=1, inner_step=99)
     assert not decision
     assert "the gate failed: KeyError: 'limit'" in decision.reason
+
+
+def test_a_loss_that_may_not_be_read_here_is_unknown_and_no_nan(guard: Guard, state: StateDir) -> None:
+    """Guards against a loss handed in as a tensor on the GPU: every upload was blocked as poisoned."""
+    for loss in (SimpleNamespace(device=SimpleNamespace(type="cuda")), "n/a"):
+        decision = guard.may_upload(outer_step=1, inner_step=50, loss=loss)
+        assert decision, decision.reason
+    guard.step(loss=2.5)
+    assert "loss 2.5 is finite" in guard.may_upload(outer_step=1, inner_step=50, loss="n/a").reason
+    assert any("pass a float" in what for what in said(state))
+    assert not guard.may_upload(outer_step=1, inner_step=50, loss=math.nan)
+
+
+def test_what_the_ranks_agreed_on_holds_where_it_cannot_be_recorded(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against rank 0 alone staying away from an upload that the others are in a collective for."""
+
+    def no_thread(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    guard._recorder.bell.close()
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert guard.may_upload(outer_step=1, inner_step=50)
+    monkeypatch.setattr(guard._recorder, "journal", no_thread)
+    assert guard.may_upload(outer_step=1, inner_step=50)
+    assert not guard.may_upload(outer_step=1, inner_step=49)
 
 
 def test_ranks_without_a_process_group_cannot_agree_and_block(state: StateDir) -> None:
