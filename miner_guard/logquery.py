@@ -23,6 +23,7 @@ from miner_guard.events import LEVELS
 from miner_guard.lines import console_line, rotated, visible
 
 _CHUNK = 256 * 1024
+_LOOK_EVERY_S = 0.2
 _HEAD = re.compile(
     rb'\{"ts": "([0-9T:.Z-]+)", "level": "([a-z]+)", "event": "([a-z_]+)", "msg": "([^"\\]*(?:\\.[^"\\]*)*)", '
     rb'"run_id": "?[^"\\]*"?, "host": "[^"\\]*", "rank": (null|[0-9]+)[,}]'
@@ -274,11 +275,10 @@ def _parsed_whole(raw: bytes) -> Hit | None:
 class Follower:
     """New lines of a log as they are written, across rotations; nothing is lost, nothing comes twice."""
 
-    def __init__(self, log: Path, query: Query, seen: Seen | None = None) -> None:
+    def __init__(self, log: Path, query: Query) -> None:
         """From the end of the log as it is now."""
         self._log = log
         self._query = query
-        self._seen = Seen() if seen is None else seen
         self._file: BinaryIO | None = None
         self._rest = b""
         if log.is_file():
@@ -295,7 +295,7 @@ class Follower:
             data = self._rest + self._file.read()
             end = data.rfind(b"\n") + 1
             self._rest = data[end:]
-            hits += _matching([(data, 0, end)], self._query, self._seen)
+            hits += _matching([(data, 0, end)], self._query, Seen())
             if following is None:
                 break
             self._open(*following)
@@ -333,11 +333,11 @@ class Follower:
             self._file.close()
             self._file = None
 
-    def hits(self, every_s: float = 0.2) -> Iterator[Hit]:
+    def hits(self) -> Iterator[Hit]:
         """For ever, until interrupted."""
         while True:
             yield from self.poll()
-            time.sleep(every_s)
+            time.sleep(_LOOK_EVERY_S)
 
 
 def _inode(path: Path) -> int | None:

@@ -43,6 +43,3 @@ class IdleControl:
 
     def stop(self, cause: str, exit_code: int) -> None:
         raise AssertionError("not used")
-
-    def checkpoint(self) -> None:
-        raise AssertionError("not used")

@@ -159,8 +159,7 @@ class Ledger:
         """The newest `limit` rows of a table from wall time `since` on, oldest first. Empty where it can't be read."""
         if table not in TABLES:
             raise ValueError(f"the ledger has no table {table!r}; there are {', '.join(TABLES)}")
-        order = "rowid"
-        query = f"SELECT * FROM {table} WHERE wall >= ? ORDER BY {order} DESC LIMIT ?"
+        query = f"SELECT * FROM {table} WHERE wall >= ? ORDER BY rowid DESC LIMIT ?"
         return self._read(query, (since, limit))[::-1]
 
     def last(self, table: str) -> dict[str, Any] | None:

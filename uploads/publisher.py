@@ -122,15 +122,11 @@ class _Effort:
 class Publisher:
     """Publishes to one repo. Whoever calls holds `journal.exclusively`."""
 
-    def __init__(
-        self, repo: Repo, journal: Journal, say: Callable[[str], None], retry: Retry | None = None,
-        on_stage: Callable[[str], None] = lambda _stage: None,
-    ) -> None:  # fmt: skip
+    def __init__(self, repo: Repo, journal: Journal, say: Callable[[str], None], retry: Retry | None = None) -> None:
         self._repo = repo
         self._journal = journal
         self._say = say
         self._retry = retry or Retry()
-        self._on_stage = on_stage
         self.cancelled = threading.Event()
 
     def recover(self) -> str | None:
@@ -159,9 +155,7 @@ class Publisher:
             self._mend()
             tickets = self._staged(revision, effort)
             self._journal.committing(tickets)
-            self._on_stage("committing")
             effort.of("showing", lambda: self._repo.commit(tickets, revision.tag), may_cancel=False)
-            self._on_stage("committed")
             entries = [effort.of("reading back", lambda t=t: self._repo.confirm(t), may_cancel=False) for t in tickets]  # type: ignore[misc]
         except RepoError as error:
             raise PublishError(str(error)) from error
@@ -192,7 +186,6 @@ class Publisher:
             swept = effort.of("sweeping", lambda: self._repo.sweep([]), may_cancel=True)
             if swept:
                 self._say(f"Removed {swept} leftovers of an upload that did not finish")
-        self._on_stage("staging")
         meter = _Meter(sum(p.stat().st_size for _, p in files), self._say, self.cancelled)
         content = [(key, path) for key, path in files if path.name != METADATA]
         tickets, failed = self._together(content, effort, meter)
@@ -205,7 +198,6 @@ class Publisher:
             raise Cancelled(f"upload with tag {revision.tag} cancelled; what was published before is untouched")
         if failed is not None:
             raise failed
-        self._on_stage("staged")
         return tickets
 
     def _together(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from miner_guard.costs.estimate import Estimate, estimate
+from miner_guard.costs.estimate import estimate
 from miner_guard.costs.presets import PRESETS, Budget
 from miner_guard.costs.tracker import MonitoringCostTracker, get_global_tracker, set_global_tracker
 
 __all__ = [
     "PRESETS",
     "Budget",
-    "Estimate",
     "MonitoringCostTracker",
     "estimate",
     "get_global_tracker",

@@ -20,6 +20,7 @@ from miner_guard.events import Finding, found
 
 FILE = "monitoring_costs.json"
 _MOST_OPERATIONS = 256
+_WRITE_EVERY_S = 5.0
 _EVIDENCE_S = 3.0
 """Less than this was never called over budget: 5 % of one minute, below which a share says little."""
 
@@ -51,7 +52,6 @@ class MonitoringCostTracker:
         report: Callable[[Finding], None] = say_on_stderr,
         on_record: Callable[[str, float, bool], None] | None = None,
         ledger: Path | None = None,
-        write_every_s: float = 5.0,
     ) -> None:
         """`output_dir` gets monitoring_costs.json. `on_record(operation, seconds, blocking)` is told each call.
         `ledger` is read by `get_report` as long as nothing was tracked here: another process's account."""
@@ -61,7 +61,6 @@ class MonitoringCostTracker:
         self._report = report
         self._on_record = on_record
         self._ledger = ledger
-        self._write_every_s = write_every_s
         self._mutex = threading.RLock()
         self._operations: dict[str, Operation] = {}
         self._start = self._clock.monotonic()
@@ -295,7 +294,7 @@ class MonitoringCostTracker:
 
     def _write_now_and_then(self) -> None:
         now = self._clock.monotonic()
-        if self._file is not None and now - self._written >= self._write_every_s:
+        if self._file is not None and now - self._written >= _WRITE_EVERY_S:
             self._written = now
             self.write()
 

@@ -35,16 +35,16 @@ class Corpus:
         return window[:, :-1], window[:, 1:]
 
 
-def standard_library(limit: int = _LIMIT) -> bytes:
-    """Up to `limit` bytes of the standard library's modules, in the order of their names. Raises FileNotFoundError."""
+def standard_library() -> bytes:
+    """Up to 8 MiB of the standard library's modules, in the order of their names. Raises FileNotFoundError."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
     size = 0
     for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
-        if "site-packages" in path.parts or size >= limit:
+        if "site-packages" in path.parts or size >= _LIMIT:
             continue
         parts.append(path.read_bytes())
         size += len(parts[-1])
     if not parts:
         raise FileNotFoundError(f"no .py files in {root}: this Python came without the source of its library")
-    return b"\n".join(parts)[:limit]
+    return b"\n".join(parts)[:_LIMIT]

@@ -25,8 +25,8 @@ def p_rising(values: Sequence[float]) -> float:
     return 0.5 * (1 + math.erf(slope / error / math.sqrt(2)))
 
 
-def p_rising_trimmed(values: Sequence[float], share: float = 0.1) -> float:
-    """The same without the largest `share` of the values: a few spikes must not make or hide a trend (dlib)."""
-    keep = sorted(values)[: max(3, len(values) - int(len(values) * share))]
+def p_rising_trimmed(values: Sequence[float]) -> float:
+    """The same without the largest tenth of the values: a few spikes must not make or hide a trend (dlib)."""
+    keep = sorted(values)[: max(3, len(values) - len(values) // 10)]
     limit = keep[-1]
     return p_rising([v for v in values if v <= limit])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
@@ -34,13 +33,13 @@ def skew_s(url: str, timeout_s: float) -> float:
     return parsedate_to_datetime(date).timestamp() + 0.5 - middle
 
 
-def url_of(settings: RepoSettings, env: Mapping[str, str] | None = None) -> str:
+def url_of(settings: RepoSettings) -> str:
     """The storage's address, as the repo itself chooses it. Raises RepoError where the keys' file can't be read."""
     if settings.endpoint:
         return settings.endpoint
     if settings.kind == "hf":
         return "https://huggingface.co"
-    account = first(find(settings, env), "R2_ACCOUNT_ID")
+    account = first(find(settings), "R2_ACCOUNT_ID")
     return f"https://{account}.r2.cloudflarestorage.com" if account else "https://s3.amazonaws.com"
 
 

@@ -50,7 +50,6 @@ class Alert:
     level: str
     title: str
     body: str
-    resolved: bool = False
 
 
 class AlertPolicy:
@@ -106,7 +105,7 @@ class AlertPolicy:
             problem = self._open.pop(key)
             self._told.pop(key, None)
             title = f"[{self._who}] RESOLVED: {event}"
-            yield Alert(event, "info", title, f"{words}\nwas: {problem}", resolved=True)
+            yield Alert(event, "info", title, f"{words}\nwas: {problem}")
 
 
 def _key(finding: Finding) -> tuple[str, str]:

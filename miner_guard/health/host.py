@@ -23,10 +23,9 @@ class HostSampler:
     Rates are over the time since the last reading. What can't be read raises OSError, ValueError or psutil.Error.
     """
 
-    def __init__(self, folders: Mapping[str, Path], *, proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> None:
+    def __init__(self, folders: Mapping[str, Path]) -> None:
         """`folders`: what to call them, and whose free space to read."""
         self._folders = dict(folders)
-        self._proc, self._cgroup = proc, cgroup
         self._network: tuple[float, int, int] | None = None
         self._cpu: tuple[float, float] | None = None
         self.reads: Mapping[str, Read] = {
@@ -50,7 +49,7 @@ class HostSampler:
 
     def _read_memory(self) -> Mapping[str, Any]:
         machine, swap = psutil.virtual_memory(), psutil.swap_memory()
-        limit, used, kills = read_cgroup_memory(self._proc, self._cgroup)
+        limit, used, kills = read_cgroup_memory()
         contained = limit is not None and limit < machine.total
         return {
             "memory_limit_bytes": limit if contained else machine.total,
@@ -103,7 +102,7 @@ def existing(path: Path) -> Path:
     return next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
 
 
-def read_cgroup_memory(proc: Path, cgroup: Path) -> tuple[int | None, int | None, int | None]:
+def read_cgroup_memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> tuple[int | None, int | None, int | None]:
     """Limit, use without reclaimable cache, and out-of-memory kills of this process's cgroup; None where unknown."""
     folder = _cgroup_folder(proc, cgroup)
     if folder is None:

@@ -51,12 +51,7 @@ class NvmlSampler:
         self._retired: subprocess.Popen[bytes] | None = None
         """The child before: it alone hears of Xid events until the next one has asked for them."""
         self._known: dict[str, dict[str, Any]] = {}
-        self._latest: Sample | None = None
         self._untold: dict[str, list[int]] = {}
-
-    def latest(self) -> Sample | None:
-        """The last sample, None before the first. Never waits."""
-        return self._latest
 
     def sample(self, timeout_s: float | None = None) -> Sample:
         """A fresh sample, `timeout_s` at most (by default the sampler's own). Never raises."""
@@ -72,7 +67,6 @@ class NvmlSampler:
                 if row.get("uuid"):
                     self._known[row["uuid"]] = {k: row[k] for k in ("index", "uuid", "name", "pci_bus")}
             self._renew(document["state"] not in ("ok", "absent") or any(r["state"] in _BAD_ROWS for r in rows))
-            self._latest = sample
         return sample
 
     def _renew(self, bad: bool) -> None:
@@ -117,9 +111,9 @@ class NvmlSampler:
     def _once_at(self, index: int) -> list[str]:
         return [uuid for uuid, known in self._known.items() if known["index"] == index]
 
-    def memory_levels(self, timeout_s: float | None = None) -> dict[str, int] | None:
+    def memory_levels(self) -> dict[str, int] | None:
         """Used bytes by UUID, freshly read; None where NVML gives none. Blocks as `sample` does."""
-        rows = self.sample(timeout_s)["gpus"]
+        rows = self.sample()["gpus"]
         with self._one_at_a_time:
             # Events are told once: the next sample's reader must not miss those that came with this one.
             self._hear({r["uuid"]: r["xids"] for r in rows if r.get("uuid")})

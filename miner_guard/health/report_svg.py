@@ -155,11 +155,11 @@ def thinned(
     return points
 
 
-def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
+def nice_ticks(low: float, high: float) -> list[float]:
     """Round numbers that enclose `low` to `high`, both finite; three to six of them."""
     if high <= low:
         high = low + (abs(low) or 1.0)
-    rough = (high - low) / count
+    rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
     start = math.floor(low / step)
@@ -175,9 +175,9 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def time_labels(first: float, last: float, count: int = 4) -> list[str]:
-    """Times in UTC at equal distances, as fine as the span needs."""
+def time_labels(first: float, last: float) -> list[str]:
+    """Four times in UTC at equal distances, as fine as the span needs."""
     span = last - first
     form = "%H:%M:%S" if span < 600 else "%H:%M" if span < 2 * 86400 else "%b %d %H:%M"
-    moments = [first + span * place / (count - 1) for place in range(count)]
+    moments = [first + span * place / 3 for place in range(4)]
     return [datetime.fromtimestamp(moment, timezone.utc).strftime(form) for moment in moments]

@@ -138,7 +138,6 @@ class Knowledge:
     ) -> None:
         self.labels = labels
         self.patterns = tuple(patterns)
-        self.benign = tuple(benign)
         self.triggers = tuple(triggers)
         """Lower-case words without digits of which every line that can match holds one."""
 

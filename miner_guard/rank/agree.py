@@ -56,9 +56,6 @@ class Alone:
             raise Disagreed("rank 0 had no answer")
         return answer
 
-    def close(self) -> None:
-        """Nothing to let go of."""
-
 
 class Group:
     """All ranks of the default process group. Making it is collective."""
@@ -117,9 +114,6 @@ class Group:
             raise Disagreed("rank 0 had no answer, or one that is too long")
         used = words[_HEAD : _HEAD + -(-head[_LENGTH] // 8)].tolist()
         return b"".join(word.to_bytes(8, "little", signed=True) for word in used)[: head[_LENGTH]]
-
-    def close(self) -> None:
-        """Let the group be; destroying it is collective and the program's own business."""
 
 
 def _reason(error: BaseException) -> str:

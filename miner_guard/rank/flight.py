@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import time
@@ -16,8 +15,6 @@ from typing import Any
 from miner_guard.rank import layout
 from miner_guard.rank.layout import FLAG_EVAL_LOSS_GIVEN, FLAG_GRAD_NORM_GIVEN
 from miner_guard.rank.layout import FLAG_LOSS_GIVEN as FLAG_LOSS_GIVEN
-
-NAN = math.nan
 
 
 class BadFlight(Exception):

@@ -32,11 +32,10 @@ class Agreement(Protocol):
 class Gate:
     """Asks the rules in rank 0 and shares what they say."""
 
-    def __init__(self, place: Place, monotonic: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, place: Place, monotonic: Callable[[], float]) -> None:
         self._place = place
         self._settings = place.settings.gate
         self._monotonic = monotonic
-        self._wall = wall
         self._local = 0
         self._uploaded_at: float | None = None
 
@@ -77,7 +76,7 @@ class Gate:
             return self.blocked(candidate, f"the gate failed: {describe(error)}; nothing goes out unjudged")
 
     def _decided(self, candidate: Candidate) -> GateDecision:
-        return gate.decide(candidate, self._inputs(), self._settings, now=self._monotonic(), wall=self._wall())
+        return gate.decide(candidate, self._inputs(), self._settings, now=self._monotonic(), wall=time.time())
 
     def _inputs(self) -> GateInputs:
         if self._place.state is None:
@@ -94,7 +93,7 @@ class Gate:
         return GateDecision(
             allowed=shadow, kind=candidate.kind, outer_step=candidate.outer_step, inner_step=candidate.inner_step,
             reason=f"shadow mode, would be blocked: {why}" if shadow else why,
-            verdicts=(Verdict("agreement", "block", None, None, why),), shadow=shadow, decided_at=self._wall(),
+            verdicts=(Verdict("agreement", "block", None, None, why),), shadow=shadow, decided_at=time.time(),
             decision_id=f"local-{self._place.run_id}-{self._place.settings.launch}-{self._place.rank}-{self._local}",
         )  # fmt: skip
 

@@ -29,8 +29,6 @@ class Bell:
         with address(self._path) as name:
             self._socket.bind(name)
         os.chmod(self._path, 0o600)
-        self.bad = 0
-        """Datagrams that were not understood."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -53,13 +51,11 @@ class Bell:
         except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):
-            self.bad += 1
-        elif isinstance(document.get("bell"), int):
+            return
+        if isinstance(document.get("bell"), int):
             rung.add(document["bell"])
         elif (finding := finding_of(document)) is not None:
             self._on_finding(finding)
-        else:
-            self.bad += 1
 
     def close(self) -> None:
         self._socket.close()

@@ -15,7 +15,7 @@ import resource
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,6 @@ class Order:
     port: int
     token: str | None = None
     hang: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 class Site:

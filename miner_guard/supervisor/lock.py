@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.events import Finding
@@ -41,7 +40,7 @@ class Lock:
         self.findings: list[Finding] = []
         """What there is to say of the lock file itself, once there is a log."""
 
-    def acquire(self, sleep: Callable[[float], None] = time.sleep) -> None:
+    def acquire(self) -> None:
         """Take the lock; wait for a holder that is stopping, up to its stop timeout. Raises Busy."""
         try:
             self._state.root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -62,7 +61,7 @@ class Lock:
                     f"state directory {self._state.root} is in use: the guard with pid {holder.pid or 'unknown'} "
                     f"{doing} there; stop it, or give another with --name or --state-dir"
                 )
-            sleep(0.05)
+            time.sleep(0.05)
             waited += 0.05
         self._fd = fd
         self._write(stopping=False)

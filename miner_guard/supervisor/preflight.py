@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from miner_guard.clock import Clock, SystemClock
 from miner_guard.diagnosis.check import Check, Snapshot, counts
-from miner_guard.diagnosis.expectation import Expectation
 from miner_guard.diagnosis.gpu_count import usable
 from miner_guard.diagnosis.judge import judge
 from miner_guard.events import Finding, found
@@ -32,9 +31,6 @@ class Outcome:
     """The miner may be started."""
 
     checks: Sequence[Check]
-    expectation: Expectation
-    stopped: bool = False
-    """The guard was asked to stop meanwhile."""
 
 
 def preflight(
@@ -66,7 +62,7 @@ def preflight(
             waiting = True
             emit(found("preflight_waiting", left_s=left, what=", ".join(sorted({c.check for c in critical}))))
         if wait(min(_AGAIN_S, left)):
-            return Outcome(False, checks, snapshot.expectation, stopped=True)
+            return Outcome(False, checks)
     go = not critical or settings.on_critical == "warn"
     if not go and any(c.check == "cuda.available" for c in critical):
         # Where the miner is started all the same, its ranks say it of themselves.
@@ -75,7 +71,7 @@ def preflight(
     emit(found("preflight", level="critical" if critical else None, **n))
     if not critical:
         remember_gpus(question.state, snapshot, emit)
-    return Outcome(go, checks, snapshot.expectation)
+    return Outcome(go, checks)
 
 
 def finding_of(check: Check) -> Finding:

@@ -49,7 +49,6 @@ class Stat:
     """R running, S sleeping, D uninterruptible, T stopped, Z zombie."""
 
     parent: int
-    session: int
 
 
 def stat(pid: int) -> Stat | None:
@@ -61,7 +60,7 @@ def stat(pid: int) -> Stat | None:
         return None
     fields = tail.split()
     name = head.partition(b"(")[2].decode(errors="replace")
-    return Stat(Process(pid, int(fields[19])), name, fields[0].decode(), int(fields[1]), int(fields[3]))
+    return Stat(Process(pid, int(fields[19])), name, fields[0].decode(), int(fields[1]))
 
 
 def alive(process: Process) -> bool:

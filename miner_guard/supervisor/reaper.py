@@ -40,10 +40,6 @@ class Reaper:
         finally:
             os.close(reading)
 
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
     def dismiss(self) -> None:
         """The guard ends in order; nothing is left to do."""
         with contextlib.suppress(OSError):

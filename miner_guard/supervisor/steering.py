@@ -53,10 +53,3 @@ class Steering:
     def use_command(self, command: Sequence[str]) -> None:
         """The miner's command from the next launch on."""
         self._soon(lambda: self._supervisor.use_command(command))
-
-    def checkpoint(self) -> None:
-        """Ask the ranks to write a checkpoint at the end of their step."""
-        self._soon(self._ask_checkpoint)
-
-    def _ask_checkpoint(self) -> None:
-        self._flights.ask_checkpoint()

@@ -16,8 +16,8 @@ from miner_guard.supervisor.roster import Roster
 _GIVE_UP_AFTER_S = 8.0
 
 
-def sweep(state: StateDir, grace_s: float, report: Callable[[Finding], None]) -> list[Process]:
-    """End every process of an earlier run; returns what could not be ended.
+def sweep(state: StateDir, grace_s: float, report: Callable[[Finding], None]) -> None:
+    """End every process of an earlier run.
 
     They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. Found by the marker in
     their environment together with this state directory, or in the list that the earlier guard kept; never by name.
@@ -25,7 +25,7 @@ def sweep(state: StateDir, grace_s: float, report: Callable[[Finding], None]) ->
     spared = processes.ancestors(os.getpid())
     left = _left(state, spared)
     if not left:
-        return []
+        return
     commands = {process: processes.command(process.pid) for process in left}
     for process in left:
         processes.send(process, signal.SIGTERM)
@@ -38,7 +38,6 @@ def sweep(state: StateDir, grace_s: float, report: Callable[[Finding], None]) ->
         remaining = _wait(state, spared, 0.1)
     for process, run in left.items():
         report(found("orphan_killed", pid=process.pid, command=commands[process], of_run=run))
-    return sorted(remaining, key=lambda p: p.pid)
 
 
 def _left(state: StateDir, spared: set[int]) -> dict[Process, str]:

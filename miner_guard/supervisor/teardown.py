@@ -40,9 +40,6 @@ class Teardown:
     stuck: list[Process] = field(default_factory=list)
     """What SIGKILL did not end."""
 
-    forced: bool = False
-    """The launcher itself did not stop in time."""
-
     _stage: str = "launcher"
     _since: float = 0.0
     _asked: bool = True
@@ -93,7 +90,6 @@ class Teardown:
                 self._asked = True
             if waited < self.grace_s:
                 return self.grace_s - waited
-            self.forced = True
             self._enter("term", signal.SIGTERM, {self.launcher} | self.leftovers())
             return _LOOK_EVERY_S
         left = self.leftovers() | ({self.launcher} if processes.alive(self.launcher) else set())

@@ -85,6 +85,5 @@ def test_what_waiting_cannot_mend_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
     looking = Looking(tmp_path, [healthy(3)])
     looking.stop_after = 5
-    outcome = looking.run()
-    assert outcome.stopped
-    assert not outcome.go
+    assert not looking.run().go
+    assert looking.waited == 5

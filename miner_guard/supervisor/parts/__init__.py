@@ -79,10 +79,6 @@ class Control(Protocol):
         """Stop the miner and end the guard."""
         ...
 
-    def checkpoint(self) -> None:
-        """Ask the ranks to write a checkpoint at the end of their step."""
-        ...
-
 
 @dataclass(frozen=True)
 class Context:

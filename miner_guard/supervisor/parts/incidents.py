@@ -150,10 +150,6 @@ class Incidents(Part):
         ]  # fmt: skip
         return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
 
-    def root_cause(self) -> Explained | None:
-        """What the latest incident of this launch was; None where nothing was seen."""
-        return self._root
-
     def _seen_root(self) -> Incident | None:
         return next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
 
