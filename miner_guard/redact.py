@@ -110,6 +110,11 @@ _WORTH_A_LOOK = re.compile(
 )
 
 
+def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` without the variables that are named like secrets: for a process that has no business with them."""
+    return {name: value for name, value in env.items() if not SECRET_NAME.search(name)}
+
+
 def _is_secret_variable(name: str, value: str) -> bool:
     if not SECRET_NAME.search(name) or value.startswith("/"):
         return False

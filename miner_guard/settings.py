@@ -11,7 +11,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ else:
 
 PREFIX = "MINER_GUARD_"
 _NOT_SETTINGS = {"MINER_GUARD_STATE_DIR"}
+SECRET = frozenset({"alerts.urls", "alerts.heartbeat_url", "http.token"})
+"""Settings that hold secrets whatever they look like."""
 
 
 class BadConfig(Exception):
@@ -42,6 +44,12 @@ class Settings:
 
     config: Config
     origins: Mapping[str, str]
+
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """`section.key`, value and origin of each setting, in the order of `Config`."""
+        for section, table in dataclasses.asdict(self.config).items():
+            for key, value in table.items():
+                yield f"{section}.{key}", value, self.origins[f"{section}.{key}"]
 
 
 def sections() -> dict[str, type]:

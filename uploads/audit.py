@@ -16,7 +16,7 @@ from miner_guard import probe
 from miner_guard.config import ChainSettings, RepoSettings
 from miner_guard.events import Finding, found
 from miner_guard.health import chain
-from miner_guard.redact import SECRET_NAME
+from miner_guard.redact import without_secrets
 from uploads.commitments import commitment_of, configured, keys_of
 from uploads.network import network_of, progress
 from validators import audit
@@ -128,12 +128,12 @@ def _fetch(
     repo: RepoSettings, limits: Limits, network: Network, keys: Mapping[str, str] | None, outer_step: int | None,
     folder: Path, deadline_s: float,
 ) -> probe.Answer:  # fmt: skip
-    env = dict(os.environ)
+    env: Mapping[str, str] = os.environ
     if keys is not None and limits.endpoint is not None:
         repo = dataclasses.replace(repo, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]))
     # As a validator: with the committed keys alone, else with ours that can only read.
     if (readers := keys or configured(repo)) is not None:
-        env = {name: value for name, value in env.items() if not SECRET_NAME.search(name)} | dict(readers)
+        env = {**without_secrets(env), **readers}
         repo = dataclasses.replace(repo, credentials="env", credentials_file=None)
     window = None
     if limits.window_blocks is not None and network.block is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from miner_guard import probe
 from miner_guard.config import RepoSettings
 from miner_guard.health.chain import ChainLook
-from miner_guard.redact import SECRET_NAME
+from miner_guard.redact import without_secrets
 from uploads.commitments import keys_of
 from validators.commitment import fingerprint
 from validators.facts import Network
@@ -45,7 +45,7 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         repo, kind="s3", bucket=bucket, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]),
         credentials="env", credentials_file=None,
     )  # fmt: skip
-    env = {name: value for name, value in os.environ.items() if not SECRET_NAME.search(name)} | keys
+    env = without_secrets(os.environ) | keys
     request = {
         "repo": dataclasses.asdict(settings), "outer_step": None, "names": {}, "folder": "", "max_bytes": -1,
         "keys": {"metadata": limits.metadata_key, "config": limits.config_key, "gradients": limits.gradients_key},

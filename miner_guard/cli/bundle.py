@@ -26,11 +26,9 @@ def command(
     place = options.open_place(config, name, state_dir)
     earliest = options.earliest(since)
     options.check_there(place.state)
-    alerts, http = place.settings.config.alerts, place.settings.config.http
-    known = (*alerts.urls, alerts.heartbeat_url or "", http.token or "")
     files = collect(place.state, earliest, place.settings)
     try:
-        manifest = pack(output, files, Redactor.from_environment(os.environ, known))
+        manifest = pack(output, files, Redactor.for_guard(os.environ, place.settings.config))
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     for row in manifest["files"]:

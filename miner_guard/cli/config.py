@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,9 +11,6 @@ import typer
 
 from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
 from miner_guard.redact import MASK, Redactor
-
-_SECRET = {"alerts.urls", "alerts.heartbeat_url", "http.token"}
-"""Settings that hold secrets whatever they look like."""
 
 _COLUMN = 44
 
@@ -47,14 +43,15 @@ def command(
 def _rows(place: Place) -> Iterator[tuple[str, Any, str]]:
     """`section.key`, masked value, origin; in the order of the settings."""
     redactor = Redactor.from_environment(os.environ)
-    for section, table in dataclasses.asdict(place.settings.config).items():
-        for key, value in table.items():
-            dotted = f"{section}.{key}"
-            yield dotted, _masked(dotted, value, redactor), place.settings.origins[dotted]
+    for dotted, value, origin in place.settings.rows():
+        yield dotted, _masked(dotted, value, redactor), origin
 
 
 def _masked(dotted: str, value: Any, redactor: Redactor) -> Any:
-    if dotted in _SECRET and value:
+    # Late, as in `open_place`: most of the start-up time of a command.
+    from miner_guard.settings import SECRET
+
+    if dotted in SECRET and value:
         return [MASK for _ in value] if isinstance(value, tuple) else MASK
     return redactor.value(list(value) if isinstance(value, tuple) else value)
 

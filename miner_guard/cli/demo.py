@@ -160,16 +160,8 @@ def _summary(state: StateDir, wall_s: float) -> None:
     typer.echo("\n".join(summary.lines(found)))
 
 
-def _blocked(state: StateDir) -> int | None:
-    """Decisions of the ledger that blocked; None where it can't be read."""
-    import sqlite3
+def _blocked(state: StateDir) -> int:
+    """Decisions of the ledger that blocked; 0 where it can't be read."""
+    from uploads import ledger
 
-    from uploads.ledger import ReadOnlyLedger
-
-    try:
-        ledger = ReadOnlyLedger(state.ledger)
-        rows = ledger.rows("decisions", limit=1_000_000)
-        ledger.close()
-    except (OSError, sqlite3.Error):
-        return None
-    return sum(not row["allowed"] for row in rows)
+    return sum(not row["allowed"] for row in ledger.read(state.ledger, "decisions", limit=1_000_000))

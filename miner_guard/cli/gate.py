@@ -10,7 +10,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from miner_guard import clock, statedir
+from miner_guard import statedir
 from miner_guard.cli import options
 from miner_guard.exits import CONFIG, FAILED, OK, USAGE, Refused
 from uploads import inputs as gate_inputs
@@ -59,9 +59,7 @@ def command(
         files=None if gradients is None else inspect_file(gradients, limits, shapes=shapes.read(place.state.shapes)),
         config=_document(config_json), metadata=_document(metadata_json), revision=revision,
     )  # fmt: skip
-    decision = decide(
-        candidate, known, place.settings.config.gate, now=time.monotonic(), wall=clock.SystemClock().wall()
-    )
+    decision = decide(candidate, known, place.settings.config.gate, now=time.monotonic(), wall=time.time())
     _show(decision, as_json)
     raise typer.Exit(OK if decision.allowed else FAILED)
 

@@ -1,7 +1,7 @@
 """`miner-guard`: finds the command's module, imports that one only, and keeps the exit codes.
 
 A command is one file: a function `command` with typer's annotations, its docstring the help, and if
-needed `CONTEXT`, click's context settings. It is added by one row of `COMMANDS`.
+needed `CONTEXT`, click's context settings. It is added by its name in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,11 @@ import typer
 
 from miner_guard import __version__, exits
 
-COMMANDS = {
-    "run": "miner_guard.cli.run",
-    "doctor": "miner_guard.cli.doctor",
-    "status": "miner_guard.cli.status",
-    "top": "miner_guard.cli.top",
-    "logs": "miner_guard.cli.logs",
-    "gate": "miner_guard.cli.gate",
-    "audit": "miner_guard.cli.audit",
-    "explain": "miner_guard.cli.explain",
-    "plan": "miner_guard.cli.plan",
-    "costs": "miner_guard.cli.costs",
-    "report": "miner_guard.cli.report",
-    "bundle": "miner_guard.cli.bundle",
-    "export": "miner_guard.cli.export",
-    "alerts": "miner_guard.cli.alerts",
-    "ctl": "miner_guard.cli.ctl",
-    "config": "miner_guard.cli.config",
-    "init": "miner_guard.cli.init",
-    "demo": "miner_guard.cli.demo",
-}
-"""Command name to module, in the order of `--help`."""
+COMMANDS = (
+    "run", "doctor", "status", "top", "logs", "gate", "audit", "explain", "plan", "costs", "report", "bundle", "export",
+    "alerts", "ctl", "config", "init", "demo",
+)  # fmt: skip
+"""Modules of `miner_guard.cli`, in the order of `--help`."""
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """A command line that typer refuses; it exports this class under no name, and has it from another module by version."""
@@ -55,7 +39,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     app.callback()(_options)
     wanted = next((a for a in arguments if not a.startswith("-")), "")
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
-        module = importlib.import_module(COMMANDS[name])
+        module = importlib.import_module(f"miner_guard.cli.{name}")
         short = _first_sentence(module.command.__doc__ or "")
         app.command(name, short_help=short, context_settings=getattr(module, "CONTEXT", None))(module.command)
     return app

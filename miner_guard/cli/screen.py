@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miner_guard.health.snapshot import number
+from miner_guard.health.snapshot import number, part
 from miner_guard.lines import visible
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -63,12 +63,6 @@ def duration(seconds: Any) -> str:
     if seconds < 6000:
         return f"{seconds / 60:.0f}m"
     return f"{seconds / 3600:.1f}h" if seconds < 172800 else f"{seconds / 86400:.1f}d"
-
-
-def part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One part of the status, empty where there is none."""
-    value = document.get(name)
-    return value if isinstance(value, Mapping) else {}
 
 
 def lines(

@@ -20,6 +20,7 @@ from miner_guard.cli import screen
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, a_number, open_place, start_or_name
 from miner_guard.events import CATALOGUE
 from miner_guard.exits import NOT_RUNNING, Refused
+from miner_guard.health.snapshot import part
 from miner_guard.logquery import Follower, Hit, Query
 
 _LAST_EVENTS = 40
@@ -76,7 +77,7 @@ class View:
         status: Any = statedir.read_json(self._state.status)
         document = status if isinstance(status, dict) else None
         if document is not None:
-            self._curves.take(screen.part(document, "steps"))
+            self._curves.take(part(document, "steps"))
         return screen.lines(
             document, self._curves, self._events, width, height, age_s=_age(self._state.status),
             min_inner_step=self._least, ascii_only=self._ascii,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miner_guard.blocks import known
+
 _AVERAGED = 5
 """Steps at either end that a loss is averaged over: one batch of the demo is small, and its loss noisy."""
 
@@ -35,8 +37,8 @@ class Summary:
     blocked: int
     """Lines `UPLOAD BLOCKED`; the same block is said once in five minutes."""
 
-    asked: int | None
-    """Decisions of the ledger that blocked; None where it could not be read."""
+    asked: int
+    """Decisions of the ledger that blocked; 0 where it could not be read."""
 
     verified: int
     failed: int
@@ -60,7 +62,7 @@ def read_log(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def summarise(
-    records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None, usage: Usage, asked: int | None = None
+    records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None, usage: Usage, asked: int = 0
 ) -> Summary:
     """Fold the records of one run. `costs` is status/monitoring_costs.json, None where it could not be read."""
     counts: Counter[str] = Counter()
@@ -101,16 +103,16 @@ def lines(summary: Summary) -> list[str]:
     s = summary
     alarms = ", ".join(f"{name} ×{count}" for name, count in sorted(s.alarms.items())) or "none"
     usage = s.usage
-    asked = f" (asked {s.asked} times)" if s.asked is not None and s.asked > s.blocked else ""
+    asked = f" (asked {s.asked} times)" if s.asked > s.blocked else ""
     return [
         "=" * 80,
         "DEMO SUMMARY",
         "=" * 80,
         f"steps       {s.steps}" + (f", restarts {s.restarts}" if s.restarts else ""),
-        f"loss        from {_known(s.loss_from, '.2f')} to {_known(s.loss_to, '.2f')} (mean of {_AVERAGED} steps)",
+        f"loss        from {known(s.loss_from, '.2f')} to {known(s.loss_to, '.2f')} (mean of {_AVERAGED} steps)",
         f"step time   p50 {_seconds(s.p50_s)}, p95 {_seconds(s.p95_s)}",
         f"uploads     blocked {s.blocked}{asked}, verified {s.verified}" + (f", failed {s.failed}" if s.failed else ""),
-        f"guard cost  in the ranks {_known(s.hook_s, '.3f')}s ({_known(s.hook_pct, '.3f')}% of training); beside them "
+        f"guard cost  in the ranks {known(s.hook_s, '.3f')}s ({known(s.hook_pct, '.3f')}% of training); beside them "
         f"{usage.cpu_s:.1f}s of CPU in {usage.wall_s:.0f}s ({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
         f"{usage.resident_mb:.0f} MB",
         f"alarms      {alarms}",
@@ -125,10 +127,6 @@ def _mean(values: Sequence[float]) -> float | None:
 def _quantile(values: Sequence[float], share: float) -> float | None:
     """The smallest value that `share` of all do not exceed (nearest rank)."""
     return sorted(values)[max(0, -(-len(values) * int(100 * share) // 100) - 1)] if values else None
-
-
-def _known(value: float | None, spec: str) -> str:
-    return "unknown" if value is None else format(value, spec)
 
 
 def _seconds(value: float | None) -> str:

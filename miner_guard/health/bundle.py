@@ -16,7 +16,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from miner_guard import __version__, logquery, statedir
 from miner_guard.clock import iso_utc
 from miner_guard.logquery import Hit, Query
 from miner_guard.redact import MASK, Redactor
-from miner_guard.settings import Settings
+from miner_guard.settings import SECRET, Settings
 
 _COMMAND_S = 20.0
 _MOST_EVENTS = 20_000
 _LARGEST = 5_000_000
 _INCIDENTS = 10
-_SECRET_SETTINGS = ("alerts.urls", "alerts.heartbeat_url", "http.token")
 
 _QUESTIONS = (
     ("1-gpu-diagnostics.txt", "GPU diagnostics of the last start", {"gpu_diagnostics"}, "debug", 2),
@@ -109,12 +108,10 @@ def run(command: list[str]) -> str:
 
 
 def _settings(settings: Settings) -> str:
-    table: dict[str, Any] = {}
-    for section, values in asdict(settings.config).items():
-        for key, value in values.items():
-            dotted = f"{section}.{key}"
-            shown = MASK if dotted in _SECRET_SETTINGS and value else value
-            table[dotted] = {"value": shown, "origin": settings.origins[dotted]}
+    table = {
+        dotted: {"value": MASK if dotted in SECRET and value else value, "origin": origin}
+        for dotted, value, origin in settings.rows()
+    }
     return json.dumps(table, indent=1, default=str)
 
 

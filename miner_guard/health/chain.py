@@ -10,7 +10,7 @@ from typing import Any
 
 from miner_guard import probe
 from miner_guard.config import ChainSettings
-from miner_guard.redact import SECRET_NAME
+from miner_guard.redact import without_secrets
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def look(settings: ChainSettings, *, python: str = sys.executable) -> ChainLook:
         "master_uid": settings.master_uid,
     }  # fmt: skip
     # Public data only: what is secret here has no business in a process that runs third-party code.
-    env = {name: value for name, value in os.environ.items() if not SECRET_NAME.search(name)}
+    env = without_secrets(os.environ)
     answer = probe.ask("miner_guard.health.chain_probe", request, settings.timeout_s, python=python, env=env)
     if answer.reason is not None or not isinstance(answer.value, dict):
         return ChainLook(reason=answer.reason or "the look gave no answer")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+
+from miner_guard.health.snapshot import part
 
 PREFIX = "minerguard_"
 Row = tuple[Sequence[str], Any]
@@ -71,28 +74,20 @@ class _Collector:
         yield from _gauge("chain_block", "Newest block seen.", [((), part(status, "chain").get("block"))])
 
 
-def part(status: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One part's document, empty where there is none."""
-    value = status.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _gauge(name: str, words: str, rows: Sequence[Row], labels: Sequence[str] = ()) -> Iterator[Metric]:
+def _family(
+    family: type[GaugeMetricFamily | CounterMetricFamily], name: str, words: str, rows: Sequence[Row],
+    labels: Sequence[str] = (),
+) -> Iterator[Metric]:  # fmt: skip
     known = [(keys, float(value)) for keys, value in rows if isinstance(value, (int, float))]
     if known:
-        metric = GaugeMetricFamily(PREFIX + name, words, labels=labels)
+        metric = family(PREFIX + name, words, labels=labels)
         for keys, value in known:
             metric.add_metric(list(keys), value)
         yield metric
 
 
-def _counter(name: str, words: str, rows: Sequence[Row], labels: Sequence[str] = ()) -> Iterator[Metric]:
-    known = [(keys, float(value)) for keys, value in rows if isinstance(value, (int, float))]
-    if known:
-        metric = CounterMetricFamily(PREFIX + name, words, labels=labels)
-        for keys, value in known:
-            metric.add_metric(list(keys), value)
-        yield metric
+_gauge = functools.partial(_family, GaugeMetricFamily)
+_counter = functools.partial(_family, CounterMetricFamily)
 
 
 def _run(status: Mapping[str, Any]) -> Iterator[Metric]:

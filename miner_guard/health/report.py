@@ -14,6 +14,7 @@ from miner_guard.events import counted
 from miner_guard.health.report_data import Data, Mark, Series, gather
 from miner_guard.health.report_milestones import milestones
 from miner_guard.health.report_svg import Dots, Lines, Plot, draw
+from miner_guard.health.snapshot import part
 
 _WORST = ("critical", "error")
 _TABLE_ROWS = 40
@@ -60,9 +61,9 @@ def when(time: float | None) -> str:
 
 
 def _tiles(data: Data) -> str:
-    steps = _part(data.status, "steps")
-    repo = _part(_part(data.status, "uploads"), "repo")
-    goodput = _part(steps, "goodput").get("training")
+    steps = part(data.status, "steps")
+    repo = part(part(data.status, "uploads"), "repo")
+    goodput = part(steps, "goodput").get("training")
     losses = data.loss.values
     # A loss that is no number has its word in the status, and no point in the curve.
     word = steps["loss"] if isinstance(steps.get("loss"), str) else None
@@ -92,16 +93,11 @@ def _tiles(data: Data) -> str:
 
 def _score(data: Data) -> str | None:
     """What validators gave, as far as the chain tells it."""
-    return _number(_part(data.status, "chain").get("incentive"), ".4f", " incentive")
+    return _number(part(data.status, "chain").get("incentive"), ".4f", " incentive")
 
 
 def _over(data: Data) -> bool:
     return data.costs is not None and data.costs["budget_status"] != "ok"
-
-
-def _part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = document.get(name)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _number(value: Any, spec: str, unit: str = "") -> str | None:
@@ -129,8 +125,8 @@ def _plots(data: Data, gate: GateSettings) -> str:
     ]
     age = data.repo_age if data.repo_age.values else _nothing_over(data, fates)
     memory = data.gpu_memory if data.gpu_memory.values else data.step_memory
-    health = _part(data.status, "health")
-    why = _part(health, "unknown").get("gpus") or _part(health, "gpus").get("reason")
+    health = part(data.status, "health")
+    why = part(health, "unknown").get("gpus") or part(health, "gpus").get("reason")
     no_gpu = f"no data: {why}" if why else "no data"
     plots = [
         Plot(
@@ -165,7 +161,7 @@ def _nothing_over(data: Data, fates: Iterable[Lines]) -> Series:
 
 
 def _goodput(data: Data) -> str:
-    shares = {k: float(v) for k, v in _part(_part(data.status, "steps"), "goodput").items() if v and v > 0}
+    shares = {k: float(v) for k, v in part(part(data.status, "steps"), "goodput").items() if v and v > 0}
     if not shares:
         return "<h2>Where the time went</h2><p class='none'>unknown: no steps yet</p>"
     ordered = sorted(shares.items(), key=lambda item: -item[1])

@@ -18,7 +18,7 @@ def assemble(
     status: Mapping[str, Any], host: Part | None, gpus: Part | None, guard: Part, unknown: Mapping[str, str]
 ) -> dict[str, Any]:
     """The document. What is not known is null, its reason stands under `unknown` by name."""
-    steps, uploads = _part(status, "steps"), _part(status, "uploads")
+    steps, uploads = part(status, "steps"), part(status, "uploads")
     return {
         "miner": {
             "state": status.get("state"),
@@ -38,15 +38,16 @@ def assemble(
         "gpus": gpus,
         "host": host,
         "uploads": dict(uploads) or None,
-        "chain": dict(_part(status, "chain")) or None,
-        "costs": {key: _part(status, "costs").get(key) for key in ("share_pct", "budget_pct", "guard_blocking_pct")},
-        "guard": {**guard, "jobs": dict(_part(status, "jobs")) or None},
+        "chain": dict(part(status, "chain")) or None,
+        "costs": {key: part(status, "costs").get(key) for key in ("share_pct", "budget_pct", "guard_blocking_pct")},
+        "guard": {**guard, "jobs": dict(part(status, "jobs")) or None},
         "unknown": dict(unknown),
     }
 
 
-def _part(status: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = status.get(name)
+def part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """One part of a status or of a part, empty where there is none."""
+    value = document.get(name)
     return value if isinstance(value, Mapping) else {}
 
 
@@ -64,9 +65,8 @@ def summary(snapshot: Mapping[str, Any]) -> str:
 
     The least important of them give way first where a value is unexpectedly long.
     """
-    parts = [_miner(snapshot["miner"]), _gpus(snapshot["gpus"]), _host(snapshot["host"]), _uploads(snapshot["uploads"])]
-    parts += [_guard(snapshot), _chain(snapshot["chain"])]
-    words = [part for part in parts if part]
+    words = [_miner(snapshot["miner"]), _gpus(snapshot["gpus"]), _host(snapshot["host"]), _uploads(snapshot["uploads"])]
+    words = [word for word in (*words, _guard(snapshot), _chain(snapshot["chain"])) if word]
     while len(" | ".join(words)) > WIDTH - PREFIX and len(words) > 1:
         words.pop()
     return " | ".join(words)[: WIDTH - PREFIX]
@@ -119,7 +119,7 @@ def _host(host: Part | None) -> str:
 def _uploads(uploads: Part | None) -> str:
     if uploads is None:
         return ""
-    age = _part(uploads, "repo").get("age_s")
+    age = part(uploads, "repo").get("age_s")
     return f"repo {number(age, '.0f', 's')}"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from miner_guard import attach
 from miner_guard.config import Config
 from miner_guard.rank.environment import RANK_ABOVE
+from miner_guard.settings import PREFIX, SECRET
 from miner_guard.statedir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir, finite
 from miner_guard.supervisor.processes import HELPER
 
@@ -16,7 +17,7 @@ _RANK_SECTIONS = ("gate", "steps", "gpu", "costs")
 
 _OF_THE_GUARD = {
     HELPER, RANK_ABOVE, "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES",
-    "MINER_GUARD_HTTP__TOKEN", "MINER_GUARD_ALERTS__URLS", "MINER_GUARD_ALERTS__HEARTBEAT_URL",
+    *(PREFIX + dotted.upper().replace(".", "__") for dotted in SECRET),
 }  # fmt: skip
 """Meant for the guard itself: a miner that had them would answer systemd in its place, or leak keys."""
 
