@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -17,6 +16,7 @@ import psutil
 from miner_guard.config import RepoSettings
 from tests.benchmarks.frame import Row
 from tests.servers import s3
+from tests.servers.revisions import revision
 from uploads.journal import Journal, journal_path
 from uploads.publisher import Publisher, Revision
 from uploads.push import push
@@ -33,10 +33,8 @@ ROUNDS = 3
 def run() -> list[Row]:
     """1 GiB by default (BENCH_PUBLISH_MB), to two servers, each in a process of its own, that differ in what they hash.
 
-    moto's ETag is the digest of the parts' digests, as R2's and S3's is: nothing is hashed to compare it. But it takes
-    a CRC64 of an object whose parts came without a checksum (R2 refuses some of those, so ours do), and spares boto3's
-    own defaults that: the second upload_file has the settings that R2 takes. rclone's ETag is the md5 of the whole
-    object, which it takes when it is first asked, and which is then taken of the file here.
+    moto's ETag is the digest of the parts' digests, as R2's and S3's is: nothing is hashed to compare it. rclone's is
+    the md5 of the whole object, which it takes when it is first asked, and which is then taken of the file here.
     """
     os.environ.update(s3.KEYS)
     with tempfile.TemporaryDirectory(prefix="bench-publish-") as name, s3.moto_apart() as (endpoint, _):
@@ -62,27 +60,24 @@ def _rows(folder: Path, endpoint: str, server: str) -> list[Row]:
     settings = RepoSettings(
         kind="s3", bucket=BUCKET, endpoint=endpoint, region="us-east-1", timeout_s=300.0
     )  # fmt: skip
-    client, revision = _client(settings), _revision(folder)
+    client, what = s3.client(settings), revision(folder, 50, SIZE_MB * 1024 * 1024)
     client.create_bucket(Bucket=BUCKET)
     repo = open_repo(settings)
     assert isinstance(repo, S3Repo)
-    alike = repo._client
-    source = str(revision.folder / "gradients.pt")
-    switch = _Switch(alike)
-    alone, plain, seen, ours = [], [], [], []
+    source = str(what.folder / "gradients.pt")
+    switch = _Switch(repo._client)
+    alone, seen, ours = [], [], []
     for _ in range(ROUNDS):
         alone.append(_taken(lambda: client.upload_file(source, BUCKET, "alone.pt")))
-        ours.append(_taken(lambda: _publish(repo, revision, folder)))
-        plain.append(_taken(lambda: alike.upload_file(source, BUCKET, "alone.pt")))
         # What reading back costs at the least: some servers hash the whole object when they are first asked for it.
-        seen.append(plain[-1] + _taken(lambda: client.head_object(Bucket=BUCKET, Key="alone.pt")))
-    child = _taken(lambda: push(settings, revision, folder, lambda _l: None))
+        seen.append(alone[-1] + _taken(lambda: client.head_object(Bucket=BUCKET, Key="alone.pt")))
+        ours.append(_taken(lambda: _publish(repo, what, folder)))
+    child = _taken(lambda: push(settings, what, folder, lambda _l: None))
     note = f"{SIZE_MB} MiB to {server}, median of {ROUNDS}"
     return [
         Row("boto3.upload_file alone", statistics.median(t.wall_s for t in alone), "s", note=note),
         Row("Publisher.publish: 4 files, shown, read back", statistics.median(t.wall_s for t in ours), "s"),
         _speed("speed against upload_file alone", alone, ours, ">= 0.9 ×"),
-        _speed("speed against upload_file with the settings that R2 takes", plain, ours),
         _speed("speed against that and a HEAD", seen, ours),
         Row("from the first object shown to the last", 1000 * statistics.median(switch.took_s), "ms"),
         Row("the same from a child (`push`)", child.wall_s, "s", note="interpreter and boto3 included"),
@@ -132,26 +127,5 @@ class _Switch:
             self._shown.clear()
 
 
-def _client(settings: RepoSettings) -> Any:
-    import boto3
-
-    return boto3.client(
-        "s3", endpoint_url=settings.endpoint, region_name=settings.region,
-        aws_access_key_id=s3.KEYS["AWS_ACCESS_KEY_ID"], aws_secret_access_key=s3.KEYS["AWS_SECRET_ACCESS_KEY"],
-    )  # fmt: skip
-
-
-def _revision(folder: Path) -> Revision:
-    own = folder / "revision"
-    own.mkdir()
-    with open(own / "gradients.pt", "wb") as file:
-        block = os.urandom(1024 * 1024)
-        for _ in range(SIZE_MB):
-            file.write(block)
-    (own / "config.json").write_text(json.dumps({"block_list": [1]}))
-    (own / "metadata.json").write_text(json.dumps({"run": 1, "outer_step": 3, "inner_step": 50, "peer_id": "b"}))
-    return Revision(own, 1, 3, 50)
-
-
-def _publish(repo: Repo, revision: Revision, folder: Path) -> None:
-    Publisher(repo, Journal(journal_path(folder, repo.label)), lambda _l: None).publish(revision)
+def _publish(repo: Repo, what: Revision, folder: Path) -> None:
+    Publisher(repo, Journal(journal_path(folder, repo.label)), lambda _l: None).publish(what)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.servers.revisions import OUTER_STEP, revision
 from uploads.journal import COMMITTING, Journal, journal_path
 from uploads.publisher import Publisher, Revision
 from uploads.repos.base import METADATA, Entry, epoch_key
@@ -23,18 +24,13 @@ from uploads.repos.local import LocalRepo
 from validators.facts import Published
 from validators.metadata import mixed
 
-OUTER = 3
-SHOWN = (epoch_key(OUTER, "gradients.pt"), epoch_key(OUTER, "config.json"), epoch_key(OUTER, METADATA), METADATA)
+SHOWN = (
+    epoch_key(OUTER_STEP, "gradients.pt"),
+    epoch_key(OUTER_STEP, "config.json"),
+    epoch_key(OUTER_STEP, METADATA),
+    METADATA,
+)
 _FILE_OPERATIONS = ("open", "os.rename", "os.remove", "os.utime", "os.mkdir")
-
-
-def revision(folder: Path, inner: int) -> Revision:
-    own = folder / f"revision-{inner}"
-    own.mkdir()
-    (own / "gradients.pt").write_bytes(inner.to_bytes(4, "big") * 1000)
-    (own / "config.json").write_text(json.dumps({"block_list": [inner]}))
-    (own / METADATA).write_text(json.dumps({"run": 1, "outer_step": OUTER, "inner_step": inner, "peer_id": "p"}))
-    return Revision(own, 1, OUTER, inner)
 
 
 def contents(of: Revision) -> dict[str, bytes]:

@@ -16,6 +16,7 @@ from miner_guard.config import RepoSettings
 from tests import needs
 from tests.servers import hub, s3
 from tests.servers.killing import push_and_kill, push_request, wait_for_the_companion
+from tests.servers.revisions import inner_step_of, revision
 from uploads.journal import Journal, journal_path
 from uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
 from uploads.repos import look_at, open_repo
@@ -46,15 +47,6 @@ def server() -> Iterator[tuple[RepoSettings, hub.HubState]]:
         yield RepoSettings(kind="hf", repo_id=REPO_ID, endpoint=endpoint, timeout_s=20.0), state
 
 
-def revision(folder: Path, inner: int) -> Revision:
-    own = folder / f"revision-{inner}"
-    own.mkdir()
-    (own / "gradients.pt").write_bytes(inner.to_bytes(4, "big") + os.urandom(LARGE - 4))
-    (own / "config.json").write_text(json.dumps({"block_list": [inner]}))
-    (own / "metadata.json").write_text(json.dumps({"run": 1, "outer_step": 3, "inner_step": inner, "peer_id": "d"}))
-    return Revision(own, 1, 3, inner)
-
-
 def publish(settings: RepoSettings, what: Revision, folder: Path, deadline_s: float = 60.0) -> None:
     repo = open_repo(settings)
     journal = Journal(journal_path(folder, repo.label))
@@ -65,7 +57,7 @@ def test_a_revision_is_one_commit_and_one_tag(server: tuple[RepoSettings, hub.Hu
     settings, state = server
     assert look_at(settings).empty
     for inner in (50, 60):
-        publish(settings, revision(tmp_path, inner), tmp_path)
+        publish(settings, revision(tmp_path, inner, LARGE), tmp_path)
     seen = look_at(settings)
     assert (seen.revision, seen.config, seen.size_bytes) == ("1.3.60", {"block_list": [60]}, LARGE)
     assert seen.age_s is not None
@@ -79,7 +71,7 @@ def test_repeating_a_commit_that_was_cut_off_changes_nothing_seen(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
     settings, state = server
-    what = revision(tmp_path, 50)
+    what = revision(tmp_path, 50, LARGE)
     repo = open_repo(settings)
     tickets = [repo.stage(key, path, lambda _n: None, {}) for key, path in what.files()]
     repo.commit(tickets, what.tag)
@@ -92,10 +84,10 @@ def test_a_refused_token_and_a_busy_hub_are_said(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, state = server
-    publish(settings, revision(tmp_path, 50), tmp_path)
+    publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     state.refuse = 503
     with pytest.raises(PublishError, match=r"the Hub is busy \(503\)"):
-        publish(settings, revision(tmp_path, 60), tmp_path, 1.0)
+        publish(settings, revision(tmp_path, 60, LARGE), tmp_path, 1.0)
     state.refuse = None
     monkeypatch.setenv("HF_TOKEN", "hf_" + "wrong" * 6)
     with pytest.raises(RepoError, match="the Hub refuses the token"):
@@ -104,11 +96,13 @@ def test_a_refused_token_and_a_busy_hub_are_said(
 
 def test_a_storm_of_503_is_weathered_and_said(server: tuple[RepoSettings, hub.HubState], tmp_path: Path) -> None:
     settings, state = server
-    publish(settings, revision(tmp_path, 50), tmp_path)
+    publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     state.slow_downs, lines = 3, list[str]()
     repo = open_repo(settings)
     journal = Journal(journal_path(tmp_path, repo.label))
-    Publisher(repo, journal, lines.append, Retry(backoff_s=0.02, backoff_max_s=0.2)).publish(revision(tmp_path, 60))
+    Publisher(repo, journal, lines.append, Retry(backoff_s=0.02, backoff_max_s=0.2)).publish(
+        revision(tmp_path, 60, LARGE)
+    )
     assert any("the Hub is busy (503); trying again in" in line for line in lines)
     assert shown(state, "main") == {60}
 
@@ -117,13 +111,13 @@ def test_half_closed_connections_are_no_answer_and_may_be_tried_again(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
     settings, state = server
-    publish(settings, revision(tmp_path, 50), tmp_path)
+    publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     state.half_close = True
     with pytest.raises(RepoError, match="no answer from the Hub") as error:
         open_repo(settings).state()
     assert error.value.transient
     with pytest.raises(PublishError, match="no answer from the Hub"):
-        publish(settings, revision(tmp_path, 60), tmp_path, 1.0)
+        publish(settings, revision(tmp_path, 60, LARGE), tmp_path, 1.0)
     state.half_close = False
     assert open_repo(settings).state().inner_step == 50
 
@@ -134,7 +128,7 @@ def test_age_is_the_hubs_age_whatever_this_hosts_clock(
 ) -> None:
     settings, state = server
     state.shift_s = shift_s
-    publish(settings, revision(tmp_path, 50), tmp_path)
+    publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     age_s = open_repo(settings).state().age_s
     assert age_s is not None
     assert age_s < 60
@@ -177,7 +171,7 @@ def test_each_generation_publishes_the_same(
 ) -> None:
     settings, state = server
     pushed = subprocess.run(
-        [sys.executable, "-m", "uploads.push"], input=push_request(settings, revision(tmp_path, 50), tmp_path),
+        [sys.executable, "-m", "uploads.push"], input=push_request(settings, revision(tmp_path, 50, LARGE), tmp_path),
         env={**os.environ, **generation}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert "Successfully pushed new model state with tag 1.3.50" in pushed.stdout
@@ -192,11 +186,11 @@ def test_killed_after_any_request_the_view_is_whole(
 ) -> None:
     """Walks through the publisher's requests: SIGKILL when the Hub has done the k-th and has not answered."""
     settings, state = server
-    publish(settings, revision(tmp_path, 1000), tmp_path)
+    publish(settings, revision(tmp_path, 1000, LARGE), tmp_path)
     outcomes = []
     for number in range(1, 40):
         before, inner = shown(state, "main"), 1000 + number
-        ended = push_and_kill(settings, state, revision(tmp_path, inner), tmp_path, number, generation)
+        ended = push_and_kill(settings, state, revision(tmp_path, inner, LARGE), tmp_path, number, generation)
         assert shown(state, "main") in (before, {inner}), f"killed after request {number}, before anybody helped"
         wait_for_the_companion(open_repo(settings).label, tmp_path)
         assert shown(state, "main") in (before, {inner}), f"killed after request {number}"
@@ -222,14 +216,14 @@ def shown(state: hub.HubState, revision: str) -> set[int]:
     read = {key: state.contents[digest] for key, digest in files.items()}
     documents = [json.loads(read[key]) for key in ("metadata.json", "epoch-3/metadata.json", "epoch-3/config.json")]
     steps = {d["inner_step"] if "inner_step" in d else d["block_list"][0] for d in documents}
-    return steps | {int.from_bytes(read["epoch-3/gradients.pt"][:4], "big")}
+    return steps | {inner_step_of(read["epoch-3/gradients.pt"])}
 
 
 def test_a_large_file_is_sent_before_the_commit_and_not_again(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
     settings, state = server
-    publish(settings, revision(tmp_path, 50), tmp_path)
+    publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     sent = [n for n, asked in enumerate(state.requests) if asked.startswith("PUT /_lfs/")]
     assert len(sent) == 1
     assert sent[0] < next(n for n, asked in enumerate(state.requests) if "/commit/" in asked)
@@ -237,13 +231,13 @@ def test_a_large_file_is_sent_before_the_commit_and_not_again(
 
 def test_a_cancelled_upload_shows_nothing(server: tuple[RepoSettings, hub.HubState], tmp_path: Path) -> None:
     settings, state = server
-    publish(settings, revision(tmp_path, 50), tmp_path)
+    publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     repo = open_repo(settings)
     publisher = Publisher(repo, Journal(journal_path(tmp_path, repo.label)), lambda _l: None)
     first = len(state.requests)
     state.after = lambda number: publisher.cancelled.set() if "/_lfs/" in state.requests[number - 1] else None
     with pytest.raises(Cancelled, match="what was published before is untouched"):
-        publisher.publish(revision(tmp_path, 60))
+        publisher.publish(revision(tmp_path, 60, LARGE))
     assert len(state.requests) > first
     assert shown(state, "main") == {50}
     assert "1.3.60" not in state.tags

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -20,51 +17,28 @@ from miner_guard.config import RepoSettings
 from tests import needs
 from tests.servers import s3
 from tests.servers.killing import push_and_kill, wait_for_the_companion
+from tests.servers.revisions import inner_step_of, revision
 from uploads.journal import Journal, journal_path
 from uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
 from uploads.push import push
 from uploads.repos import look_at, open_repo
 from uploads.repos.base import RepoError, epoch_key
-from uploads.repos.s3 import S3Repo
 from validators.metadata import mixed
 
 BUCKET = "llama-4b-ws-4-007"
-MANY_MB = 12
+MANY = 12 * 1024 * 1024
+"""Bytes: more than one part."""
 
 
 @pytest.fixture(autouse=True)
 def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("moto", "boto3"):
-        needs.module(module)
-    for name, value in s3.KEYS.items():
-        monkeypatch.setenv(name, value)
+    s3.keys(monkeypatch)
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[RepoSettings, s3.Faults]]:
-    with s3.moto() as (endpoint, faults):
-        settings = RepoSettings(kind="s3", bucket=BUCKET, endpoint=endpoint, timeout_s=20.0)
-        _client(settings).create_bucket(Bucket=BUCKET)
+    with s3.bucket(BUCKET) as (settings, faults):
         yield settings, faults
-
-
-def _client(settings: RepoSettings) -> Any:
-    import boto3
-
-    return boto3.client(
-        "s3", endpoint_url=settings.endpoint, region_name="us-east-1",
-        aws_access_key_id=s3.KEYS["AWS_ACCESS_KEY_ID"], aws_secret_access_key=s3.KEYS["AWS_SECRET_ACCESS_KEY"],
-    )  # fmt: skip
-
-
-def revision(folder: Path, inner: int, size: int = 0) -> Revision:
-    """Files that all tell their inner step, so that a mixed view shows."""
-    own = folder / f"revision-{inner}"
-    own.mkdir()
-    (own / "gradients.pt").write_bytes(f"{inner}".encode() + b"\n" + os.urandom(1024) * (1024 * size or 1))
-    (own / "config.json").write_text(json.dumps({"block_list": [inner]}))
-    (own / "metadata.json").write_text(json.dumps({"run": 1, "outer_step": 3, "inner_step": inner, "peer_id": "demo"}))
-    return Revision(own, 1, 3, inner)
 
 
 def publish(settings: RepoSettings, what: Revision, folder: Path, retry: Retry | None = None) -> list[str]:
@@ -80,13 +54,13 @@ def view(settings: RepoSettings) -> set[int]:
     metadata = json.loads(repo.get("metadata.json"))
     config = json.loads(repo.get(epoch_key(metadata["outer_step"], "config.json")))
     gradients = repo.get(epoch_key(metadata["outer_step"], "gradients.pt"), 64 * 1024 * 1024)
-    return {metadata["inner_step"], config["block_list"][0], int(gradients.split(b"\n", 1)[0])}
+    return {metadata["inner_step"], config["block_list"][0], inner_step_of(gradients)}
 
 
 def test_published_is_what_a_validator_finds(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
     settings, _ = server
     assert look_at(settings).empty
-    result = push(settings, revision(tmp_path, 50, MANY_MB), tmp_path, lambda _line: None)
+    result = push(settings, revision(tmp_path, 50, MANY), tmp_path, lambda _line: None)
     seen = look_at(settings)
     assert (seen.revision, seen.inner_step, seen.config) == ("1.3.50", 50, {"block_list": [50]})
     assert seen.checksum == result.checksum
@@ -105,45 +79,6 @@ def test_pushed_is_said_after_the_read_back_and_no_key_is_shown(
     assert s3.KEYS["AWS_SECRET_ACCESS_KEY"] not in "\n".join(lines)
 
 
-def test_a_part_that_arrives_changed_is_sent_again_before_anybody_sees_it(
-    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
-) -> None:
-    settings, _ = server
-    repo = open_repo(settings)
-    assert isinstance(repo, S3Repo)
-    damaged: list[Any] = []
-
-    def damage(request: Any, **_: Any) -> None:
-        if not damaged:
-            damaged.append(request)
-            request.body = b"x" + request.body.read()[1:]
-
-    repo._client.meta.events.register("before-send.s3.UploadPart", damage)
-    lines: list[str] = []
-    journal = Journal(journal_path(tmp_path, repo.label))
-    Publisher(repo, journal, lines.append, Retry(backoff_s=0.02)).publish(revision(tmp_path, 50))
-    assert any("arrived as" in line and "trying again" in line for line in lines)
-    assert view(settings) == {50}
-
-
-def test_a_body_is_not_hashed_once_more_to_be_signed(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
-    settings, _ = server
-    repo = open_repo(settings)
-    assert isinstance(repo, S3Repo)
-    sent: list[Any] = []
-    for operation in ("UploadPart", "PutObject"):
-        repo._client.meta.events.register(f"before-send.s3.{operation}", lambda request, **_: sent.append(request))
-    what = revision(tmp_path, 50)
-    repo.stage("epoch-3/config.json", what.folder / "config.json", lambda _n: None, {})
-    repo.put("metadata.json", (what.folder / "config.json").read_bytes())
-    part, small = ({name.lower(): value for name, value in request.headers.items()} for request in sent)
-    assert {part["x-amz-content-sha256"], small["x-amz-content-sha256"]} == {b"UNSIGNED-PAYLOAD"}
-    # What is seen at once must be refused by the server; of a part the answer tells what arrived.
-    assert small["content-md5"] == base64.b64encode(hashlib.md5((what.folder / "config.json").read_bytes()).digest())
-    assert b"content-md5" in small["authorization"]
-    assert "content-md5" not in part
-
-
 def test_at_every_moment_of_a_publication_the_view_is_whole_or_known_to_be_mixed(
     server: tuple[RepoSettings, s3.Faults], tmp_path: Path
 ) -> None:
@@ -157,7 +92,7 @@ def test_at_every_moment_of_a_publication_the_view_is_whole_or_known_to_be_mixed
             with contextlib.ExitStack() as stack:
                 stack.callback(looking.release)
                 metadata, entry = json.loads(repo.get("metadata.json")), repo.head("epoch-3/gradients.pt")
-                gradients = int(repo.get(entry.key).split(b"\n", 1)[0])
+                gradients = inner_step_of(repo.get(entry.key))
                 torn = mixed(metadata, entry.size_bytes, entry.checksum) is not None
                 seen.append((metadata["inner_step"], gradients, torn))
 
@@ -232,7 +167,7 @@ def test_where_the_companion_died_too_the_next_publisher_finishes(
 
 def test_what_had_arrived_is_not_sent_again(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
     settings, faults = server
-    what = revision(tmp_path, 50, 40)
+    what = revision(tmp_path, 50, 40 * 1024 * 1024)
     repo = open_repo(settings)
     journal = Journal(journal_path(tmp_path, repo.label))
 
@@ -250,7 +185,7 @@ def test_what_had_arrived_is_not_sent_again(server: tuple[RepoSettings, s3.Fault
     assert 0 < _parts_sent(faults) < 6
     assert sent > 0
     assert view(settings) == {50}
-    assert _client(settings).list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
+    assert s3.client(settings).list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
 
 
 def _parts_sent(faults: s3.Faults) -> int:
@@ -259,7 +194,7 @@ def _parts_sent(faults: s3.Faults) -> int:
 
 def test_leftovers_of_another_revision_are_aborted(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
     settings, _ = server
-    client = _client(settings)
+    client = s3.client(settings)
     client.create_multipart_upload(Bucket=BUCKET, Key="epoch-2/gradients.pt")
     client.create_multipart_upload(Bucket=BUCKET, Key="somebody/elses.bin")
     lines = publish(settings, revision(tmp_path, 50), tmp_path)
@@ -337,10 +272,10 @@ def test_a_cancelled_upload_leaves_the_old_revision_and_nothing_else(
     faults.requests.clear()
     faults.after = lambda number: publisher.cancelled.set() if number == 6 else None
     with pytest.raises(Cancelled, match="what was published before is untouched"):
-        publisher.publish(revision(tmp_path, 60, MANY_MB))
+        publisher.publish(revision(tmp_path, 60, MANY))
     faults.after = lambda _n: None
     assert view(settings) == {50}
-    assert _client(settings).list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
+    assert s3.client(settings).list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
 
 
 def test_never_two_at_once_and_no_key_on_a_command_line(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
@@ -367,7 +302,7 @@ def test_an_independent_server_agrees_and_really_checks_keys(tmp_path: Path, mon
     with s3.rclone(needs.tool("rclone"), tmp_path / "served") as endpoint:
         settings = RepoSettings(kind="s3", bucket=BUCKET, endpoint=endpoint, region="us-east-1", timeout_s=20.0)
         for inner in (50, 60):
-            publish(settings, revision(tmp_path, inner, 20), tmp_path)
+            publish(settings, revision(tmp_path, inner, 20 * 1024 * 1024), tmp_path)
             assert view(settings) == {inner}
         assert open_repo(settings).state().revision == "1.3.60"
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")

@@ -14,6 +14,10 @@ from email.utils import formatdate, parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from miner_guard.config import RepoSettings
+from tests import needs
 from tests.servers.killing import Requests
 
 Environ = dict[str, Any]
@@ -31,6 +35,9 @@ class Faults:
 
         self.refuse: tuple[int, str] | None = None
         """(status, code) that every request is answered with."""
+
+        self.unknown_headers: tuple[str, ...] = ()
+        """A request with one of these (`HTTP_X_…`) is answered with 501, as a server of fewer features does."""
 
         self.silent = threading.Event()
         """Requests are read and not answered while it is set."""
@@ -63,6 +70,8 @@ class FaultLayer:
             time.sleep(0.05)
         if faults.refuse is not None:
             return _refused(environ, start_response, *faults.refuse)
+        if any(header in environ for header in faults.unknown_headers):
+            return _refused(environ, start_response, 501, "NotImplemented")
         if faults.slow_downs > 0:
             faults.slow_downs -= 1
             return _refused(environ, start_response, 503, "SlowDown")
@@ -141,6 +150,33 @@ def moto_apart() -> Iterator[tuple[str, int]]:
             yield child.stdout.readline().strip(), child.pid
         finally:
             child.kill()
+
+
+@contextlib.contextmanager
+def bucket(name: str) -> Iterator[tuple[RepoSettings, Faults]]:
+    """`moto` with an empty bucket; yields the settings of the repo that it is."""
+    with moto() as (endpoint, faults):
+        settings = RepoSettings(kind="s3", bucket=name, endpoint=endpoint, timeout_s=20.0)
+        client(settings).create_bucket(Bucket=name)
+        yield settings, faults
+
+
+def client(settings: RepoSettings) -> Any:
+    """boto3's own client, with its own defaults."""
+    import boto3
+
+    return boto3.client(
+        "s3", endpoint_url=settings.endpoint, region_name="us-east-1",
+        aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"], aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
+    )  # fmt: skip
+
+
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put `KEYS` where the repo looks for them. Skips where a library is missing."""
+    for module in ("moto", "boto3"):
+        needs.module(module)
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
 
 
 @contextlib.contextmanager

@@ -14,12 +14,13 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from miner_guard.config import RepoSettings
-from uploads.repos import s3_errors
+from uploads.repos import s3_errors, s3_parts
 from uploads.repos.base import (
     CONFIG,
     DOCUMENT_LIMIT,
@@ -34,6 +35,7 @@ from uploads.repos.base import (
     published_state,
 )
 from uploads.repos.credentials import find, first
+from uploads.repos.s3_parts import Part
 from validators.facts import Published
 
 T = TypeVar("T")
@@ -45,6 +47,16 @@ _MOST_PARTS = 10_000
 _PARALLEL = 8
 _CONNECT_S = 5.0
 _MD5 = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """A multipart upload under way."""
+
+    id: str
+    part_bytes: int
+    checked: bool
+    """The server compares each part's CRC32 with the one that it is sent with."""
 
 
 class S3Repo:
@@ -99,56 +111,63 @@ class S3Repo:
         if size == 0:
             raise RepoError(f"{path} is empty; there is nothing to publish")
         part_bytes = max(self._part_bytes, math.ceil(size / _MOST_PARTS))
-        upload_id, there = self._begun(key, notes, part_bytes)
-        if upload_id is None:
-            upload_id = self._call(self._client.create_multipart_upload, Key=key)["UploadId"]
-            notes["upload"] = [upload_id, part_bytes]
+        upload, there = self._begun(key, notes, part_bytes)
+        if upload is None:
+            upload = self._begin(key, part_bytes)
+            notes["multipart"] = asdict(upload)
 
-        def send(number: int) -> str:
-            return self._send_part(key, path, upload_id, number, part_bytes, there.get(number), progress)
+        def send(number: int) -> tuple[Part, str]:
+            with open(path, "rb") as file:
+                file.seek((number - 1) * part_bytes)
+                data = file.read(part_bytes)
+            part = s3_parts.read(number, data)
+            etag = part.md5 if there.get(number) == part.md5 else self._send(key, upload, part, data)
+            progress(len(data))
+            return part, etag
 
-        numbers = range(1, math.ceil(size / part_bytes) + 1)
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="part") as pool:
-            digests = list(pool.map(send, numbers))
-        whole = hashlib.md5(bytes.fromhex("".join(digests)), usedforsecurity=False).hexdigest()
-        parts = [{"PartNumber": n, "ETag": f'"{d}"'} for n, d in zip(numbers, digests, strict=True)]
-        etags = [f"{whole}-{len(parts)}", *(digests if len(digests) == 1 else [])]
-        notes_for_later = {"upload_id": upload_id, "parts": parts, "etags": etags, "path": str(path.resolve())}
-        return Ticket(key, size, notes_for_later, etags[0])
+            sent = list(pool.map(send, range(1, math.ceil(size / part_bytes) + 1)))
+        parts = [part for part, _ in sent]
+        etags = s3_parts.expected_etags(parts) if all(part.md5 == etag for part, etag in sent) else []
+        notes_for_later = {
+            "upload_id": upload.id, "parts": [_completing(upload, part, etag) for part, etag in sent], "etags": etags,
+            "crc32": s3_parts.expected_crc32(parts) if upload.checked else None, "path": str(path.resolve()),
+        }  # fmt: skip
+        return Ticket(key, size, notes_for_later, etags[0] if etags else None)
 
-    def _begun(self, key: str, notes: Notes, part_bytes: int) -> tuple[str | None, dict[int, str]]:
-        """The upload that an earlier attempt began, and the parts that had arrived, by number."""
-        upload_id, began_with = notes.get("upload", (None, None))
-        if upload_id is None or began_with != part_bytes:
+    def _begin(self, key: str, part_bytes: int) -> _Upload:
+        begin = self._client.create_multipart_upload
+        try:
+            answer = self._call(begin, Key=key, ChecksumAlgorithm=s3_parts.ALGORITHM)
+            return _Upload(answer["UploadId"], part_bytes, checked=True)
+        except RepoError as error:
+            if error.transient:
+                raise
+        # Servers that know no checksums refuse them in words of their own; what refuses this too says its reason.
+        return _Upload(self._call(begin, Key=key)["UploadId"], part_bytes, checked=False)
+
+    def _begun(self, key: str, notes: Notes, part_bytes: int) -> tuple[_Upload | None, dict[int, str]]:
+        """The upload that an earlier attempt began, and the ETags of the parts that had arrived, by number."""
+        if "multipart" not in notes or (upload := _Upload(**notes["multipart"])).part_bytes != part_bytes:
             return None, {}
         there: dict[int, str] = {}
         more: dict[str, Any] = {}
         try:
             while True:
-                page = self._call(self._client.list_parts, Key=key, UploadId=upload_id, **more)
+                page = self._call(self._client.list_parts, Key=key, UploadId=upload.id, **more)
                 there.update({p["PartNumber"]: _etag(p) or "" for p in page.get("Parts", [])})
                 if not page.get("IsTruncated"):
-                    return upload_id, there
+                    return upload, there
                 more = {"PartNumberMarker": page["NextPartNumberMarker"]}
         except Missing:
             return None, {}
 
-    def _send_part(
-        self, key: str, path: Path, upload_id: str, number: int, part_bytes: int, there: str | None, progress: Progress
-    ) -> str:
-        with open(path, "rb") as file:
-            file.seek((number - 1) * part_bytes)
-            data = file.read(part_bytes)
-        digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        if there != digest:
-            answer = self._call(
-                self._client.upload_part, Key=key, UploadId=upload_id, PartNumber=number, Body=data
-            )  # fmt: skip
-            # The ETag of a part is the md5 of what the server received: it need not hash it once more to compare.
-            if (seen := _etag(answer)) != digest:
-                raise RepoError(f"part {number} of {key} arrived as {seen}, sent was {digest}", transient=True)
-        progress(len(data))
-        return digest
+    def _send(self, key: str, upload: _Upload, part: Part, data: bytes) -> str:
+        answer = self._call(
+            self._client.upload_part, Key=key, UploadId=upload.id, PartNumber=part.number, Body=data,
+            **({"ChecksumCRC32": part.crc32} if upload.checked else {}),
+        )  # fmt: skip
+        return part.etag(answer, key)
 
     def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
         """The first alone, since a server may take long to put a large object together; the last alone, as all are."""
@@ -203,9 +222,21 @@ class S3Repo:
             raise RepoError(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were {ticket.size_bytes}; publish again"
             )
-        if entry.checksum not in ticket.data["etags"] and not self._same_content(ticket, entry.checksum):
+        if (
+            entry.checksum not in ticket.data["etags"]
+            and not self._same_parts(ticket)
+            and not self._same_content(ticket, entry.checksum)
+        ):
             raise RepoError(f"{ticket.key} reads back with other content than was staged; publish again")
         return entry
+
+    def _same_parts(self, ticket: Ticket) -> bool:
+        """For servers that encrypt, whose ETags are no digests of the content."""
+        wanted = ticket.data.get("crc32")
+        if wanted is None:
+            return False
+        answer = self._call(self._client.head_object, Key=ticket.key, ChecksumMode="ENABLED")
+        return bool(str(answer.get("ChecksumCRC32", "")).partition("-")[0] == wanted)
 
     def _same_content(self, ticket: Ticket, etag: str | None) -> bool:
         """For servers whose ETag is not the digest of the parts' digests: rclone gives the md5 of the whole file."""
@@ -264,6 +295,11 @@ def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None, *, att
         ),
     )  # fmt: skip
     return S3Repo(client, settings.bucket)
+
+
+def _completing(upload: _Upload, part: Part, etag: str) -> dict[str, Any]:
+    checksum = {"ChecksumCRC32": part.crc32} if upload.checked else {}
+    return {"PartNumber": part.number, "ETag": f'"{etag}"', **checksum}
 
 
 def _entry(key: str, answer: Mapping[str, Any]) -> Entry:

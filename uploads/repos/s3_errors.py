@@ -17,7 +17,6 @@ _SKEWED = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
 _TRANSIENT = {
     "SlowDown", "503", "500", "502", "504", "429", "ServiceUnavailable", "InternalError", "RequestTimeout",
     "Throttling", "ThrottlingException", "TooManyRequests", "BandwidthLimitExceeded", "RequestTimeoutException",
-    "BadDigest",
 }  # fmt: skip
 _NETWORK = (
     "ConnectionError", "HTTPClientError", "ConnectTimeoutError", "ReadTimeoutError", "EndpointConnectionError",
@@ -48,6 +47,8 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         return RepoError(f"the storage refuses this host's clock ({said}); set the clock: timedatectl set-ntp true")
     if code in _REFUSED or status in ("401", "403"):
         return RepoError(f"the storage refuses the keys for bucket {bucket} ({code}); check the keys and their rights")
+    if code == "BadDigest":
+        return RepoError(f"what arrived in bucket {bucket} is not what was sent ({code})", transient=True)
     if code in _TRANSIENT or status in ("429", "500", "502", "503", "504"):
         return RepoError(f"the storage of bucket {bucket} is busy ({status} {code})", transient=True)
     if code in ("NotImplemented", "MethodNotAllowed") or status in ("405", "501"):

@@ -1,0 +1,150 @@
+"""Parts on their way to S3: none arrives changed unnoticed, whatever the server tells of what it received."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tests.servers import s3
+from tests.servers.revisions import inner_step_of, revision
+from uploads.journal import Journal, journal_path
+from uploads.publisher import Publisher, Retry
+from uploads.repos import open_repo
+from uploads.repos.base import Repo
+from uploads.repos.s3 import S3Repo
+
+GRADIENTS = "epoch-3/gradients.pt"
+BYTES = 40 * 1024 * 1024
+"""Three parts."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S3Repo, s3.Faults]]:
+    s3.keys(monkeypatch)
+    with s3.bucket("llama-4b-ws-4-007") as (settings, faults):
+        repo = open_repo(settings)
+        assert isinstance(repo, S3Repo)
+        yield repo, faults
+
+
+def publish(repo: Repo, folder: Path) -> list[str]:
+    """Publish a revision of inner step 50; returns what the publisher said."""
+    lines: list[str] = []
+    journal = Journal(journal_path(folder, repo.label))
+    Publisher(repo, journal, lines.append, Retry(backoff_s=0.02)).publish(revision(folder, 50, BYTES))
+    return lines
+
+
+def published(repo: Repo) -> int:
+    return inner_step_of(repo.get(GRADIENTS, 2 * BYTES))
+
+
+@pytest.fixture
+def damaged(server: tuple[S3Repo, s3.Faults]) -> list[Any]:
+    """The request whose body is changed on the way: the first part."""
+    requests: list[Any] = []
+
+    def damage(request: Any, **_: Any) -> None:
+        if not requests:
+            requests.append(request)
+            request.body = b"x" + request.body.read()[1:]
+
+    server[0]._client.meta.events.register("before-send.s3.UploadPart", damage)
+    return requests
+
+
+def test_a_part_that_arrives_changed_is_sent_again_before_anybody_sees_it(
+    server: tuple[S3Repo, s3.Faults], damaged: list[Any], tmp_path: Path
+) -> None:
+    repo, _ = server
+    lines = publish(repo, tmp_path)
+    assert any("arrived as" in line and "trying again" in line for line in lines)
+    assert published(repo) == 50
+    assert len(damaged) == 1
+
+
+def test_a_server_that_knows_no_checksums_is_published_to_without(
+    server: tuple[S3Repo, s3.Faults], tmp_path: Path
+) -> None:
+    repo, faults = server
+    faults.unknown_headers = ("HTTP_X_AMZ_CHECKSUM_ALGORITHM", "HTTP_X_AMZ_CHECKSUM_CRC32")
+    assert publish(repo, tmp_path) == []
+    assert published(repo) == 50
+
+
+def test_a_bucket_that_encrypts_is_read_back_by_its_checksums(server: tuple[S3Repo, s3.Faults], tmp_path: Path) -> None:
+    """Encrypted with a key of KMS an object's ETag is no md5: each part looked damaged."""
+    repo, faults = server
+    _encrypt(repo._client)
+    faults.requests.clear()
+    assert publish(repo, tmp_path) == []
+    assert not any(r.startswith("GET") and f"{GRADIENTS}?" in r and "uploadId" not in r for r in faults.requests)
+    assert published(repo) == 50
+
+
+def test_where_the_bucket_encrypts_too_a_part_that_arrives_changed_is_sent_again(
+    server: tuple[S3Repo, s3.Faults], damaged: list[Any], tmp_path: Path
+) -> None:
+    repo, _ = server
+    _encrypt(repo._client)
+    lines = publish(repo, tmp_path)
+    assert any("arrived as" in line and "trying again" in line for line in lines)
+    assert published(repo) == 50
+    assert len(damaged) == 1
+
+
+def _encrypt(client: Any) -> None:
+    """Let the server tell, as S3 with KMS does, ETags that are no digests, and the CRC32 of what it received."""
+    received: dict[tuple[str, int], str] = {}
+
+    def receive(request: Any, **_: Any) -> None:
+        body = request.body if isinstance(request.body, bytes) else request.body.read()
+        asked = urlsplit(request.url)
+        part = asked.path.split("/", 2)[2], int(parse_qs(asked.query)["partNumber"][0])
+        received[part] = base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
+        request.body = body
+
+    def note(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+        context["part"] = params["Key"], params["PartNumber"]
+
+    def tell(parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+        parsed.update(ServerSideEncryption="aws:kms", ChecksumCRC32=received[context["part"]])
+
+    def disguise(parsed: dict[str, Any], **_: Any) -> None:
+        parsed["ETag"] = parsed["ETag"][::-1]
+
+    def undisguise(params: dict[str, Any], **_: Any) -> None:
+        for part in params["MultipartUpload"]["Parts"]:
+            part["ETag"] = part["ETag"][::-1]
+
+    events = client.meta.events
+    events.register("before-send.s3.UploadPart", receive)
+    events.register("provide-client-params.s3.UploadPart", note)
+    events.register("provide-client-params.s3.CompleteMultipartUpload", undisguise)
+    events.register("after-call.s3.UploadPart", tell)
+    for operation in ("UploadPart", "HeadObject"):
+        events.register(f"after-call.s3.{operation}", disguise)
+    events.register("after-call.s3.ListParts", lambda parsed, **_: [disguise(part) for part in parsed.get("Parts", [])])
+
+
+def test_a_body_is_not_hashed_once_more_to_be_signed(server: tuple[S3Repo, s3.Faults], tmp_path: Path) -> None:
+    repo, _ = server
+    sent: list[Any] = []
+    for operation in ("UploadPart", "PutObject"):
+        repo._client.meta.events.register(f"before-send.s3.{operation}", lambda request, **_: sent.append(request))
+    config = revision(tmp_path, 50).folder / "config.json"
+    repo.stage("epoch-3/config.json", config, lambda _n: None, {})
+    repo.put("metadata.json", config.read_bytes())
+    part, small = ({name.lower(): value for name, value in request.headers.items()} for request in sent)
+    assert {part["x-amz-content-sha256"], small["x-amz-content-sha256"]} == {b"UNSIGNED-PAYLOAD"}
+    # What is seen at once must be refused by the server; of a part the answer tells what arrived.
+    assert small["content-md5"] == base64.b64encode(hashlib.md5(config.read_bytes()).digest())
+    assert b"content-md5" in small["authorization"]
+    assert "content-md5" not in part

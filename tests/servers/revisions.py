@@ -1,0 +1,30 @@
+"""Revisions to publish, whose every file tells the inner step that it is of, so that a mixed view shows."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from uploads.publisher import Revision
+
+OUTER_STEP = 3
+
+
+def revision(folder: Path, inner: int, size_bytes: int = 1024) -> Revision:
+    """One of run 1 and outer step 3, in a folder of its own below `folder`."""
+    own = folder / f"revision-{inner}"
+    own.mkdir()
+    with open(own / "gradients.pt", "wb") as file:
+        file.write(f"{inner}\n".encode())
+        while (left := size_bytes - file.tell()) > 0:
+            file.write(os.urandom(min(left, 1024 * 1024)))
+    (own / "config.json").write_text(json.dumps({"block_list": [inner]}))
+    metadata = {"run": 1, "outer_step": OUTER_STEP, "inner_step": inner, "peer_id": "demo"}
+    (own / "metadata.json").write_text(json.dumps(metadata))
+    return Revision(own, 1, OUTER_STEP, inner)
+
+
+def inner_step_of(gradients: bytes) -> int:
+    """What the gradients of a `revision` tell."""
+    return int(gradients.split(b"\n", 1)[0])

@@ -1,0 +1,64 @@
+"""The parts of a multipart upload: their digests, and how the server's answers tell that they arrived."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from uploads.repos.base import RepoError
+
+ALGORITHM = "CRC32"
+"""What parts are sent with where the server takes it (AWS S3, R2, MinIO): it refuses one that arrives changed, and
+keeps the checksum. https://developers.cloudflare.com/r2/api/s3/api/ has what R2 takes: CRC32 of parts, not of the
+whole."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part as it was read here."""
+
+    number: int
+    md5: str
+    """Hex."""
+
+    crc32: str
+    """Base64 of four bytes, big-endian, as S3 writes it."""
+
+    def etag(self, answer: Mapping[str, Any], key: str) -> str:
+        """The ETag in the answer to its upload. Raises RepoError where another content arrived than was sent.
+
+        An ETag is the md5 of what the server received, unless the server encrypts with a key of KMS or of the
+        customer; there its CRC32 tells.
+        """
+        seen = str(answer.get("ETag", "")).strip('"')
+        if seen == self.md5 or (_encrypted(answer) and answer.get("ChecksumCRC32") == self.crc32):
+            return seen
+        raise RepoError(
+            f"part {self.number} of {key} arrived as {seen or 'unknown'}, sent was {self.md5}", transient=True
+        )
+
+
+def read(number: int, data: bytes) -> Part:
+    """The part that these bytes are."""
+    digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    return Part(number, digest, base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode())
+
+
+def expected_etags(parts: Sequence[Part]) -> list[str]:
+    """What the server may give as the ETag of the whole, the likeliest first: `<md5 of the parts' md5s>-<count>`."""
+    whole = hashlib.md5(b"".join(bytes.fromhex(p.md5) for p in parts), usedforsecurity=False).hexdigest()
+    return [f"{whole}-{len(parts)}", *(p.md5 for p in parts if len(parts) == 1)]
+
+
+def expected_crc32(parts: Sequence[Part]) -> str:
+    """What a server that took the parts' CRC32 gives for the whole, before its `-<count>`, which not all append."""
+    whole = zlib.crc32(b"".join(base64.b64decode(p.crc32) for p in parts))
+    return base64.b64encode(whole.to_bytes(4, "big")).decode()
+
+
+def _encrypted(answer: Mapping[str, Any]) -> bool:
+    return str(answer.get("ServerSideEncryption", "")).startswith("aws:kms") or "SSECustomerAlgorithm" in answer
