@@ -6,6 +6,7 @@ came out. Memory and processor time are limited before the file is touched.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import zipfile
@@ -18,6 +19,8 @@ from validators.gradients import ALL_ZERO
 from validators.shapes import Shapes, plain_name
 
 _MOST_PROBLEMS = 8
+_LONGEST = 200
+"""Characters of a problem."""
 
 
 class Refused(Exception):
@@ -48,23 +51,30 @@ def examine(
     memory_bytes: int | None, cpu_s: float,
 ) -> dict[str, Any]:  # fmt: skip
     """The report on a file of `size` bytes; `memory_bytes` beyond what is taken now limits this process for good."""
-    report: dict[str, Any] = {"size_bytes": size, "problems": [], "warnings": [], "params": 0, "values": 0}
+    report: dict[str, Any] = {"size_bytes": size, "problems": [], "warnings": [], "params": 0}
     try:
-        _check_claims(path, size, limits.get("gradients_max_bytes"))
+        _check_size(size, limits.get("gradients_max_bytes"))
         if memory_bytes is not None:
             _restrict(memory_bytes + 3 * size, cpu_s)
+        _check_claims(path, size)
         return {**report, **_look(torch, _load(torch, path), limits, shapes, size)}
     except Refused as refusal:
         return {**report, "problems": [str(refusal)]}
     except MemoryError:
         return {**report, "problems": [f"needs more memory than is allowed for a file of {size} bytes"]}
+    except Exception as error:  # noqa: BLE001 -- torch raises anything on tensors of an odd kind; reported as a problem
+        # Not unknown, which lets an upload pass: what can't be judged here a validator can't use either.
+        return {**report, "problems": [f"cannot be looked into: {type(error).__name__}: {_gist(str(error))}"]}
 
 
-def _check_claims(path: str, size: int, most: int | None) -> None:
+def _check_size(size: int, most: int | None) -> None:
     if size == 0:
         raise Refused("the file is empty")
     if most is not None and size > most:
         raise Refused(f"{size} bytes, more than a plausible {most}")
+
+
+def _check_claims(path: str, size: int) -> None:
     if not zipfile.is_zipfile(path):
         return
     try:
@@ -92,17 +102,18 @@ def _load(torch: Any, path: str) -> Mapping[str, Any]:
         raise
     except Exception as error:
         # A hostile file may raise anything; all of it means refused.
-        words = " ".join(str(error).split())
+        words = _gist(str(error))
         if "alloc" in words or "memory" in words.lower():
-            raise Refused(f"needs more memory than allowed: {words[:120]}") from error
-        raise Refused(f"does not load with weights_only=True: {type(error).__name__}: {_gist(words)}") from error
+            raise Refused(f"needs more memory than allowed: {words}") from error
+        raise Refused(f"does not load with weights_only=True: {type(error).__name__}: {words}") from error
     if not isinstance(document, dict):
         raise Refused(f"holds a {type(document).__name__}, not a dictionary")
     return document
 
 
-def _gist(words: str) -> str:
+def _gist(text: str) -> str:
     """Of torch's long explanation the part that names the culprit."""
+    words = " ".join(text.split())
     for mark in ("Unsupported global:", "Unsupported operand", "WeightsUnpickler error:", "PytorchStreamReader"):
         if mark in words:
             return words[words.index(mark) :][:120]
@@ -123,35 +134,36 @@ def _look(
     if shapes is not None and names and not any(of in shapes.of for of in plain.values()):
         warnings = [f"none of its {len(names)} parameters is of the model that was diagnosed here"]
         shapes = None
-    biggest, values = 0.0, 0
+    something = False
     for name in names:
         indices, numbers = document.get(name + index), document.get(name + value)
-        quantised = document.get(name + "quant_params") is not None
         shape = None if shapes is None else shapes.of.get(plain[name])
-        problems += _of_parameter(
-            torch, name, indices, numbers, quantised, shape, shapes is not None, limits.get("gradients_chunk"), size
-        )
-        if isinstance(numbers, torch.Tensor) and numbers.numel() * numbers.element_size() <= size and numbers.numel():
-            values += numbers.numel()
-            biggest = max(biggest, float(numbers.to(torch.float32).abs().max()))
+        wrong = [
+            *_of_parameter(
+                torch, name, indices, numbers, shape, shapes is not None, limits.get("gradients_chunk"), size
+            ),
+            *_of_quantisation(torch, name, document.get(f"{name}quant_params")),
+        ]
+        problems += wrong
+        something = something or bool(wrong) or bool(_computable(numbers).any())
     if not names:
         problems.append(f"holds no `<param>{index}` and `<param>{value}`")
-    elif biggest == 0.0:
+    elif not something:
         problems.append(ALL_ZERO)
     missing = [] if shapes is None else sorted(set(shapes.of) - shapes.optional - set(plain.values()))
     if missing:
         warnings.append(f"{len(missing)} of the model's parameters are missing, {missing[0]} among them")
-    found = document.get(key) if key is not None else None
     return {
         "params": len(names),
-        "values": values,
-        "problems": [*problems[:_MOST_PROBLEMS], *_further(problems)],
+        "problems": [*map(_shown, problems[:_MOST_PROBLEMS]), *_further(problems)],
         "warnings": warnings,
         "shapes_known": shapes is not None,
-        "metadata": {str(k): v for k, v in found.items() if isinstance(v, (int, float, str))}
-        if isinstance(found, dict)
-        else None,
     }
+
+
+def _shown(words: str) -> str:
+    """Of any length and with any characters are a file's names: here they are short, and can be written anywhere."""
+    return words[:_LONGEST].encode("utf-8", "backslashreplace").decode()
 
 
 def _further(problems: Sequence[str]) -> Iterator[str]:
@@ -160,12 +172,15 @@ def _further(problems: Sequence[str]) -> Iterator[str]:
 
 
 def _of_parameter(
-    torch: Any, name: str, indices: Any, numbers: Any, quantised: bool, shape: Sequence[int] | None, all_known: bool,
+    torch: Any, name: str, indices: Any, numbers: Any, shape: Sequence[int] | None, all_known: bool,
     chunk: int | None, size: int,
 ) -> Iterator[str]:  # fmt: skip
     for what, tensor in (("indices", indices), ("values", numbers)):
         if not isinstance(tensor, torch.Tensor):
             yield f"{name}: {what} are missing" if tensor is None else f"{name}: {what} are a {type(tensor).__name__}"
+            return
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            yield f"{name}: {what} are {tensor.layout} on {tensor.device}, not a plain tensor"
             return
         # A view with stride 0 claims any size and costs nothing until somebody computes with it.
         if tensor.numel() * tensor.element_size() > size:
@@ -176,11 +191,35 @@ def _of_parameter(
     if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
         yield f"{name}: indices are {indices.dtype}, not whole numbers"
         return
-    if not quantised and not bool(torch.isfinite(numbers).all()):
+    if numbers.is_complex():
+        yield f"{name}: values are {numbers.dtype}, not real numbers"
+    if not _finite(torch, numbers):
         yield f"{name}: NaN or Inf in the values"
     if shape is None and all_known:
         yield f"{name}: the model has no such parameter"
     yield from _bounds(name, indices, shape, chunk)
+
+
+def _computable(tensor: Any) -> Any:
+    """The same numbers in a type that torch computes with: of float8 and unsigned integers it knows next to nothing."""
+    if tensor.is_floating_point():
+        return tensor.float() if tensor.element_size() == 1 else tensor
+    return tensor.long() if str(tensor.dtype) in ("torch.uint16", "torch.uint32", "torch.uint64") else tensor
+
+
+def _finite(torch: Any, value: Any) -> bool:
+    """Whether every number in a tensor, or in the lists that hold some, is finite."""
+    if isinstance(value, torch.Tensor):
+        return bool(torch.isfinite(_computable(value)).all())
+    if isinstance(value, (list, tuple)):
+        return all(_finite(torch, item) for item in value)
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _of_quantisation(torch: Any, name: str, parameters: Any) -> Iterator[str]:
+    """Shift, scale and lookup table of quantised values: what is NaN there is NaN in the decoded gradient."""
+    if not _finite(torch, parameters):
+        yield f"{name}: NaN or Inf in the quantisation's parameters"
 
 
 def _bounds(name: str, indices: Any, shape: Sequence[int] | None, chunk: int | None) -> Iterator[str]:
@@ -193,7 +232,8 @@ def _bounds(name: str, indices: Any, shape: Sequence[int] | None, chunk: int | N
         bound = max(fitting)
     if not indices.numel():
         return
-    least, most = int(indices.min()), int(indices.max())
+    known = _computable(indices)
+    least, most = int(known.min()), int(known.max())
     if least < 0 or (bound is not None and most >= bound):
         wrong, last = least if least < 0 else most, "?" if bound is None else bound - 1
         yield f"{name}: index {wrong} is out of bounds (0 to {last})"

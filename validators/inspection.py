@@ -28,7 +28,7 @@ def inspect_file(
     memory_bytes: int = MEMORY_BYTES,
     python: str = sys.executable,
 ) -> dict[str, Any]:
-    """What is in `path`: `size_bytes`, `params`, `values`, `metadata`, and `problems` in words (empty: none).
+    """What is in `path`: `size_bytes`, `params`, and `problems` in words (empty: none).
 
     `shapes` are the model's; `shapes_known` says whether the file was compared with them. Where nothing could be
     found out, `reason` says why. Never raises.
