@@ -21,13 +21,15 @@ def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
     `traces` holds, by rank, entries with `collective_seq_id`, `process_group` and `profiling_name`, oldest first.
     None where all ranks are level, or fewer than two say anything.
     """
-    last: dict[str, dict[int, tuple[int, str]]] = {}
+    last: dict[tuple[str, str], dict[int, tuple[int, str]]] = {}
     for rank, entries in traces.items():
         for entry in entries:
             if entry.get("is_p2p") or entry.get("collective_seq_id") is None:
                 continue
-            group = str(entry.get("process_group"))
-            last.setdefault(group, {})[rank] = (int(entry["collective_seq_id"]), str(entry.get("profiling_name")))
+            name = str(entry.get("profiling_name"))
+            # `nccl:…` and `gloo:…` of one group count for themselves.
+            group = (str(entry.get("process_group")), name.partition(":")[0])
+            last.setdefault(group, {})[rank] = (int(entry["collective_seq_id"]), name)
     for numbers in last.values():
         most = max(number for number, _ in numbers.values())
         behind = tuple(sorted(rank for rank, (number, _) in numbers.items() if number < most))

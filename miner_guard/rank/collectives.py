@@ -16,6 +16,9 @@ from pathlib import Path
 _LAST = 64
 """Collectives that are kept of each dump."""
 
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""NCCL's collectives are in a recorder of their own, which only torch's CUDA builds have; gloo's are in the other."""
+
 
 def serve(path: Path) -> None:
     """Answer requests on the pipe `PATH.ask` by replacing `path`. Raises OSError where the pipe can't be made."""
@@ -46,7 +49,13 @@ def _serve(fd: int, path: Path) -> None:
 
 
 def _last_collectives() -> dict[str, object]:
-    recorder = importlib.import_module("torch._C._distributed_c10d")
-    entries = json.loads(recorder._dump_fr_trace_json()).get("entries", [])
+    recorders = importlib.import_module("torch._C._distributed_c10d")
     keys = ("collective_seq_id", "process_group", "profiling_name", "state", "is_p2p")
-    return {"entries": [{key: entry.get(key) for key in keys} for entry in entries[-_LAST:]]}
+    entries: list[dict[str, object]] = []
+    dumps = [dump for name in _RECORDERS if (dump := getattr(recorders, name, None)) is not None]
+    if not dumps:
+        raise LookupError(f"this torch has none of {', '.join(_RECORDERS)}")
+    for dump in dumps:
+        kept = json.loads(dump()).get("entries", [])[-_LAST:]
+        entries += [{key: entry.get(key) for key in keys} for entry in kept]
+    return {"entries": entries}

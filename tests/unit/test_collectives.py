@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from miner_guard.detectors.collectives import late
+from miner_guard.rank import collectives
 
 
 def trace(*numbers: int, group: str = "default", name: str = "gloo:all_reduce") -> list[dict[str, Any]]:
@@ -24,6 +31,32 @@ def test_each_group_counts_for_itself() -> None:
     assert found is not None
     assert found.ranks == (1,)
     assert found.detail.endswith("rank 0 waits in collective number 2 (gloo:all_reduce)")
+
+
+def test_the_backends_of_one_group_count_for_themselves() -> None:
+    nccl, gloo = "nccl:all_reduce", "gloo:all_reduce"
+    traces = {rank: trace(900, name=nccl) + trace(7, name=gloo) for rank in (0, 1)} | {
+        2: trace(899, name=nccl) + trace(7, name=gloo)
+    }
+    found = late(traces)
+    assert found is not None
+    assert found.detail == "rank 2 is at number 899, ranks 0,1 wait in collective number 900 (nccl:all_reduce)"
+
+
+def test_collectives_of_nccl_are_in_the_answer_beside_those_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU build of torch has the other recorder only: of a hang on GPUs it would hold the guard's own group alone."""
+
+    def dump(*entries: dict[str, Any]) -> Callable[[], bytes]:
+        return lambda: json.dumps({"entries": entries}).encode()
+
+    nccl, gloo = trace(900, name="nccl:all_reduce"), trace(7)
+    fake = SimpleNamespace(_dump_nccl_trace_json=dump(*nccl), _dump_fr_trace_json=dump(*gloo))
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", fake)
+    document = collectives._last_collectives()
+    assert [e["profiling_name"] for e in document["entries"]] == ["nccl:all_reduce", "gloo:all_reduce"]  # type: ignore[attr-defined]
+    del fake._dump_nccl_trace_json, fake._dump_fr_trace_json
+    with pytest.raises(LookupError, match="has none of"):
+        collectives._last_collectives()
 
 
 def test_level_ranks_and_single_ones_name_nobody() -> None:
