@@ -14,6 +14,7 @@ from typing import Any
 
 from miner_guard.attach.adapter import Adapter
 from miner_guard.attach.losses import Losses
+from miner_guard.rank.compiled import uncompiled
 
 _OTHERS_IN_A_ROW = 64
 """Steps of other optimizers after which the one that led is taken for gone."""
@@ -40,10 +41,11 @@ class Auto:
         """`torch.optim.optimizer` was imported."""
         from torch import Tensor
 
-        module.register_optimizer_step_pre_hook(self._stepping)
-        module.register_optimizer_step_post_hook(self._stepped)
+        module.register_optimizer_step_pre_hook(uncompiled(self._stepping))
+        module.register_optimizer_step_post_hook(uncompiled(self._stepped))
         backward: Any = Tensor.backward
 
+        @uncompiled
         @functools.wraps(backward)
         def followed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             self.adapter.quiet(self._backward, tensor)

@@ -20,13 +20,15 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any, ParamSpec, TypeVar
 
 from miner_guard.events import Finding
 from miner_guard.rank import collectives, environment, gating, stacks
+from miner_guard.rank.compiled import compiling, uncompiled
 from miner_guard.rank.costs import Costs
-from miner_guard.rank.phases import Phase, Phases
+from miner_guard.rank.phases import Phases
 from miner_guard.rank.questions import Questions
 from miner_guard.rank.recorder import CLOSED, FINISHED, Recorder, describe
 from miner_guard.rank.stepping import Stepper
@@ -52,7 +54,7 @@ def _harmless(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[
                 guard._degraded(method.__name__, error)
                 return fallback()
 
-        return harmless
+        return uncompiled(harmless)
 
     return wrap
 
@@ -109,12 +111,15 @@ class Guard:
 
     # steps
 
-    def phase(self, name: str, *, allowance_s: float | None = None) -> Phase:
+    def phase(self, name: str, *, allowance_s: float | None = None) -> AbstractContextManager[Any]:
         """A context manager for a part of the step: data, forward, backward, optimizer, … or any name.
 
         `monitor` encloses a monitoring callback and whatever phases are in it. `allowance_s`: how long this
-        phase may last before it is a hang, where the settings do not know it.
+        phase may last before it is a hang, where the settings do not know it. Inside what torch.compile captures
+        it does nothing: a clock there would break the graph, or fail where the whole graph was asked for.
         """
+        if compiling():
+            return nullcontext()
         try:
             return self._phases.named(name, allowance_s)
         except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded

@@ -7,6 +7,8 @@ import sys
 from typing import Any
 
 NAN = math.nan
+LARGEST = 1 << 63
+"""Step numbers of a record lie below."""
 
 
 class NotRead(Exception):
@@ -27,18 +29,24 @@ def number(name: str, value: Any) -> tuple[float, str | None]:
         raise NotRead(f"{name} is a DTensor, whose value needs a collective; pass a float")
     if device != "cpu":
         raise NotRead(f"{name} is a tensor on {device}, whose value needs a synchronisation; pass a float")
-    return float(value), "cpu"
+    # Detached: torch warns at each step of a loss that still has its graph, and a program may make errors of warnings.
+    detach = getattr(value, "detach", None)
+    return float(value if detach is None else detach()), "cpu"
 
 
 def whole(value: Any) -> int:
-    """A step number as a whole number, -1 where it is unknown. Raises ValueError, TypeError, NotRead."""
-    if type(value) is int:
-        return value
+    """A step number as a whole number, -1 where it is unknown.
+
+    Raises ValueError, TypeError, OverflowError and NotRead; ValueError also for one that no record has room for.
+    """
     if value is None:
         return -1
     if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
         raise NotRead("a step number is a tensor on the GPU; pass an int")
-    return int(value)
+    number = int(value)
+    if not -LARGEST <= number < LARGEST:
+        raise ValueError(f"a step number of {len(str(abs(number)))} digits is none")
+    return number
 
 
 def cuda_memory() -> tuple[float, float]:

@@ -113,7 +113,7 @@ class Stepper:
 
     def whole(self, name: str, value: Any) -> int:
         """`value` as an int, -1 where it is unknown or no number."""
-        if type(value) is int:
+        if type(value) is int and abs(value) < numbers.LARGEST:
             return value
         return -1 if value is None else self._attempt(name, lambda: numbers.whole(value), -1)
 

@@ -100,6 +100,13 @@ def test_a_sharded_model_is_followed_on_every_rank(tmp_path: Path) -> None:
     assert training["accumulation_steps"] == 3
 
 
+def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(tmp_path: Path) -> None:
+    """Clocks and counters in a graph would have it compiled at each step, until torch gives up the whole function."""
+    attached = run(tmp_path / "attached", "compiled.py")
+    assert [s.inner_step for s in attached.steps()] == [1, 2, 3, 4, 5, 6]
+    assert [f"{s.loss:.4f}" for s in attached.steps()[1:]] == attached.losses()
+
+
 def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> None:
     needs.module("transformers")
     needs.module("accelerate")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
 from miner_guard.rank.hook import Guard
 from miner_guard.rank.layout import FLAG_EVAL, FLAG_FIRST, FLAG_SYNC
 from miner_guard.statedir import StateDir
-from tests.unit.rank.helpers import Clock, reader_of
+from tests.unit.rank.helpers import Clock, reader_of, said
 
 
 def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
@@ -97,3 +98,38 @@ def test_an_exception_passes_through_a_phase_and_leaves_no_phase_open(guard: Gua
     now = reader_of(state).now()
     assert now is not None
     assert now.phase == ""
+
+
+def test_a_phase_inside_a_compiled_model_breaks_no_graph(guard: Guard, state: StateDir) -> None:
+    """A clock in the graph breaks it, and fails where `fullgraph` is asked for."""
+    torch = pytest.importorskip("torch")
+
+    def forward(x: Any) -> Any:
+        with guard.phase("forward"):
+            y = x * 2
+        return y.sum()
+
+    model = torch.compile(forward, backend="eager", fullgraph=True)
+    assert float(model(torch.ones(3))) == 6.0
+    with guard.phase("data"):
+        pass
+    guard.step(loss=6.0)
+    (step,) = reader_of(state).steps()
+    assert set(step.phases) <= {"data"}
+    assert said(state) == []
+
+
+def test_a_step_inside_a_compiled_function_is_recorded_and_not_compiled(guard: Guard, state: StateDir) -> None:
+    torch = pytest.importorskip("torch")
+
+    def train(x: Any) -> Any:
+        loss = (x * 2).sum()
+        guard.step(loss=loss)
+        return loss
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(train, backend="eager")
+        for _ in range(4):
+            compiled(torch.ones(3))
+    assert [s.loss for s in reader_of(state).steps()] == [6.0] * 4
+    assert said(state) == []

@@ -11,7 +11,7 @@ import pytest
 from miner_guard.rank.hook import Guard
 from miner_guard.rank.layout import FLAG_LOSS_ON_CPU, JOURNAL_SLOTS
 from miner_guard.statedir import StateDir
-from tests.unit.rank.helpers import Clock, entries, place, reader_of, said
+from tests.unit.rank.helpers import Clock, entries, place, reader_of, said, state_of
 
 
 @pytest.mark.parametrize("name", ["grad_norm", "eval_loss"])
@@ -89,6 +89,29 @@ def test_nonsense_is_reported_and_never_raised(guard: Guard, state: StateDir, ar
     assert len(said(state)) == 1
     assert guard.troubles == 2
     assert [s.loss for s in reader_of(state).steps()][-1] == 1.0
+
+
+@pytest.mark.parametrize("arguments", [{"inner_step": 1 << 63}, {"outer_step": 1e30}, {"tokens": 1 << 64}])
+def test_a_number_without_room_in_the_record_is_unknown_and_the_step_is_recorded(
+    guard: Guard, state: StateDir, clock: Clock, arguments: dict[str, Any]
+) -> None:
+    clock.now += 2
+    guard.step(loss=1.5, **arguments)
+    clock.now += 3
+    guard.step(loss=1.4, inner_step=2)
+    assert [(s.loss, s.seconds) for s in reader_of(state).steps()] == [(1.5, 2.0), (1.4, 3.0)]
+    assert "is none" in said(state)[0]
+    guard.close(finished=True)
+    assert state_of(state) == "finished"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_still_has_its_graph_is_read_without_a_word_of_torch(guard: Guard, state: StateDir) -> None:
+    torch = pytest.importorskip("torch")
+    guard.step(loss=2 * torch.ones((), requires_grad=True))
+    (step,) = reader_of(state).steps()
+    assert step.loss == 2.0
+    assert said(state) == []
 
 
 def test_costs_are_summed_up_and_leave_room_for_decisions(guard: Guard, state: StateDir, clock: Clock) -> None:
