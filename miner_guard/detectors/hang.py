@@ -44,6 +44,10 @@ class HangDetector:
 
     def __init__(self, settings: HangSettings) -> None:
         self._settings = settings
+        self._allowances = {
+            "allreduce": settings.allreduce_s, "upload": settings.upload_s, "load_state": settings.load_state_s,
+            "pause": settings.pause_s, **settings.phases,
+        }  # fmt: skip
         self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._looked_at: float | None = None
         self._reset(0.0)
@@ -59,13 +63,28 @@ class HangDetector:
         self._reset(now)
         self._looked_at = None
 
-    def stepped(self, end: float, seconds: float) -> None:
-        """A rank finished a step of `seconds`."""
-        self._durations.append(seconds)
+    def stepped(self, end: float, seconds: float, phases: Mapping[str, float] | None = None) -> None:
+        """A rank finished a step of `seconds`, of which `phases` took theirs.
+
+        A phase with an allowance of its own says nothing of how long a step takes: with an AllReduce of ten minutes
+        in it, a hang in the steps after would be noticed in fifty.
+        """
+        allowed = sum(spent for name, spent in (phases or {}).items() if name in self._allowances)
+        self._durations.append(max(0.0, seconds - allowed))
         self._progress = max(self._progress, end)
         self._stepped = True
         # A second stall is reported like the first.
         self._said = False
+
+    def printed(self, now: float) -> None:
+        """A miner that is known by its lines alone wrote some: before its first step that is all its progress."""
+        if not self._stepped:
+            self._progress = max(self._progress, now)
+
+    @property
+    def has_stepped(self) -> bool:
+        """A step was seen since the launch."""
+        return self._stepped
 
     @property
     def limit_s(self) -> float:
@@ -120,12 +139,7 @@ class HangDetector:
     def _allowance_s(self, rank: Now) -> float | None:
         if rank.allowance_s is not None:
             return rank.allowance_s
-        settings = self._settings
-        own = {
-            "allreduce": settings.allreduce_s, "upload": settings.upload_s, "load_state": settings.load_state_s,
-            "pause": settings.pause_s, **settings.phases,
-        }  # fmt: skip
-        return own.get(rank.phase)
+        return self._allowances.get(rank.phase)
 
     def _end_of_long_phase(self, now: float, ranks: Mapping[int, Now]) -> None:
         """After a long phase that ended well the usual limit counts from its end; one that did not end is over."""

@@ -27,6 +27,7 @@ class Patterns:
     step: tuple[re.Pattern[str], ...]
     push: tuple[re.Pattern[str], ...] = ()
     push_failed: tuple[re.Pattern[str], ...] = ()
+    allreduce: tuple[re.Pattern[str], ...] = ()
 
     @classmethod
     def of(cls, *tables: Mapping[str, Iterable[str]]) -> Patterns:
@@ -59,6 +60,11 @@ class PushLine:
 
 
 @dataclass(frozen=True)
+class AllReduceLine:
+    """The miner says that it leaves training for an AllReduce; its next step ends that."""
+
+
+@dataclass(frozen=True)
 class LoggedStep:
     """A step as far as the log shows it. Monotonic seconds."""
 
@@ -67,7 +73,7 @@ class LoggedStep:
     end: float
 
 
-def read(line: str, patterns: Patterns) -> StepLine | PushLine | None:
+def read(line: str, patterns: Patterns) -> StepLine | PushLine | AllReduceLine | None:
     """What a line says, None where it is about something else or another rank."""
     text = _ANSI.sub("", line[:_LONGEST_LINE])
     for pattern in patterns.step:
@@ -79,18 +85,17 @@ def read(line: str, patterns: Patterns) -> StepLine | PushLine | None:
     for pattern in patterns.push_failed:
         if (match := pattern.search(text)) is not None:
             return PushLine(None, match.groupdict().get("reason") or match.group(0))
-    return None
+    return AllReduceLine() if any(pattern.search(text) for pattern in patterns.allreduce) else None
 
 
 def _step(groups: Mapping[str, str | None]) -> StepLine | None:
-    number = groups.get("inner") or groups.get("step")
-    if number is None or (groups.get("rank") or "0").lstrip("0"):
+    inner = _whole(groups.get("inner") or groups.get("step"))
+    if inner is None or (groups.get("rank") or "0").lstrip("0"):
         return None
     ms = _number(groups.get("ms"))
-    outer = groups.get("outer")
     return StepLine(
-        outer=None if outer is None else int(outer),
-        inner=int(number),
+        outer=_whole(groups.get("outer")),
+        inner=inner,
         loss=_number(groups.get("loss")),
         lr=_number(groups.get("lr")),
         grad_norm=_number(groups.get("grad_norm")),
@@ -98,6 +103,11 @@ def _step(groups: Mapping[str, str | None]) -> StepLine | None:
         gpu_gb=_number(groups.get("gpu_gb")),
         partial=groups.get("micro") is not None,
     )
+
+
+def _whole(text: str | None) -> int | None:
+    digits = "" if text is None else text.replace(",", "").replace("_", "")
+    return int(digits) if digits.isdecimal() else None
 
 
 def _number(text: str | None) -> float | None:

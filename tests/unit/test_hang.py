@@ -71,6 +71,14 @@ def test_after_a_long_phase_the_usual_limit_counts_from_its_end(detector: HangDe
     assert seen[0] == pytest.approx(1300.5, abs=2)
 
 
+def test_an_allreduce_within_a_step_does_not_stretch_the_limit_of_the_steps_after(detector: HangDetector) -> None:
+    """Guards against a hang that is noticed after fifty minutes, since a step with an AllReduce took ten."""
+    detector.stepped(700.0, 600.0, {"allreduce": 590.0, "forward": 6.0})
+    seen = watch(detector, 701.0, 5000.0, {0: rank("data", 700.5)})
+    assert seen is not None
+    assert seen[0] == pytest.approx(1000.0, abs=2)
+
+
 def test_the_allowance_that_a_rank_declares_wins(detector: HangDetector) -> None:
     assert watch(detector, 101.0, 3000.0, {0: rank("compile", 101.0, allowance=3600.0)}) is None
 

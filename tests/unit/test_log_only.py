@@ -195,6 +195,34 @@ def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(tmp_path: Path) 
     assert "'(unclosed' is no regular expression" in str(log.said[0].fields["what"])
 
 
+def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:
+    log = Log(tmp_path, log_patterns=(r"outer_step (?P<outer_step>\d+) loss (?P<loss>\S+)",))
+    assert "names no group `step` or `inner`" in str(log.said[0].fields["what"])
+
+
+def test_a_number_that_is_written_with_commas_or_is_none(tmp_path: Path) -> None:
+    log = Log(tmp_path, log_patterns=(r"batch (?P<step>\S+) cost (?P<loss>\S+)",))
+    log.line("batch 1,234 cost 0.5")
+    log.line("batch last cost 0.5")
+    assert [s.inner_step for s in log.steps] == [1234]
+
+
+def test_an_allreduce_is_neither_a_hang_nor_a_slow_step(tmp_path: Path) -> None:
+    """Guards against a healthy miner ended in the middle of each AllReduce that is longer than `[hang] min_s`."""
+    log = Log(tmp_path, profile="sn38")
+    log.line(TODAY + "Outer Step: 5 | Inner Step: 80 | Learning Rate: 0.00002100 | Average Loss: 3.40")
+    log.line(TODAY + "Received Main All Reduce Call")
+    now = log.reader.now()
+    assert now is not None
+    assert (now.phase, now.phase_since, now.allowance_s) == ("allreduce", log.clock.monotonic(), None)
+    log.line(TODAY + "Outer Step: 6 | Inner Step: 1 | Learning Rate: 0.00002100 | Average Loss: 3.40", 700)
+    log.line(TODAY + "Outer Step: 6 | Inner Step: 2 | Learning Rate: 0.00002100 | Average Loss: 3.40", 10)
+    now = log.reader.now()
+    assert now is not None
+    assert (now.phase, now.allowance_s) == ("", 50.0), "nor is an hour allowed to the steps after it"
+    assert [dict(s.phases) for s in log.steps] == [{}, {"allreduce": 700.0}, {}]
+
+
 def test_the_record_ends_with_the_launch_and_does_nothing_unless_asked(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.line("iter 1: loss 2.0")

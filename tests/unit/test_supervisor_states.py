@@ -155,7 +155,7 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
         list(watch.on_tick(clock.monotonic(), ranks))
     (gather,) = jobs.work
     if meanwhile == "a step":
-        watch.on_steps(0, [cast(Any, SimpleNamespace(end=clock.monotonic(), seconds=9.0))])
+        watch.on_steps(0, [cast(Any, SimpleNamespace(end=clock.monotonic(), seconds=9.0, phases={}))])
     elif meanwhile == "another launch":
         watch.on_launch(Launch(("true",), 2, 1, clock.monotonic()))
     gather()

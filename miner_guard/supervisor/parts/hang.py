@@ -16,6 +16,14 @@ from miner_guard.supervisor.evidence import Subject
 from miner_guard.supervisor.parts import Context, Launch, Part
 from miner_guard.supervisor.tail import Tail
 
+_WHY_NO_STEP = {
+    None: "the miner does not call the hook; start it with --attach sn38, auto or log",
+    "sn38": "--attach sn38 found nothing that it knows in this miner; try --attach auto or log",
+    "auto": "--attach auto found no training loop of torch in this miner; try --attach log, or call the hook",
+    "log": "none of the miner's lines was known as a step's; describe them in [miner] log_patterns",
+}
+"""By way of attaching: why a miner that lives shows no step, and what to do."""
+
 
 class HangWatch(Part):
     """Feeds the detector and acts on its answer."""
@@ -31,21 +39,26 @@ class HangWatch(Part):
         self._last_incident: str | None = None
         self._ranks_seen = False
         self._hang: Hang | None = None
+        self._launched = 0.0
+        self._said_blind = False
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._detector.launched(launch.started)
         self._tail = Tail()
         self._last_incident, self._ranks_seen, self._hang = None, False, None
+        self._launched, self._said_blind = launch.started, False
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
         for step in steps:
-            self._detector.stepped(step.end, step.seconds)
+            self._detector.stepped(step.end, step.seconds, step.phases)
         self._hang = None
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
         self._tail.add(chunk)
+        if self.context.config.miner.attach == "log":
+            self._detector.printed(self.context.clock.monotonic())
         return ()
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
@@ -59,7 +72,7 @@ class HangWatch(Part):
         who = evidence.subjects(self.context.state, ranks) if suspected and self._hang is None else []
         hang = self._detector.look(now, ranks, gone={subject.rank for subject in who if subject.gone})
         if hang is None:
-            return ()
+            return self._blind(now, ranks)
         self._hang = hang
         detail = hang.detail + (f"; before it: INCIDENT {self._last_incident}" if self._last_incident else "")
         story: dict[str, Any] = {
@@ -71,6 +84,16 @@ class HangWatch(Part):
         output = self._tail.text()
         self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who, story, output))
         return [found("hang_detected", rank=hang.culprits[0] if len(hang.culprits) == 1 else None, **story)]
+
+    def _blind(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        """A miner that lives and shows no step is watched by nobody: said once a launch."""
+        attach, waited = self.context.config.miner.attach, now - self._launched
+        seen = self._detector.has_stepped or self._hang is not None or (ranks and attach != "log")
+        if seen or self._said_blind or waited <= self._settings.first_step_s:
+            return ()
+        self._said_blind = True
+        what = f"no step seen for {waited / 60:.0f} min, so slow steps and hangs are not either: {_WHY_NO_STEP[attach]}"
+        return [found("guard_degraded", what=what)]
 
     def _gather_and_act(self, hang: Hang, who: list[Subject], story: dict[str, Any], output: bytes) -> None:
         """In a job's thread."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard import attach
-from miner_guard.detectors.log_lines import LoggedStep, LogSteps, Patterns, PushLine, StepLine, read
+from miner_guard.detectors.log_lines import AllReduceLine, LoggedStep, LogSteps, Patterns, PushLine, StepLine, read
 from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.events import Finding, found
 from miner_guard.rank import layout
@@ -25,6 +25,10 @@ else:
     import tomli as tomllib
 
 _NAN = math.nan
+_NUMBERED = {"step", "inner"}
+"""A pattern without one of these groups never makes a step."""
+
+_ALLREDUCE = layout.PHASES.index("allreduce")
 _LONGEST_PARTIAL_LINE = 64 * 1024
 _GENERIC = Path(attach.__file__).with_name("patterns.toml")
 
@@ -49,6 +53,9 @@ class LogOnly(Part):
         self._steps = LogSteps(started)
         self._written = 0
         self._line_at: float | None = None
+        self._allreduce_at: float | None = None
+        """When the AllReduce that no step has followed yet was said."""
+
         self._longest_gap = 0.0
         self._last: LoggedStep | None = None
         self._evaluated: float | None = None
@@ -59,10 +66,13 @@ class LogOnly(Part):
         tables: list[Mapping[str, Any]] = []
         for text in miner.log_patterns:
             try:
-                re.compile(text)
-                tables.append({"step": (text,)})
+                groups = re.compile(text).groupindex
+                wrong = None if _NUMBERED & set(groups) else "names no group `step` or `inner`"
+                tables.append({"step": (text,)} if wrong is None else {})
             except re.error as error:
-                what = f"[miner] log_patterns: {text!r} is no regular expression: {error}; it is left out"
+                wrong = f"is no regular expression: {error}"
+            if wrong is not None:
+                what = f"[miner] log_patterns: {text!r} {wrong}; it is left out"
                 self._findings.append(found("guard_degraded", what=what))
         if miner.profile is not None:
             tables.append(profiles.load_profile(miner.profile).patterns)
@@ -109,16 +119,24 @@ class LogOnly(Part):
         if isinstance(said, PushLine):
             flight.journal(self._upload_entry(said, now))
         elif isinstance(said, StepLine):
-            if self._line_at is not None:
+            if self._line_at is not None and self._allreduce_at is None:
                 self._longest_gap = max(self._longest_gap, now - self._line_at)
             self._line_at = now
             for step in self._steps.observe(said, now):
                 self._write(flight, step)
+            self._allreduce_at = None
+            self._show(RUNNING, now)
+        elif isinstance(said, AllReduceLine) and self._allreduce_at is None:
+            self._allreduce_at = now
             self._show(RUNNING, now)
 
     def _write(self, flight: FlightWriter, step: LoggedStep) -> None:
         line = step.line
         flags = layout.FLAG_FIRST if self._written == 0 else 0
+        phases = [0.0] * len(layout.PHASES)
+        if self._allreduce_at is not None:
+            phases[_ALLREDUCE] = max(0.0, step.end - max(step.start, self._allreduce_at))
+            flags |= layout.FLAG_SYNC
         self._written += 1
         self._last = step
         evaluated, self._evaluated = self._evaluated, None
@@ -126,18 +144,20 @@ class LogOnly(Part):
             _whole(line.outer), line.inner, self._written, step.start, step.end, self.context.clock.wall(),
             _real(line.loss), _real(line.lr), _real(line.grad_norm), _real(evaluated),
             _NAN if line.gpu_gb is None else line.gpu_gb * 1024**3, _NAN, -1,
-            flags | _given(line, evaluated), [0.0] * len(layout.PHASES), 0.0,
+            flags | _given(line, evaluated), phases, 0.0,
         )  # fmt: skip
 
     def _show(self, state: int, now: float) -> None:
         if self._flight is None:
             return
         line = self._last.line if self._last is not None else None
-        # A program that prints every hundredth step is not hanging in between.
-        allowance = self._longest_gap * self.context.config.hang.factor
+        # A program that prints every hundredth step is not hanging in between. An AllReduce has its own allowance.
+        inside = self._allreduce_at is not None
+        allowance = 0.0 if inside else self._longest_gap * self.context.config.hang.factor
         self._flight.now(
-            state=state, phase=b"", phase_since=now, heartbeat=now, outer_step=_whole(line.outer if line else None),
-            inner_step=line.inner if line else -1, total_steps=self._written,
+            state=state, phase=b"allreduce" if inside else b"", phase_since=now, heartbeat=now,
+            outer_step=_whole(line.outer if line else None), inner_step=line.inner if line else -1,
+            total_steps=self._written,
             loss=_real(line.loss if line else None), lr=_real(line.lr if line else None), allocated_bytes=_NAN,
             allowance_s=allowance or _NAN,
         )  # fmt: skip

@@ -1,0 +1,74 @@
+"""The part that watches for hangs: a miner whose steps it can't see is said to be unseen, not hanging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config, HangSettings, MinerSettings
+from miner_guard.events import Finding
+from miner_guard.rank.flight import Now
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context, Launch
+from miner_guard.supervisor.parts.hang import HangWatch
+
+HANG = HangSettings(min_s=10.0, first_step_s=60.0)
+STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0)
+
+
+def watch(
+    folder: Path, attach: Literal["sn38", "auto", "log"] | None, ranks: Mapping[int, Now], *, printing: bool
+) -> list[Finding]:
+    """What is found in five minutes of a miner that shows no step."""
+    clock = FakeClock()
+    config = replace(Config(), hang=HANG, miner=MinerSettings(attach=attach))
+    context = Context(config, StateDir(folder), clock, "r1", lambda _f: None, _Jobs(), None, dict)  # type: ignore[arg-type]
+    part = HangWatch(context)
+    part.on_launch(Launch(("miner",), 1, 0, clock.monotonic()))
+    found: list[Finding] = []
+    for _ in range(300):
+        clock.advance(1.0)
+        if printing:
+            part.on_output(b"outer 1 inner 3 loss 2.5\n")
+        found += part.on_tick(clock.monotonic(), ranks)
+    return found
+
+
+class _Jobs:
+    def every(self, *_arguments: Any, **_more: Any) -> None: ...
+
+    def once(self, *_arguments: Any) -> None: ...
+
+
+def test_lines_that_are_not_understood_are_no_hang(tmp_path: Path) -> None:
+    """Guards against a healthy miner ended every half hour, since its lines are of a form that is not known."""
+    (blind,) = watch(tmp_path, "log", {0: STARTING}, printing=True)
+    assert blind.event == "guard_degraded"
+    assert "describe them in [miner] log_patterns" in str(blind.fields["what"])
+
+
+def test_a_program_known_by_its_lines_that_prints_nothing_hangs(tmp_path: Path) -> None:
+    assert [f.event for f in watch(tmp_path, "log", {0: STARTING}, printing=False)] == ["hang_detected"]
+
+
+@pytest.mark.parametrize(
+    ("attach", "advice"),
+    [
+        (None, "does not call the hook; start it with --attach"),
+        ("sn38", "--attach auto or log"),
+        ("auto", "--attach log"),
+    ],
+)
+def test_a_miner_that_nothing_is_seen_of_is_said_once(
+    tmp_path: Path, attach: Literal["sn38", "auto"] | None, advice: str
+) -> None:
+    """Guards against `HEALTH running` all night over a miner whose steps nobody watches."""
+    (blind,) = watch(tmp_path, attach, {}, printing=True)
+    assert blind.event == "guard_degraded"
+    assert str(blind.fields["what"]).startswith("no step seen for 1 min")
+    assert advice in str(blind.fields["what"])
