@@ -1,7 +1,8 @@
 """Is a rank computing on the CPU though it should not? A verdict per rank, with its evidence.
 
-- certain: the model's compute device is the CPU, or the loss comes from the CPU while hardly any GPU
-  memory is allocated. (A loss on the CPU alone proves nothing: a miner may copy it there to report it.)
+- certain: the model's compute device is the CPU, or the loss comes from the CPU and nobody saw the model on a GPU,
+  while hardly any GPU memory is allocated. (A loss on the CPU alone proves nothing: a miner may copy it there to
+  report it. Nor does a model on the CPU while the GPU's memory is full: it was moved since, or is offloaded.)
 - suspected: hardly any GPU memory is allocated, or NVML shows that no GPU is used, and steps are slow (source
   004: < 1 GB and > 60 s); or no
   GPU memory is known, steps have lastingly become several times as long, and no phase explains it.
@@ -156,9 +157,9 @@ class RankWatch:
     def _certain(self, last: Observation, low: bool) -> list[str]:
         evidence = []
         expected = isinstance(self._gpu.expect, int) and self._gpu.expect > 0
-        if self.model_device == "cpu" and not self.offloaded and (expected or last.allocated_gb is not None):
+        if self.model_device == "cpu" and not self.offloaded and (low or (expected and last.allocated_gb is None)):
             evidence.append("the model's compute device is cpu")
-        if last.loss_on_cpu and (low or last.allocated_gb is None):
+        if last.loss_on_cpu and self.model_device in (None, "cpu") and (low or last.allocated_gb is None):
             evidence.append("the loss is computed on the cpu")
         return evidence
 

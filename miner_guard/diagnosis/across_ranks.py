@@ -103,8 +103,9 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
         on_gpu = [d for d in shards if d.startswith("cuda")]
         gpu_mesh = r.get("mesh_device") == "cuda"
         if on_cpu[0] and (on_gpu or gpu_mesh) and not r.get("offload"):
+            # Without a mesh it is the program that moves what it computes between the two: an embedding, a teacher.
             yield _say(
-                "shard_on_cpu", "critical",
+                "shard_on_cpu", "critical" if gpu_mesh else "warning",
                 f"rank {r['rank']}: {on_cpu[0]:,} parameters ({on_cpu[1] / 1024**3:.2f} GB) are on the CPU"
                 + (f", the rest on {', '.join(on_gpu)}" if on_gpu else " under a cuda mesh"),
                 "all on the GPU, or a CPUOffloadPolicy",
@@ -154,6 +155,8 @@ def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
 
 
 def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
+    # The commonest stands first, and of two that are about as common that is another one on each shard.
+    answered = [{**r, "dtype": r.get("dtype") and ", ".join(sorted(str(r["dtype"]).split(", ")))} for r in answered]
     for key, what, level in (
         ("device_name", "GPU models", "warning"),
         ("driver_version", "drivers", "warning"),
@@ -175,9 +178,13 @@ def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
 
 def _shard_sizes(answered: Sequence[Report]) -> Iterator[Finding]:
     sizes = {r["rank"]: r["shard_bytes"] for r in answered if r.get("shard_bytes") is not None}
-    if len(sizes) < 2:
-        return
-    middle = median(sizes.values())
+    # Under a mesh the count of parameters is the whole model's: ranks with another one hold another pipeline stage.
+    for ranks in _grouped(answered, lambda r: (r.get("params") if r.get("mesh_device") else None,)).values():
+        yield from _sizes_apart({rank: sizes[rank] for rank in ranks if rank in sizes})
+
+
+def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Finding]:
+    middle = median(sizes.values()) if sizes else 0
     for rank, size in sizes.items():
         apart = abs(size - middle) > SHARD_FLOOR_BYTES
         if apart and (size > SHARD_RATIO * middle or size * SHARD_RATIO < middle):
@@ -209,7 +216,8 @@ def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
         device = str(r.get("model_device"))
         index = device.partition(":")[2]
         # With one visible GPU per rank every rank is right to use cuda:0.
-        if device.startswith("cuda:") and (r.get("gpu_count") or 0) > 1 and int(index) != r.get("local_rank"):
+        told = r.get("local_rank") is not None
+        if told and device.startswith("cuda:") and (r.get("gpu_count") or 0) > 1 and int(index) != r["local_rank"]:
             yield _say(
                 "local_rank", "warning",
                 f"rank {r['rank']} has LOCAL_RANK {r.get('local_rank')} and its model on {device}",

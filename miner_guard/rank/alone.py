@@ -170,10 +170,10 @@ class StepLines:
         self._left_out = 0
 
     def of(
-        self, now: float, seconds: float, outer: int, inner: int, loss: float | None, lr: float, allocated: float,
-        eval_loss: float | None,
+        self, now: float, seconds: float, training: float, outer: int, inner: int, loss: float | None, lr: float,
+        allocated: float, eval_loss: float | None,
     ) -> Iterator[Finding]:  # fmt: skip
-        """The findings of one step; step lines are limited to five a second."""
+        """The findings of one step; step lines are limited to five a second. `training`: what may be slow of it, s."""
         if now - self._said >= 1 / _STEP_LINES_PER_S:
             self._said = now
             yield events.found(
@@ -185,7 +185,7 @@ class StepLines:
             self._left_out = 0
         else:
             self._left_out += 1
-        if seconds > self._settings.slow_s:
+        if training > self._settings.slow_s:
             yield events.found(
                 "slow_step", rank=0, step_time_s=seconds, expected=self._settings.expected, inner_step=_count(inner),
                 limit_s=self._settings.slow_s, rule="absolute",

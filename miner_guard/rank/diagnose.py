@@ -71,7 +71,8 @@ def report(
         accumulation_steps = effective_batch_size // batch_size
     facts: Report = {
         "rank": host.rank,
-        "local_rank": host.local_rank,
+        # Slurm and MPI tell ranks by other names: then nobody said which GPU is this one's.
+        "local_rank": host.local_rank if "LOCAL_RANK" in os.environ else None,
         "world_size": host.world_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from miner_guard.detectors.step_time import SPECIAL_PHASES
 from miner_guard.rank import alone, layout, numbers
 from miner_guard.rank.environment import Place
 from miner_guard.rank.phases import Phases
@@ -19,6 +20,7 @@ NAN = math.nan
 _RECENT_LOSSES = 64
 _EVALUATION = tuple(layout.PHASES.index(p) for p in ("inference", "val_loss", "example_loss", "monitor"))
 _SYNCHRONISING = tuple(layout.PHASES.index(p) for p in ("upload", "allreduce", "load_state", "pause"))
+_SCHEDULED = tuple(layout.PHASES.index(p) for p in SPECIAL_PHASES)
 
 Report = Callable[[str, BaseException], None]
 
@@ -66,7 +68,10 @@ class Stepper:
         )  # fmt: skip
         if self._recorder.bell.alone and self._rank == 0:
             said, evaluated = loss_value if given else None, eval_value if eval_given else None
-            lines = self._lines.of(now, now - self._started, outer, inner, said, lr_value, memory[0], evaluated)
+            length = now - self._started
+            # What the supervisor's rule leaves out as well: compilation, and what a step holds beside training.
+            training = 0.0 if flags & layout.FLAG_FIRST else length - sum(seconds[column] for column in _SCHEDULED)
+            lines = self._lines.of(now, length, training, outer, inner, said, lr_value, memory[0], evaluated)
             for finding in lines:
                 self._recorder.own_log.say(finding)
         if (failed := self._phases.failed) is not None:

@@ -72,6 +72,23 @@ def test_each_oddity_is_named(change: dict[str, Any], finding: str) -> None:
     assert finding in said(ranks(change), 4)
 
 
+def test_what_is_as_it_should_be_is_not_named() -> None:
+    """Pipeline stages under a mesh, launchers without LOCAL_RANK, two dtypes that are about as common."""
+    stages = [report(r, params=(3 + 5 * (r < 2)) * 10**9, shard_bytes=(3 + 5 * (r < 2)) * GIB) for r in range(4)]
+    assert said(stages, 4) == ["gpu_diagnostics"]
+    by_slurm = [report(r, local_rank=None) for r in range(4)]
+    assert said(by_slurm, 4) == ["gpu_diagnostics"]
+    even = [report(r, dtype="bfloat16, float32" if r % 2 else "float32, bfloat16") for r in range(4)]
+    assert said(even, 4) == ["gpu_diagnostics"]
+
+
+def test_parameters_kept_on_the_cpu_of_a_model_without_a_mesh_are_a_remark() -> None:
+    kept = {"shards": {"cpu": [10, 40], "cuda:2": [10**9, 2 * GIB]}}
+    for mesh, level in (("cuda", "critical"), (None, "warning")):
+        found = across_ranks.findings(ranks({**kept, "mesh_device": mesh}), 4)
+        assert [f.severity for f in found if f.fields.get("check") == "shard_on_cpu"] == [level]
+
+
 def test_a_rank_with_hardly_any_memory_on_no_gpu_is_named() -> None:
     nothing = {"allocated_bytes": GIB // 2, "model_device": None}
     low = [f for f in across_ranks.findings(ranks(nothing), 4) if f.event == "low_gpu_memory"]

@@ -34,6 +34,18 @@ def test_a_loss_copied_to_the_cpu_by_a_rank_that_holds_gpu_memory_is_no_fallback
     assert run.alarms() == []
 
 
+def test_a_model_that_was_moved_after_its_diagnosis_or_is_small_is_no_fallback(tmp_path: Path) -> None:
+    moved = ("cpu", {"allocated_bytes": 18 * GIB})
+    small = ("cuda:0", {"allocated_bytes": 0.4 * GIB, "flags": FLAG_LOSS_ON_CPU})
+    for device, seen in (moved, small):
+        run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=2)))
+        for part in reports.pack([{"rank": r, "model_device": device, "offload": False} for r in range(2)]):
+            run.entry(kind="diagnosis", report=part)
+        for _ in range(20):
+            run.step(0.3, 3.0, **seen)
+        assert run.of("cpu_fallback") == [], device
+
+
 def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for _ in range(6):

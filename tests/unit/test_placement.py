@@ -50,6 +50,17 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(monkeypatch: pytest.
     assert report["shard_params"] == 6
 
 
+@pytest.mark.parametrize(("told", "local_rank"), [("0", 0), (None, None)])
+def test_a_local_rank_that_nobody_told_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, told: str | None, local_rank: int | None
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if told is not None:
+        monkeypatch.setenv("LOCAL_RANK", told)
+    host: Any = SimpleNamespace(rank=0, local_rank=0, world_size=1)
+    assert diagnose.report(host, None)["local_rank"] == local_rank
+
+
 def test_a_store_that_breaks_names_the_ranks_and_raises_nothing() -> None:
     class Broken:
         def set(self, key: str, value: str) -> None:

@@ -119,6 +119,7 @@ def test_a_phase_inside_a_compiled_model_breaks_no_graph(guard: Guard, state: St
     assert said(state) == []
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
 def test_a_step_inside_a_compiled_function_is_recorded_and_not_compiled(guard: Guard, state: StateDir) -> None:
     torch = pytest.importorskip("torch")
 

@@ -114,6 +114,24 @@ def test_a_supervisor_that_dies_leaves_the_rank_logging_for_itself(
     assert "CRITICAL ERROR | Rank 0 | ❌ Loss is NaN or Inf at step 2" in console
 
 
+def test_what_a_step_holds_beside_training_is_not_slow_without_a_supervisor_either(
+    state: StateDir, clock: Clock
+) -> None:
+    guard = Guard(place(state), clock)
+    clock.now += 300
+    guard.step(inner_step=1)
+    with guard.phase("allreduce"):
+        clock.now += 400
+    clock.now += 20
+    guard.step(inner_step=2)
+    clock.now += 61
+    guard.step(inner_step=3)
+    guard.close()
+    lines = [json.loads(line) for line in state.log.read_text().splitlines()]
+    slow = [line["inner_step"] for line in lines if line["event"] == "slow_step"]
+    assert slow == [3], "neither compilation nor an AllReduce"
+
+
 def test_a_long_path_of_the_state_directory_still_reaches_the_supervisor(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
