@@ -12,15 +12,6 @@ from typing import Any
 from miner_guard.events import CATALOGUE, LEVELS, Spec
 from miner_guard.statedir import finite
 
-_CONSOLE_LEVEL = {
-    "debug": "DEBUG",
-    "info": "INFO",
-    "warning": "WARNING",
-    "error": "ERROR",
-    "critical": "CRITICAL ERROR",
-}
-
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -34,7 +25,8 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
     spec = CATALOGUE.get(str(record["event"]))
     who = "guard" if record.get("rank") is None else f"Rank {record['rank']}"
     mark = f"{spec.emoji} " if emoji and spec is not None and spec.emoji and not _milder(spec, record) else ""
-    level = _CONSOLE_LEVEL.get(str(record["level"]), str(record["level"]).upper())
+    # `grep -i "error"` finds a critical line too.
+    level = "CRITICAL ERROR" if record["level"] == "critical" else str(record["level"]).upper()
     stamp = str(record["ts"])
     head, _, rest = visible(str(record["msg"])).partition("\n")
     if head.startswith("====") and rest:

@@ -14,7 +14,7 @@ from miner_guard import events
 from miner_guard.clock import Clock, iso_utc
 from miner_guard.config import LogSettings
 from miner_guard.events import CATALOGUE, LEVELS, Finding
-from miner_guard.lines import console_line, json_line, rotate, rotated
+from miner_guard.lines import console_line, json_line, rotate
 from miner_guard.redact import Redactor
 from miner_guard.statedir import has_room
 from miner_guard.unimported import unimported
@@ -22,8 +22,6 @@ from miner_guard.unimported import unimported
 with unimported("rich"):
     # Half of structlog's import is rich, for a console renderer that the guard has no use for.
     import structlog
-
-__all__ = ["ConsoleSink", "Emitter", "JsonlSink", "Record", "Sink", "console_line", "json_line", "rotated"]
 
 Record = MutableMapping[str, Any]
 """A finished event: ts, level, event, msg, run_id, host, rank and its fields."""
@@ -156,7 +154,7 @@ class JsonlSink:
         if written != len(data):
             # Half a line on a full disk: take it back, so that every line of the file parses.
             os.ftruncate(self._fd, self._size)
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += written
 
     def _is_there(self, fd: int) -> bool:

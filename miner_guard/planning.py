@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from miner_guard.detectors.eta import next_multiple
 
@@ -260,54 +259,35 @@ def _simplifications(s: Settings, document: Way, actual: Way) -> Iterator[str]:
 
 def _changes(s: Settings) -> Iterator[Change]:
     """The changes that source 004 suggests, and source 003's checkpointing."""
-    yield _change(
-        s,
-        "halve the effective batch",
-        replace(s, effective=max(s.batch, s.effective // 2)),
-        _effective,
-        "half the time",
-    )
+    batch, effective = "--neuron.local_batch_size_train={}", "--neuron.local_batch_size_train_effective={}"
+    fewer = replace(s, effective=max(s.batch, s.effective // 2))
+    yield _change(s, "halve the effective batch", fewer, effective.format(fewer.effective), "half the time")
     if s.batch > 1:
         smaller = replace(s, batch=s.batch // 2, micro_batch_s=s.micro_batch_s and s.micro_batch_s / 2)
         yield _change(
-            s, "halve the batch", smaller, _batch,
+            s, "halve the batch", smaller, batch.format(smaller.batch),
             "less memory, same samples; slower where a micro-batch does not get faster in proportion",
         )  # fmt: skip
         both = replace(smaller, effective=max(1, s.effective // 4))
         yield _change(
-            s, "halve the batch, quarter the effective batch", both, _both, "least memory, a quarter of the samples"
-        )
+            s, "halve the batch, quarter the effective batch", both,
+            f"{batch.format(both.batch)} {effective.format(both.effective)}", "least memory, a quarter of the samples",
+        )  # fmt: skip
     if not s.checkpointing:
         slower = replace(
             s, checkpointing=True, micro_batch_s=s.micro_batch_s and s.micro_batch_s * _CHECKPOINTING_SLOWS
         )
         yield _change(
-            s, "gradient checkpointing", slower, lambda _s: "model.gradient_checkpointing_enable()",
+            s, "gradient checkpointing", slower, "model.gradient_checkpointing_enable()",
             "30-40 % less activation memory, about 20 % slower",
         )  # fmt: skip
 
 
-def _change(s: Settings, what: str, changed: Settings, arguments: Any, effect: str) -> Change:
-    ratio = 1.0
+def _change(s: Settings, what: str, changed: Settings, arguments: str, effect: str) -> Change:
     way = _document(replace(changed, step_s=None))
     seconds = way.inner_step_s
     if s.step_s is not None:
         # A measured step scales with its work.
         work = way.micro_batches * changed.batch / (_document(s).micro_batches * s.batch)
-        ratio = work * (_CHECKPOINTING_SLOWS if changed.checkpointing else 1.0)
-        seconds = s.step_s * ratio
-    return Change(
-        what, arguments(changed), way.accumulation_steps, way.micro_batches, way.memory.total, seconds, effect
-    )
-
-
-def _effective(s: Settings) -> str:
-    return f"--neuron.local_batch_size_train_effective={s.effective}"
-
-
-def _batch(s: Settings) -> str:
-    return f"--neuron.local_batch_size_train={s.batch}"
-
-
-def _both(s: Settings) -> str:
-    return f"{_batch(s)} {_effective(s)}"
+        seconds = s.step_s * work * (_CHECKPOINTING_SLOWS if changed.checkpointing else 1.0)
+    return Change(what, arguments, way.accumulation_steps, way.micro_batches, way.memory.total, seconds, effect)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miner_guard.config import GateSettings
 from miner_guard.events import Finding, found
-from uploads.forecast import Forecast, StepTime, forecast
+from uploads.forecast import Forecast, forecast
 from validators.facts import Published
 from validators.repo_age import age_now
 
@@ -16,6 +18,8 @@ STALE_EVERY_S = 600.0
 UNKNOWN_EVERY_S = 1800.0
 FORECAST_EVERY_S = 900.0
 BLOCKED_EVERY_S = 300.0
+STEPS_KEPT = 20
+"""Recent steps whose median is the step time of the forecast."""
 
 
 class Spaced:
@@ -101,7 +105,7 @@ class ForecastWatch:
 
     def __init__(self, settings: GateSettings) -> None:
         self._gate = settings
-        self._times = StepTime()
+        self._recent: deque[float] = deque(maxlen=STEPS_KEPT)
         self._said = Spaced(FORECAST_EVERY_S)
         self.latest: Forecast | None = None
 
@@ -111,11 +115,11 @@ class ForecastWatch:
     ) -> Iterator[Finding]:  # fmt: skip
         """An inner step has ended; `first` of its launch: it is no measure, it compiles and fills caches."""
         if not first:
-            self._times.add(seconds)
+            self._recent.append(seconds)
         self.latest = None
-        step_s = self._times.seconds
-        if inner_step is None or step_s is None or age_s is None:
+        if inner_step is None or not self._recent or age_s is None:
             return
+        step_s = statistics.median(self._recent)
         self.latest = ahead = forecast(
             inner_step=inner_step, step_s=step_s, min_inner_step=self._gate.min_inner_step, age_s=age_s,
             limit_s=self._gate.repo_age_limit_s,

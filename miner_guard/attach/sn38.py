@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from miner_guard.attach import adapter as shared
 from miner_guard.attach.adapter import Adapter, followed, in_phase
 from miner_guard.attach.sn38_uploads import Uploads, paused
 from miner_guard.events import found
@@ -225,7 +224,7 @@ def _accumulation(neuron: Any, world_size: int) -> int | None:
     return max(effective // (batch * world_size), 1) if batch and effective else None
 
 
-_subnet = Subnet38(shared.Adapter("sn38"))
+_subnet = Subnet38(Adapter("sn38"))
 
 
 def imported(name: str, module: Any) -> None:

@@ -6,9 +6,9 @@ Run as `python -m miner_guard.diagnosis.host_probe`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
-import re
 import resource
 import socket
 from collections.abc import Mapping
@@ -18,23 +18,22 @@ from typing import Any
 import psutil
 
 from miner_guard import probe
+from miner_guard.health.host import existing, read_cgroup_memory
 
-_CGROUP_MEMORY = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _LAST_XIDS = 5
 
 
 def facts(request: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes in bytes, limits as the kernel gives them (-1: unlimited); null where not readable."""
-    disks = {path: _free(path) for path in request["paths"]}
     return {
-        "shm_bytes": _size("/dev/shm"),
+        "shm_bytes": _disk("/dev/shm", "total"),
         "limits": {
             "nofile": _limit(resource.RLIMIT_NOFILE),
             "memlock": _limit(resource.RLIMIT_MEMLOCK),
             "nproc": _limit(resource.RLIMIT_NPROC),
         },
-        "disks": disks,
-        "disk_bytes": max((size for p in request["paths"] if (size := _size(p)) is not None), default=None),
+        "disks": {path: _disk(path, "free") for path in request["paths"]},
+        "disk_bytes": max(filter(None, (_disk(path, "total") for path in request["paths"])), default=None),
         "ports": [_port(entry["port"], entry["use"]) for entry in request["ports"]],
         "nvidia_devices": {p: os.access(p, os.R_OK | os.W_OK) for p in sorted(glob.glob("/dev/nvidia[0-9]*"))},
         "kernel_xids": _kernel_xids(),
@@ -43,27 +42,11 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _existing(path: str) -> Path:
-    there = Path(path).absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    return there
-
-
-def _free(path: str) -> int | None:
-    try:
-        stats = os.statvfs(_existing(path))
-    except OSError:
-        return None
-    return stats.f_bavail * stats.f_frsize
-
-
-def _size(path: str) -> int | None:
-    try:
-        stats = os.statvfs(_existing(path))
-    except OSError:
-        return None
-    return stats.f_blocks * stats.f_frsize
+def _disk(path: str, what: str) -> int | None:
+    """`free` or `total` of the file system that holds the path, or will hold it."""
+    with contextlib.suppress(OSError):
+        return int(getattr(psutil.disk_usage(str(existing(Path(path).absolute()))), what))
+    return None
 
 
 def _limit(which: int) -> int:
@@ -73,9 +56,8 @@ def _limit(which: int) -> int:
 
 def _memory() -> int:
     total = int(psutil.virtual_memory().total)
-    for path in _CGROUP_MEMORY:
-        with contextlib.suppress(OSError, ValueError):
-            return min(total, int(path.read_text()))
+    with contextlib.suppress(OSError, ValueError):
+        return min(total, read_cgroup_memory()[0] or total)
     return total
 
 
@@ -87,7 +69,7 @@ def _port(number: int, use: str) -> dict[str, Any]:
         try:
             candidate.bind(("", number))
         except OSError as error:
-            taken = error.errno == 98
+            taken = error.errno == errno.EADDRINUSE
             entry |= {"free": False if taken else None, "error": error.strerror, "held_by": _holder(number)}
     return entry
 
@@ -112,7 +94,7 @@ def _kernel_xids() -> list[str] | None:
     try:
         while record := os.read(fd, 8192):
             text = record.decode("utf-8", "replace").partition(";")[2].splitlines()[0]
-            if re.search(r"NVRM: Xid", text):
+            if "NVRM: Xid" in text:
                 lines.append(text)
     except BlockingIOError:
         pass

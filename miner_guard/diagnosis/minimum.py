@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from miner_guard.blocks import gb
 from miner_guard.diagnosis.check import Check, Snapshot
 
 
@@ -14,10 +15,10 @@ def checks(s: Snapshot) -> Iterator[Check]:
     gpus: float | None = len(s.gpu_rows) if s.nvml is not None and s.nvml["state"] in ("ok", "absent") else None
     for key, what, seen, unit in (
         ("min_gpus", "GPUs", gpus, ""),
-        ("min_gpu_memory_gb", "memory of the smallest GPU", min(memories) / 1024**3 if memories else None, " GB"),
+        ("min_gpu_memory_gb", "memory of the smallest GPU", gb(min(memories, default=None)), " GB"),
         ("min_vcpus", "CPUs", host.get("cpus"), ""),
-        ("min_memory_gb", "memory", _gb(host.get("memory_bytes")), " GB"),
-        ("min_disk_gb", "disk", _gb(host.get("disk_bytes")), " GB"),
+        ("min_memory_gb", "memory", gb(host.get("memory_bytes")), " GB"),
+        ("min_disk_gb", "disk", gb(host.get("disk_bytes")), " GB"),
     ):
         least = s.compute.get(key)
         if least is None or (key == "min_gpu_memory_gb" and not s.expectation.wanted):
@@ -33,7 +34,3 @@ def checks(s: Snapshot) -> Iterator[Check]:
             name, "warn" if short else "ok", f"{what}: {seen:.0f}{unit}", limit,
             "below the subnet's minimum: expect to score last" if short else None,
         )  # fmt: skip
-
-
-def _gb(size: float | None) -> float | None:
-    return None if size is None else size / 1024**3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 _GRAM = 4
@@ -38,14 +38,10 @@ class WordIndex(Generic[Payload]):
             for word, payloads in self._filed[gram]:
                 if word in text:
                     found.update(dict.fromkeys(payloads))
-        _add_short(self._short, text, found)
+        for word, payloads in self._short.items():
+            if word in text:
+                found.update(dict.fromkeys(payloads))
         return found
-
-
-def _add_short(words: Mapping[str, Sequence[Payload]], text: str, found: dict[Payload, None]) -> None:
-    for word, payloads in words.items():
-        if word in text:
-            found.update(dict.fromkeys(payloads))
 
 
 def _grams(text: str) -> list[str]:

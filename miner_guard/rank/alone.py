@@ -22,13 +22,14 @@ from miner_guard.clock import iso_utc
 from miner_guard.config import LogSettings, StepSettings
 from miner_guard.events import CATALOGUE, Finding
 from miner_guard.lines import console_line, json_line, rotate
+from miner_guard.rank.layout import known, known_count
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir, spelled
 
 _LONGEST_QUEUE = 1000
 _LARGEST_LOG = LogSettings.max_bytes
 _KEPT_LOGS = LogSettings.keep
-_STEP_LINES_PER_S = 5.0
+_STEP_LINES_PER_S = LogSettings.step_lines_per_s
 _LEFT_OUT_EVERY_S = 60.0
 _LAST_WORDS_S = 1.0
 """How long the end of the process waits for the last lines."""
@@ -177,8 +178,8 @@ class StepLines:
         if now - self._said >= 1 / _STEP_LINES_PER_S:
             self._said = now
             yield events.found(
-                "inner_step", rank=0, outer_step=_count(outer), inner_step=_count(inner), lr=_known(lr),
-                loss=spelled(loss), step_time_s=seconds, gpu_mem_gb=gb(_known(allocated)),
+                "inner_step", rank=0, outer_step=known_count(outer), inner_step=known_count(inner), lr=known(lr),
+                loss=spelled(loss), step_time_s=seconds, gpu_mem_gb=gb(known(allocated)),
                 eval_loss=spelled(eval_loss),
                 left_out=self._left_out,
             )  # fmt: skip
@@ -187,21 +188,13 @@ class StepLines:
             self._left_out += 1
         if training > self._settings.slow_s:
             yield events.found(
-                "slow_step", rank=0, step_time_s=seconds, expected=self._settings.expected, inner_step=_count(inner),
-                limit_s=self._settings.slow_s, rule="absolute",
+                "slow_step", rank=0, step_time_s=seconds, expected=self._settings.expected,
+                inner_step=known_count(inner), limit_s=self._settings.slow_s, rule="absolute",
             )  # fmt: skip
         if loss is not None and not math.isfinite(loss):
-            yield events.found("loss_nan", rank=0, step=_count(inner), loss=str(loss))
+            yield events.found("loss_nan", rank=0, step=known_count(inner), loss=str(loss))
         elif eval_loss is not None and not math.isfinite(eval_loss):
-            yield events.found("eval_loss_nan", rank=0, step=_count(inner), eval_loss=str(eval_loss))
-
-
-def _count(value: int) -> int | None:
-    return None if value < 0 else value
-
-
-def _known(value: float) -> float | None:
-    return None if value != value else value
+            yield events.found("eval_loss_nan", rank=0, step=known_count(inner), eval_loss=str(eval_loss))
 
 
 def _own_descriptor(fd: int) -> int | None:

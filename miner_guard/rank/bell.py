@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
-import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from miner_guard.unixsocket import address
+
 _NOBODY = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
-_LONGEST_PATH = 107
-"""Bytes of a Unix socket's path on Linux, without the final NUL."""
 
 
 class Bell:
@@ -26,23 +26,15 @@ class Bell:
         """Datagrams that did not arrive: nobody listened, or the reader was too slow."""
 
         self._socket: socket.socket | None = None
-        self._folder: int | None = None
-        self._address = ""
+        self._held = contextlib.ExitStack()
         if path is None:
             return
         try:
-            self._address = self._short(path)
+            self._address = self._held.enter_context(address(path))
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.setblocking(False)
         except OSError:
             self.close()
-
-    def _short(self, path: Path) -> str:
-        if len(os.fsencode(path)) <= _LONGEST_PATH:
-            return str(path)
-        # The kernel takes no longer path; the folder's descriptor gives a short one to the same place.
-        self._folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._folder}/{path.name}"
 
     def ring(self, rank: int) -> bool:
         """Say that there is something to read in the rank's flight record."""
@@ -73,7 +65,5 @@ class Bell:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._folder is not None:
-            os.close(self._folder)
-            self._folder = None
+        self._held.close()
         self.alone = True

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.rank import layout
-from miner_guard.rank.layout import FLAG_EVAL_LOSS_GIVEN, FLAG_GRAD_NORM_GIVEN
+from miner_guard.rank.layout import FLAG_EVAL_LOSS_GIVEN, FLAG_GRAD_NORM_GIVEN, known, known_count
 from miner_guard.rank.layout import FLAG_LOSS_GIVEN as FLAG_LOSS_GIVEN
 
 
@@ -305,19 +305,11 @@ class FlightReader:
         self._map.close()
 
 
-def _known(value: float) -> float | None:
-    return None if value != value else value
-
-
-def _count(value: int) -> int | None:
-    return None if value < 0 else value
-
-
 def _now(v: tuple[Any, ...]) -> Now:
     state = layout.STATES[v[1]] if v[1] < len(layout.STATES) else "unknown"
     return Now(
-        state, v[2].rstrip(b"\0").decode(errors="replace"), v[3], v[4], _count(v[5]), _count(v[6]), max(v[7], 0),
-        _known(v[8]), _known(v[9]), _known(v[10]), _known(v[11]), v[12], v[13], v[14], v[15],
+        state, v[2].rstrip(b"\0").decode(errors="replace"), v[3], v[4], known_count(v[5]), known_count(v[6]),
+        max(v[7], 0), known(v[8]), known(v[9]), known(v[10]), known(v[11]), v[12], v[13], v[14], v[15],
     )  # fmt: skip
 
 
@@ -325,9 +317,9 @@ def _step(number: int, v: tuple[Any, ...]) -> Step:
     flags = v[14]
     columns = v[16 : 16 + len(layout.PHASES)]
     return Step(
-        number, _count(v[1]), _count(v[2]), v[3], v[4], v[5], v[6],
-        v[7] if flags & FLAG_LOSS_GIVEN else None, _known(v[8]), v[9] if flags & FLAG_GRAD_NORM_GIVEN else _known(v[9]),
-        v[10] if flags & FLAG_EVAL_LOSS_GIVEN else None, _known(v[11]), _known(v[12]), _count(v[13]), flags,
+        number, known_count(v[1]), known_count(v[2]), v[3], v[4], v[5], v[6],
+        v[7] if flags & FLAG_LOSS_GIVEN else None, known(v[8]), v[9] if flags & FLAG_GRAD_NORM_GIVEN else known(v[9]),
+        v[10] if flags & FLAG_EVAL_LOSS_GIVEN else None, known(v[11]), known(v[12]), known_count(v[13]), flags,
         {name: seconds for name, seconds in zip(layout.PHASES, columns, strict=True) if seconds > 0},
         v[16 + len(layout.PHASES)],
     )  # fmt: skip

@@ -10,7 +10,10 @@ All numbers little endian. Times are CLOCK_MONOTONIC in seconds, which all proce
 
 from __future__ import annotations
 
+import math
 import struct
+
+NAN = math.nan
 
 MAGIC = b"MGFLIGHT"
 VERSION = 2
@@ -88,6 +91,16 @@ SLOT_PAYLOAD = SLOT_SIZE - SLOT.size
 
 STATES = ("starting", "running", "closed", "finished")
 """`closed`: the hook was closed without a claim to have finished; `finished`: `close(finished=True)`."""
+
+
+def known(number: float) -> float | None:
+    """None for a number that is unknown."""
+    return None if number != number else number
+
+
+def known_count(count: int) -> int | None:
+    """None for a count that is unknown."""
+    return None if count < 0 else count
 
 
 def step_offset(number: int) -> int:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from miner_guard.rank.layout import PHASES
+from miner_guard.rank.layout import NAN, PHASES
 
-NAN = math.nan
 _COLUMNS = {name: column for column, name in enumerate(PHASES)}
 _OTHER = _COLUMNS["other"]
 _MONITOR = _COLUMNS["monitor"]
 _MOST_NAMES = 256
 """Names that are remembered; a program that makes up new ones has the rest of them made afresh each time."""
-
 
 _DEEPEST = 64
 """Open phases; more of them were entered by hand and forgotten, and each step would take longer."""

@@ -14,8 +14,8 @@ from miner_guard.rank.alone import OwnLog
 from miner_guard.rank.bell import Bell
 from miner_guard.rank.environment import Place
 from miner_guard.rank.flight import FlightWriter
+from miner_guard.rank.layout import NAN
 
-NAN = math.nan
 STARTING, RUNNING, CLOSED, FINISHED = range(len(layout.STATES))
 
 _RING_EVERY_S = 0.05

@@ -19,7 +19,8 @@ from miner_guard.health.own import OwnSampler
 from miner_guard.health.report import render
 from miner_guard.health.samplers import Samplers
 from miner_guard.health.snapshot import assemble, summary
-from miner_guard.logs import Emitter, JsonlSink, json_line
+from miner_guard.lines import json_line
+from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir
 from tests.benchmarks.frame import Row, per_call

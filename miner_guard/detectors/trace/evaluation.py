@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from miner_guard.detectors.trace.series import Series, centred, median
+from miner_guard.detectors.trace.series import Series, centred
 
 _LEAST = 6
 _AFTER = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from miner_guard.detectors import advice
 from miner_guard.detectors.advice import Anomaly
@@ -12,7 +13,7 @@ from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.trace import evaluation, levels, memory_curve
 from miner_guard.detectors.trace.outliers import SLOW, SPIKE, Outlier, outliers, runs
 from miner_guard.detectors.trace.restarts import restarts
-from miner_guard.detectors.trace.series import Series, Trace, median
+from miner_guard.detectors.trace.series import Series, Trace
 
 _SAME_SPIKE = 8
 _NEAR_RESTART = 3

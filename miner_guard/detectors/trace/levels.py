@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from miner_guard.detectors.trace.series import median, step_noise
+from miner_guard.detectors.trace.series import step_noise
+from miner_guard.detectors.window import MAD_TO_SIGMA
 
 _SIDE = 32
 _LEAST_SIDE = 8
@@ -59,7 +61,7 @@ def _sides(logs: Sequence[float], place: int) -> tuple[Sequence[float], Sequence
 def _changes(logs: Sequence[float], place: int) -> bool:
     left, right = _sides(logs, place)
     low, high = median(left), median(right)
-    noise = 1.4826 * median([abs(v - low) for v in left] + [abs(v - high) for v in right])
+    noise = MAD_TO_SIGMA * median([abs(v - low) for v in left] + [abs(v - high) for v in right])
     return abs(high - low) >= max(_LEAST_CHANGE, _CHANGE_SIGMAS * noise)
 
 
@@ -173,7 +175,7 @@ def flat(values: Sequence[float]) -> Flat | None:
     if scale == 0:
         return None
     middle = median(values)
-    noise = 1.4826 * median([abs(v - middle) for v in values])
+    noise = MAD_TO_SIGMA * median([abs(v - middle) for v in values])
     blocks = _block_medians(values, part)
     fell = max(first, values[0], *values[1:2]) - min(blocks)
     error = noise / math.sqrt(part) / scale

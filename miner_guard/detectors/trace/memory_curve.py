@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from miner_guard.detectors.trace.series import median
+from statistics import median
 
 _JUMP = 0.10
 """Relative change from one sample to the next that is a jump."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from miner_guard.detectors.trace.series import median
-from miner_guard.detectors.window import SortedWindow
+from miner_guard.detectors.window import MAD_TO_SIGMA, SortedWindow
 
 _LEAST_NOISE = 0.0005
 
@@ -116,7 +116,7 @@ def _sigmas(values: Sequence[float], place: int, size: int, level: float) -> flo
         if len(scaled) >= 4:
             middle = median(scaled)
             rest += [abs(v - middle) for v in scaled]
-    noise = 1.4826 * median(rest) if rest else 0.0
+    noise = MAD_TO_SIGMA * median(rest) if rest else 0.0
     if positive:
         return math.log(values[place] / level) / max(noise, _LEAST_NOISE)
     return (values[place] - level) / max(noise, _LEAST_NOISE * abs(level), 1e-12)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-
-from miner_guard.detectors.trace.series import median
+from statistics import median
 
 _ALIKE = 0.10
 _COMPARED = 5

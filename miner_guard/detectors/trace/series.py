@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
+
+from miner_guard.detectors.window import MAD_TO_SIGMA
 
 QUANTITIES = ("loss", "eval_loss", "lr", "grad_norm", "step_time", "gpu_mem_gb")
 
@@ -55,13 +58,6 @@ class Trace:
         return None
 
 
-def median(values: Sequence[float]) -> float:
-    """Median of a non-empty sequence."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
 def centred(values: Sequence[float], width: int) -> list[float]:
     """Means over `width` values around each; an even window reaches one further to the right."""
     left, right = (width - 1) // 2, width // 2 + 1
@@ -76,8 +72,4 @@ def step_noise(values: Sequence[float]) -> float:
     """Standard deviation of the noise from value to value: 1.4826 · median |difference| / sqrt 2."""
     if len(values) < 2:
         return 0.0
-    return 1.4826 * median([abs(b - a) for a, b in _pairs(values)]) / math.sqrt(2)
-
-
-def _pairs(values: Sequence[float]) -> Iterator[tuple[float, float]]:
-    return itertools.pairwise(values)
+    return MAD_TO_SIGMA * median([abs(b - a) for a, b in itertools.pairwise(values)]) / math.sqrt(2)
