@@ -40,19 +40,20 @@ def command(
     """Root cause and fixes from any log. Exit 1: nothing wrong."""
     if trace and note:
         raise Refused("--note goes with a log, not with --trace: notes are kept by the label of an incident", USAGE)
+    place = open_place(config, name, state_dir)
     if trace:
         # Late: a log needs none of it.
         from miner_guard.cli.explain_trace import explain_trace
+        from miner_guard.detectors.eta import TrainingFacts
 
-        explain_trace(file, as_json=as_json)
+        known = place.settings.config
+        explain_trace(file, TrainingFacts.from_settings(known.miner, known.gate), as_json=as_json)
         return
-    place = open_place(config, name, state_dir)
     report = _read(file, place)
-    known = notes.read(place.state)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
     else:
-        typer.echo(visible(text(report, known, file)))
+        typer.echo(visible(text(report, notes.read(place.state), file)))
     if note:
         _remember(place, report, note)
     if report.root is None:

@@ -23,7 +23,7 @@ _ALIKE = 3
 _STEPS_SHOWN = 20
 
 
-def explain_trace(source: str, *, as_json: bool, facts: TrainingFacts | None = None) -> None:
+def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
     """Explain the trace in the file `source` (`-`: standard input). Exits with 1 where it is healthy.
 
     `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) for what can't be read

@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from miner_guard import exits
+from miner_guard.cli import main
 from miner_guard.cli.explain_trace import explain_trace
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
@@ -228,7 +229,7 @@ def test_no_numbers_whatever_make_it_raise(values: list[float], name: str) -> No
 def run(path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool = True) -> tuple[int, Any]:
     code = 0
     try:
-        explain_trace(str(path), as_json=as_json)
+        explain_trace(str(path), TrainingFacts(), as_json=as_json)
     except typer.Exit as end:
         code = end.exit_code
     out = capsys.readouterr().out
@@ -244,7 +245,7 @@ def test_what_holds_no_trace_line_is_refused_and_not_called_healthy(tmp_path: Pa
     path = tmp_path / "trace"
     path.write_bytes(content)
     with pytest.raises(exits.Refused, match=r'is a trace line; give JSON lines such as \{"step"') as refused:
-        explain_trace(str(path), as_json=True)
+        explain_trace(str(path), TrainingFacts(), as_json=True)
     assert refused.value.code == exits.USAGE
 
 
@@ -277,5 +278,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "spike at step 50" in text
     assert "halve the learning rate" in text
     with pytest.raises(exits.Refused, match="cannot be read") as refused:
-        explain_trace(str(tmp_path / "absent"), as_json=True)
+        explain_trace(str(tmp_path / "absent"), TrainingFacts(), as_json=True)
     assert refused.value.code == exits.USAGE
+
+
+def test_the_settings_say_which_examples_a_nan_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`-c` was taken and not looked at."""
+    guard_toml, trace = tmp_path / "guard.toml", tmp_path / "trace"
+    guard_toml.write_text("[miner]\neffective_batch_size = 16\n")
+    trace.write_text('{"step": 7, "loss": 2.0}\n{"step": 8, "loss": NaN}\n')
+    assert main.run(["explain", "--trace", str(trace), "-c", str(guard_toml), "--state-dir", str(tmp_path)]) == 0
+    assert "check examples 128 to 143" in capsys.readouterr().out
