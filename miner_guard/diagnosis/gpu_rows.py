@@ -23,6 +23,8 @@ BAD_THROTTLE = 0x8 | 0x40 | 0x80
 _ABSENT = frozenset({"Not Supported", "Function Not Found"})
 """Reasons of a field that this model or this driver does not have."""
 
+COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
+
 UNDER_LOAD = 0.5
 """PCIe links idle down: width and generation are judged from this utilisation on."""
 
@@ -94,15 +96,9 @@ def _readable(row: Row) -> Check:
 def _ecc(row: Row) -> Iterator[Check]:
     count = row.get("ecc_uncorrected")
     if count is not None:
-        step = "results may be wrong: drain the GPU, reset it, watch whether it comes again" if count else None
-        yield _check(
-            row,
-            "gpu.ecc",
-            "critical" if count else "ok",
-            f"{count} uncorrected ECC errors since the last reset",
-            "0",
-            step,
-        )
+        step = "results may be wrong: drain the GPU, reset it, watch whether it comes again"
+        seen = f"{count} uncorrected ECC errors since the last reset"
+        yield _judged(row, "gpu.ecc", count > 0, seen, "0", step, "critical")
 
 
 def _remap(row: Row) -> Iterator[Check]:
@@ -111,123 +107,71 @@ def _remap(row: Row) -> Iterator[Check]:
     if row["remap_failed"]:
         yield _check(row, "gpu.row_remap", "critical", "row remapping failed", "none", "have the GPU replaced")
     elif row["remap_pending"]:
-        yield _check(
-            row,
-            "gpu.row_remap",
-            "critical",
-            "a row remap is pending",
-            "none",
-            "reset the GPU or reboot, so that it takes effect",
-        )
+        step = "reset the GPU or reboot, so that it takes effect"
+        yield _check(row, "gpu.row_remap", "critical", "a row remap is pending", "none", step)
     else:
-        yield _check(
-            row,
-            "gpu.row_remap",
-            "ok",
-            f"{row['rows_uncorrected']} rows remapped for uncorrected errors",
-            "none pending",
-        )
+        seen = f"{row['rows_uncorrected']} rows remapped for uncorrected errors"
+        yield _check(row, "gpu.row_remap", "ok", seen, "none pending")
 
 
 def _recovery(row: Row) -> Iterator[Check]:
     action = row.get("recovery_action")
     if action is not None:
-        bad = action != "none"
-        yield _check(
-            row,
-            "gpu.recovery_action",
-            "critical" if bad else "ok",
-            f"the driver asks for: {action}",
-            "none",
-            action if bad else None,
-        )
+        seen = f"the driver asks for: {action}"
+        yield _judged(row, "gpu.recovery_action", action != "none", seen, "none", action, "critical")
 
 
 def _xid(row: Row) -> Iterator[Check]:
     for number in dict.fromkeys(row.get("xids") or ()):
         if number in XID_APPLICATION:
-            yield _check(
-                row,
-                "gpu.xid",
-                "warn",
-                f"Xid {number}: brought on by a program",
-                "none",
-                "look at the miner's own error",
-            )
+            level, words, step = "warn", "brought on by a program", "look at the miner's own error"
         else:
-            level = "critical" if number in XID_FAULT else "warn"
+            level, step = "critical" if number in XID_FAULT else "warn", "drain the GPU and reset it; see dmesg"
             words = XID_FAULT.get(number) or XID_WARN.get(number) or "see NVIDIA's Xid catalogue"
-            yield _check(
-                row, "gpu.xid", level, f"Xid {number}: {words}", "none", "drain the GPU and reset it; see dmesg"
-            )
+        yield _check(row, "gpu.xid", level, f"Xid {number}: {words}", "none", step)
 
 
 def _throttle(row: Row) -> Iterator[Check]:
     bits = row.get("throttle_bits")
     if bits is not None:
-        bad = bool(bits & BAD_THROTTLE)
         seen = f"throttled by {', '.join(row['throttle'])}" if bits else "not throttled"
-        step = "check cooling, power supply and power cables; the slowest GPU sets the pace of all" if bad else None
-        yield _check(row, "gpu.throttle", "warn" if bad else "ok", seen, "no hardware slowdown", step)
+        step = "check cooling, power supply and power cables; the slowest GPU sets the pace of all"
+        yield _judged(row, "gpu.throttle", bool(bits & BAD_THROTTLE), seen, "no hardware slowdown", step)
 
 
 def _temperature(row: Row) -> Iterator[Check]:
     now, limit = row.get("temperature_c"), row.get("slowdown_c")
     if now is not None and limit:
         hot = now >= limit - 5
-        yield _check(
-            row,
-            "gpu.temperature",
-            "warn" if hot else "ok",
-            f"{now} °C",
-            f"slows down at {limit} °C",
-            "check cooling" if hot else None,
-        )
+        yield _judged(row, "gpu.temperature", hot, f"{now} °C", f"slows down at {limit} °C", "check cooling")
 
 
 def _power(row: Row) -> Iterator[Check]:
     limit, default = row.get("power_limit_w"), row.get("power_default_w")
     if limit is not None and default:
-        low = limit < 0.95 * default
-        yield _check(
-            row,
-            "gpu.power_limit",
-            "warn" if low else "ok",
-            f"limited to {limit:.0f} W",
-            f"default {default:.0f} W",
-            "nvidia-smi -pl, or ask the host: it makes this GPU slower" if low else None,
-        )
+        seen, usual = f"limited to {limit:.0f} W", f"default {default:.0f} W"
+        step = "nvidia-smi -pl, or ask the host: it makes this GPU slower"
+        yield _judged(row, "gpu.power_limit", limit < 0.95 * default, seen, usual, step)
 
 
 def _pcie(row: Row) -> Iterator[Check]:
     width, most = row.get("pcie_width"), row.get("pcie_width_max")
     generation, newest = row.get("pcie_generation"), row.get("pcie_generation_max")
-    if None in (width, most, generation, newest):
+    if width is None or most is None or generation is None or newest is None:
         return
-    assert width is not None
-    assert most is not None
-    assert generation is not None
-    assert newest is not None
     below = width < most or generation < newest
     busy = (row.get("utilization_ratio") or 0) >= UNDER_LOAD
     seen = f"PCIe gen {generation} x{width}" + (" under load" if busy else ", idle")
     limit = f"gen {newest} x{most}" + (" under load" if not busy and below else "")
-    step = "reseat the card or riser, check the BIOS; in a VM ask the host" if below and busy else None
-    yield _check(row, "gpu.pcie", "warn" if below and busy else "ok", seen, limit, step)
+    step = "reseat the card or riser, check the BIOS; in a VM ask the host"
+    yield _judged(row, "gpu.pcie", below and busy, seen, limit, step)
 
 
 def _nvlink(row: Row) -> Iterator[Check]:
     up, there = row.get("nvlinks_up"), row.get("nvlinks")
     if there and up is not None:
-        bad = up != there
-        yield _check(
-            row,
-            "gpu.nvlink",
-            "warn" if bad else "ok",
-            f"{up} of {there} NVLinks are up",
-            str(there),
-            "check the fabric manager and nvidia-smi nvlink -s" if bad else None,
-        )
+        step = "check the fabric manager and nvidia-smi nvlink -s"
+        yield _judged(row, "gpu.nvlink", up != there, f"{up} of {there} NVLinks are up", str(there), step)
 
 
 def _fabric(row: Row) -> Iterator[Check]:
@@ -241,36 +185,22 @@ def _fabric(row: Row) -> Iterator[Check]:
 
 
 def _modes(row: Row) -> Iterator[Check]:
-    if row.get("compute_mode") is not None:
-        prohibited, exclusive = row["compute_mode"] == 2, row["compute_mode"] in (1, 3)
-        level = "critical" if prohibited else "warn" if exclusive else "ok"
-        names = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
-        yield _check(
-            row,
-            "gpu.compute_mode",
-            level,
-            names.get(row["compute_mode"], "unknown"),
-            "default",
-            "nvidia-smi -c DEFAULT" if level != "ok" else None,
-        )
+    if (mode := row.get("compute_mode")) is not None:
+        name = COMPUTE_MODES.get(mode, "unknown")
+        level = "critical" if name == "prohibited" else "warn"
+        bad = name in ("prohibited", "exclusive thread", "exclusive process")
+        yield _judged(row, "gpu.compute_mode", bad, name, "default", "nvidia-smi -c DEFAULT", level)
     if row.get("mig"):
-        yield _check(
-            row,
-            "gpu.mig",
-            "warn",
-            "MIG is on: a rank sees a slice of the GPU",
-            "off",
-            "nvidia-smi -mig 0, where you may",
-        )
+        seen = "MIG is on: a rank sees a slice of the GPU"
+        yield _check(row, "gpu.mig", "warn", seen, "off", "nvidia-smi -mig 0, where you may")
     if row.get("persistence") == 0:
-        yield _check(
-            row,
-            "gpu.persistence",
-            "warn",
-            "persistence mode is off: the driver unloads between uses",
-            "on",
-            "nvidia-smi -pm 1, where you may",
-        )
+        seen = "persistence mode is off: the driver unloads between uses"
+        yield _check(row, "gpu.persistence", "warn", seen, "on", "nvidia-smi -pm 1, where you may")
+
+
+def _judged(row: Row, name: str, bad: bool, seen: str, limit: str, step: str, level: str = "warn") -> Check:
+    """Well, or of `level` and with the next step."""
+    return _check(row, name, level, seen, limit, step) if bad else _check(row, name, "ok", seen, limit)
 
 
 def _check(row: Row, name: str, level: str, seen: str, limit: str, step: str | None = None) -> Check:
