@@ -48,8 +48,8 @@ CREATE TABLE IF NOT EXISTS restarts (
   id INTEGER PRIMARY KEY, wall REAL NOT NULL, cause TEXT, attempt INTEGER, wait_s REAL);
 CREATE INDEX IF NOT EXISTS decisions_wall ON decisions (wall);
 CREATE INDEX IF NOT EXISTS repo_age_wall ON repo_age (wall);
-PRAGMA user_version = 1;
 """
+_VERSION = 1
 
 TABLES = ("decisions", "inputs", "uploads", "repo_age", "incidents", "restarts")
 
@@ -70,6 +70,9 @@ _MOST_WAITING = 4096
 _FULL, _STUCK = "full", "stuck"
 
 _Work = Callable[[sqlite3.Connection], Any]
+
+_TROUBLES = (sqlite3.Error, OSError, OverflowError, ValueError)
+"""The last two: a whole number of more than 64 bits, and text that is no Unicode."""
 
 
 def _no_room(error: Exception, where: Path) -> bool:
@@ -101,15 +104,22 @@ class Ledger:
         self._decisions = 0
         """Written by this object."""
 
+        self.unread: str | None = None
+        """Why the last question found nothing, where the file is there and cannot be read."""
+
     def decision(self, document: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> None:
         """Store a gate decision (`GateDecision.as_dict()`) and the inputs that its record names."""
         record = document.get("record") or {}
         rest = {name: value for name, value in document.items() if name not in _OWN_COLUMNS}
         wall = document.get("decided_at") or 0.0
         if inputs is not None and record.get("inputs"):
-            self._write("INSERT OR IGNORE INTO inputs VALUES (?,?,?)", (record["inputs"], wall, json.dumps(inputs)))
+            self._write(
+                "INSERT OR IGNORE INTO inputs (id, wall, document) VALUES (?,?,?)",
+                (record["inputs"], wall, json.dumps(inputs)),
+            )
         self._write(
-            "INSERT OR IGNORE INTO decisions VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+            "INSERT OR IGNORE INTO decisions (id, wall, outer_step, inner_step, kind, allowed, shadow, reason,"
+            " verdicts, record, document) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
             (
                 document.get("decision_id"), wall, document.get("outer_step"), document.get("inner_step"),
                 document.get("kind"), document.get("allowed"), document.get("shadow"), document.get("reason"),
@@ -220,7 +230,7 @@ class Ledger:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             while self._waiting and self._monotonic() <= until:
                 self._write_one(self._waiting.popleft())
-        except (sqlite3.Error, OSError) as error:
+        except _TROUBLES as error:
             return self._failed(error)
         return self._recovered() if self._trouble is not None and not self._waiting else None
 
@@ -231,7 +241,7 @@ class Ledger:
             self._waiting.appendleft(work)
             raise
 
-    def _failed(self, error: sqlite3.Error | OSError) -> Finding | None:
+    def _failed(self, error: Exception) -> Finding | None:
         """Rows that no room is left for are lost, those that the file refuses for now wait; said once."""
         before = self._trouble
         if _no_room(error, self.path.parent):
@@ -257,8 +267,10 @@ class Ledger:
         with self._mutex:
             try:
                 rows = self._trying(lambda db: db.execute(query, values).fetchall())
-            except (sqlite3.Error, OSError):
+            except (sqlite3.Error, OSError) as error:
+                self.unread = None if isinstance(error, FileNotFoundError) else str(error)
                 return []
+        self.unread = None
         return [dict(row) for row in rows]
 
     def _leave(self) -> None:
@@ -297,6 +309,8 @@ class Ledger:
                 # In WAL mode NORMAL loses at most the last rows at a power cut, never the file.
                 db.execute("PRAGMA synchronous = NORMAL")
                 db.executescript(_SCHEMA)
+                if db.execute("PRAGMA user_version").fetchone()[0] < _VERSION:
+                    db.execute(f"PRAGMA user_version = {_VERSION}")
                 self._forget_old(db)
             except sqlite3.Error:
                 db.close()
@@ -320,6 +334,10 @@ class Ledger:
 class ReadOnlyLedger(Ledger):
     """For commands beside a running guard: reads what is there, makes and moves nothing."""
 
+    def since(self, table: str, time: str, *, limit: int) -> list[dict[str, Any]]:
+        """`rows` from a time on as `iso_utc` writes it, empty for all."""
+        return self.rows(table, since=parse_iso_utc(time) if time else 0.0, limit=limit)
+
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
             if not self.path.is_file():
@@ -338,12 +356,9 @@ class ReadOnlyLedger(Ledger):
 
 
 def read(path: Path, table: str, *, since: str = "", limit: int = 1000) -> list[dict[str, Any]]:
-    """`Ledger.rows` of a ledger that somebody else may be writing; empty where there is none.
-
-    `since`: a time as `iso_utc` writes it, empty for all.
-    """
+    """`ReadOnlyLedger.since` of a ledger that somebody else may be writing; empty where there is none."""
     ledger = ReadOnlyLedger(path)
     try:
-        return ledger.rows(table, since=parse_iso_utc(since) if since else 0.0, limit=limit)
+        return ledger.since(table, since, limit=limit)
     finally:
         ledger.close()

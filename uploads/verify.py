@@ -50,12 +50,15 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
         return Verification(False, "the repo is empty")
     if after.age_s is None:
         return Verification(None, f"the repo could not be read: {after.reason}")
+    if (still := _not_moved(before, after, reported)) is not None:
+        return Verification(False, still)
+    # Only what was published since the push began can have followed it: a higher step may be an earlier run's.
     if None not in (after.outer_step, reported.outer_step) and (after.outer_step or 0) > (reported.outer_step or 0):
         later = after.revision or f"outer step {after.outer_step}"
         return Verification(None, f"followed by {later} before anybody looked", superseded=True)
-    doubts = (_not_moved(before, after, reported), _other_steps(after, reported), _same_content(before, after))
     torn = mixed(after.metadata, after.size_bytes, after.checksum)
-    for doubt in (*doubts, _other_content(after, reported), torn):
+    doubts = (_other_steps(after, reported), _same_content(before, after), _other_content(after, reported), torn)
+    for doubt in doubts:
         if doubt is not None:
             return Verification(False, doubt)
     if reported.since_start_s is None and moved_by(before, after) is None and reported.inner_step is None:

@@ -93,7 +93,10 @@ def _show(decision: GateDecision, as_json: bool) -> None:
 
 def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
     """The decision again, from the ledger alone. 1 where it was blocked or where it differs from what is stored."""
-    stored = ReadOnlyLedger(state.ledger).find_decision(decision_id)
+    ledger = ReadOnlyLedger(state.ledger)
+    stored = ledger.find_decision(decision_id)
+    if stored is None and ledger.unread is not None:
+        raise Refused(f"{state.ledger} cannot be read: {ledger.unread}", FAILED)
     if stored is None:
         raise Refused(f"{state.ledger} holds no decision {decision_id!r}; see `miner-guard status`", FAILED)
     document, inputs_document = stored

@@ -76,12 +76,15 @@ def command(
 
 def _ledger(state: StateDir, table: str, since: str, lines: int | None, *, as_json: bool) -> Iterator[bytes]:
     """The ledger's rows, oldest first. Raises Refused: 64 for a table that is none, 1 where it has no row."""
-    from uploads import ledger
+    from uploads.ledger import ReadOnlyLedger
 
+    ledger = ReadOnlyLedger(state.ledger)
     try:
-        rows = ledger.read(state.ledger, table, since=since, limit=100_000 if lines is None else lines)
+        rows = ledger.since(table, since, limit=100_000 if lines is None else lines)
     except ValueError as error:
         raise Refused(f"--ledger: {error}", USAGE) from error
+    if ledger.unread is not None:
+        raise Refused(f"{state.ledger} cannot be read: {ledger.unread}", FAILED)
     if not rows:
         raise Refused(f"the ledger of {state.root} has no {table} there", FAILED)
     # A decision's whole document is for the replay: `miner-guard gate --replay ID`.

@@ -95,6 +95,18 @@ def test_a_replay_notices_a_ledger_that_was_changed(
     assert "lacks what the gate knew" in capsys.readouterr().err
 
 
+def test_a_ledger_that_cannot_be_read_is_not_called_empty(
+    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ledger.sqlite3").write_bytes(b"this is no database" * 500)
+    for arguments in (["gate", "--replay", "abc"], ["logs", "--ledger", "uploads"]):
+        assert run([*arguments, "--state-dir", str(tmp_path)]) == 1
+        assert "cannot be read: file is not a database" in capsys.readouterr().err
+    (tmp_path / "ledger.sqlite3").unlink()
+    assert ask("--replay", "abc") == 1
+    assert "holds no decision 'abc'" in capsys.readouterr().err
+
+
 def test_the_ledger_is_read_by_logs_and_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ["--state-dir", str(tmp_path)]
     decision = decide(Candidate("gradient", 56, 10), gate_inputs.unknown("none"), GateSettings(), now=1.0, wall=5.0)

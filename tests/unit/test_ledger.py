@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from miner_guard.events import Finding, line
-from uploads.ledger import Ledger, ReadOnlyLedger
+from uploads.ledger import TABLES, Ledger, ReadOnlyLedger
 
 
 def test_a_damaged_ledger_is_set_aside_and_a_new_one_begun(tmp_path: Path) -> None:
@@ -111,6 +111,25 @@ def test_a_row_that_sqlite_does_not_take_holds_back_none(tmp_path: Path) -> None
     assert [finding.event for finding in findings] == ["ledger_stuck", "ledger_recovered"]
     assert [row["wall"] for row in ledger.rows("restarts")] == [2.0]
     ledger.close()
+
+
+def test_a_ledger_of_a_later_version_is_written_as_far_as_it_is_known(tmp_path: Path) -> None:
+    """Guards against a guard that was set back a version, and writes no row any more: a table had one column more."""
+    path, findings = tmp_path / "ledger.sqlite3", list[Finding]()
+    ledger = Ledger(path, findings.append)
+    ledger.restart(1.0, "crash", 1, 2.0)
+    ledger.close()
+    with sqlite3.connect(path) as db:
+        for table in TABLES:
+            db.execute(f"ALTER TABLE {table} ADD COLUMN later TEXT")
+        db.execute("PRAGMA user_version = 2")
+    decision = {"decision_id": "d1", "decided_at": 5.0, "record": {"inputs": "i1"}}
+    ledger.decision(decision, {"published": None})
+    assert ledger.find_decision("d1") == ({**decision, "verdicts": []}, {"published": None})
+    ledger.close()
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (2,)
+    assert findings == []
 
 
 def test_a_ledger_beside_a_running_guard_is_read_and_never_made(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
-from miner_guard.events import Finding, found, line
+from miner_guard.events import Finding, line
 from miner_guard.rank.flight import Step
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.statedir import StateDir
@@ -278,8 +278,9 @@ def test_without_a_repo_a_push_is_reported_and_never_called_verified(
 
 def test_a_push_that_only_the_log_reports_is_verified_too(bench: Bench) -> None:
     bench.look()
-    reported = found("upload_reported", tag="5.56.51", detail="by its log", source="log", outer_step=56, inner_step=51)
-    assert list(bench.part.on_finding(reported)) == []
+    assert not bench.entry(
+        kind="upload", phase="finished", decision_id="", outer_step=56, inner_step=51, tag="5.56.51", seconds=None
+    )
     bench.tick()
     bench.tick(4)
     assert len(bench.said("upload_failed")) == 1
@@ -305,6 +306,14 @@ def test_a_push_that_nobody_could_look_for_before_the_end_is_unverified(bench: B
     bench.push("finished")
     (left,) = bench.part.on_stop()
     assert line(left).startswith("UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before anybody looked")
+
+
+def test_numbers_that_no_ledger_takes_keep_no_look_from_the_gate(bench: Bench) -> None:
+    """Guards against a metadata.json with an inner step of 20 digits: the gate never heard of the repo again."""
+    bench.repo = Published(age_s=7.0, reason=None, outer_step=10**20, inner_step=51, checksum="\ud800")
+    bench.look()
+    assert gate_inputs.read(bench.state.gate_inputs).published.age_s == 7.0
+    assert len(bench.said("ledger_stuck")) == 1
 
 
 def test_the_audit_runs_on_its_schedule_and_says_what_it_could_not_see(bench: Bench) -> None:

@@ -19,6 +19,8 @@ OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum
         (Published(age_s=300, reason=None), False, "did not move"),
         (Published(age_s=3, reason=None, size_bytes=0), False, "is empty"),
         (Published(age_s=3, reason=None, outer_step=57, revision="5.57.0"), None, "followed by 5.57.0"),
+        # An earlier run left a higher step: pushes that never arrive were all "followed" by it, and none was a failure.
+        (Published(age_s=9000, reason=None, outer_step=200, revision="4.200.7"), False, "did not move"),
         (Published(age_s=3, reason=None, outer_step=55), False, "names outer step 55, reported was 56"),
         (Published(age_s=3, reason=None, outer_step=56, inner_step=50), False, "names inner step 50, reported was 51"),
         (Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="a" * 40), False, "did not change"),

@@ -217,10 +217,6 @@ class Uploads(Part):
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         fields, wall = finding.fields, self.context.clock.wall()
-        if finding.event == "upload_reported" and fields.get("source") == "log":
-            with self._mutex:
-                before = self._watch.latest
-            return self._reported({**fields, "kind": "upload"}, None, before)
         if finding.event == "incident":
             label, cause, fix, excerpt = (str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt"))
             self._last["incident"] = {"label": label, "rank": finding.rank, "wall": wall}
