@@ -140,7 +140,7 @@ def read_json(path: Path) -> Any | None:
     """The document, or None where the file is absent, unreadable or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

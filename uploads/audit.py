@@ -112,6 +112,9 @@ def _audited(
         words = f"could not look: {answer.reason or 'no answer'}"
         return Report("unknown", words, seconds=time.monotonic() - start, credentials=whose)
     fetched = answer.value
+    if (damage := fetched.get("damaged")) is not None:
+        unread = Verdict("metadata", "block", None, None, damage)
+        return Report("rejected", damage, (unread,), seconds=time.monotonic() - start, credentials=whose)
     epoch = epoch or audit.epoch_scored(fetched.get("outer_step"), None, None, limits)
     if epoch is None:
         empty = Verdict("repo_age", "block", None, None, "metadata.json is missing or names no outer step")

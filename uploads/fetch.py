@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from miner_guard import probe
 from miner_guard.config import RepoSettings
 from uploads.repos import open_repo
-from uploads.repos.base import LOOKS, Entry, Missing, Repo, RepoError
+from uploads.repos.base import LOOKS, Damaged, Entry, Missing, Repo, RepoError, parsed
 from validators.metadata import mixed
 
 _WILDCARD = "*"
 
 
 def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
-    """`metadata.json`, the epoch's `config.json` and `gradients.pt`, which is stored under `folder`. Raises RepoError.
+    """`metadata.json`, the epoch's `config.json` and `gradients.pt`, which is stored under `folder`.
+
+    Raises RepoError, and Damaged for a document that no validator can read either.
 
     `keys` have `{outer_step}`; where the epoch is not said, it is what metadata.json names. A gradients.pt of more
     than `max_bytes` is not fetched.
@@ -59,12 +60,9 @@ def _document(repo: Repo, key: str | None) -> tuple[dict[str, Any] | None, int]:
         return None, 0
     try:
         data = repo.get(key)
-        parsed = json.loads(data)
     except Missing:
         return None, 0
-    except ValueError as error:
-        raise RepoError(f"{key} is not JSON ({error}); publish again") from error
-    return (parsed if isinstance(parsed, dict) else None), len(data)
+    return parsed(key, data), len(data)
 
 
 def _filled(pattern: str | None, names: dict[str, Any]) -> str | None:
@@ -83,11 +81,13 @@ def _newest(repo: Repo, key: str) -> Entry | None:
 
 
 def main() -> None:
-    """Answer with what `fetch` says."""
+    """Answer with what `fetch` says; `damaged` where a document is no JSON object."""
     request = probe.request()
     settings = request["repo"]
     try:
         probe.reply(fetch(open_repo(RepoSettings(**settings)), request))
+    except Damaged as damage:
+        probe.reply({"damaged": str(damage)})
     except RepoError as error:
         probe.reply(error=str(error))
 

@@ -55,7 +55,8 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         return Progress(reason=f"the master's repo: {answer.reason or 'no answer'}")
     outer = answer.value.get("outer_step")
     if not isinstance(outer, int):
-        return Progress(reason="the master's metadata.json is missing or names no outer step")
+        why = answer.value.get("damaged") or "metadata.json is missing or names no outer step"
+        return Progress(reason=f"the master's {why}")
     block = (answer.value.get("config") or {}).get("last_allreduce_block")
     return Progress(outer, block if isinstance(block, int) else None)
 

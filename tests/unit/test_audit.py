@@ -144,10 +144,6 @@ def test_without_a_chain_the_published_epoch_is_looked_at_and_the_unknown_is_sai
 
 
 def test_a_repo_that_cannot_be_looked_at_is_unknown_and_never_accepted(tmp_path: Path) -> None:
-    (tmp_path / "metadata.json").write_text("{torn")
-    report = look(tmp_path)
-    assert report.outcome == "unknown"
-    assert "metadata.json is not JSON" in report.detail
     assert audit.run(RepoSettings(), FLAT, chain()).outcome == "unknown"
     publish(tmp_path)
     late = audit.run(RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), deadline_s=0.01)
@@ -155,6 +151,25 @@ def test_a_repo_that_cannot_be_looked_at_is_unknown_and_never_accepted(tmp_path:
     blind = audit.run(RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), python="/nonexistent")
     assert blind.outcome == "unknown"
     assert line(blind.finding()).startswith("AUDIT UNKNOWN")
+
+
+@pytest.mark.usefixtures("inspected_here")
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("metadata.json", "{torn", "metadata.json is not JSON"),
+        ("metadata.json", "[" * 100_000, "metadata.json is not JSON"),
+        ("metadata.json", "[1]", "metadata.json is not a JSON object"),
+        ("epoch-56/config.json", "", "epoch-56/config.json is not JSON"),
+    ],
+)
+def test_a_document_that_no_validator_can_read_is_rejected(tmp_path: Path, key: str, text: str, words: str) -> None:
+    """Guards against `AUDIT UNKNOWN: could not look` where the look has shown what is wrong."""
+    publish(tmp_path)
+    (tmp_path / key).write_text(text)
+    report = look(tmp_path)
+    assert report.outcome == "rejected", report.detail
+    assert words in line(report.finding())
 
 
 @pytest.mark.usefixtures("inspected_here")

@@ -57,6 +57,10 @@ class Missing(RepoError):
     """The repo was read, and holds no such object."""
 
 
+class Damaged(RepoError):
+    """The repo was read, and holds no JSON object where validators read one."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One published object."""
@@ -143,18 +147,22 @@ class Repo(Protocol):
 
 
 def document(repo: Repo, key: str) -> dict[str, Any] | None:
-    """The JSON object at `key`, None where there is none. Raises RepoError for one that is no JSON object."""
+    """The JSON object at `key`, None where there is none. Raises RepoError; Damaged for what is no JSON object."""
     try:
-        data = repo.get(key)
+        return parsed(key, repo.get(key))
     except Missing:
         return None
+
+
+def parsed(key: str, data: bytes) -> dict[str, Any]:
+    """The JSON object that `data` of `key` is. Raises Damaged."""
     try:
-        parsed = json.loads(data)
-    except ValueError as error:
-        raise RepoError(f"{key} is not JSON ({error}); publish again") from error
-    if not isinstance(parsed, dict):
-        raise RepoError(f"{key} is not a JSON object; publish again")
-    return parsed
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{key} is not JSON ({error}); publish again") from error
+    if not isinstance(found, dict):
+        raise Damaged(f"{key} is not a JSON object; publish again")
+    return found
 
 
 def published_state(repo: Repo, now: float) -> Published:
