@@ -16,7 +16,7 @@ from miner_guard.config import LogSettings
 from miner_guard.events import CATALOGUE, LEVELS, Finding
 from miner_guard.lines import console_line, json_line, rotate
 from miner_guard.redact import Redactor
-from miner_guard.statedir import has_room
+from miner_guard.statedir import has_room, is_at
 from miner_guard.unimported import unimported
 
 with unimported("rich"):
@@ -139,7 +139,7 @@ class JsonlSink:
             self._on_trouble(*trouble)
 
     def _append(self, data: bytes) -> None:
-        if self._fd is not None and not self._is_there(self._fd):
+        if self._fd is not None and not is_at(self._path, self._fd):
             # Removed to make room on a full disk, or moved: what is written into it now nobody would find.
             os.close(self._fd)
             self._fd = None
@@ -156,13 +156,6 @@ class JsonlSink:
             os.ftruncate(self._fd, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += written
-
-    def _is_there(self, fd: int) -> bool:
-        try:
-            seen, held = os.stat(self._path), os.fstat(fd)
-        except FileNotFoundError:
-            return False
-        return (seen.st_dev, seen.st_ino) == (held.st_dev, held.st_ino)
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

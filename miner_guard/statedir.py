@@ -159,6 +159,15 @@ def has_room(where: int | Path) -> bool:
     return disk.f_bavail * disk.f_frsize >= ROOM_TO_RESUME
 
 
+def is_at(path: Path, fd: int) -> bool:
+    """Whether the open file is still the one at `path`, neither removed nor replaced. Raises OSError."""
+    try:
+        seen, held = os.stat(path), os.fstat(fd)
+    except FileNotFoundError:
+        return False
+    return (seen.st_dev, seen.st_ino) == (held.st_dev, held.st_ino)
+
+
 def set_aside(path: Path) -> Path:
     """Rename a damaged file of ours out of the way; returns its new path. Raises OSError."""
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{time.monotonic_ns() % 10**6:06d}")

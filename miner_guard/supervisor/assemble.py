@@ -239,12 +239,17 @@ class Assembly:
         self._doors[self.request.state.control] = (self._open_control, control.close)
 
     def _look_after_doors(self) -> None:
-        """Who cleans /tmp takes sockets too: the ranks would think they are alone, and `status` that no guard runs."""
+        """Who cleans /tmp takes sockets too: the ranks would think they are alone, and `status` that no guard runs.
+
+        And the lock: a second guard could start here, and end this one's miner as a leftover.
+        """
         for path, (again, close) in list(self._doors.items()):
             if not path.exists():
                 close()
                 del self._doors[path]
                 self._try(path.name, again)
+        if (lost := self.lock.keep()) is not None:
+            self.report(lost)
 
     def _forward(self, number: int) -> None:
         if self.supervisor.child is not None:

@@ -9,8 +9,8 @@ import stat
 import time
 from dataclasses import dataclass
 
-from miner_guard.events import Finding
-from miner_guard.statedir import StateDir
+from miner_guard.events import Finding, found
+from miner_guard.statedir import StateDir, is_at
 from miner_guard.supervisor.tidy import put_away, wrong_kind
 
 _JUST_ASKED_S = 1.0
@@ -37,25 +37,28 @@ class Lock:
         self._state = state
         self._stop_timeout_s = stop_timeout_s
         self._fd: int | None = None
+        self._stopping = self._lost = False
         self.findings: list[Finding] = []
         """What there is to say of the lock file itself, once there is a log."""
 
     def acquire(self) -> None:
         """Take the lock; wait for a holder that is stopping, up to its stop timeout. Raises Busy."""
-        try:
-            self._state.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fd = self._open()
-        except OSError as error:
-            raise Busy(
-                f"state directory {self._state.root} can't be written: {error.strerror}; "
-                "give another with --state-dir or make it writable"
-            ) from error
         waited = 0.0
-        while not _try(fd):
+        while True:
+            try:
+                fd = self._open()
+                # Not one that was removed while its holder had it: that one guards nothing.
+                if _try(fd) and is_at(self._state.lock, fd):
+                    break
+            except OSError as error:
+                raise Busy(
+                    f"state directory {self._state.root} can't be written: {error.strerror}; "
+                    "give another with --state-dir or make it writable"
+                ) from error
             holder = _holder(fd)
+            os.close(fd)
             limit = holder.stop_timeout_s + 5.0 if holder.stopping else _JUST_ASKED_S
             if waited >= limit:
-                os.close(fd)
                 doing = "is still stopping" if holder.stopping else "is running"
                 raise Busy(
                     f"state directory {self._state.root} is in use: the guard with pid {holder.pid or 'unknown'} "
@@ -64,9 +67,38 @@ class Lock:
             time.sleep(0.05)
             waited += 0.05
         self._fd = fd
-        self._write(stopping=False)
+        self._write()
+
+    def keep(self) -> Finding | None:
+        """Take the lock file back where somebody removed it; what there is to say where that can't be done, once."""
+        try:
+            if self._fd is None or is_at(self._state.lock, self._fd):
+                return None
+            self._state.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fd = self._file()
+        except OSError as error:
+            return self._say(f"can't be made again ({error.strerror}), and a second guard could start here")
+        if not _try(fd):
+            holder = _holder(fd)
+            os.close(fd)
+            # On some network file systems a file has another number now and then: this is still our own.
+            if holder.pid == os.getpid():
+                return None
+            pid = holder.pid or "unknown"
+            return self._say(f"the guard with pid {pid} has it now: two guards run here, stop one of them")
+        os.close(self._fd)
+        self._fd = fd
+        self._write()
+        return None
+
+    def _say(self, what: str) -> Finding | None:
+        if self._lost:
+            return None
+        self._lost = True
+        return found("guard_degraded", what=f"{self._state.lock} was removed; {what}")
 
     def _open(self) -> int:
+        self._state.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         # One guard at a time: a second must not set aside the lock file that the first has just made.
         folder = os.open(self._state.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -75,13 +107,17 @@ class Lock:
             reason = wrong_kind(self._state.lock, stat.S_IFREG)
             if reason is not None:
                 self.findings.append(put_away(self._state.lock, reason))
-            return os.open(self._state.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return self._file()
         finally:
             os.close(folder)
 
+    def _file(self) -> int:
+        return os.open(self._state.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
     def stopping(self) -> None:
         """Tell a successor that it is worth waiting."""
-        self._write(stopping=True)
+        self._stopping = True
+        self._write()
 
     def release(self) -> None:
         """Give the lock back."""
@@ -89,10 +125,10 @@ class Lock:
             os.close(self._fd)
             self._fd = None
 
-    def _write(self, *, stopping: bool) -> None:
+    def _write(self) -> None:
         if self._fd is None:
             return
-        says = {"pid": os.getpid(), "stopping": stopping, "stop_timeout_s": self._stop_timeout_s}
+        says = {"pid": os.getpid(), "stopping": self._stopping, "stop_timeout_s": self._stop_timeout_s}
         text = json.dumps(says).encode()
         try:
             os.pwrite(self._fd, text.ljust(256) + b"\n", 0)
