@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from miner_guard.incidents.knowledge import ROLES, Knowledge
-from miner_guard.incidents.scanner import Retraction, Seen, Sighting
+from miner_guard.incidents.scanner import Passed, Retraction, Seen, Sighting
 
 _KEPT = 4
 """Sightings kept of each label and role; further ones are counted."""
@@ -15,6 +15,10 @@ _KEPT = 4
 _MOST_RANKS = 1024
 _SURVIVED_AFTER = 200
 """An exception, or something tried again, after which so many lines follow and nothing ends: the program coped."""
+
+
+_FEW = 3
+"""Fewer failures than these to reach something that training does without, and steps after them: it came back."""
 
 
 @dataclass
@@ -27,12 +31,21 @@ class Trail:
 
     count: int = 0
     ranks: set[int] = field(default_factory=set)
+    passed: int = 0
+    """The line by which training had gone on after it."""
+
+    @property
+    def behind(self) -> bool:
+        """Training went on after the latest sighting."""
+        return bool(self.recent) and self.recent[-1] <= self.passed
 
     def add(self, sighting: Sighting) -> None:
         """Count it; a message that goes on replaces its beginning."""
         if self.recent and self.recent[-1] == sighting.line:
             self.kept = [sighting if s.line == sighting.line and sighting.more else s for s in self.kept]
             return
+        if self.behind and self.count < _FEW and sighting.line - self.recent[-1] > _SURVIVED_AFTER:
+            self.kept, self.count = [], 0
         self.count += 1
         self.recent.append(sighting.line)
         if len(self.kept) < _KEPT:
@@ -83,12 +96,19 @@ class Case:
                 for (label, role), trail in self._trails.items():
                     if label in item.labels and (not item.roles or role in item.roles):
                         trail.retract(item.line, item.within)
+            elif isinstance(item, Passed):
+                for (label, role), trail in self._trails.items():
+                    if label in item.labels and role in ("remark", "warned"):
+                        trail.passed = item.line
             else:
                 self._trails.setdefault((item.label, item.role), Trail()).add(item)
 
     def incidents(self, lines: int) -> list[Incident]:
         """One entry a label in the order of the log, at most one of them the root; `lines` is the log's length."""
-        trails = {key: trail for key, trail in self._trails.items() if trail.count > 0 and trail.kept}
+        trails = {
+            key: trail for key, trail in self._trails.items()
+            if trail.count > 0 and trail.kept and not self._came_back(key[0], trail)
+        }  # fmt: skip
         if lines - self._last > _SURVIVED_AFTER and all(role in ("uncaught", "remark") for _, role in trails):
             survived = {("code_bug", "uncaught"), *(key for key in trails if key[1] == "remark")}
             trails = {key: trail for key, trail in trails.items() if key not in survived}
@@ -97,6 +117,9 @@ class Case:
             (self._incident(label, trails, root) for label in {label for label, _ in trails}),
             key=lambda i: i.first.line,
         )
+
+    def _came_back(self, label: str, trail: Trail) -> bool:
+        return trail.behind and trail.count < _FEW and not self._knowledge.labels[label].overcome_by_steps
 
     @staticmethod
     def _incident(label: str, trails: dict[tuple[str, str], Trail], root: Sighting | None) -> Incident:
@@ -109,16 +132,18 @@ class Case:
         )  # fmt: skip
 
     def _root(self, trails: dict[tuple[str, str], Trail]) -> Sighting | None:
-        strong = {label for label, role in trails if role in ("cause", "uncaught", "remark")}
+        strong = {
+            label for (label, role), trail in trails.items()
+            if role in ("cause", "uncaught", "remark") and not trail.behind
+        }  # fmt: skip
         candidates = [
             (
                 bool(self._knowledge.labels[label].follows & strong - {label}),
-                ROLES.index(role),
+                ROLES.index("warned" if trail.behind else role),
                 trail.kept[0].line,
                 order,
             )
-            for order, (label, role) in enumerate(trails)
-            for trail in [trails[label, role]]
+            for order, ((label, role), trail) in enumerate(trails.items())
         ]
         if not candidates:
             return None

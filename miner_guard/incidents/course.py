@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-_STEP = re.compile(rb"\bloss\b\W{0,4}\d|\b(?:inner |train )?step\b\W{0,3}\d.{0,60}\bloss")
+_STEP = re.compile(rb"\bloss\b\W{0,4}\d|\b(?:inner |train )?step\b\W{0,3}\d.{0,60}\bloss(?!\W{0,4}(?:nan|inf))")
 _STEPS = 2
 """Steps that must follow: one may have been printed late, by another rank."""
 
@@ -23,13 +23,17 @@ _REMEMBERED = 100
 """Lines before an end in which training may have said that it has finished."""
 
 
+Trouble = tuple[str, bool]
+"""A label that was tried again or warned of, and whether training needs what failed: then its steps overcome it."""
+
+
 class Course:
     """Follows the lines around what a scanner sees. Memory is bounded."""
 
     def __init__(self) -> None:
         self._recent: deque[bytes] = deque(maxlen=_REMEMBERED)
-        self._tried: dict[str, int] = {}
-        """Labels of troubles that steps would overcome, with the line of the latest sighting."""
+        self._tried: dict[Trouble, int] = {}
+        """Troubles that steps would show to be past, with the line of the latest sighting."""
 
         self._steps = 0
 
@@ -44,11 +48,11 @@ class Course:
         return any(_FINISHED.search(shape) for shape in before[-_REMEMBERED:])
 
     def overcome(
-        self, lines: Sequence[bytes], shapes: Sequence[bytes], first: int, tried: Mapping[int, set[str]]
-    ) -> Iterator[tuple[tuple[str, ...], int]]:
-        """Labels that the steps in this block show to be overcome, each with the line that showed it.
+        self, lines: Sequence[bytes], shapes: Sequence[bytes], first: int, tried: Mapping[int, set[Trouble]]
+    ) -> Iterator[tuple[tuple[Trouble, ...], int]]:
+        """Troubles that the steps in this block show to be past, with the line that showed it.
 
-        `first`: the number of the block's first line. `tried`: labels by the line on which they were seen.
+        `first`: the number of the block's first line. `tried`: troubles by the line on which they were seen.
         """
         if not tried and not self._tried:
             return

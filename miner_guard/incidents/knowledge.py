@@ -87,6 +87,8 @@ class Pattern:
 
     def first_word(self, text: str) -> int:
         """Where in a long line the first of `has` stands; 0 where it is near the beginning."""
+        if len(text) <= _NEAR:
+            return 0
         first = min((at for word in self.has if (at := text.find(word)) >= 0), default=0)
         return first if first > _NEAR else 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 
 MAX_LINE = 16384
 """Longer lines are looked at in pieces of so many bytes."""
@@ -52,9 +54,43 @@ def clean(raw: bytes) -> tuple[int | None, str]:
         named = next((value for value in prefix.groups() if value is not None), None)
         rank = int(named) if named is not None else rank
         text = text[prefix.end() :]
-    if rank is None and (inside := _RANK_INSIDE.search(text, 0, 400)):
+    if rank is None and ("ank" in text or "ANK" in text) and (inside := _RANK_INSIDE.search(text, 0, 400)):
         rank = int(inside.group(1) or inside.group(2))
     return rank, text.rstrip()
+
+
+_WORDS = frozenset(
+    {"msg", "message", "@message", "event", "log", "text", "body", "error", "err", "exception", "exc_info", "stack",
+     "stack_trace", "traceback"}
+)  # fmt: skip
+_MOST_TOLD = 500
+"""Lines that one JSON line may hold."""
+
+
+def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
+    """The lines that stand in a line of JSON, and what else it says; any other line as it is."""
+    record = _record(text)
+    if record is None:
+        yield rank, text
+        return
+    if rank is None and isinstance(named := record.get("rank"), int):
+        rank = named
+    level = " [warning]" if str(record.get("level", record.get("levelname", ""))).lower().startswith("warn") else ""
+    told = {k: v for k, v in record.items() if isinstance(v, str) and (k.lower() in _WORDS or "\n" in v)}
+    yield rank, json.dumps({key: value for key, value in record.items() if key not in told})
+    for value in told.values():
+        for line in value.splitlines()[:_MOST_TOLD]:
+            yield rank, line + level
+
+
+def _record(text: str) -> dict[str, object] | None:
+    if not (text.startswith('{"') and text.endswith("}")):
+        return None
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def excerpt(text: str, limit: int = 400, at: int = 0) -> str:

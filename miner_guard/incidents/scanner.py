@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Union
 
-from miner_guard.incidents.course import Course
+from miner_guard.incidents.course import Course, Trouble
 from miner_guard.incidents.knowledge import Benign, Knowledge, Pattern
-from miner_guard.incidents.lines import MAX_LINE, OVERLAP, clean, excerpt
+from miner_guard.incidents.lines import MAX_LINE, OVERLAP, clean, excerpt, unwrapped
 from miner_guard.shapes import Lines, Sieve, shape
 
 _EXCEPTION = re.compile(
@@ -35,8 +35,8 @@ _CHAIN_LINES = 6
 """Lines between an exception and the words that chain it to the next one."""
 
 _TRIED_AGAIN = re.compile(
-    r"\bretry|(?<!max )\bretries\b|retrying|will try again|trying again|reconnect|attempt \d+ ?(?:/|of) ?\d+"
-    r"|thrown while requesting|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
+    r"\bretry|(?<!max )(?<!after \d )(?<!after \d\d )\bretries\b|retrying|will try again|trying again|reconnect"
+    r"|attempt \d+ ?(?:/|of) ?\d+|thrown while requesting|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
 )
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
 """How torch and glog begin a line that is a warning."""
@@ -96,6 +96,14 @@ class Retraction:
     """Only sightings in these roles; in any, where there is none."""
 
 
+@dataclass(frozen=True)
+class Passed:
+    """Training went on after these labels were tried again or warned of: whatever ends it later, they don't."""
+
+    labels: tuple[str, ...]
+    line: int
+
+
 @dataclass
 class _Traceback:
     line: int
@@ -114,7 +122,7 @@ class _Ended:
 _UNCAUGHT = Pattern("code_bug", "uncaught", (), (), None)
 _LAUNCHED = Pattern("code_bug", "symptom", (), (), None)
 
-Seen = Union[Sighting, Retraction]
+Seen = Union[Sighting, Retraction, Passed]
 
 
 class Scanner:
@@ -179,8 +187,11 @@ class Scanner:
                 found: list[Seen] = []
                 self._line(lines[index], self.line + index, found)
                 seen += self._relevant(found, shapes, index)
-        for labels, number in self._course.overcome(lines, shapes, self.line, self._tried(seen)):
-            seen.append(Retraction(labels, number, None, ("remark", "warned")))
+        for troubles, number in self._course.overcome(lines, shapes, self.line, self._tried(seen)):
+            if overcome := tuple(label for label, needed in troubles if needed):
+                seen.append(Retraction(overcome, number, None, ("remark", "warned")))
+            if passed := tuple(label for label, needed in troubles if not needed):
+                seen.append(Passed(passed, number))
         self._course.pass_by(shapes)
         self.line += len(shapes) - 1
         return seen
@@ -190,15 +201,15 @@ class Scanner:
         moot = [s for s in found if isinstance(s, Sighting) and self._knowledge.labels[s.label].moot_when_finished]
         return [s for s in found if s not in moot] if moot and self._course.finished(shapes, index) else found
 
-    def _tried(self, seen: list[Seen]) -> dict[int, set[str]]:
-        """What steps that go on would show to be overcome: labels by line."""
-        tried: dict[int, set[str]] = {}
+    def _tried(self, seen: list[Seen]) -> dict[int, set[Trouble]]:
+        """What steps that go on would show to be past, by line."""
+        tried: dict[int, set[Trouble]] = {}
         for s in seen:
-            if (
-                isinstance(s, Sighting) and s.role in ("remark", "warned")
-                and self._knowledge.labels[s.label].overcome_by_steps and not _UPLOADS.search(s.text.lower())
-            ):  # fmt: skip
-                tried.setdefault(s.line, set()).add(s.label)
+            if isinstance(s, Sighting) and s.role in ("remark", "warned"):
+                label = self._knowledge.labels[s.label]
+                if label.overcome_by_steps or label.restart == "outage":
+                    needed = label.overcome_by_steps and not _UPLOADS.search(s.text.lower())
+                    tried.setdefault(s.line, set()).add((s.label, needed))
         return tried
 
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
@@ -213,7 +224,10 @@ class Scanner:
                 self._piece(piece, number, seen)
 
     def _piece(self, raw: bytes, number: int, seen: list[Seen]) -> None:
-        rank, text = clean(raw)
+        for rank, text in unwrapped(*clean(raw)):
+            self._text(rank, text, number, seen)
+
+    def _text(self, rank: int | None, text: str, number: int, seen: list[Seen]) -> None:
         lowered = text.lower()
         if self._follow(rank, lowered, number):
             return
@@ -276,7 +290,7 @@ class Scanner:
 
         True for a line that only says where in a file it was: a path says nothing of what went wrong.
         """
-        starts, frame = _TRACEBACK in lowered, _FRAME.search(lowered)
+        starts, frame = _TRACEBACK in lowered, _FRAME.search(lowered) if 'file "' in lowered else None
         opened = self._open.get(rank)
         ignored = _IGNORED in lowered or (opened is not None and opened.ignored and starts)
         begins = starts or ignored or (frame is not None and opened is None)
@@ -302,7 +316,7 @@ class Scanner:
     def _ends(self, text: str, number: int, rank: int | None) -> _Ended | None:
         """The exception that this line ends a traceback with, or names without one."""
         opened = self._open.get(rank)
-        inside = opened is not None and 0 < number - opened.line < _TRACEBACK_LINES
+        inside = opened is not None and 0 <= number - opened.line < _TRACEBACK_LINES
         match = _EXCEPTION.match(text) or _QUALIFIED.match(text) or (_IN_TRACEBACK.match(text) if inside else None)
         if match is None:
             return None

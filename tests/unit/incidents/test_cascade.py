@@ -128,6 +128,42 @@ def test_what_was_tried_again_is_nothing_once_steps_go_on() -> None:
     assert root(upload + "".join(steps)) == "hub_or_storage_unavailable", "an upload is not needed to go on"
 
 
+CHAIN = "WARNING | bittensor | Failed to sync metagraph: timed out, will retry\n"
+
+
+def steps(count: int) -> str:
+    return "".join(f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in range(count))
+
+
+def test_a_chain_that_was_asked_again_is_not_why_training_ends_later() -> None:
+    """One retry, hours before, was once the root of a rank that the kernel killed."""
+    assert root(CHAIN) == "chain_unreachable"
+    assert root(CHAIN + steps(5)) is None, "it came back"
+    assert root(CHAIN + steps(5) + "failed (exitcode: -9) local_rank: 0\n") == "host_oom_kill"
+    assert root(CHAIN + "failed (exitcode: -9) local_rank: 0\n") == "chain_unreachable"
+
+
+def test_a_chain_that_stays_away_is_said_though_training_goes_on() -> None:
+    assert root(3 * (CHAIN + steps(5))) == "chain_unreachable"
+    assert root(3 * (CHAIN + steps(300)) + steps(5)) is None, "three short ones far apart"
+    found = incidents((5 * (CHAIN + steps(5)) + "failed (exitcode: -9) local_rank: 0\n").encode())
+    assert {i.label: i.root for i in found} == {"chain_unreachable": False, "host_oom_kill": True}
+
+
+def test_what_the_program_does_without_is_nothing() -> None:
+    failed = WAITED.replace("asyncio.exceptions.TimeoutError", "requests.exceptions.ReadTimeout: Read timed out.")
+    assert root(failed + "WARNING metrics not sent, continuing without them\n") is None
+    assert root(failed + "WARNING upload of the state failed, continuing without it\n") == "hub_or_storage_unavailable"
+
+
+def test_pm2_writes_sigint_where_nobody_interrupted() -> None:
+    ended = "PM2      | App [miner:0] exited with code [{}] via signal [SIGINT]\n"
+    waited = "[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n"
+    assert root(waited + ended.format(1)) == root(waited + ended.format(0)) == "nccl_timeout"
+    assert root(ended.format(0)) == "user_interrupt"
+    assert root("PM2      | Stopping app:miner id:0\n" + ended.format(0)) == "user_interrupt"
+
+
 def test_a_socket_that_connects_at_last_is_nothing() -> None:
     waiting = "[rank3]:[W121 10:00:01.5 socket.cpp:759] [c10d] The client socket has failed to connect to [n0]:29500"
     refused = f"{waiting} (errno: 111 - Connection refused).\n"

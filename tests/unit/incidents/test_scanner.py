@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import sys
 import tracemalloc
@@ -146,3 +147,24 @@ def test_the_excerpt_of_a_long_line_shows_the_error_in_it() -> None:
     [found] = incidents(line)
     assert "illegal memory access" in found.first.text
     assert len(found.first.text) <= 800
+
+
+BROKE = 'Traceback (most recent call last):\n  File "/srv/miner.py", line 3, in step\nKeyError: 7\n'
+
+
+def test_what_a_line_of_json_tells_is_read_as_lines() -> None:
+    """Structured logs once hid every exception that no pattern knows."""
+    for record in ({"event": "step failed", "exc_info": BROKE}, {"message": BROKE}, {"log": "KeyError: 7\n"}):
+        [found] = incidents(json.dumps({"level": "error", "rank": 3, **record}).encode())
+        assert (found.label, found.root, found.ranks) == ("code_bug", True, [3])
+    assert root(json.dumps({"msg": "Exception ignored in: <function f>\n" + BROKE})) is None
+    assert root('{"step": 12, "loss": NaN}') == "nan_loss"
+    assert root('{"step": 12, "loss": 3.1, "errors": 0, "error": null}') is None
+    assert root('{"msg": "KeyError: 7"') is None, "cut off: as any other text"
+
+
+def test_a_warning_in_json_is_a_remark() -> None:
+    record = {"level": "warning", "msg": "429 Client Error: Too Many Requests for url: https://huggingface.co/x"}
+    log = json.dumps(record) + "\n" + 3 * '{"step": 3, "loss": 3.1}\n'
+    assert root(log) is None
+    assert root(log.replace('"warning"', '"error"')) == "hf_rate_limit"
