@@ -67,7 +67,8 @@ class Emitter:
         if finding.event == "disk_recovered":
             self._disk_full = False
             return not known and finding.fields.get("lost") == 0
-        return False
+        # What is written once says it as a field: it would never say that the disk recovered.
+        return known and finding.fields.get("disk_full") is True
 
     def _stamp(self, _logger: Any, _method: str, bound: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         return {

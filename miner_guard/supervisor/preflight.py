@@ -14,7 +14,7 @@ from miner_guard.diagnosis.check import Check, Snapshot, counts
 from miner_guard.diagnosis.gpu_count import usable
 from miner_guard.diagnosis.judge import judge
 from miner_guard.events import Finding, found
-from miner_guard.statedir import StateDir, read_json, write_json
+from miner_guard.statedir import StateDir, is_full, read_json, write_json
 from miner_guard.supervisor.gather import Question, gather
 
 _AGAIN_S = 5.0
@@ -94,4 +94,5 @@ def remember_gpus(state: StateDir, snapshot: Snapshot, emit: Callable[[Finding],
     try:
         write_json(state.host_memory, {**memory, "gpu_count": count})
     except OSError as error:
-        emit(found("guard_degraded", what=f"{state.host_memory} could not be written: {error.strerror or error}"))
+        what = f"{state.host_memory} could not be written: {error.strerror or error}"
+        emit(found("guard_degraded", what=what, disk_full=is_full(error)))

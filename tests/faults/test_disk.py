@@ -29,6 +29,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+MINER = """
+import os, sys, time
+for n in range(10**6):
+    print('line', n, flush=True)
+    if n % 20 == 0 and os.path.exists(sys.argv[1]):
+        print('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB', flush=True)
+        os.unlink(sys.argv[1])
+    time.sleep(0.05)
+"""
+
+
 def fill(path: Path) -> None:
     """Write until there is no room for another byte."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -38,15 +49,17 @@ def fill(path: Path) -> None:
 
 def test_a_full_disk_is_said_once_and_writing_resumes(guarded: Guarded, small_disk: Path) -> None:
     guarded.state = StateDir(small_disk / "state")
-    code = "import time\nfor n in range(10**6): print('line', n, flush=True); time.sleep(0.05)"
+    oom = small_disk.parent / "oom"
     guarded.start(
-        [sys.executable, "-c", f"{code} # {guarded.token}"],
+        [sys.executable, "-c", f"{MINER} # {guarded.token}", str(oom)],
         settings={"restart.backoff_s": 0.1, "health.snapshot_every_s": 0.3},
     )
     guarded.wait_for("health_snapshot", 2)
     ballast = small_disk / "ballast"
     fill(ballast)
     until(lambda: b"DISK FULL: " in guarded.output.read_bytes(), 60, guarded.tail)
+    oom.touch()
+    until(lambda: b"INCIDENT " in guarded.output.read_bytes(), 60, guarded.tail)
     lines = guarded.output.read_bytes().count(b"\nline ")
     until(lambda: guarded.output.read_bytes().count(b"\nline ") > lines + 20, 60, "the miner goes on")
     said = guarded.output.read_bytes()

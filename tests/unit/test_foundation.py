@@ -140,6 +140,24 @@ def test_a_full_disk_is_said_by_the_first_writer_alone_and_again_the_next_time()
     assert said == [["FULL:", "guard.jsonl"], ["RECOVERED:", "guard.jsonl"], ["RECOVERED:", "status.json"]] * 2
 
 
+def test_what_a_full_disk_keeps_from_being_stored_is_said_unless_the_disk_was() -> None:
+    lines: list[str] = []
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
+
+    def unstored(*, disk_full: bool) -> bool:
+        before = len(lines)
+        emitter.emit(events.found("guard_degraded", what="evidence could not be stored", disk_full=disk_full))
+        return len(lines) > before
+
+    # Room for a line is not room for evidence: nobody else has said it.
+    assert unstored(disk_full=True)
+    emitter.emit(events.found("disk_full", what="guard.jsonl", reason="No space left on device"))
+    assert not unstored(disk_full=True)
+    assert unstored(disk_full=False)
+    emitter.emit(events.found("disk_recovered", what="guard.jsonl", lost=3))
+    assert unstored(disk_full=True)
+
+
 def test_secrets_are_gone_from_console_and_json(tmp_path: Path) -> None:
     lines: list[str] = []
     secret = "s3cr3t-value-of-the-environment"

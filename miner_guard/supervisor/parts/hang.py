@@ -11,6 +11,7 @@ from miner_guard.events import Finding, found
 from miner_guard.exits import CRASH_LOOP
 from miner_guard.rank.flight import Now, Step
 from miner_guard.redact import Redactor
+from miner_guard.statedir import is_full
 from miner_guard.supervisor import evidence, evidence_folders
 from miner_guard.supervisor.evidence import Subject
 from miner_guard.supervisor.parts import Context, Launch, Part
@@ -111,7 +112,7 @@ class HangWatch(Part):
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
             what = f"the evidence of the hang could not be stored: {error.strerror or error}"
-            self.context.emit(found("guard_degraded", what=what))
+            self.context.emit(found("guard_degraded", what=what, disk_full=is_full(error)))
         finally:
             self._act(hang, str(story["detail"]))
 

@@ -198,7 +198,7 @@ class Incidents(Part):
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
             what = f"the evidence of {story['label']} could not be stored: {error.strerror or error}"
-            self.context.emit(found("guard_degraded", what=what))
+            self.context.emit(found("guard_degraded", what=what, disk_full=statedir.is_full(error)))
 
     def snapshot(self) -> Mapping[str, Any]:
         latest = self._latest
