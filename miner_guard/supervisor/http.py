@@ -16,12 +16,15 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -36,6 +39,17 @@ PATIENCE_S = 10.0
 
 _MOST_CONNECTIONS = 512
 _PAGE_FOR_S = 5.0
+_OPEN = frozenset({"/healthz", "/live.js"})
+"""What needs no token: whether the miner progresses, and a script that is the same for all."""
+
+_HEADERS = {
+    # The curves and bars have their widths and colours in `style` attributes.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
 
 
 @dataclass(frozen=True)
@@ -49,8 +63,12 @@ class Order:
     hang: dict[str, Any] = field(default_factory=dict)
 
 
+def _template(name: str) -> str:
+    return (resources.files("miner_guard.health") / "templates" / name).read_text(encoding="utf-8")
+
+
 class Site:
-    """The four addresses."""
+    """The addresses. With a token, all but `_OPEN` want it; `/` then answers browsers with a page that asks for it."""
 
     def __init__(self, order: Order) -> None:
         self._state = statedir.StateDir(Path(order.state))
@@ -58,23 +76,39 @@ class Site:
         self._hang = HangSettings(**order.hang)
         self._page: tuple[float, str] | None = None
         self._page_mutex = threading.Lock()
+        self._door = _template("door.html").replace("{css}", _template("report.css"))
+        self._script = _template("live.js")
 
     def app(self) -> Starlette:
         routes = [
             Route("/", self.page),
+            Route("/live.js", self.script),
             Route("/metrics", self.metrics),
             Route("/healthz", self.healthz),
             Route("/status", self.status),
         ]
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=self._guarded)])
 
-    def _refused(self, request: Request) -> Response | None:
+    async def _guarded(self, request: Request, answer: RequestResponseEndpoint) -> Response:
+        if request.url.path in _OPEN or self._admitted(request):
+            response = await answer(request)
+        else:
+            response = self._refusal(request)
+        response.headers.update(_HEADERS)
+        return response
+
+    def _admitted(self, request: Request) -> bool:
         if self._token is None:
-            return None
-        given = request.headers.get("authorization", "")
-        if hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            return None
-        return PlainTextResponse("a bearer token is needed\n", 401, {"WWW-Authenticate": "Bearer"})
+            return True
+        # Header bytes come as latin-1, whatever they were sent as.
+        given = request.headers.get("authorization", "").encode("latin-1")
+        return hmac.compare_digest(given, f"Bearer {self._token}".encode())
+
+    def _refusal(self, request: Request) -> Response:
+        challenge = {"WWW-Authenticate": "Bearer"}
+        if request.url.path == "/":
+            return HTMLResponse(self._door, 401, challenge)
+        return PlainTextResponse("a bearer token is needed\n", 401, challenge)
 
     def _read(self) -> tuple[dict[str, Any] | None, float]:
         document = statedir.read_json(self._state.status)
@@ -86,8 +120,6 @@ class Site:
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
-        if refusal := self._refused(request):
-            return refusal
         status, age = self._read()
         if status is None:
             return PlainTextResponse("no status yet\n", 503)
@@ -95,7 +127,7 @@ class Site:
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def healthz(self, request: Request) -> Response:
-        """200 while the miner progresses, 503 with the reason otherwise. Needs no token: it tells nothing else."""
+        """200 while the miner progresses, 503 with the reason otherwise."""
         status, age = self._read()
         trouble = progress.trouble(status, age, time.time(), self._hang)
         return PlainTextResponse(
@@ -104,16 +136,16 @@ class Site:
 
     async def status(self, request: Request) -> Response:
         """status.json."""
-        if refusal := self._refused(request):
-            return refusal
         status, _ = self._read()
         return JSONResponse(status) if status is not None else JSONResponse({"error": "no status yet"}, 503)
 
     async def page(self, request: Request) -> Response:
         """The report, as of now; it reloads itself."""
-        if refusal := self._refused(request):
-            return refusal
         return HTMLResponse(await run_in_threadpool(self._rendered))
+
+    async def script(self, request: Request) -> Response:
+        """What asks for the page with the token, again and again."""
+        return Response(self._script, media_type="text/javascript")
 
     def _render(self) -> str:
         from miner_guard.health.report import render

@@ -135,6 +135,7 @@ def test_with_a_token_only_health_is_open(tmp_path: Path) -> None:
             assert _ask(port.url + path)[0] == 401
             assert _ask(port.url + path, "wrong")[0] == 401
             assert _ask(port.url + path, TOKEN)[0] == 200
+        assert _ask(port.url + "/no-such-address")[0] == 401
         assert _ask(port.url + "/healthz")[0] == 200
         assert _ask(port.url + "/../guard.jsonl", TOKEN)[0] == 404
     finally:

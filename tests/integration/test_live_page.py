@@ -1,0 +1,113 @@
+"""The live page in a real browser, where the port wants a token: asked for once, sent as a header only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import needs
+from tests.integration.test_http import Port
+
+pytestmark = pytest.mark.slow
+
+TOKEN = "tökén & more"
+RUN = "run-of-the-test"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    needs.module("playwright")
+    chromium = needs.tool("chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[Port]:
+    needs.module("uvicorn")
+    opened = Port(tmp_path, TOKEN)
+    opened.status(run_id=RUN)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Any]:
+    """A tab with a clock of the test's; `asked` has its addresses, `trouble` what its scripts tripped over."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.clock.install()
+    page.asked, page.trouble = [], []
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.on("pageerror", lambda error: page.trouble.append(str(error)))
+    page.on("console", lambda said: page.trouble.append(said.text) if "Security Policy" in said.text else None)
+    yield page
+    context.close()
+
+
+def _enter(tab: Any, token: str) -> None:
+    tab.locator("#token").fill(token)
+    tab.locator("button").click()
+
+
+def test_the_token_is_asked_for_once_and_stands_in_no_address(port: Port, tab: Any) -> None:
+    assert tab.goto(port.url).status == 401
+    tab.locator("form").wait_for()
+    assert RUN not in tab.content()
+    _enter(tab, "wrong")
+    tab.get_by_text("This is not the token.").wait_for()
+    _enter(tab, f" {TOKEN}\n")
+    tab.get_by_text(RUN).wait_for()
+    assert tab.locator("form").is_hidden()
+    assert tab.title().startswith("miner-guard: ")
+
+    tab.reload()
+    tab.get_by_text(RUN).wait_for()
+    assert set(tab.asked) == {f"{port.url}/", f"{port.url}/live.js"}
+    assert tab.context.cookies() == []
+    assert tab.evaluate("localStorage.length") == 0
+    assert TOKEN not in tab.content()
+    assert tab.trouble == []
+
+
+def test_another_tab_has_to_ask_again(port: Port, tab: Any) -> None:
+    tab.goto(port.url)
+    _enter(tab, TOKEN)
+    tab.get_by_text(RUN).wait_for()
+    other = tab.context.new_page()
+    other.goto(port.url)
+    other.locator("form").wait_for()
+    assert RUN not in other.content()
+
+
+def test_the_page_goes_on_by_itself_and_says_when_the_guard_is_gone(port: Port, tab: Any) -> None:
+    tab.goto(port.url)
+    _enter(tab, TOKEN)
+    tab.get_by_text(RUN).wait_for()
+    port.status(run_id="the-next-run")
+    tab.wait_for_timeout(5500)  # A page that was made within the last seconds is shown again.
+    tab.clock.run_for(11_000)
+    tab.get_by_text("the-next-run").wait_for()
+    port.close()
+    tab.clock.run_for(11_000)
+    tab.get_by_text("The guard does not answer").wait_for()
+    assert "the-next-run" in tab.content(), "what was known last stays to be read"
+
+
+def test_what_the_log_says_runs_no_script_in_the_page(port: Port, tab: Any) -> None:
+    """Escaped by the report; and were it not, the policy forbids it."""
+    port.status(run_id="<img src=x onerror='window.broken=1'><script>window.broken=1</script>")
+    answer = tab.goto(port.url)
+    assert "script-src 'self'" in answer.headers["content-security-policy"]
+    _enter(tab, TOKEN)
+    tab.get_by_text("<script>window.broken=1</script>").wait_for()
+    tab.evaluate("document.querySelector('#report').innerHTML = '<img src=data: onerror=window.broken=1>'")
+    tab.wait_for_timeout(300)
+    assert tab.evaluate("window.broken") is None
