@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,8 +72,25 @@ def test_it_reaps_forwards_and_leaves_nothing(guarded: Guarded) -> None:
     guarded.assert_nothing_left()
 
 
+def test_what_the_image_is_given_is_enough_to_install_the_guard_from(tmp_path: Path) -> None:
+    """And no more: a clone's .venv, .git and state have no place in it."""
+    copied = re.findall(r"^COPY (.+) (\S+)$", (REPO / "ops" / "Dockerfile").read_text(), re.MULTILINE)
+    for sources, target in copied:
+        for source in map(REPO.joinpath, sources.split()):
+            if source.is_dir():
+                shutil.copytree(source, tmp_path / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, tmp_path / target)
+    build = [sys.executable, "-c", "import setuptools; setuptools.setup()", "--quiet", "build", "--build-lib", "built"]
+    subprocess.run(build, cwd=tmp_path, check=True, timeout=120)
+    listed = ["git", "ls-files", "miner_guard", "uploads", "validators"]
+    tracked = subprocess.run(listed, cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+    built = {str(path.relative_to(tmp_path / "built")) for path in (tmp_path / "built").rglob("*")}
+    assert set(tracked) - built == set()
+
+
 @pytest.mark.parametrize(
-    ("settings", "code"), [({"MINER__FINITE": "true"}, 63), ({"RESTART__MAX_RESTARTS": 1}, 75), ({"GATE__MODE": 1}, 78)]
+    ("settings", "code"), [({"MINER__FINITE": "true"}, 0), ({"RESTART__MAX_RESTARTS": 1}, 75), ({"GATE__MODE": 1}, 78)]
 )
 def test_the_containers_exit_code_is_the_guards(guarded: Guarded, settings: dict[str, object], code: int) -> None:
     container = Container(guarded, "true", **settings)
