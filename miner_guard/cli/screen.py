@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from miner_guard.clock import iso_utc
 from miner_guard.health.snapshot import number, part
 from miner_guard.lines import visible
 
@@ -135,14 +136,20 @@ def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[st
     age, limit = repo.get("age_s"), repo.get("limit_s")
     state = "STALE" if repo.get("stale") else "due" if repo.get("due") else "fresh"
     known = f"{number(age, ',.0f', 's')} of {number(limit, ',.0f', 's')} ({state}) {repo.get('revision') or ''}"
+    unseen = "empty: nothing is published" if repo.get("empty") else f"unknown: {repo.get('reason') or 'not read yet'}"
     rows = [
         f"upload {bar} {number(inner)}/{least} {valid}; outer step in {duration(steps.get('eta_outer_s'))}",
-        f"repo   {known if age is not None else 'unknown: ' + str(repo.get('reason') or 'not read yet')}",
+        f"repo   {known if age is not None else unseen}",
     ]
     if decision:
         word = "allowed" if decision.get("allowed") else "BLOCKED"
-        rows.append(f"gate   {word}: {decision.get('reason')}")
+        rows.append(f"gate   {word}{at(decision.get('decided_at'))}: {decision.get('reason')}")
     return rows
+
+
+def at(wall: Any) -> str:
+    """` at 2026-01-02T03:04:05Z`; nothing where the time is unknown."""
+    return f" at {iso_utc(wall)[:19]}Z" if isinstance(wall, (int, float)) else ""
 
 
 def _ranks(steps: Mapping[str, Any]) -> list[str]:

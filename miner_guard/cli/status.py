@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer
@@ -13,6 +13,7 @@ from miner_guard.cli import options, screen
 from miner_guard.cli.screen import Curves
 from miner_guard.cli.top import curves_of
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
+from miner_guard.health.snapshot import part
 from miner_guard.logquery import Query
 
 _WIDTH = 120
@@ -54,5 +55,18 @@ def _lines(document: Mapping[str, Any], curves: Curves, events: list[str], min_i
         f"run    {document.get('run_id')}, attempt {document.get('attempt')}{since}, guard pid {document.get('pid')},"
         f" miner pid {document.get('miner_pid')}, ranks {ranks}",
         *(line.rstrip() for line in screen.overview(document, curves, _WIDTH, min_inner_step=min_inner_step)),
+        *(screen.cut(line, _WIDTH) for line in _last(part(document, "uploads"))),
         *(["", "last warnings", *events] if events else ["", "no warnings"]),
     ]
+
+
+def _last(uploads: Mapping[str, Any]) -> Iterator[str]:
+    """The last of what the ledger keeps and the audit's verdict; the gate's decision stands above."""
+    told = {
+        "upload": ("tag", "outcome", "error"), "audit": ("outcome", "detail"), "incident": ("label",),
+        "restart": ("cause",),
+    }  # fmt: skip
+    for name, fields in told.items():
+        if known := part(uploads, name):
+            words = ": ".join(str(known[field]) for field in fields if known.get(field) is not None)
+            yield f"last {name}{screen.at(known.get('wall'))}: {words}"

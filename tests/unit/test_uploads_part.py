@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from miner_guard.cli.screen import Curves
+from miner_guard.cli.status import _lines
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
-from miner_guard.events import Finding, line
+from miner_guard.events import Finding, found, line
 from miner_guard.rank.flight import Step
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.statedir import StateDir
@@ -314,6 +317,30 @@ def test_numbers_that_no_ledger_takes_keep_no_look_from_the_gate(bench: Bench) -
     bench.look()
     assert gate_inputs.read(bench.state.gate_inputs).published.age_s == 7.0
     assert len(bench.said("ledger_stuck")) == 1
+
+
+def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: Bench) -> None:
+    """Guards against a status that knows no upload and no restart just when somebody looks why the guard began anew."""
+    bench.entry(**bench.decide(15))
+    bench.push("started")
+    list(bench.part.on_exit(Exit(137, 9, False, False, 60.0)))
+    list(bench.part.on_finding(found("incident", rank=1, label="cuda_oom", cause="", fix="", excerpt="")))
+    list(bench.part.on_finding(found("miner_restarting", cause="exit 137", attempt=2, wait_s=4.0, max_restarts=5)))
+    list(bench.part.on_stop())
+    before = bench.part.snapshot()
+    bench.part = module.Uploads(bench.part.context)
+    bench.jobs.run()
+    after = bench.part.snapshot()
+    for name in ("decision", "upload", "incident", "restart"):
+        assert before[name] is not None, name
+        assert json.dumps(after[name]) == json.dumps(before[name])
+    status = {"uploads": {**after, "audit": {"outcome": "rejected", "detail": "epoch 56: too old", "wall": 0.0}}}
+    shown = "\n".join(_lines(status, Curves(), [], 50))
+    assert "gate   BLOCKED at 2" in shown
+    for words in ("upload", "incident", "restart"):
+        assert f"last {words} at 2" in shown
+    assert ": 5.56.51: failed: the miner ended during the push" in shown
+    assert "last audit at 1970-01-01T00:00:00Z: rejected: epoch 56: too old" in shown
 
 
 def test_the_audit_runs_on_its_schedule_and_says_what_it_could_not_see(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,14 @@ from validators.profiles import limits_of
 
 _WRITE_EVERY_S = 60.0
 _INPUTS_KEPT = 50
+_SHOWN: Mapping[str, tuple[str, Sequence[str]]] = {
+    "decision": ("decisions", ("decision_id", "allowed", "reason", "decided_at")),
+    "upload": ("uploads", ("outcome", "tag", "bytes", "seconds", "error", "wall")),
+    "incident": ("incidents", ("label", "rank", "wall")),
+    "restart": ("restarts", ("cause", "attempt", "wall")),
+}
+"""What the status shows the last of: its table in the ledger, and its fields."""
+
 _VERIFY_AFTER_S = (0.0, 3.0, 10.0)
 """Waits before the looks after a push: a refusal must be seen twice, a repo that can't be read three times."""
 
@@ -85,8 +94,17 @@ class Uploads(Part):
         else:
             self._watch.latest = Published(reason="no repo is configured; set [repo] kind")
         context.jobs.once("gate inputs", self._write_inputs)
+        context.jobs.once("recall", self._recall)
         if self._repo.audit_every_s > 0:
             context.jobs.every("audit", self._repo.audit_every_s, self._audit)
+
+    def _recall(self) -> None:
+        """The last of each that an earlier guard here saw, where this one has seen none yet."""
+        for name, (table, fields) in _SHOWN.items():
+            row = self._ledger.last(table)
+            if row is not None and self._last[name] is None:
+                known = row | json.loads(row.get("document") or "{}")
+                self._last[name] = {field: known.get(field) for field in fields}
 
     # the repo, in the schedule's threads
 
@@ -173,7 +191,7 @@ class Uploads(Part):
         with self._mutex:
             known = self._written.get(digest)
         self._ledger.decision(document, known)
-        self._last["decision"] = {k: document.get(k) for k in ("decision_id", "allowed", "reason", "decided_at")}
+        self._last["decision"] = {name: document.get(name) for name in _SHOWN["decision"][1]}
         finding = self._voice.say(entry, self.context.clock.monotonic())
         if finding is not None:
             yield finding
@@ -282,8 +300,10 @@ class Uploads(Part):
     def _store(self, entry: Mapping[str, Any], outcome: str, **more: Any) -> None:
         names = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts", "checksum")
         row = {name: entry.get(name) for name in names} | {"tag": _tag(entry), "kind": entry.get("upload_kind")} | more
-        self._last["upload"] = {"outcome": outcome, **{k: row.get(k) for k in ("tag", "bytes", "seconds", "error")}}
-        self._ledger.upload(self.context.clock.wall(), outcome, **row)
+        wall = self.context.clock.wall()
+        known = {**row, "outcome": outcome, "wall": wall}
+        self._last["upload"] = {name: known.get(name) for name in _SHOWN["upload"][1]}
+        self._ledger.upload(wall, outcome, **row)
 
     def on_stop(self) -> Iterable[Finding]:
         for entry in list(self._unsettled):
