@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.frame import Row
+from tests.waiting import until
 
 TITLE = "The supervisor"
 
@@ -47,16 +48,8 @@ class Guard:
         return [e for e in map(json.loads, lines) if e["event"] == name]
 
     def wait_for(self, name: str, count: int = 1, seconds: float = 60.0) -> dict[str, Any]:
-        _until(lambda: len(self.events(name)) >= count, seconds)
+        until(lambda: len(self.events(name)) >= count, seconds)
         return self.events(name)[count - 1]
-
-
-def _until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds} s")
-        time.sleep(0.005)
 
 
 @contextmanager
@@ -79,10 +72,10 @@ def _relaunch() -> Row:
         with _guard(command, "--max-restarts", "20", restart__backoff_s=0) as guard:
             for round_ in range(10):
                 started = guard.wait_for("miner_started", round_ + 1)
-                _until(lambda n=round_: born.exists() and len(born.read_text().splitlines()) > n)  # type: ignore[misc]
+                until(lambda n=round_: born.exists() and len(born.read_text().splitlines()) > n)  # type: ignore[misc]
                 killed = time.time()
                 os.kill(started["pid"], signal.SIGKILL)
-                _until(lambda n=round_: len(born.read_text().splitlines()) > n + 1)  # type: ignore[misc]
+                until(lambda n=round_: len(born.read_text().splitlines()) > n + 1)  # type: ignore[misc]
                 times.append(float(born.read_text().splitlines()[-1]) - killed)
     worst = f"worst of {len(times)}: {max(times) * 1000:.0f} ms; torchrun alone 120 ms"
     return Row("death -> relaunch, no backoff", statistics.median(times) * 1000, "ms", "<= 100 ms", worst)
@@ -102,7 +95,7 @@ def _stop_of_fifty() -> Row:
     with _guard([sys.executable, "-c", code]) as guard:
         pid = guard.wait_for("miner_started")["pid"]
         children = Path(f"/proc/{pid}/task/{pid}/children")
-        _until(lambda: len(children.read_text().split()) == 49)
+        until(lambda: len(children.read_text().split()) == 49)
         asked = time.monotonic()
         guard.process.terminate()
         guard.process.wait(60)

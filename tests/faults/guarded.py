@@ -9,27 +9,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from miner_guard.statedir import StateDir
+from tests.waiting import until
 
 REPO = Path(__file__).resolve().parents[2]
 MINERS = Path(__file__).with_name("miners")
 MARK = "_MINER_GUARD_TEST_MARK"
 """Names the test in the environment of its processes. A name with TOKEN in it would have its value redacted."""
-
-
-def until(condition: Callable[[], Any], seconds: float, what: str | Callable[[], str]) -> Any:
-    """Wait for a true answer. Raises AssertionError naming what did not come."""
-    deadline = time.monotonic() + seconds
-    while True:
-        answer = condition()
-        if answer:
-            return answer
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
-        time.sleep(0.02)
 
 
 def living(needle: str) -> list[tuple[int, str]]:

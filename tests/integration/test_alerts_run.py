@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 from miner_guard.logquery import Query, search
 from miner_guard.statedir import read_json
 from tests import needs
+from tests.waiting import until
 
 MINER = """
 import os, pathlib, time
@@ -79,13 +80,6 @@ def phone() -> Iterator[Phone]:
     made.server.server_close()
 
 
-def _until(what: str, true: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_night_with_crashes_a_nan_and_a_stall_beside_a_webhook_that_never_answers(
@@ -103,21 +97,21 @@ def test_a_night_with_crashes_a_nan_and_a_stall_beside_a_webhook_that_never_answ
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            _until("the end of what crashed", lambda: phone.count("RESOLVED: miner_exited"))
-            _until("the second end", lambda: phone.count("RESOLVED: miner_exited") == 2)
+            until(lambda: phone.count("RESOLVED: miner_exited"), what="the end of what crashed")
+            until(lambda: phone.count("RESOLVED: miner_exited") == 2, what="the second end")
             assert phone.count("ERROR: miner_exited") == 2, "each crash once: in between it was over"
-            _until("the loss", lambda: phone.count("CRITICAL: loss_nan"))
+            until(lambda: phone.count("CRITICAL: loss_nan"), what="the loss")
             assert phone.count("loss_nan") == 1, "nine steps without a loss are one message"
 
-            _until("heartbeats while it progresses", lambda: len(phone.beats) >= 2)
+            until(lambda: len(phone.beats) >= 2, what="heartbeats while it progresses")
             steps = (read_json(state / "status.json") or {})["steps"]
             assert steps["p50_s"] < 0.4, "training waits for no webhook"
             (tmp_path / "stand-still").touch()
-            _until("the stall", lambda: phone.count("CRITICAL: hang_detected"))
+            until(lambda: phone.count("CRITICAL: hang_detected"), what="the stall")
             beats = len(phone.beats)
             (tmp_path / "stand-still").unlink()
-            _until("the end of the stall", lambda: phone.count("RESOLVED: hang_detected"))
-            _until("heartbeats again", lambda: len(phone.beats) > beats)
+            until(lambda: phone.count("RESOLVED: hang_detected"), what="the end of the stall")
+            until(lambda: len(phone.beats) > beats, what="heartbeats again")
         finally:
             guard.terminate()
             assert guard.wait(timeout=60) == 0

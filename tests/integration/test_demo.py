@@ -170,4 +170,4 @@ def test_the_summary_counts_the_lines_that_grep_finds_and_says_how_often_the_gat
     usage, block = Usage(1.0, 10.0, 50.0), {"event": "upload_blocked", "level": "warning"}
     assert "uploads     blocked 2 (asked 4 times), verified 0" in lines(summarise([block] * 2, None, usage, 4))
     assert "uploads     blocked 2, verified 0" in lines(summarise([block] * 2, None, usage, 2))
-    assert "uploads     blocked 2, verified 0" in lines(summarise([block] * 2, None, usage, None))
+    assert "uploads     blocked 2, verified 0" in lines(summarise([block] * 2, None, usage, 0))

@@ -9,10 +9,9 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 from miner_guard.statedir import read_json
 from tests import needs
 from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
+from tests.waiting import until
 
 __all__ = ["fake_nvml", "nvml_library"]
 
@@ -43,14 +43,6 @@ for step in range(1, 100_000):
 """
 
 
-def _until(what: str, true: Callable[[], Any], seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (answer := true()):
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.3)
-    return answer
-
-
 @pytest.fixture
 def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
     """`host:port` of a guard with two GPUs and a repo, over a miner that steps."""
@@ -68,7 +60,7 @@ def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
     command = [program, "run", "--no-preflight", "--state-dir", state, "--", sys.executable, script]
     guard = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
     try:
-        url = _until("a port", lambda: ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url"))
+        url = until(lambda: ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url"), what="a port")
         yield urllib.parse.urlsplit(url).netloc
     finally:
         guard.terminate()
@@ -90,7 +82,7 @@ class Prometheus:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
         flags = [f"--web.listen-address={self.address}", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
         self.process = subprocess.Popen([program, *flags], cwd=folder, stderr=subprocess.DEVNULL)
-        _until("Prometheus to listen", self._listens)
+        until(self._listens, what="Prometheus to listen")
 
     def _listens(self) -> bool:
         host, port = self.address.split(":")
@@ -120,19 +112,19 @@ def test_prometheus_scrapes_the_guard_and_every_panel_of_the_dashboard_has_data(
     def up() -> bool:
         return [target["health"] for target in prometheus.ask("targets")["activeTargets"]] == ["up"]
 
-    _until("the scrape with the token", up)
+    until(up, what="the scrape with the token")
     board = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
     asked = {t["expr"].replace("$instance", ".*"): p["title"] for p in board["panels"] for t in p["targets"]}
     for expression, panel in asked.items():
-        _until(f"data for {panel}: {expression}", lambda e=expression: prometheus.ask("query", query=e)["result"])  # type: ignore[misc]
+        until(lambda e=expression: prometheus.ask("query", query=e)["result"], what=f"data for {panel}: {expression}")  # type: ignore[misc]
     (variable,) = [v["query"] for v in board["templating"]["list"] if v["type"] == "query"]
     metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable).groups()  # type: ignore[union-attr]
     assert prometheus.ask(f"label/{label}/values", **{"match[]": metric})
 
     rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
-    _until("all rules to be looked at", lambda: all(
+    until(lambda: all(
         rule["health"] == "ok" for group in prometheus.ask("rules")["groups"] for rule in group["rules"]
-    ))  # fmt: skip
+    ), what="all rules to be looked at")  # fmt: skip
     assert len(rules) == (OPS / "prometheus" / "rules.yml").read_text().count("- alert:")
     firing = [alert for alert in prometheus.ask("alerts")["alerts"] if alert["state"] == "firing"]
     assert firing == [], "nothing is wrong with this miner"
@@ -163,11 +155,11 @@ def test_logrotate_rotates_what_pm2_writes_and_pm2_goes_on_in_a_new_file(tmp_pat
     subprocess.run([pm2, "start", "miner.sh", "--name", "miner", "--interpreter", "bash"], env=env, cwd=tmp_path,
                    check=True, capture_output=True, timeout=60)  # fmt: skip
     try:
-        _until("lines", lambda: len(lines()) > 100)
+        until(lambda: len(lines()) > 100, what="lines")
         config = (OPS / "logrotate" / "miner-guard").read_text().replace("/root/.pm2", str(home))
         _rotate(tmp_path, config)
         out = home / "logs" / "miner-out.log"
-        _until("pm2 to write on in a new file", lambda: out.exists() and len(out.read_text().splitlines()) > 100)
+        until(lambda: out.exists() and len(out.read_text().splitlines()) > 100, what="pm2 to write on in a new file")
         assert out.with_name("miner-out.log.1").stat().st_size > 0
     finally:
         subprocess.run([pm2, "kill"], env=env, capture_output=True, timeout=60)
@@ -186,8 +178,8 @@ def test_who_rotates_guard_jsonl_all_the_same_loses_no_line_and_logs_finds_them(
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return [record["inner_step"] for record in json.loads(done.stdout or "[]")]
 
-    before = len(_until("steps", steps))
+    before = len(until(steps, what="steps"))
     _rotate(tmp_path, f"{state}/guard.jsonl {{\n    rotate 5\n    nocreate\n}}\n")
-    _until("further steps", lambda: len(steps()) > before + 10)
+    until(lambda: len(steps()) > before + 10, what="further steps")
     seen = steps()
     assert seen == list(range(1, len(seen) + 1))

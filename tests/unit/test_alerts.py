@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.alerts import Alerts, send_test
 from tests import needs
 from tests.idle import JobsAtOnce
+from tests.waiting import until
 
 HANG = found("hang_detected", detail="rank 2 in data for 912s", culprits=[2], idle_s=912, limit_s=300)
 FAILED = found("upload_failed", reason="403")
@@ -131,13 +132,6 @@ def _part(
     return Alerts(context), said
 
 
-def _until(true: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_an_alert_arrives_after_a_refusal_and_is_said(
     tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +139,7 @@ def test_an_alert_arrives_after_a_refusal_and_is_said(
     webhook.refuse = 1
     part, said = _part(tmp_path, AlertSettings(urls=(webhook.url,)))
     part.on_finding(HANG)
-    _until(lambda: said)
+    until(lambda: said)
     assert [(finding.event, finding.fields["targets"]) for finding in said] == [("alert_sent", 1)]
     assert webhook.bodies[0]["title"].endswith("CRITICAL: hang_detected")
     assert webhook.bodies[0]["message"] == "HANG DETECTED: rank 2 in data for 912s"
@@ -173,7 +167,7 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
         part.on_finding(HANG)
     assert time.monotonic() - start < 1.0
     assert part.snapshot()["dropped"] >= 400
-    _until(lambda: said)
+    until(lambda: said)
     assert said[0].event == "alert_failed"
     assert said[0].fields["reason"] == "target 1 (json) gave no answer within 1 s"
     part._outbox._fresh.clear()
@@ -187,13 +181,13 @@ def test_a_dead_webhook_delays_neither_the_other_target_nor_the_next_alert(
     monkeypatch.setattr(outbox, "RETRIES_S", (600.0,))
     part, said = _part(tmp_path, AlertSettings(urls=(silent, webhook.url), cooldown_s=0))
     part.on_finding(HANG)
-    _until(lambda: len(webhook.bodies) == 1)
+    until(lambda: len(webhook.bodies) == 1)
     part.on_finding(FAILED)
-    _until(lambda: len(webhook.bodies) == 2)
+    until(lambda: len(webhook.bodies) == 2)
     assert not said, "the dead target is still to be tried"
     monkeypatch.setattr(outbox, "LAST_WITHIN_S", 1.0)
     part.on_stop()
-    _until(lambda: not part.lingers())
+    until(lambda: not part.lingers())
     assert {finding.event for finding in said} == {"alert_failed"}
     assert len(webhook.bodies) == 2, "a target that took it does not get it twice"
 
@@ -205,11 +199,11 @@ def test_what_waits_at_the_end_is_tried_once_more_and_lingering_ends_when_it_arr
     webhook.refuse = 1
     part, said = _part(tmp_path, AlertSettings(urls=(webhook.url,)))
     part.on_finding(HANG)
-    _until(lambda: part._outbox._later)
+    until(lambda: part._outbox._later)
     part.on_finding(found("crash_loop", detail="x", restarts=5))
     part.on_stop()
     assert part.lingers()
-    _until(lambda: not part.lingers())
+    until(lambda: not part.lingers())
     assert len(webhook.bodies) == 2
     assert [finding.event for finding in said] == ["alert_sent"] * 2
 

@@ -11,6 +11,7 @@ import pytest
 from miner_guard.clock import FakeClock, SystemClock
 from miner_guard.events import Finding
 from miner_guard.supervisor.scheduler import Scheduler
+from tests.waiting import until
 
 
 class Stepped(SystemClock):
@@ -38,13 +39,6 @@ def made() -> Iterator[Callable[..., tuple[Scheduler, list[Finding]]]]:
 
 
 Make = Callable[..., tuple[Scheduler, list[Finding]]]
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_what_was_asked_for_before_the_start_runs_after_it(made: Make) -> None:
