@@ -34,7 +34,7 @@ def upload_blocked(fields: Mapping[str, Any]) -> str:
     """Source 004's line; the same block is said once in five minutes, so the next one counts those in between."""
     left_out = fields.get("left_out")
     return f"UPLOAD BLOCKED: {fields['reason']}" + (
-        f" (asked {left_out} more times since it was said)" if left_out else ""
+        f" (asked {left_out} more time{'s'[: left_out != 1]} since it was said)" if left_out else ""
     )
 
 

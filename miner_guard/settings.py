@@ -158,14 +158,16 @@ def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) ->
 
 
 def _from_text(hint: Any, text: str) -> Any:
-    """A value as the environment or a flag spells it: empty means none, commas separate a list."""
+    """A value as the environment or a flag spells it: empty means none, commas separate a list or `name=number`."""
     outer = typing.get_origin(_bare(hint))
     if text == "" and type(None) in _alternatives(hint):
         return None
     if outer is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if outer is dict:
-        return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+        parts = [part.partition("=") for part in text.split(",") if part.strip()]
+        # What is no table stays text, which is refused with the value as it was given.
+        return {name.strip(): value.strip() for name, _, value in parts} if all(sign for _, sign, _ in parts) else text
     return text
 
 
@@ -203,5 +205,5 @@ def describe(hint: Any) -> str:
     if outer is tuple:
         return "a list of " + describe(typing.get_args(hint)[0])
     if outer is dict:
-        return "a table of numbers by name"
+        return "a table of numbers by name (in the environment: NAME=NUMBER,NAME=NUMBER)"
     return names.get(hint, str(hint))

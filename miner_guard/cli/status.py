@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -34,7 +35,8 @@ def command(
     try:
         document: Mapping[str, Any] = ask(place.state, {"do": "status"})["status"]
     except NotRunning as problem:
-        raise Refused(f"{problem}; {options.start_or_name(place.state)}", NOT_RUNNING) from problem
+        advice = options.start_or_name(place.state)
+        raise Refused(f"{problem}; {_last_end(place.state.log)}{advice}", NOT_RUNNING) from problem
     except (OSError, KeyError, ValueError) as error:
         raise Refused(f"the guard in {place.state.root} does not answer: {error!r}", FAILED) from error
     if as_json:
@@ -43,6 +45,15 @@ def command(
     hits = logquery.last(place.state.log, Query(least_level="warning"), _EVENTS)
     told = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
     typer.echo("\n".join(_lines(document, curves_of(place.state), told, place.settings.config.gate.min_inner_step)))
+
+
+def _last_end(log: Path) -> str:
+    """`the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit code 75, …; `, empty where none has run."""
+    for hit in logquery.last(log, Query(events=frozenset({"guard_started", "guard_stopped"})), 1):
+        if hit.event == "guard_stopped":
+            return f"the last one: {hit.ts[:19]}Z {hit.headline}; "
+        return f"the last one started {hit.ts[:19]}Z and was killed: it has not said why it ended; "
+    return ""
 
 
 def _lines(document: Mapping[str, Any], curves: Curves, events: list[str], min_inner_step: int) -> list[str]:

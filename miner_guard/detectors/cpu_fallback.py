@@ -144,7 +144,7 @@ class RankWatch:
         if self._lastingly_slowed() and not self._on_gpu(last):
             times = last.seconds / self._baseline.median
             return Verdict(SUSPECTED, (
-                "no GPU memory in use", f"steps take {times:.1f} times as long as before "
+                *(memory or ["no GPU memory is known"]), f"steps take {times:.1f} times as long as before "
                 f"({self._baseline.median:.2f}s to {last.seconds:.2f}s)", "no waiting phase explains it",
             ))  # fmt: skip
         return None

@@ -26,11 +26,13 @@ def checks(s: Snapshot) -> Iterator[Check]:
         name = f"minimum.{key.removeprefix('min_').removesuffix('_gb')}"
         limit = f"{least:g}{unit}"
         if seen is None:
-            yield Check(name, "unknown", f"{what} could not be read", limit, "compare by hand")
+            yield Check(
+                name, "unknown", f"{what} could not be read", limit, f"compare by hand: the subnet asks for {limit}"
+            )
             continue
         # Vendors count in 10^9: an "80 GB" GPU has 79.6 GiB or less.
         short = seen < least * (0.93 if unit else 1)
         yield Check(
             name, "warn" if short else "ok", f"{what}: {seen:.0f}{unit}", limit,
-            "below the subnet's minimum: expect to score last" if short else None,
+            f"below the subnet's minimum of {limit}: expect to score last" if short else None,
         )  # fmt: skip

@@ -47,7 +47,8 @@ _FIELDS = ChainLook.__dataclass_fields__
 def look(settings: ChainSettings, *, python: str = sys.executable) -> ChainLook:
     """One look, `settings.timeout_s` at most. Never raises."""
     if settings.network is None or settings.netuid is None:
-        return ChainLook(reason="no [chain] network and netuid configured")
+        missing = " and ".join(key for key in ("network", "netuid") if getattr(settings, key) is None)
+        return ChainLook(reason=f"no [chain] {missing} configured")
     request = {
         "network": settings.network, "netuid": settings.netuid, "hotkey": settings.hotkey,
         "master_uid": settings.master_uid,

@@ -261,6 +261,10 @@ class Supervisor:
             self.host.finding(found("miner_finished", how=f"code {end.code}", code=end.code, runtime_s=runtime))
             return
         how = f"{how_it_ended(end)} {_asked(self._wish)}"
+        if end.code == 0 and not end.asked:
+            how += (
+                "; where it has finished its work, it must say so: guard.close(finished=True) or [miner] finite = true"
+            )
         finding = found("miner_exited", how=how, code=end.code, runtime_s=runtime)
         self.host.finding(finding.at("info") if end.asked else finding)
 
@@ -280,7 +284,7 @@ class Supervisor:
 
     def _after_failure(self, failure: Failure, code: int) -> None:
         if not self.order.config.restart.enabled:
-            self._done(code, f"{failure.cause}; restarts are off")
+            self._done(code, f"restarts are off; the miner ended: {failure.cause}")
             return
         if self.paused:
             self.state = "paused"
@@ -288,7 +292,7 @@ class Supervisor:
         decision = self.policy.failed(failure)
         if isinstance(decision, GiveUp):
             self.host.finding(found("crash_loop", detail=decision.why, restarts=self.policy.failures))
-            self._done(CRASH_LOOP, decision.why)
+            self._done(CRASH_LOOP, f"crash loop: {decision.why}")
             return
         self._wait(decision, failure.cause)
 

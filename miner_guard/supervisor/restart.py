@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.config import RestartSettings
+from miner_guard.events import counted
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,8 @@ class RestartPolicy:
             return GiveUp(f"{cause}{again}; {rule.advice}{failure.fix and f'. {failure.fix}'}")
         if self._failures >= self._settings.max_restarts:
             ran = ", ".join(f"{seconds:.0f}s" for seconds in self._times[-6:])
-            return GiveUp(
-                f"{cause}; {self._failures} restarts did not help (it ran {ran}); {failure.fix or rule.advice}"
-            )
+            tried_in_vain = counted(self._failures, "restart")
+            return GiveUp(f"{cause}; {tried_in_vain} did not help (it ran {ran}); {failure.fix or rule.advice}")
         self._by_label[failure.label] = tried + 1
         self._failures += 1
         first = self._settings.outage_backoff_s if rule.outside else self._settings.backoff_s

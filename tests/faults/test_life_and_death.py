@@ -189,18 +189,20 @@ def test_signals_meant_for_the_miner_reach_it(guarded: Guarded) -> None:
     guarded.assert_nothing_left(0.5)
 
 
-@pytest.mark.parametrize(("code", "words"), [(0, "code 0 without being asked"), (3, "code 3"), (255, "code 255")])
+@pytest.mark.parametrize(("code", "words"), [(0, "[miner] finite = true"), (3, "code 3"), (255, "code 255")])
 def test_an_exit_nobody_asked_for_is_a_failure(guarded: Guarded, code: int, words: str) -> None:
     guarded.start(["sh", "-c", f"exit {code}"], "--max-restarts", "1", settings=FAST)
     assert guarded.processes[0].wait(60) == 75
     assert words in guarded.named("miner_exited")[0]["msg"]
     assert guarded.named("crash_loop")
+    assert guarded.named("guard_stopped")[0]["reason"].startswith(f"crash loop: exit code {code}; 1 restart did")
 
 
 @pytest.mark.parametrize("code", [0, 3, 255])
 def test_without_restarts_the_exit_code_is_the_miners(guarded: Guarded, code: int) -> None:
     guarded.start(["sh", "-c", f"exit {code}"], "--no-restart", settings=FAST)
     assert guarded.processes[0].wait(60) == code
+    assert guarded.named("guard_stopped")[0]["reason"] == f"restarts are off; the miner ended: exit code {code}"
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), (40, "40")])

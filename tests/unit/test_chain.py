@@ -92,6 +92,11 @@ def test_a_uid_that_went_to_another_hotkey_is_a_lost_registration(
     assert chain.summary(look).startswith("block 1000, NOT registered")
 
 
+def test_what_is_missing_to_look_is_named() -> None:
+    assert chain.look(ChainSettings(network="finney")).reason == "no [chain] netuid configured"
+    assert chain.look(ChainSettings()).reason == "no [chain] network and netuid configured"
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [

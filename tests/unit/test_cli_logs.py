@@ -101,3 +101,16 @@ def test_following_shows_the_last_ten_and_then_what_comes(tmp_path: Path) -> Non
     child.send_signal(signal.SIGINT)
     assert child.wait(timeout=20) == 0
     child.stdout.close()
+
+
+@pytest.mark.parametrize(("ended", "words"), [(True, "GUARD STOPPED: exit code 75, crash loop"), (False, "was killed")])
+def test_where_no_guard_runs_status_says_how_the_last_one_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: bool, words: str
+) -> None:
+    """Guards against an operator told to start a guard again that has just given up, and not why it did."""
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [JsonlSink(tmp_path / "guard.jsonl", LogSettings())])
+    emitter.emit(events.found("guard_started", version="1", pid=1, state_dir=str(tmp_path)))
+    if ended:
+        emitter.emit(events.found("guard_stopped", exit_code=75, reason="crash loop: exit code 1"))
+    assert run(["status", "--state-dir", str(tmp_path)]) == 3
+    assert words in capsys.readouterr().err

@@ -88,6 +88,7 @@ def test_a_run_that_lastingly_takes_eight_times_as_long_without_a_gpu_is_suspect
     for number, (_, loss) in zip(range(120), healthy(1), strict=False):
         run.step(0.3 if number < 40 else 2.4, loss, allocated_bytes=None)
     assert [f.fields["verdict"] for f in run.of("cpu_fallback")] == ["suspected"]
+    assert "no GPU memory is known" in run.of("cpu_fallback")[0].fields["evidence"]
     assert "8.0 times" in run.of("cpu_fallback")[0].fields["evidence"]
     assert set(run.alarms()) == {"slow_step", "cpu_fallback"}
 

@@ -72,6 +72,15 @@ def test_bad_settings_name_the_key_and_what_is_allowed(tmp_path: Path, document:
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["load", '{"load": 600}', "load=600,compile"])
+def test_a_table_in_the_environment_is_taken_whole_or_refused(text: str) -> None:
+    """Guards against an allowance that somebody has set, and that is not there."""
+    loaded = settings.load(env={"MINER_GUARD_HANG__PHASES": "load=600, compile=900"}).config
+    assert loaded.hang.phases == {"load": 600.0, "compile": 900.0}
+    with pytest.raises(settings.BadConfig, match=r"allowed: a table of numbers .*NAME=NUMBER,NAME=NUMBER"):
+        settings.load(env={"MINER_GUARD_HANG__PHASES": text})
+
+
 def test_later_layers_win_and_say_where_a_value_came_from(tmp_path: Path) -> None:
     file = tmp_path / "guard.toml"
     file.write_text("[gate]\nmin_inner_step = 20\nrepo_age_limit_s = 2100\n")

@@ -32,6 +32,14 @@ def test_waits_double_up_to_the_longest_and_the_budget_ends_it() -> None:
     assert "3s, 3s" in last.why
 
 
+def test_one_restart_that_did_not_help_is_no_plural() -> None:
+    own = RestartPolicy(RestartSettings(max_restarts=1))
+    own.failed(failure())
+    last = own.failed(failure())
+    assert isinstance(last, GiveUp)
+    assert "; 1 restart did not help" in last.why
+
+
 def test_a_service_that_is_down_is_given_ten_minutes_to_come_back() -> None:
     own = RestartPolicy(RestartSettings(jitter_ratio=0.0))
     waits = [own.failed(failure("outage", "hub_or_storage_unavailable")) for _ in range(5)]
