@@ -10,14 +10,16 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from miner_guard import statedir
+from miner_guard import events, statedir
 from miner_guard.cli import options
+from miner_guard.config import GateSettings
 from miner_guard.exits import CONFIG, FAILED, OK, USAGE, Refused
 from uploads import inputs as gate_inputs
+from uploads import watched
 from uploads.decision import GateDecision
 from uploads.gate import decide, replay
 from uploads.inputs import GateInputs
-from uploads.ledger import ReadOnlyLedger
+from uploads.ledger import Ledger, ReadOnlyLedger
 from validators import shapes
 from validators.facts import Candidate
 from validators.inspection import inspect_file
@@ -49,9 +51,9 @@ def command(
         raise Refused("--outer-step and --inner-step are needed, or --replay ID", USAGE)
     if kind not in ("gradient", "archive"):
         raise Refused(f"--kind {kind!r} is unknown; it is gradient or archive", USAGE)
-    known = _inputs(place)
+    known, settings = _inputs(place), _settings(place)
     try:
-        limits = Limits.of(place.settings.config.gate, known.limits)
+        limits = Limits.of(settings, known.limits)
     except TypeError as error:
         raise Refused(f"{place.state.gate_inputs}: {error}", CONFIG) from error
     candidate = Candidate(
@@ -59,7 +61,8 @@ def command(
         files=None if gradients is None else inspect_file(gradients, limits, shapes=shapes.read(place.state.shapes)),
         config=_document(config_json), metadata=_document(metadata_json), revision=revision,
     )  # fmt: skip
-    decision = decide(candidate, known, place.settings.config.gate, now=time.monotonic(), wall=time.time())
+    decision = decide(candidate, known, settings, now=time.monotonic(), wall=time.time())
+    _keep(place.state, decision, known)
     _show(decision, as_json)
     raise typer.Exit(OK if decision.allowed else FAILED)
 
@@ -71,6 +74,27 @@ def _inputs(place: options.Place) -> GateInputs:
         return known
     limits = limits_of(place.settings.config.miner)
     return GateInputs(known.published, known.network, limits=limits, reason=known.reason)
+
+
+def _settings(place: options.Place) -> GateSettings:
+    """[gate] as it is set here; where nothing of it is, that of the guard of the state directory."""
+    own = place.settings
+    if any(name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()):
+        return own.config.gate
+    there = watched.read(place.state)
+    if there is None or there.gate == own.config.gate:
+        return own.config.gate
+    typer.echo(f"no [gate] in the settings here: asking as the guard of {place.state.root} does", err=True)
+    return there.gate
+
+
+def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -> None:
+    """Into the ledger, as a rank's; where no guard watches there is none."""
+    if not state.gate_inputs.is_file():
+        return
+    ledger = Ledger(state.ledger, lambda finding: typer.echo(events.line(finding), err=True))
+    ledger.decision(decision.as_dict(), gate_inputs.as_document(known))
+    ledger.close()
 
 
 def _document(path: Path | None) -> dict[str, Any] | None:
@@ -101,10 +125,10 @@ def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
         raise Refused(f"{state.ledger} holds no decision {decision_id!r}; see `miner-guard status`", FAILED)
     document, inputs_document = stored
     record = document.get("record") or {}
-    if record.get("inputs_unknown") is not None:
-        known = gate_inputs.unknown(record["inputs_unknown"])
-    elif inputs_document is not None:
+    if inputs_document is not None:
         known = gate_inputs.from_document(inputs_document)
+    elif record.get("inputs_unknown") is not None:
+        known = gate_inputs.unknown(record["inputs_unknown"])
     else:
         raise Refused(
             f"decision {document.get('decision_id')}: the ledger lacks what the gate knew of the repo then", FAILED

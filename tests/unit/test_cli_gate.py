@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.config import GateSettings
+from miner_guard.config import Config, GateSettings
+from miner_guard.statedir import StateDir
 from uploads import inputs as gate_inputs
+from uploads import watched
 from uploads.gate import decide
 from uploads.inputs import GateInputs
 from uploads.ledger import Ledger
@@ -54,6 +57,36 @@ def test_the_profiles_limits_apply_without_a_running_guard(
     assert ask("--outer-step", "5", "--inner-step", "60", "--config-json", "config.json") == 1
     assert "block_list is empty" in capsys.readouterr().out
     assert ask("--outer-step", "5", "--inner-step", "60", "--revision", "5-60") == 1
+
+
+def test_where_nothing_is_set_here_the_guard_of_the_state_directory_decides(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against an answer by the defaults of the terminal's folder, which no rank of the miner goes by."""
+    watched.write(StateDir(tmp_path), Config(gate=GateSettings(min_inner_step=30)))
+    assert ask("--outer-step", "56", "--inner-step", "40") == 0
+    assert f"asking as the guard of {tmp_path} does" in capsys.readouterr().err
+    assert ask("--outer-step", "56", "--inner-step", "29") == 1
+    monkeypatch.setenv("MINER_GUARD_GATE__MIN_INNER_STEP", "45")
+    assert ask("--outer-step", "56", "--inner-step", "40") == 1
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_decision_asked_for_from_a_shell_replays_too(
+    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str], running: bool
+) -> None:
+    limits = {"revision_pattern": "x"}
+    known = GateInputs(limits=limits, written_monotonic=time.monotonic(), reason=None if running else "of no version")
+    gate_inputs.write(StateDir(tmp_path).gate_inputs, known)
+    assert ask("--outer-step", "56", "--inner-step", "60", "--revision", "y", "--json") == (1 if running else 0)
+    decision_id = json.loads(capsys.readouterr().out)["decision_id"]
+    assert ask("--replay", decision_id) == (1 if running else 0)
+    assert "replay: the same decision" in capsys.readouterr().out
+
+
+def test_without_a_guard_a_question_leaves_nothing_behind(ask: Ask, tmp_path: Path) -> None:
+    assert ask("--outer-step", "56", "--inner-step", "60") == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_is_inspected_where_it_is_named(ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
