@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from miner_guard.attach.adapter import in_phase
 
 if TYPE_CHECKING:
     from miner_guard.attach.auto import Auto
@@ -20,6 +23,13 @@ def _after_init(cls: type, after: Callable[[Any], None]) -> None:
         after(self)
 
     cls.__init__ = initialised  # type: ignore[misc]
+
+
+def _follow(auto: Auto, cls: type, method: str, phase: str) -> None:
+    """Calls of the method are that phase, where this version of the framework has it."""
+    original = vars(cls).get(method)
+    if inspect.isfunction(original):
+        setattr(cls, method, in_phase(auto.adapter, original, phase))
 
 
 def follow_transformers(auto: Auto, module: Any) -> None:
@@ -44,6 +54,9 @@ def follow_transformers(auto: Auto, module: Any) -> None:
                 auto.adapter.quiet(auto.finished)
 
     _after_init(module.Trainer, lambda trainer: trainer.add_callback(GuardCallback))
+    # No callback says that either begins, and both may take longer than a step ever did.
+    _follow(auto, module.Trainer, "evaluate", "val_loss")
+    _follow(auto, module.Trainer, "_save_checkpoint", "checkpoint")
 
 
 def follow_lightning(auto: Auto, module: Any) -> None:
@@ -78,3 +91,4 @@ def follow_lightning(auto: Auto, module: Any) -> None:
                 auto.adapter.quiet(auto.finished)
 
     _after_init(module.Trainer, lambda trainer: trainer.callbacks.insert(0, GuardCallback()))
+    _follow(auto, module.Trainer, "save_checkpoint", "checkpoint")

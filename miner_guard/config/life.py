@@ -33,6 +33,12 @@ class HangSettings:
     pause_s: Positive = 1800.0
     """Allowance of the phase `pause`."""
 
+    evaluation_s: Positive = 1800.0
+    """Allowance of the phases `inference`, `val_loss`, `example_loss` and `monitor`."""
+
+    checkpoint_s: Positive = 1800.0
+    """Allowance of the phase `checkpoint`."""
+
     exit_s: Positive = 330.0
     """How long the miner's process may live on after all ranks have ended their training.
 
@@ -47,6 +53,15 @@ class HangSettings:
 
     action: Literal["restart", "stop", "warn"] = "restart"
     """What to do after the evidence is stored."""
+
+    @property
+    def allowances(self) -> dict[str, float]:
+        """How long a phase may last, seconds, by name; those that have no allowance of their own are not there."""
+        return {
+            "allreduce": self.allreduce_s, "upload": self.upload_s, "load_state": self.load_state_s,
+            "pause": self.pause_s, "checkpoint": self.checkpoint_s,
+            **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), self.evaluation_s), **self.phases,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)

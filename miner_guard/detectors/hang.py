@@ -2,8 +2,8 @@
 
 A step is progress, nothing else is: a data phase that is entered again and again is not. The limit is
 max(`min_s`, `factor` x the longest recent step), as NVRx calculates its timeouts; phases that declare a longer
-allowance (AllReduce, upload, load) have that one instead, and while one rank is within such an allowance the
-others may wait for it.
+allowance (AllReduce, upload, load, evaluation, checkpoint) have that one instead, and while one rank is within such
+an allowance the others may wait for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from miner_guard.rank.flight import Now
 _RECENT_STEPS = 64
 _UNOBSERVED_S = 15.0
 """Between two looks, about a second apart, so much time passed: this process or machine was suspended."""
+
+_SAME_TIME_S = 0.01
 
 _COLLECTIVE = ("collective", "allreduce")
 _ORDER = {"data": 0, "": 0, "forward": 1, "backward": 2, "optimizer": 3, **dict.fromkeys(_COLLECTIVE, 9)}
@@ -44,10 +46,7 @@ class HangDetector:
 
     def __init__(self, settings: HangSettings) -> None:
         self._settings = settings
-        self._allowances = {
-            "allreduce": settings.allreduce_s, "upload": settings.upload_s, "load_state": settings.load_state_s,
-            "pause": settings.pause_s, **settings.phases,
-        }  # fmt: skip
+        self._allowances = settings.allowances
         self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._looked_at: float | None = None
         self._reset(0.0)
@@ -56,6 +55,7 @@ class HangDetector:
         self._progress = now
         self._stepped = False
         self._busy_until_now: set[int] = set()
+        self._granted: dict[int, float] = {}
         self._said = False
 
     def launched(self, now: float) -> None:
@@ -107,7 +107,9 @@ class HangDetector:
             return None
         if all(rank.state in _ENDED for rank in ranks.values()):
             return self._after_the_end(now, ranks)
-        busy = {number for number, rank in ranks.items() if self._within_allowance(now, rank) and number not in gone}
+        busy = {
+            number for number, rank in ranks.items() if self._within_allowance(now, number, rank) and number not in gone
+        }
         if busy:
             self._busy_until_now = busy
             return None
@@ -132,20 +134,25 @@ class HangDetector:
         detail = f"all ranks ended their training {idle:.0f}s ago, but the miner's process lives on"
         return Hang((), detail, idle, self._settings.exit_s)
 
-    def _within_allowance(self, now: float, rank: Now) -> bool:
+    def _within_allowance(self, now: float, number: int, rank: Now) -> bool:
         allowance = self._allowance_s(rank)
-        return allowance is not None and allowance > self.limit_s and now - rank.phase_since <= allowance
+        if allowance is not None and allowance > self.limit_s:
+            self._granted[number] = rank.phase_since + allowance
+        return self._in_granted_phase(number, rank) and now <= self._granted[number]
+
+    def _in_granted_phase(self, number: int, rank: Now) -> bool:
+        """Whether it is in its last long phase, or in one nested there: that is shown with what is left of its time."""
+        allowance, until = self._allowance_s(rank), self._granted.get(number)
+        if allowance is None or until is None:
+            return False
+        return abs(rank.phase_since + allowance - until) < _SAME_TIME_S
 
     def _allowance_s(self, rank: Now) -> float | None:
-        if rank.allowance_s is not None:
-            return rank.allowance_s
-        return self._allowances.get(rank.phase)
+        return self._allowances.get(rank.phase) if rank.allowance_s is None else rank.allowance_s
 
     def _end_of_long_phase(self, now: float, ranks: Mapping[int, Now]) -> None:
         """After a long phase that ended well the usual limit counts from its end; one that did not end is over."""
-        ended = [
-            number for number in self._busy_until_now if number not in ranks or not self._allowance_s(ranks[number])
-        ]
+        ended = [n for n in self._busy_until_now if n not in ranks or not self._in_granted_phase(n, ranks[n])]
         if ended:
             self._progress = max([self._progress, *(ranks[n].heartbeat for n in ended if n in ranks)])
         self._busy_until_now = set()

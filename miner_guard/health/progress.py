@@ -19,6 +19,10 @@ def trouble(status: Mapping[str, Any] | None, age_s: float, now: float, hang: Ha
         return f"the guard has written nothing for {age_s:.0f} s"
     if status.get("state") != "running":
         return f"the miner is {status.get('state')}"
+    hung = status.get("hang")
+    if isinstance(hung, Mapping) and hung.get("watching"):
+        # The same judgement as the guard's own: it knows what an upload or an evaluation may take.
+        return f"hang: {hung['hang']}" if hung.get("hang") else None
     steps = status.get("steps")
     age = steps.get("last_step_age_s") if isinstance(steps, Mapping) else None
     if isinstance(age, (int, float)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from miner_guard.config import CostSettings, GateSettings, GpuSettings, StepSettings
+from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings, StepSettings
 from miner_guard.rank.flight import process_start
 from miner_guard.statedir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 
@@ -28,6 +28,7 @@ class RankSettings:
     gate: GateSettings = field(default_factory=GateSettings)
     steps: StepSettings = field(default_factory=StepSettings)
     gpu: GpuSettings = field(default_factory=GpuSettings)
+    hang: HangSettings = field(default_factory=HangSettings)
     costs: CostSettings = field(default_factory=CostSettings)
     launch: int = 0
     """How often the miner was started in this run of the guard, from 0."""
@@ -129,6 +130,7 @@ def _settings(text: str | None, remarks: list[str]) -> RankSettings:
             gate=_section(GateSettings, document.get("gate")),
             steps=_section(StepSettings, document.get("steps")),
             gpu=_section(GpuSettings, document.get("gpu")),
+            hang=_section(HangSettings, document.get("hang")),
             costs=_section(CostSettings, document.get("costs")),
             launch=int(document.get("launch", 0)),
         )

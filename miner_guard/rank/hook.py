@@ -74,7 +74,7 @@ class Guard:
         self.place = place
         self._monotonic = monotonic
         self._recorder = Recorder(place, monotonic)
-        self._phases = Phases(self._recorder, monotonic)
+        self._phases = Phases(self._recorder, monotonic, place.settings.hang.allowances)
         self._gate = gating.Gate(place, monotonic)
         self._costs = Costs(self._recorder, monotonic)
         self._stepper = Stepper(place, self._recorder, self._phases, self._degraded)
@@ -112,7 +112,7 @@ class Guard:
     # steps
 
     def phase(self, name: str, *, allowance_s: float | None = None) -> AbstractContextManager[Any]:
-        """A context manager for a part of the step: data, forward, backward, optimizer, … or any name.
+        """A context manager for a part of the step: data, forward, backward, optimizer, checkpoint, … or any name.
 
         `monitor` encloses a monitoring callback and whatever phases are in it. `allowance_s`: how long this
         phase may last before it is a hang, where the settings do not know it. Inside what torch.compile captures

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol
 
 from miner_guard.rank.layout import NAN, PHASES
 
 _COLUMNS = {name: column for column, name in enumerate(PHASES)}
+_COLUMNS["checkpoint"] = _COLUMNS["pause"]
 _OTHER = _COLUMNS["other"]
 _MONITOR = _COLUMNS["monitor"]
 _MOST_NAMES = 256
@@ -33,8 +34,10 @@ class Phases:
     one that steps (a background upload) take no time of the step and are not shown.
     """
 
-    def __init__(self, header: Header, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, header: Header, monotonic: Callable[[], float], allowances: Mapping[str, float]) -> None:
+        """`allowances`: how long a phase may last by the settings, seconds, by name."""
         self.header = header
+        self._allowances = allowances
         self.monotonic = monotonic
         self.seconds = [0.0] * len(PHASES)
         """Per column of `layout.PHASES`, since the last `take`."""
@@ -55,7 +58,9 @@ class Phases:
         key = (name, allowance_s)
         phase = self._known.get(key)
         if phase is None:
-            phase = Phase(self, str(name), NAN if allowance_s is None else float(allowance_s))
+            declared = NAN if allowance_s is None else float(allowance_s)
+            longest = self._allowances.get(str(name), -math.inf) if allowance_s is None else declared
+            phase = Phase(self, str(name), declared, longest)
             if len(self._known) < _MOST_NAMES:
                 self._known[key] = phase
         return phase
@@ -68,7 +73,7 @@ class Phases:
     def shown(self, now: float) -> tuple[bytes, float, float]:
         """Name, since when and allowance of the innermost phase; an empty name between phases."""
         frame = self.current
-        return (b"", now, NAN) if frame is None else (frame.phase.packed, frame.since, frame.phase.allowance_s)
+        return (b"", now, NAN) if frame is None else (frame.phase.packed, frame.since, frame.allowance_s)
 
     def take(self, now: float) -> tuple[list[float], float]:
         """The seconds since the last call, and those nested in monitor; open phases are counted up to now."""
@@ -91,8 +96,9 @@ class Phases:
     def enter(self, phase: Phase, now: float) -> None:
         if len(self.stack) >= _DEEPEST:
             raise OverflowError(f"{_DEEPEST} phases are open, {phase.name} is not followed: they are never left")
-        self.stack.append(Open(phase, now))
-        self.header.phase(phase.packed, now, now, phase.allowance_s)
+        frame = Open(phase, now, self.current)
+        self.stack.append(frame)
+        self.header.phase(phase.packed, now, now, frame.allowance_s)
 
     def leave(self, phase: Phase, now: float) -> None:
         if not any(frame.phase is phase for frame in self.stack):
@@ -107,31 +113,39 @@ class Phases:
         if outer is None:
             self.header.phase(b"", now, now, NAN)
         else:
-            self.header.phase(outer.phase.packed, outer.since, now, outer.phase.allowance_s)
+            self.header.phase(outer.phase.packed, outer.since, now, outer.allowance_s)
 
 
 class Open:
     """A phase that was entered and not yet left."""
 
-    __slots__ = ("counted_to", "phase", "since")
+    __slots__ = ("allowance_s", "counted_to", "phase", "since", "until")
 
-    def __init__(self, phase: Phase, now: float) -> None:
+    def __init__(self, phase: Phase, now: float, outer: Open | None) -> None:
         self.phase = phase
         self.since = now
         self.counted_to = now
+        self.until = now + phase.longest_s
+        self.allowance_s = phase.allowance_s
+        if outer is not None and outer.until > self.until:
+            # A long phase stays long inside: a validation goes through data and forward phases of its own.
+            self.until = outer.until
+            self.allowance_s = outer.until - now
 
 
 class Phase:
     """`with guard.phase("data"): …`. Entering and leaving never raise."""
 
-    __slots__ = ("_phases", "allowance_s", "column", "name", "packed")
+    __slots__ = ("_phases", "allowance_s", "column", "longest_s", "name", "packed")
 
-    def __init__(self, phases: Phases, name: str, allowance_s: float) -> None:
+    def __init__(self, phases: Phases, name: str, allowance_s: float, longest_s: float) -> None:
+        """`allowance_s`: as declared, else NaN; `longest_s`: that, else the settings' of this name, else -inf."""
         self._phases = phases
         self.name = name
         self.packed = name.encode("utf-8", "replace")[:24]
         self.column = _COLUMNS.get(name, _OTHER)
         self.allowance_s = allowance_s
+        self.longest_s = longest_s
 
     def __enter__(self) -> Phase:
         phases = self._phases

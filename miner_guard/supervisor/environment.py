@@ -13,7 +13,7 @@ from miner_guard.settings import PREFIX, SECRET
 from miner_guard.statedir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir, finite
 from miner_guard.supervisor.processes import HELPER
 
-_RANK_SECTIONS = ("gate", "steps", "gpu", "costs")
+_RANK_SECTIONS = ("gate", "steps", "gpu", "hang", "costs")
 
 _OF_THE_GUARD = {
     HELPER, RANK_ABOVE, "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES",

@@ -116,6 +116,8 @@ def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> N
     assert [f"{s.loss:.4f}" for s in steps] == attached.losses()
     evaluated = [s.inner_step for s in steps if s.eval_loss is not None]
     assert evaluated == [3, 5], "an evaluation follows a step and goes with the next one"
+    assert [s.inner_step for s in steps if "val_loss" in s.phases] == [3, 5], "the time it takes is its own"
+    assert [s.inner_step for s in steps if "pause" in s.phases] == [5], "so is a checkpoint's"
     assert attached.now().state == "finished"
 
 

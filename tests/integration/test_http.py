@@ -102,6 +102,12 @@ def test_metrics_are_what_prometheus_reads(port: Port) -> None:
         ({"steps": {"last_step_age_s": 20, "max_s": 15}}, 200, "progressing"),
         ({"steps": {"last_step_age_s": 400, "max_s": 15}}, 503, "no step for 400 s (limit 300 s)"),
         ({"steps": {"last_step_age_s": 400, "max_s": 100}}, 200, "progressing"),
+        (
+            {"steps": {"last_step_age_s": 400, "max_s": 15}, "hang": {"watching": True, "hang": None}},
+            200,
+            "progressing",
+        ),
+        ({"hang": {"watching": True, "hang": "rank 2 in data for 912s"}}, 503, "hang: rank 2 in data for 912s"),
         ({"state": "waiting"}, 503, "the miner is waiting"),
         ({"started": iso_utc(0)}, 503, "no first step within"),
         ({"started": None}, 503, "start is unknown"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from miner_guard.config import HangSettings
 from miner_guard.detectors.hang import Hang, HangDetector, name_culprits
 from miner_guard.rank.flight import Now
+from miner_guard.rank.phases import Phases
 
 SETTINGS = HangSettings(min_s=300.0, factor=5.0, first_step_s=1800.0, allreduce_s=840.0, upload_s=1800.0)
 
@@ -56,12 +59,62 @@ def test_slow_steps_stretch_the_limit(detector: HangDetector) -> None:
     assert seen[0] == pytest.approx(400.0 + 5 * 240.0, abs=2)
 
 
-@pytest.mark.parametrize(("phase", "allowed"), [("allreduce", 840.0), ("upload", 1800.0), ("load_state", 1800.0)])
+@pytest.mark.parametrize(
+    ("phase", "allowed"),
+    [
+        ("allreduce", 840.0),
+        ("upload", 1800.0),
+        ("load_state", 1800.0),
+        ("val_loss", 1800.0),
+        ("monitor", 1800.0),
+        ("checkpoint", 1800.0),
+    ],
+)
 def test_a_phase_with_an_allowance_may_take_it_and_no_more(detector: HangDetector, phase: str, allowed: float) -> None:
     ranks = {0: rank(phase, 110.0), 1: rank("collective", 110.0)}
     seen = watch(detector, 111.0, 5000.0, ranks)
     assert seen is not None
     assert seen[0] == pytest.approx(110.0 + allowed, abs=2)
+
+
+class Shown:
+    """What the hook shows of a rank's phases, as the detector reads it."""
+
+    def phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
+        known = None if math.isnan(allowance_s) else allowance_s
+        self.now = rank(name.decode(), since, allowance=known, heartbeat=heartbeat)
+
+
+@pytest.mark.parametrize(("outer", "allowance", "allowed"), [("val_loss", None, 1800.0), ("search", 400.0, 400.0)])
+def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
+    detector: HangDetector, outer: str, allowance: float | None, allowed: float
+) -> None:
+    """A validation that fetches data and goes forward, over and over."""
+    now, shown = 101.0, Shown()
+    phases = Phases(shown, lambda: now, SETTINGS.allowances)
+    with phases.named(outer, allowance):
+        while now < 3000.0:
+            with phases.named("data"):
+                for _ in range(5):
+                    now += 1.0
+                    if detector.look(now, {0: shown.now}) is not None:
+                        assert now == pytest.approx(101.0 + allowed, abs=2)
+                        return
+            now += 1.0
+            detector.look(now, {0: shown.now})
+    pytest.fail("a phase without an end is a hang")
+
+
+def test_short_phases_that_declare_an_allowance_again_and_again_are_no_progress(detector: HangDetector) -> None:
+    now, shown = 101.0, Shown()
+    phases = Phases(shown, lambda: now, SETTINGS.allowances)
+    while now < 3000.0:
+        with phases.named("data", 10.0):
+            now += 5.0
+            if detector.look(now, {0: shown.now}) is not None:
+                assert now == pytest.approx(401.0, abs=6)
+                return
+    pytest.fail("it is not seen")
 
 
 def test_after_a_long_phase_the_usual_limit_counts_from_its_end(detector: HangDetector) -> None:

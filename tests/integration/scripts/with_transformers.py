@@ -31,7 +31,7 @@ class Data(torch.utils.data.Dataset[dict[str, Any]]):
 torch.manual_seed(1)
 arguments = TrainingArguments(
     output_dir=sys.argv[1], max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1,
-    report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", learning_rate=1e-2,
+    report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="steps", save_steps=4, learning_rate=1e-2,
     eval_strategy="steps", eval_steps=2,
 )  # fmt: skip
 trainer = Trainer(model=Model(), args=arguments, train_dataset=Data(), eval_dataset=Data())

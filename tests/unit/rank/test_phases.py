@@ -68,10 +68,24 @@ def test_the_header_shows_the_innermost_phase_and_its_allowance(guard: Guard, st
     with guard.phase("load_state", allowance_s=77.0):
         clock.now += 1
         with guard.phase("download"):
-            assert phase() == ("download", 1001.0, None)
+            assert phase() == ("download", 1001.0, 76.0), "what is left of the one around it"
             clock.now += 1
         assert phase() == ("load_state", 1000.0, 77.0)
     assert phase() == ("", 1002.0, None)
+    with guard.phase("val_loss"):
+        assert phase() == ("val_loss", 1002.0, None), "the settings know it"
+        clock.now += 10
+        with guard.phase("data"):
+            assert phase() == ("data", 1012.0, 1790.0)
+
+
+def test_a_checkpoint_is_a_pause_of_training(guard: Guard, state: StateDir, clock: Clock) -> None:
+    with guard.phase("checkpoint"):
+        clock.now += 90
+    guard.step()
+    (step,) = reader_of(state).steps()
+    assert step.phases == {"pause": 90.0}
+    assert step.flags & FLAG_SYNC
 
 
 def test_phases_of_a_background_thread_take_no_time_of_the_step(guard: Guard, state: StateDir, clock: Clock) -> None:
