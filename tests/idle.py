@@ -3,6 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from miner_guard.clock import FakeClock
+from miner_guard.config import Config
+from miner_guard.statedir import StateDir
+from miner_guard.supervisor.parts import Context
+
+
+def context(folder: Path, **given: Any) -> Context:
+    """For a part in a test: as `given`, else quiet and at its default; jobs and control must not be asked for."""
+    defaults: dict[str, Any] = {
+        "config": Config(), "state": StateDir(folder), "clock": FakeClock(), "run_id": "r1",
+        "emit": lambda _finding: None, "jobs": IdleJobs(), "control": IdleControl(), "status": dict,
+    }  # fmt: skip
+    return Context(**{**defaults, **given})
 
 
 class IdleJobs:

@@ -12,12 +12,11 @@ from miner_guard.config import Config
 from miner_guard.events import Finding
 from miner_guard.rank.flight import Now, Step
 from miner_guard.rank.layout import FLAG_FIRST
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context, Launch, Part
+from miner_guard.supervisor.parts import Launch, Part
 from miner_guard.supervisor.parts.curves import Curves
 from miner_guard.supervisor.parts.ranks import Ranks
 from miner_guard.supervisor.parts.steps import Steps
-from tests.idle import IdleControl, IdleJobs
+from tests.idle import context
 
 GIB = 1024**3
 
@@ -31,11 +30,8 @@ class Run:
     def __init__(self, folder: Path, config: Config | None = None, ranks: int = 2) -> None:
         self.clock = FakeClock()
         self.status: dict[str, Any] = {}
-        context = Context(
-            config or Config(), StateDir(folder), self.clock, "r", lambda _f: None, IdleJobs(), IdleControl(),
-            lambda: self.status,
-        )  # fmt: skip
-        self.parts: list[Part] = [Steps(context), Curves(context), Ranks(context)]
+        around = context(folder, config=config or Config(), clock=self.clock, status=lambda: self.status)
+        self.parts: list[Part] = [Steps(around), Curves(around), Ranks(around)]
         self.ranks: Sequence[int] = range(ranks)
         self.number = 0
         self.seen: list[Finding] = []

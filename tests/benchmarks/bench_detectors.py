@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.clock import FakeClock
-from miner_guard.config import Config, GpuSettings, LossSettings, StepSettings
+from miner_guard.config import GpuSettings, LossSettings, StepSettings
 from miner_guard.detectors.cpu_fallback import Observation, RankWatch
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.loss import LossWatch
@@ -21,12 +21,12 @@ from miner_guard.detectors.straggler import StragglerWatch
 from miner_guard.detectors.trace import reading
 from miner_guard.detectors.trace.judge import judge
 from miner_guard.rank.flight import Step
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context, Part
+from miner_guard.supervisor.parts import Part
 from miner_guard.supervisor.parts.curves import Curves
 from miner_guard.supervisor.parts.ranks import Ranks
 from miner_guard.supervisor.parts.steps import Steps
 from tests.benchmarks.frame import Row
+from tests.idle import context
 
 TITLE = "Detectors: cost per step, delay in steps"
 
@@ -94,15 +94,9 @@ def _sweep() -> None:
         _SWEPT[place] ^= 1
 
 
-class _Unused:
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"a part called {name}")
-
-
 def _parts(clock: FakeClock) -> list[Part]:
-    unused: Any = _Unused()
-    context = Context(Config(), StateDir(Path("/nonexistent")), clock, "r", lambda _f: None, unused, unused, dict)
-    return [Steps(context), Curves(context), Ranks(context)]
+    around = context(Path("/nonexistent"), clock=clock)
+    return [Steps(around), Curves(around), Ranks(around)]
 
 
 def _step(number: int, start: float, seconds: float, loss: float) -> Step:

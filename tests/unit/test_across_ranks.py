@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from miner_guard import events
-from miner_guard.clock import FakeClock
 from miner_guard.config import Config, GpuSettings
 from miner_guard.diagnosis import across_ranks, expectation
 from miner_guard.rank import layout
 from miner_guard.rank.reports import pack, unpack
 from miner_guard.statedir import StateDir, write_json
-from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.diagnosis import Diagnosis
+from tests.idle import context
 
 GIB = 1024**3
 
@@ -148,20 +147,8 @@ def test_a_thousand_ranks_fit_into_the_journal_and_come_back_whole() -> None:
     assert unpack(json.loads(json.dumps(parts))) == reports
 
 
-class Nothing:
-    """Jobs and control that a part under test does not use."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name} is not to be used here")
-
-
 def part(tmp_path: Any, **gpu: Any) -> Diagnosis:
-    config = Config(gpu=GpuSettings(**gpu))
-    context = Context(
-        config=config, state=StateDir(tmp_path), clock=FakeClock(), run_id="r1", emit=lambda _f: None,
-        jobs=Nothing(), control=Nothing(), status=dict,
-    )  # fmt: skip
-    return Diagnosis(context)
+    return Diagnosis(context(tmp_path, config=Config(gpu=GpuSettings(**gpu))))
 
 
 def test_the_part_speaks_once_all_entries_are_there(tmp_path: Any) -> None:

@@ -19,12 +19,10 @@ from miner_guard.clock import FakeClock, SystemClock
 from miner_guard.config import AlertSettings, Config
 from miner_guard.events import Finding, found
 from miner_guard.health.alert_policy import Alert, AlertPolicy
-from miner_guard.statedir import StateDir
 from miner_guard.supervisor import outbox
-from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.alerts import Alerts, send_test
 from tests import needs
-from tests.idle import JobsAtOnce
+from tests.idle import JobsAtOnce, context
 from tests.waiting import until
 
 HANG = found("hang_detected", detail="rank 2 in data for 912s", culprits=[2], idle_s=912, limit_s=300)
@@ -125,11 +123,11 @@ def _part(
     tmp_path: Path, settings: AlertSettings, status: dict[str, Any] | None = None
 ) -> tuple[Alerts, list[Finding]]:
     said: list[Finding] = []
-    context = Context(
-        Config(alerts=settings), StateDir(tmp_path), SystemClock(), "r", said.append, JobsAtOnce(), None,  # type: ignore[arg-type]
-        lambda: status or {},
+    around = context(
+        tmp_path, config=Config(alerts=settings), clock=SystemClock(), emit=said.append, jobs=JobsAtOnce(),
+        status=lambda: status or {},
     )  # fmt: skip
-    return Alerts(context), said
+    return Alerts(around), said
 
 
 def test_an_alert_arrives_after_a_refusal_and_is_said(

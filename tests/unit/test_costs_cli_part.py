@@ -11,13 +11,12 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.clock import FakeClock
-from miner_guard.config import Config
 from miner_guard.costs import set_global_tracker
 from miner_guard.events import Finding
 from miner_guard.rank.flight import Step
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context, Exit, Launch
+from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.parts.costs import Costs
+from tests.idle import context
 from tests.simulated import headers
 
 EXAMPLE = ["--steps", "2487", "--every", "500", "--seconds", "180", "--step-time", "3.5"]
@@ -30,10 +29,7 @@ def emitted() -> list[Finding]:
 
 @pytest.fixture
 def part(tmp_path: Path, emitted: list[Finding]) -> Iterator[Costs]:
-    context = Context(
-        Config(), StateDir(tmp_path), FakeClock(), "r1", emitted.append, jobs=None, control=None, status=dict  # type: ignore[arg-type]
-    )  # fmt: skip
-    yield Costs(context)
+    yield Costs(context(tmp_path, emit=emitted.append))
     set_global_tracker(None)
 
 

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard import events
-from miner_guard.clock import FakeClock
-from miner_guard.config import Config
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.exposed import Exposed
+from tests.idle import context
 
 SECRET = "s3cr3t-of-the-bucket"
 
@@ -19,10 +16,7 @@ SECRET = "s3cr3t-of-the-bucket"
 @pytest.fixture
 def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exposed:
     monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", SECRET)
-    context = Context(
-        Config(), StateDir(tmp_path), FakeClock(), "r1", lambda _f: None, None, None, dict  # type: ignore[arg-type]
-    )  # fmt: skip
-    return Exposed(context)
+    return Exposed(context(tmp_path))
 
 
 def test_a_printed_secret_is_named_once_even_where_two_chunks_share_it(part: Exposed) -> None:

@@ -15,9 +15,9 @@ from miner_guard.detectors.batch_argument import BatchPolicy, rewritten, value_o
 from miner_guard.detectors.gpu_use import GpuUse, Printed, Reading, decide, parse
 from miner_guard.detectors.model_sizes import size_of
 from miner_guard.events import Finding, found
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context, Launch
+from miner_guard.supervisor.parts import Launch
 from miner_guard.supervisor.parts.gpu import Gpu
+from tests.idle import context
 
 SETTINGS = GpuSettings()
 
@@ -176,12 +176,10 @@ class Bench:
     def __init__(self, tmp_path: Path, **gpu: Any) -> None:
         self.clock, self.control = FakeClock(), Control()
         self.health: dict[str, Any] = {"gpus": None}
-        context = Context(
-            config=Config(gpu=GpuSettings(**gpu)), state=StateDir(tmp_path), clock=self.clock, run_id="r",
-            emit=lambda _f: None, jobs=SimpleNamespace(), control=self.control,  # type: ignore[arg-type]
+        self.part = Gpu(context(
+            tmp_path, config=Config(gpu=GpuSettings(**gpu)), clock=self.clock, control=self.control,
             status=lambda: {"health": self.health},
-        )  # fmt: skip
-        self.part = Gpu(context)
+        ))  # fmt: skip
 
     def launch(self, *command: str) -> None:
         self.part.on_launch(Launch(command or ("m.py",), 1, 0, self.clock.monotonic()))

@@ -13,9 +13,9 @@ from miner_guard.clock import FakeClock
 from miner_guard.config import Config, HangSettings, MinerSettings
 from miner_guard.events import Finding
 from miner_guard.rank.flight import Now
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context, Launch
+from miner_guard.supervisor.parts import Launch
 from miner_guard.supervisor.parts.hang import HangWatch
+from tests.idle import context
 
 HANG = HangSettings(min_s=10.0, first_step_s=60.0)
 STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0)
@@ -27,8 +27,7 @@ def watch(
     """What is found in five minutes of a miner that shows no step."""
     clock = FakeClock()
     config = replace(Config(), hang=HANG, miner=MinerSettings(attach=attach))
-    context = Context(config, StateDir(folder), clock, "r1", lambda _f: None, _Jobs(), None, dict)  # type: ignore[arg-type]
-    part = HangWatch(context)
+    part = HangWatch(context(folder, config=config, clock=clock, jobs=_Jobs()))
     part.on_launch(Launch(("miner",), 1, 0, clock.monotonic()))
     found: list[Finding] = []
     for _ in range(300):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from miner_guard import events
-from miner_guard.clock import FakeClock, SystemClock
+from miner_guard.clock import SystemClock
 from miner_guard.config import HealthSettings
 from miner_guard.events import Finding
 from miner_guard.health.host import NAMES, HostSampler, figures, read_cgroup_memory
@@ -18,7 +18,7 @@ from miner_guard.health.limits import HostLimits
 from miner_guard.health.own import OwnSampler
 from miner_guard.health.samplers import Samplers, Unreadable
 from miner_guard.health.snapshot import assemble, summary
-from tests.idle import JobsAtOnce
+from tests.idle import JobsAtOnce, context
 
 GIB = 1024**3
 
@@ -242,14 +242,11 @@ def test_the_guard_knows_what_it_takes_itself() -> None:
 
 def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Path) -> None:
     from miner_guard.config import Config
-    from miner_guard.statedir import StateDir
-    from miner_guard.supervisor.parts import Context
     from miner_guard.supervisor.parts.health import Health
 
     jobs, emitted = JobsAtOnce(), list[Finding]()
     config = Config(health=HealthSettings(snapshot_every_s=10.0))
-    context = Context(config, StateDir(tmp_path), FakeClock(), "r", emitted.append, jobs, None, _status)  # type: ignore[arg-type]
-    part = Health(context)
+    part = Health(context(tmp_path, config=config, emit=emitted.append, jobs=jobs, status=_status))
     part._nvml.close()
     part.samplers = Samplers(SystemClock(), 5.0, {
         **part._host.reads, "gpus": lambda: {"state": "absent", "gpus": []}, "guard": part._own.sample,

@@ -14,8 +14,9 @@ from miner_guard.events import Finding
 from miner_guard.rank.flight import FlightReader, Step
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context, Exit, Launch
+from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.parts.log_only import LogOnly
+from tests.idle import context
 
 TODAY = "\x1b[34m2025-12-20 10:00:00\x1b[0m |\x1b[1m     INFO     \x1b[0m| \x1b[1mRank 0\x1b[0m | 🏋️  "
 
@@ -27,10 +28,7 @@ class Log:
         settings = MinerSettings(attach="log", **miner)  # type: ignore[arg-type]
         self.clock = FakeClock()
         self.state = StateDir(folder)
-        context = Context(
-            Config(miner=settings), self.state, self.clock, "r1", lambda _f: None, None, None, dict  # type: ignore[arg-type]
-        )  # fmt: skip
-        self.part = LogOnly(context)
+        self.part = LogOnly(context(folder, config=Config(miner=settings), clock=self.clock))
         launch = Launch(("miner",), os.getpid(), 0, self.clock.monotonic())
         self.said: list[Finding] = list(self.part.on_launch(launch))
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from miner_guard.clock import FakeClock
-from miner_guard.config import Config
 from miner_guard.events import line
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context, Launch
+from miner_guard.supervisor.parts import Launch
 from miner_guard.supervisor.parts.reports import Reports
+from tests.idle import context
 
 CLOCK_START = 1000.0
 
@@ -24,10 +23,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def part(tmp_path: Path, clock: FakeClock) -> Reports:
-    missing: Any = None
-    return Reports(
-        Context(Config(), StateDir(tmp_path), clock, "r1", lambda _f: None, jobs=missing, control=missing, status=dict)
-    )
+    return Reports(context(tmp_path, clock=clock))
 
 
 def checkpoint(step: int, size: int = 1000, complete: bool = True) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from miner_guard.supervisor.evidence import Gathered
 from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.orders import Order, Wish
-from miner_guard.supervisor.parts import Context, Launch
+from miner_guard.supervisor.parts import Launch
 from miner_guard.supervisor.parts.hang import HangWatch
 from miner_guard.supervisor.processes import Process
 from miner_guard.supervisor.teardown import Teardown
+from tests.idle import context
 
 
 @pytest.fixture
@@ -144,10 +145,7 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
     monkeypatch.setattr(evidence, "gather", lambda *_arguments: Gathered((), None))
     clock, jobs, orders = FakeClock(), _Later(), _Orders()
     config = replace(Config(), hang=HangSettings(min_s=5.0, first_step_s=5.0, action="restart"))
-    context = Context(
-        config, StateDir(tmp_path), clock, "r1", said.append, jobs, cast(Any, orders), dict[str, Any]
-    )  # fmt: skip
-    watch = HangWatch(context)
+    watch = HangWatch(context(tmp_path, config=config, clock=clock, emit=said.append, jobs=jobs, control=orders))
     watch.on_launch(Launch(("true",), 1, 0, clock.monotonic()))
     ranks: Mapping[int, Now] = {0: Now("running", "data", 0.0, 0.0, 1, 1, 1, None, None, None, None, 1, 0, 0, 0)}
     for _ in range(8):

@@ -18,9 +18,9 @@ from miner_guard.events import Finding, found, line
 from miner_guard.rank.flight import Step
 from miner_guard.rank.layout import FLAG_FIRST
 from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context, Exit
+from miner_guard.supervisor.parts import Exit
 from miner_guard.supervisor.parts import uploads as module
-from tests.idle import JobsAtOnce
+from tests.idle import JobsAtOnce, context
 from uploads import inputs as gate_inputs
 from uploads.forecast import forecast
 from uploads.gate import decide, replay
@@ -56,10 +56,9 @@ class Bench:
             repo=RepoSettings(kind=repo, path=str(tmp_path)),  # type: ignore[arg-type]
         )  # fmt: skip
         self.state = StateDir(tmp_path / "state")
-        control: Any = None
-        self.part = module.Uploads(
-            Context(config, self.state, self.clock, "r1", self.emitted.append, self.jobs, control, dict)
-        )
+        self.part = module.Uploads(context(
+            self.state.root, config=config, clock=self.clock, emit=self.emitted.append, jobs=self.jobs
+        ))  # fmt: skip
         self.jobs.run()
 
     def look(self) -> None:

@@ -15,9 +15,9 @@ from miner_guard.config import Config, LogSettings, MinerSettings
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Step
 from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context, Exit, Launch
+from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.parts.incidents import CAUSELESS_S, COOLDOWN_S, SETTLE_S, Incidents
-from tests.idle import IdleControl, JobsAtOnce
+from tests.idle import JobsAtOnce, context
 from tests.unit.incidents.helpers import root
 
 if sys.version_info >= (3, 11):
@@ -45,11 +45,10 @@ class Live:
         self.clock = FakeClock()
         self.said: list[Finding] = []
         self.state = StateDir(tmp_path)
-        context = Context(
-            config or Config(), self.state, self.clock, "r1", self.said.append, JobsAtOnce(), IdleControl(),
-            lambda: {"steps": 1},
-        )  # fmt: skip
-        self.part = Incidents(context)
+        self.part = Incidents(context(
+            tmp_path, config=config or Config(), clock=self.clock, emit=self.said.append, jobs=JobsAtOnce(),
+            status=lambda: {"steps": 1},
+        ))  # fmt: skip
         self.launch()
 
     def launch(self, attempt: int = 0) -> None:
