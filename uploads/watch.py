@@ -76,8 +76,9 @@ class RepoWatch:
         """A look at the repo has ended."""
         self.latest = published
         if published.age_s is None:
-            if not published.empty and self._unknown.ask(published.reason, now):
-                yield found("repo_unknown", reason=published.reason or "no reason was given")
+            reason = self._emptied() if published.empty else published.reason or "no reason was given"
+            if reason is not None and self._unknown.ask(reason, now):
+                yield found("repo_unknown", reason=reason)
             # When it can be read again that is said at once: the line that it is unknown is the last one until then.
             self._age.forget()
             return
@@ -90,6 +91,10 @@ class RepoWatch:
                 "repo_age", age_s=age, target_s=self._gate.repo_age_target_s, revision=published.revision, due=due
             )
         yield from self.tick(now)
+
+    def _emptied(self) -> str | None:
+        known = self._known
+        return None if known is None else f"nothing is published any more, {known.revision or 'something'} was"
 
     def tick(self, now: float) -> Iterator[Finding]:
         """Time has passed."""

@@ -50,6 +50,15 @@ def test_age_is_the_age_of_the_gradients(tmp_path: Path) -> None:
     assert repo.state().age_s == 3000.0
 
 
+def test_files_of_the_future_have_no_age(tmp_path: Path) -> None:
+    """Guards against a clock that was set back: for as long as it was, the repo looked as if just published."""
+    LocalRepo(tmp_path).commit(publish(LocalRepo(tmp_path), tmp_path, 1, 50), "5.1.50")
+    os.utime(tmp_path / "epoch-1" / "gradients.pt", (7_000, 7_000))
+    assert LocalRepo(tmp_path, wall=lambda: 6_999.0).state().age_s == 0.0
+    with pytest.raises(RepoError, match="is of a time that is 3400 s ahead; was the clock set back"):
+        LocalRepo(tmp_path, wall=lambda: 3_600.0).state()
+
+
 @pytest.mark.parametrize(
     ("text", "words"), [("{", "metadata.json is not JSON"), ("[]", "metadata.json is not a JSON object")]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,21 @@ def test_an_unreadable_repo_is_said_once_and_again_when_the_reason_changes() -> 
     assert len(said) == 4
     assert [f.event for f in watch.look(Published(reason="no such bucket"), 6000.0)] == ["repo_unknown"]
     assert list(watch.look(Published(empty=True, reason=None), 6001.0)) == []
+
+
+def test_a_repo_that_was_emptied_is_said_and_one_that_is_still_empty_is_not() -> None:
+    watch, empty = RepoWatch(GateSettings()), Published(empty=True, reason=None)
+    assert list(watch.look(empty, 0.0)) == []
+    list(watch.look(Published(age_s=1.0, reason=None, revision="5.56.50", seen_at=60.0), 60.0))
+    assert [line(f) for f in watch.look(empty, 120.0)] == ["REPO UNKNOWN: nothing is published any more, 5.56.50 was"]
+    assert list(watch.look(empty, 180.0)) == []
+    assert watch.is_stale(60.0 + 2000.0), "what was published last is what the age counts from"
+
+
+def test_what_the_ranks_read_stays_small_whatever_is_published(bench: Bench) -> None:
+    bench.repo = replace(bench.repo, metadata={"x": "y" * 1_000_000}, config={"block_list": [1] * 1_000_000})
+    bench.look()
+    assert bench.state.gate_inputs.stat().st_size < 10_000
 
 
 def test_a_block_repeated_each_step_is_said_first_and_when_it_changes(bench: Bench) -> None:

@@ -14,6 +14,8 @@ from validators.facts import Published
 
 _INCOMING = ".incoming"
 _CHUNK = 1024 * 1024
+_SLACK_S = 5.0
+"""File systems round, and the file servers' clocks differ a little from ours."""
 
 
 class LocalRepo:
@@ -43,7 +45,10 @@ class LocalRepo:
             raise Missing(f"{path} does not exist") from error
         except OSError as error:
             raise RepoError(f"{path} cannot be read: {error.strerror}; check the folder's owner and mode") from error
-        return Entry(key, found.st_size, found.st_mtime, max(0.0, self._wall() - found.st_mtime), checksum)
+        age = self._wall() - found.st_mtime
+        if age < -_SLACK_S:
+            raise RepoError(f"{path} is of a time that is {-age:.0f} s ahead; was the clock set back? Publish again")
+        return Entry(key, found.st_size, found.st_mtime, max(0.0, age), checksum)
 
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
         path = self._path(key)

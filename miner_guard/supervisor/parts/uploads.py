@@ -130,9 +130,9 @@ class Uploads(Part):
     def _write_inputs(self) -> None:
         clock = self.context.clock
         with self._mutex:
-            # The whole config.json can be large, and no rule of the gate reads what is published of it.
+            # Documents can be large, and no rule of the gate reads what is published of them.
             content = GateInputs(
-                published=replace(self._watch.latest, config=None), network=self._network, bucket=self._repo.bucket,
+                published=replace(self._watch.latest, config=None, metadata=None), network=self._network, bucket=self._repo.bucket,
                 credentials=self._credentials, limits=self._limits, written=clock.wall(),
                 written_monotonic=clock.monotonic(),
             )  # fmt: skip
