@@ -132,8 +132,8 @@ class Uploads(Part):
         with self._mutex:
             # Documents can be large, and no rule of the gate reads what is published of them.
             content = GateInputs(
-                published=replace(self._watch.latest, config=None, metadata=None), network=self._network, bucket=self._repo.bucket,
-                credentials=self._credentials, limits=self._limits, written=clock.wall(),
+                published=replace(self._watch.latest, config=None, metadata=None), network=self._network,
+                bucket=self._repo.bucket, credentials=self._credentials, limits=self._limits, written=clock.wall(),
                 written_monotonic=clock.monotonic(),
             )  # fmt: skip
             self._written_at = clock.monotonic()
