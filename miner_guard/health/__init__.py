@@ -1,1 +1,1 @@
-"""Samplers: NVML, host, chain; and the snapshot made of them."""
+"""Samplers (NVML, host, chain), the snapshot made of them, and who reads it: report, bundle, metrics, alerts."""
