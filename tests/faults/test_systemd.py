@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import needs
+from miner_guard.diagnosis.host import NOFILE
 from tests.faults.guarded import MARK, REPO, Guarded, living, until
 
 UNIT = REPO / "ops" / "miner-guard.service"
+BIN = Path(sys.executable).parent
 ALONE = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--cgroup", "--fork", "--kill-child", "--mount-proc"]
 CONTROL_GROUPS = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
 """Where version 2 of them may be mounted."""
@@ -75,7 +78,7 @@ class Systemd:
         """Write the file that the unit's EnvironmentFile names."""
         own = {
             "MINER_GUARD_STATE_DIR": self.guarded.state.root, "PYTHONPATH": REPO, MARK: self.guarded.token,
-            "PATH": os.environ["PATH"], "MINER_GUARD_GPU__PREFLIGHT": "false", "MINER_GUARD_MINER__STOP_TIMEOUT_S": 5,
+            "MINER_GUARD_GPU__PREFLIGHT": "false", "MINER_GUARD_MINER__STOP_TIMEOUT_S": 5,
         }  # fmt: skip
         self.settings.write_text("".join(f"{name}={value}\n" for name, value in {**own, **settings}.items()))
 
@@ -86,7 +89,8 @@ class Systemd:
         for pattern, new in (
             (r"^User=.*$", output), (r"^WorkingDirectory=.*$", f"WorkingDirectory={self.folder}"),
             (r"^EnvironmentFile=-.*$", f"EnvironmentFile=-{self.settings}"),
-            (r"^ExecStart=\S+", f"ExecStart={needs.tool('miner-guard')}"), (r"(?<= -- )torchrun .*$", miner),
+            (r"^ExecStart=/opt/miner/.venv/bin", f"ExecStart={BIN}"), (r"(?<= -- )torchrun .*$", miner),
+            (r"^Environment=PATH=/opt/miner/.venv/bin:", f"Environment=PATH={BIN}:"),
             (r"^TimeoutStopSec=.*$", "TimeoutStopSec=20"), (r"^WatchdogSec=.*$", "WatchdogSec=6"),
             (r"^RestartSec=.*$", "RestartSec=1"), (r"^\[Unit\]$", "[Unit]\nDefaultDependencies=no"),
         ):  # fmt: skip
@@ -157,7 +161,8 @@ def systemd(guarded: Guarded, tmp_path: Path) -> Iterator[Systemd]:
         pytest.skip("namespaces are not permitted here")
     if os.geteuid() != 0:
         pytest.skip("only root has control groups to give away")
-    made = Systemd(guarded, tmp_path, guarded.miner("graceful", 0.5, tmp_path / "checkpoint"))
+    python, *words = guarded.miner("graceful", 0.5, tmp_path / "checkpoint")
+    made = Systemd(guarded, tmp_path, [Path(python).name, *words])
     try:
         made.boot()
         yield made
@@ -173,7 +178,7 @@ def test_the_unit_is_well_formed(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
     unit = tmp_path / UNIT.name
-    unit.write_text(re.sub(r"(?m)^ExecStart=\S+", f"ExecStart={needs.tool('miner-guard')}", UNIT.read_text()))
+    unit.write_text(UNIT.read_text().replace("/opt/miner/.venv/bin", str(BIN)))
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -185,6 +190,8 @@ def test_the_unit_starts_stops_in_order_and_comes_back_after_a_kill(systemd: Sys
     until(lambda: "State running" in systemd.show("StatusText"), 60, "the status line")
     until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 1, 60, "the miner")
     (guard,) = _guards(guarded)
+    assert resource.prlimit(guard, resource.RLIMIT_NOFILE)[0] >= NOFILE, "the doctor does not complain of our own unit"
+    assert (systemd.show("LimitMEMLOCK"), systemd.show("OOMPolicy")) == ("infinity", "continue")
     os.kill(guard, signal.SIGKILL)
     until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 2, 60, guarded.tail)
     assert systemd.show("NRestarts") == "1"

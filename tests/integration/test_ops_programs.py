@@ -169,6 +169,22 @@ def test_logrotate_rotates_what_pm2_writes_and_pm2_goes_on_in_a_new_file(tmp_pat
     assert len(written) > 0.95 * written[-1]
 
 
+def test_logrotate_signals_nobody_who_has_the_number_of_a_pm2_that_died(tmp_path: Path) -> None:
+    home = tmp_path / "pm2"
+    (home / "logs").mkdir(parents=True)
+    (home / "logs" / "sn38.log").write_text("a line\n")
+    config = (OPS / "logrotate" / "miner-guard").read_text().replace("/root/.pm2", str(home))
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (home / "pm2.pid").write_text(str(other.pid))
+        _rotate(tmp_path, config)
+        assert (home / "logs" / "sn38.log.1").read_text() == "a line\n", "whatever the miner's name"
+        (home / "pm2.pid").unlink()
+        (home / "logs" / "sn38.log").write_text("another\n")
+        _rotate(tmp_path, config)
+        assert other.poll() is None
+        other.kill()
+
+
 def test_who_rotates_guard_jsonl_all_the_same_loses_no_line_and_logs_finds_them(miner: str, tmp_path: Path) -> None:
     state = tmp_path / "state"
 
