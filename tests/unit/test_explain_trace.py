@@ -201,6 +201,44 @@ def test_every_way_to_write_a_trace(line: str, name: str, step: int, value: floa
     assert series.values == pytest.approx([value], nan_ok=True)
 
 
+TABLES = [
+    # Lightning's CSVLogger: training and evaluation in rows of their own.
+    "epoch,lr-AdamW,step,train_loss_step,val_loss\n0,1e-4,9,2.5,\n0,,19,,2.75\n",
+    # wandb's export, and a table that a trainer prints between other lines.
+    '"Step","run-7 - train/loss","run-7 - eval/loss","test/loss"\n"9","2.5","","7"\n"19","","2.75","7"\n',
+    "starting, with 4 ranks\niter, loss, val loss, ms\n9, 2.5, , 250\nsaved\n19, , 2.75, 251\n",
+    '{"train/loss": 2.5, "train/global_step": 9}\n{"eval/loss": 2.75, "train/global_step": 19, "test/loss": 7.0}\n',
+    # HF Trainer's trainer_state.json
+    json.dumps({"log_history": [{"loss": 2.5, "step": 9}, {"eval_loss": 2.75, "step": 19}]}, indent=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_is_a_trace_too(table: str) -> None:
+    trace = reading.read(table.splitlines())
+    assert (trace["loss"].steps, trace["loss"].values) == ([9], [2.5])
+    assert (trace["eval_loss"].steps, trace["eval_loss"].values) == ([19], [2.75])
+    assert not any(len(trace[name]) for name in ("grad_norm", "step_time", "gpu_mem_gb"))
+
+
+@pytest.mark.parametrize(
+    "summary", ["{'train_runtime': 812.1, 'train_loss': 4.61, 'epoch': 3.0}", "  train_loss               =     4.6123"]
+)
+def test_the_mean_that_a_trainer_prints_at_the_end_is_no_spike(summary: str) -> None:
+    """Every finished run of HF Trainer once ended in a spike."""
+    lines = [f"{{'loss': {value:.4f}, 'learning_rate': 5e-05}}" for value in healthy(200)]
+    assert found(judge(reading.read([*lines, summary]))) == []
+
+
+def test_memory_that_goes_with_the_length_of_the_sequences_is_no_change() -> None:
+    for seed in range(20):
+        source = random.Random(seed)
+        memory = [16 + 4 * source.random() for _ in range(600)]
+        assert found(trace_of(None, gpu_mem_gb=memory)) == []
+    memory[300:] = [value - 9 for value in memory[300:]]
+    assert found(trace_of(None, gpu_mem_gb=memory)) == [("memory_drop", 300)]
+
+
 def test_a_guards_own_log_says_nan_by_its_event() -> None:
     lines = [
         json.dumps({"event": "inner_step", "msg": "", "inner_step": n, "loss": 2.0 if n < 50 else None})
@@ -211,7 +249,16 @@ def test_a_guards_own_log_says_nan_by_its_event() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.one_of(st.text(max_size=60), st.sampled_from([line for line, *_ in LINES])), max_size=40))
+@given(
+    st.lists(
+        st.one_of(
+            st.text(max_size=60),
+            st.sampled_from([line for line, *_ in LINES]),
+            st.sampled_from("\n".join(TABLES).split("\n")),
+        ),
+        max_size=40,
+    )
+)
 def test_no_text_whatever_makes_it_raise(lines: list[str]) -> None:
     judge(reading.read(lines))
 
@@ -238,8 +285,8 @@ def run(path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool = True)
 
 @pytest.mark.parametrize(
     "content",
-    [b"", random.Random(1).randbytes(100_000), b"step,loss,lr\n0,5.56,1e-4\n1,5.47,1e-4\n"],
-    ids=["empty", "noise", "csv"],
+    [b"", random.Random(1).randbytes(100_000), b"step,loss,lr\n", b"when,what\n1,2\n"],
+    ids=["empty", "noise", "only the columns", "other columns"],
 )
 def test_what_holds_no_trace_line_is_refused_and_not_called_healthy(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace"

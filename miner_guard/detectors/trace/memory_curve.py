@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from miner_guard.detectors.trace.series import step_noise
+
 _JUMP = 0.10
 """Relative change from one sample to the next that is a jump."""
 
 _DROP = 0.25
 """A fall by this share below the usual level is a drop (source 002: 76 % to 45 %)."""
+
+_SIGMAS = 4.0
+"""A jump is more than so much of the noise: with sequences of many lengths, memory goes up and down at every step."""
 
 _TRANSIENT = 6
 _START_UP = 0.10
@@ -46,11 +51,12 @@ def changes(values: Sequence[float]) -> list[Change]:
 def _drops_and_levels(values: Sequence[float]) -> list[Change]:
     found: list[Change] = []
     since = _settled(values)
+    noise = _SIGMAS * step_noise(values)
     place = since + 2
     while place < len(values):
         usual = median(values[max(since, place - 16) : place])
         value = values[place]
-        if usual > 0 and abs(value - usual) > _JUMP * usual:
+        if usual > 0 and abs(value - usual) > max(_JUMP * usual, noise):
             end = _until_back(values, place, usual)
             if end is not None and value < usual:
                 lowest = min(range(place, end), key=lambda n: values[n])

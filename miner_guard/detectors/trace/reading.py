@@ -1,9 +1,10 @@
-"""Reading a trace: JSON lines, guard.jsonl, or the plain lines that trainers print. One pass, never raises.
+"""Reading a trace: JSON lines, guard.jsonl, CSV, or the plain lines that trainers print. One pass, never raises.
 
 A line may be of any of these kinds, mixed:
 
 - `{"step": 10, "loss": 2.45, "eval_loss": null, …}`, non-finite numbers as NaN, Infinity or those strings;
 - an event of guard.jsonl (`inner_step`, `loss_nan`);
+- a row of comma-separated values, after the line that names its columns (`step,train_loss,val_loss`);
 - `Step 10: loss=2.45, lr=6.67e-05`, `iter 10: loss 2.45, time 250ms`,
   `Outer Step: 56 | Inner Step: 84 | LR: … | Loss: … | Step Time: 15.2s`,
   `{'loss': 2.3, 'learning_rate': 5e-05}` (HF Trainer, which prints no step: its records are counted).
@@ -12,10 +13,12 @@ A line may be of any of these kinds, mixed:
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from miner_guard.detectors.trace.series import Trace
@@ -23,22 +26,6 @@ from miner_guard.detectors.trace.series import Trace
 _MOST_LINE = 100_000
 """Characters of a line that are looked at; what is longer is no trace line."""
 
-_JSON_NAMES = {
-    "loss": "loss",
-    "train_loss": "loss",
-    "eval_loss": "eval_loss",
-    "eval/loss": "eval_loss",
-    "val_loss": "eval_loss",
-    "val/loss": "eval_loss",
-    "valid_loss": "eval_loss",
-    "validation_loss": "eval_loss",
-    "lr": "lr",
-    "learning_rate": "lr",
-    "grad_norm": "grad_norm",
-    "step_time": "step_time",
-    "step_time_s": "step_time",
-    "gpu_mem_gb": "gpu_mem_gb",
-}
 _NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _PLAIN_NAMES = {
     "loss": "loss",
@@ -66,6 +53,7 @@ _PLAIN_NAMES = {
     "gnorm": "grad_norm",
     "step time": "step_time",
     "step_time": "step_time",
+    "step_time_s": "step_time",
     "gpu mem": "gpu_mem_gb",
     "gpu_mem_gb": "gpu_mem_gb",
 }
@@ -82,22 +70,36 @@ _OUTER = re.compile(r"outer[ _]step\s*[:=]?\s*(\d+)", re.IGNORECASE)
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-EVALUATION_WORDS = frozenset(
-    name.encode() for name, quantity in (*_JSON_NAMES.items(), *_PLAIN_NAMES.items()) if quantity == "eval_loss"
-)
+_FIELDS = {name.replace(" ", "_").replace("/", "_"): quantity for name, quantity in _PLAIN_NAMES.items()}
+_FIELDS |= {"train_loss_step": "loss"}
+_RANKS = {name: place for place, name in enumerate(_FIELDS)}
+_STEP_FIELDS = ("step", "global_step", "_step", "iteration", "iter", "trainer/global_step", "train/global_step")
+_SUMMARY = "train_runtime"
+"""Stands in the record in which HF Trainer sums up a run that has ended: its loss is the mean of all."""
+
+_SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
+"""The same, printed as a table."""
+
+EVALUATION_WORDS = frozenset(name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss")
 """In small letters: a line that prints an evaluation loss holds one of them."""
 
 _LONGEST_PRINTED = 4096
+_MOST_FIELDS = 100
 
 
 def read(lines: Iterable[str]) -> Trace:
     """The trace in `lines`. `Trace.used` says how many lines had something to say."""
     trace = Trace()
     counter = _Counter()
+    columns: Sequence[str] = ()
+    spread = _Spread()
     for line in lines:
         trace.lines += 1
-        text = _ANSI.sub("", line[:_MOST_LINE]).strip()
-        if text and len(line) <= _MOST_LINE and _take(trace, counter, text):
+        if len(line) > _MOST_LINE or not (text := spread.join(_ANSI.sub("", line).strip())):
+            continue
+        if named := _columns(text):
+            columns = named
+        elif _take_row(trace, counter, columns, text) or _take(trace, counter, text):
             trace.used += 1
     return trace
 
@@ -118,6 +120,28 @@ def evaluation_in(line: bytes) -> float | None:
     return next((value for name, value in values if name == "eval_loss"), None)
 
 
+class _Spread:
+    """Puts a JSON object that is spread over lines, as in trainer_state.json, on one line."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    def join(self, text: str) -> str:
+        """`text`; nothing while an object is not complete, and then all of it."""
+        if text == "{":
+            self._parts = [text]
+            return ""
+        if not self._parts:
+            return text
+        parts, self._parts = [*self._parts, text], []
+        if text in ("}", "},"):
+            return " ".join(parts).rstrip(",")
+        if text.startswith('"') and len(parts) < _MOST_FIELDS:
+            self._parts = parts
+            return ""
+        return text
+
+
 class _Counter:
     """Step numbers for records that have none, and a step number over outer steps for those that start anew."""
 
@@ -135,19 +159,62 @@ def _take(trace: Trace, counter: _Counter, text: str) -> bool:
         return _take_plain(trace, counter, text)
     if isinstance(document.get("event"), str) and "msg" in document:
         return _take_event(trace, document)
-    step = _whole(document.get("step", document.get("global_step")))
+    return _take_record(trace, counter, document)
+
+
+def _take_record(trace: Trace, counter: _Counter, document: Mapping[str, Any]) -> bool:
     values = list(_named(document))
-    if not values:
+    if not values or _SUMMARY in document:
         return False
+    steps = (_whole(document.get(name)) for name in _STEP_FIELDS)
+    step = next((step for step in steps if step is not None), None)
     _add(trace, counter.next() if step is None else step, values)
     return True
 
 
+def _columns(text: str) -> Sequence[str]:
+    """The names of the columns, where `text` is the head of a table of values."""
+    names = [name.strip().lower() for name in _cells(text)]
+    known = any(_field(name) is not None for name in names)
+    return names if len(names) > 1 and known and all(number(name) is None for name in names) else ()
+
+
+def _take_row(trace: Trace, counter: _Counter, columns: Sequence[str], text: str) -> bool:
+    if not columns or text.count(",") < len(columns) - 1:
+        return False
+    cells = _cells(text)
+    return len(cells) == len(columns) and _take_record(trace, counter, dict(zip(columns, cells, strict=True)))
+
+
+def _cells(text: str) -> Sequence[str]:
+    try:
+        return next(csv.reader([text], skipinitialspace=True), [])
+    except csv.Error:
+        return ()
+
+
 def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, name in _JSON_NAMES.items():
-        value = number(document.get(key))
-        if value is not None:
-            yield name, value
+    """The quantities in a record; where it names one twice, the plainer name counts."""
+    found: dict[str, tuple[int, float]] = {}
+    for key, told in document.items():
+        field, value = _field(key), number(told)
+        if field is not None and value is not None:
+            rank, quantity = field
+            found[quantity] = min(found.get(quantity, (rank, value)), (rank, value), key=lambda f: f[0])
+    for quantity, (_, value) in found.items():
+        yield quantity, value
+
+
+@lru_cache(maxsize=1024)
+def _field(name: object) -> tuple[int, str] | None:
+    """The quantity that a field's name stands for, with its rank among the names: `loss`, `train/loss`, `eval/loss`."""
+    if not isinstance(name, str):
+        return None
+    # An export of wandb puts the run's name before it: `run-7 - train/loss`.
+    *group, last = re.sub(r"[ -]", "_", name.rpartition(" - ")[2].strip().lower()).split("/")
+    full = f"{group[-1]}_{last}" if group else last
+    plain = last if full not in _FIELDS and group and group[-1].startswith("train") else full
+    return (_RANKS[plain], _FIELDS[plain]) if plain in _FIELDS else None
 
 
 def _document(text: str) -> Mapping[str, Any] | None:
@@ -190,7 +257,7 @@ def _take_event(trace: Trace, document: Mapping[str, Any]) -> bool:
 
 def _take_plain(trace: Trace, counter: _Counter, text: str) -> bool:
     values = list(_plain_values(text))
-    if not values:
+    if not values or _SUMMED_UP.fullmatch(text):
         return False
     found = _STEP.search(_OUTER.sub(" ", text))
     _add(trace, counter.next() if found is None else int(found[1].replace(",", "")), values)
