@@ -58,13 +58,13 @@ class TimingLog:
         monitor = phases.get("monitor", 0.0)
         if any(phases.get(name, 0.0) > 0 for name in EVALUATION):
             stretch = step // self._settings.breakdown_every
-            if stretch <= self._breakdown_stretch:
+            if stretch == self._breakdown_stretch:
                 return None
             self._breakdown_stretch = stretch
             self._fast_stretch = step // self._settings.fast_log_every
             return breakdown(phases, nested_in_monitor_s)
         stretch = step // self._settings.fast_log_every
-        if monitor <= 0 or stretch <= self._fast_stretch:
+        if monitor <= 0 or stretch == self._fast_stretch:
             return None
         self._fast_stretch = stretch
         return FastLog(monitor, phases.get("example_loss", 0.0), max(0.0, monitor - nested_in_monitor_s))

@@ -53,7 +53,7 @@ class HostSampler:
         contained = limit is not None and limit < machine.total
         return {
             "memory_limit_bytes": limit if contained else machine.total,
-            "memory_used_bytes": used if contained and used is not None else machine.total - machine.available,
+            "memory_used_bytes": used if contained else machine.total - machine.available,
             "memory_limit_by": "cgroup" if contained else "machine",
             "swap_used_bytes": swap.used,
             "oom_kills": kills,
@@ -116,7 +116,8 @@ def read_cgroup_memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> tup
         cache = _entry(folder / "memory.stat", "total_inactive_file")
         limit = _least_limit(folder, cgroup, "memory.limit_in_bytes")
         kills = _entry(folder / "memory.oom_control", "oom_kill")
-    return limit, None if used is None else used - (cache or 0), kills
+    # With the cache it may well be at its limit, and is healthy.
+    return limit, None if used is None or cache is None else used - cache, kills
 
 
 def _cgroup_folder(proc: Path, cgroup: Path) -> Path | None:

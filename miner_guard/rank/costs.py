@@ -60,7 +60,10 @@ class Costs:
             if self._recorder.room() <= _ROOM_LEFT:
                 return
             operation, blocking = key
-            seconds, count = self._sums.pop(key)
+            # Another thread may flush as well.
+            seconds, count = self._sums.pop(key, (0.0, 0))
+            if not count:
+                continue
             if operation == OWN:
                 self._own_seconds, self._own_count = 0.0, 0
             self._recorder.journal(

@@ -60,19 +60,27 @@ def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = Non
     dist = initialised_distributed()
     if dist is not None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    folder = state_dir or env.get(STATE_DIR) or env.get("MINER_GUARD_STATE_DIR")
-    if _is_of_a_rank(env, rank, world_size):
-        folder = None
+    folder = None if _is_of_a_rank(env, rank, world_size) else _folder(env, state_dir, remarks)
     return Place(
         rank=rank,
         local_rank=_number(env, "LOCAL_RANK", 0, remarks),
         world_size=world_size,
         run_id=env.get(MARKER) or f"alone-{os.getpid()}",
-        state=StateDir(Path(folder).expanduser().absolute()) if folder else None,
+        state=None if folder is None else StateDir(folder),
         settings=_settings(env.get(RANK_SETTINGS), remarks),
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", 0, remarks),
         remarks=tuple(remarks),
     )
+
+
+def _folder(env: Mapping[str, str], given: str | Path | None, remarks: list[str]) -> Path | None:
+    named = given or env.get(STATE_DIR) or env.get("MINER_GUARD_STATE_DIR")
+    try:
+        return Path(named).expanduser().absolute() if named else None
+    except (OSError, RuntimeError, TypeError) as error:
+        # No home, no working directory any more: a rank must not take itself for another one for that.
+        remarks.append(f"the state directory {named} can't be found ({error}); nothing is recorded")
+        return None
 
 
 def mark(place: Place) -> None:
@@ -115,10 +123,13 @@ def _number(env: Mapping[str, str], name: str, default: int, remarks: list[str])
     if text is None:
         return default
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
-        remarks.append(f"{name}={text!r} in the environment is no number; {default} is used")
+        number = -1
+    if not 0 <= number < 1 << 31:
+        remarks.append(f"{name}={text!r} in the environment is no number of ranks; {default} is used")
         return default
+    return number
 
 
 def _settings(text: str | None, remarks: list[str]) -> RankSettings:

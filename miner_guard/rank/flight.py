@@ -15,6 +15,7 @@ from typing import Any
 from miner_guard.rank import layout
 from miner_guard.rank.layout import FLAG_EVAL_LOSS_GIVEN, FLAG_GRAD_NORM_GIVEN, known, known_count
 from miner_guard.rank.layout import FLAG_LOSS_GIVEN as FLAG_LOSS_GIVEN
+from miner_guard.rank.numbers import in_words
 
 
 class BadFlight(Exception):
@@ -181,7 +182,7 @@ class FlightWriter:
 
     def journal(self, document: Mapping[str, Any]) -> bool:
         """Append an entry that must not be lost. False where 64 unstored ones wait already, or it is too large."""
-        payload = json.dumps(document, separators=(",", ":"), default=str).encode()
+        payload = json.dumps(document, separators=(",", ":"), default=in_words).encode()
         number = self.entries_written
         if self.room() <= 0 or len(payload) > layout.SLOT_PAYLOAD:
             self.lost += 1

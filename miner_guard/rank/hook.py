@@ -140,6 +140,8 @@ class Guard:
             return
         started = self._monotonic()
         self._stepper.step(outer_step, inner_step, loss, lr, grad_norm, tokens, total_steps, eval_loss)
+        if self._stacks is not None and stacks.taken():
+            self._yield_signal(self._stacks)
         self._costs.own(self._monotonic() - started)
 
     # the gate
@@ -317,6 +319,12 @@ class Guard:
 
     def _register_stacks(self, state: StateDir) -> None:
         self._stacks = stacks.register(state.stacks_of(self.rank))
+
+    def _yield_signal(self, file: IO[bytes]) -> None:
+        """The program has begun to handle the signal itself: it must not get it for the guard's sake."""
+        self._stacks = None
+        stacks.release(file)
+        self._recorder.trouble("stacks", f"{stacks.STACKS_SIGNAL.name} is in use by the program now: {stacks.WITHOUT}")
 
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
         try:

@@ -49,6 +49,12 @@ def whole(value: Any) -> int:
     return number
 
 
+def in_words(value: Any) -> str:
+    """What JSON has no word for, in words; a tensor on a GPU without its value."""
+    device = getattr(getattr(value, "device", None), "type", "cpu")
+    return str(value) if device == "cpu" else f"{type(value).__name__} on {device}"
+
+
 def cuda_memory() -> tuple[float, float]:
     """Allocated and reserved bytes of this rank's current CUDA device; NaN where CUDA is not in use.
 

@@ -14,6 +14,12 @@ STACKS_SIGNAL = signal.SIGUSR2
 Only where that file is there and names the rank's pid in its first line: without the handler the signal kills.
 """
 
+WITHOUT = "no stacks at a hang, except by py-spy"
+"""What it costs where the program has taken the signal."""
+
+_registered = False
+"""The handler is ours: an earlier guard of this process has registered it."""
+
 
 class SignalTaken(Exception):
     """The program handles the signal itself."""
@@ -21,9 +27,28 @@ class SignalTaken(Exception):
 
 def register(path: Path) -> IO[bytes]:
     """Dump stacks to `path` on STACKS_SIGNAL for as long as the file stays open. Raises SignalTaken, OSError."""
-    if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
-        raise SignalTaken(f"{STACKS_SIGNAL.name} is in use by the program: no stacks at a hang, except by py-spy")
+    global _registered
+    if taken() or (_caught() and not _registered):
+        raise SignalTaken(f"{STACKS_SIGNAL.name} is in use by the program: {WITHOUT}")
     file = open(path, "wb", buffering=0)  # noqa: SIM115 - open as long as the process: the handler writes to it
     file.write(b"pid %d\n" % os.getpid())
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    _registered = True
     return file
+
+
+def taken() -> bool:
+    """Whether the program handles or ignores the signal by Python's `signal`, where faulthandler does not show."""
+    return signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL
+
+
+def release(file: IO[bytes]) -> None:
+    """Have the signal not sent any more: the file names no process. Raises OSError."""
+    file.truncate(0)
+
+
+def _caught() -> bool:
+    """Whether this process has a handler of the signal that `signal` does not know of: the program's own faulthandler."""
+    with open("/proc/self/status", "rb") as status:
+        mask = next((int(line.split()[1], 16) for line in status if line.startswith(b"SigCgt:")), 0)
+    return bool(mask >> (STACKS_SIGNAL - 1) & 1)

@@ -155,3 +155,17 @@ def test_an_existing_sitecustomize_still_runs_and_children_of_a_rank_are_left_al
     chained, finders, _ = seen({**env, attach.ATTACHED: "1"})
     assert chained
     assert "Watch" not in finders
+
+
+def test_a_rank_that_replaces_itself_is_followed_again_and_its_children_are_not(tmp_path: Path) -> None:
+    """A miner that updates itself by `os.execv` keeps its pid."""
+    script = (
+        "import os, subprocess, sys\n"
+        "shown = 'import sys; print([type(f).__name__ for f in sys.meta_path].count(chr(87) + \"atch\"), flush=True)'\n"
+        f"os.environ['{attach.ATTACHED}'] = str(os.getpid())\n"
+        "subprocess.run([sys.executable, '-c', shown])\n"
+        "os.execv(sys.executable, [sys.executable, '-c', shown])\n"
+    )
+    env = attach.environment("auto", os.environ)
+    done = subprocess.run([sys.executable, "-c", script], env=env, check=True, capture_output=True, timeout=60)
+    assert done.stdout.split() == [b"0", b"1"]

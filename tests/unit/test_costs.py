@@ -233,6 +233,14 @@ def test_due_by_time_and_its_missing_interval() -> None:
         account.tracker.due("status")
 
 
+def test_steps_that_count_from_0_again_are_asked_about_like_the_first_ones() -> None:
+    """Inner steps do, with each outer step: nothing was due until they had passed the last ones of the one before."""
+    account = Account()
+    asked = [*range(401), *range(401)]
+    due = [step for step in asked if account.tracker.due("eval", every_steps=200, step=step)]
+    assert due == [0, 200, 400, 0, 200, 400]
+
+
 def test_a_long_operation_is_cut_at_its_portion() -> None:
     account = Account()
     done = []

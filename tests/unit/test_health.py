@@ -13,6 +13,7 @@ from miner_guard import events
 from miner_guard.clock import SystemClock
 from miner_guard.config import HealthSettings
 from miner_guard.events import Finding
+from miner_guard.health import host
 from miner_guard.health.host import NAMES, HostSampler, figures, read_cgroup_memory
 from miner_guard.health.limits import HostLimits
 from miner_guard.health.own import OwnSampler
@@ -143,8 +144,23 @@ def test_cgroup_2_inside_a_container_is_at_the_top(tmp_path: Path) -> None:
         "proc/self/cgroup": "0::/docker/abcdef\n",
         "cg/memory.max": f"{4 * GIB}\n",
         "cg/memory.current": f"{GIB}\n",
+        "cg/memory.stat": "inactive_file 0\n",
     })  # fmt: skip
     assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cg") == (4 * GIB, GIB, None)
+
+
+def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_told_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a container full of page cache would be one whose ranks the kernel kills next."""
+    _tree(tmp_path, {
+        "proc/self/cgroup": "0::/\n", "cg/memory.max": f"{GIB}\n", "cg/memory.current": f"{GIB - 1}\n",
+    })  # fmt: skip
+    memory = read_cgroup_memory(tmp_path / "proc", tmp_path / "cg")
+    assert memory == (GIB, None, None)
+    monkeypatch.setattr(host, "read_cgroup_memory", lambda: memory)
+    figures = HostSampler({}).reads["memory"]()
+    assert (figures["memory_limit_bytes"], figures["memory_used_bytes"]) == (GIB, None)
 
 
 def test_cgroup_1_and_its_word_for_no_limit(tmp_path: Path) -> None:
@@ -152,6 +168,7 @@ def test_cgroup_1_and_its_word_for_no_limit(tmp_path: Path) -> None:
         "proc/self/cgroup": "5:cpu:/x\n4:memory:/box\n",
         "cg/memory/box/memory.limit_in_bytes": "9223372036854771712\n",
         "cg/memory/box/memory.usage_in_bytes": f"{GIB}\n",
+        "cg/memory/box/memory.stat": "inactive_file 7\ntotal_inactive_file 0\n",
         "cg/memory/box/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
     })  # fmt: skip
     assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cg") == (None, GIB, 2)

@@ -17,6 +17,7 @@ from miner_guard import events
 from miner_guard.cli.screen import Curves, overview
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings, StepSettings
+from miner_guard.detectors import timing
 from miner_guard.detectors.step_time import StepTimes, grade
 from miner_guard.events import Finding
 from miner_guard.health import metrics, report
@@ -112,6 +113,12 @@ def test_step_lines_are_limited_and_the_number_left_out_is_said(tmp_path: Path) 
     assert lines(seen, "step_lines_left_out") == [
         f"{300 - printed} step lines left out (limit 5/s); the flight record has them"
     ]
+
+
+def test_timing_lines_go_on_where_the_miner_counts_its_steps_from_0_again() -> None:
+    log = timing.TimingLog(StepSettings(fast_log_every=10))
+    said = [n for n, step in enumerate([*range(40), *range(40)]) if log.observe(step, {"monitor": 0.1}, 0.0)]
+    assert said == [10, 20, 30, 40, 50, 60, 70]
 
 
 def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(tmp_path: Path) -> None:

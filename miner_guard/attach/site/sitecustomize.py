@@ -100,7 +100,8 @@ def _chain():
             sys.modules.setdefault("sitecustomize", ours)
 
 
-if os.environ.get("_MINER_GUARD_ATTACH") and not os.environ.get("_MINER_GUARD_ATTACHED"):
+# A rank that has replaced itself (os.execv) has the pid that attached, and is still a rank.
+if os.environ.get("_MINER_GUARD_ATTACH") and os.environ.get("_MINER_GUARD_ATTACHED", "") in ("", str(os.getpid())):
     if sys.version_info >= (3, 10):  # noqa: UP036 - the miner's Python may be another
         sys.meta_path.insert(0, Watch(os.environ.get("_MINER_GUARD_ATTACH_MODULES", "").split(","), _imported))
     else:

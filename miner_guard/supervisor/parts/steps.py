@@ -122,7 +122,7 @@ class Steps(Part):
     def _summary(self, rank: int, step: Step) -> Iterator[Finding]:
         stretch = step.total_steps // self.context.config.steps.breakdown_every
         window = self._times.training_window()
-        if stretch <= self._summary_stretch or window is None or self._max is None:
+        if stretch == self._summary_stretch or window is None or self._max is None:
             return
         self._summary_stretch = stretch
         yield found(

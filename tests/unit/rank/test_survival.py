@@ -18,11 +18,11 @@ import pytest
 
 from miner_guard.events import Finding, found
 from miner_guard.rank import alone, hook, stacks
-from miner_guard.rank.environment import RankSettings
+from miner_guard.rank.environment import RankSettings, find
 from miner_guard.rank.hook import Guard
 from miner_guard.rank.stacks import STACKS_SIGNAL, SignalTaken
 from miner_guard.statedir import StateDir
-from tests.unit.rank.helpers import Clock, place, reader_of, said, state_of
+from tests.unit.rank.helpers import Clock, entries, place, reader_of, said, state_of
 
 
 def test_a_full_disk_at_the_start_costs_the_record_and_not_the_training(
@@ -192,6 +192,78 @@ def test_a_signal_that_the_program_uses_itself_is_left_alone(state: StateDir, li
             stacks.register(state.root / "stacks")
     finally:
         signal.signal(STACKS_SIGNAL, before)
+
+
+def test_a_signal_that_the_program_takes_later_is_not_sent_any_more(
+    state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm and the like save and requeue on it: a guard that asks for stacks must not start that."""
+    monkeypatch.setattr(hook, "_current", None)
+    guard = hook.init(state.root)
+    guard.step(inner_step=1)
+    assert state.stacks_of(0).read_bytes().startswith(b"pid ")
+    before = signal.signal(STACKS_SIGNAL, lambda *_: None)
+    try:
+        guard.step(inner_step=2)
+        guard.step(inner_step=3)
+        assert state.stacks_of(0).read_bytes() == b""
+        assert [what for what in said(state) if "SIGUSR2" in what] == [
+            "SIGUSR2 is in use by the program now: no stacks at a hang, except by py-spy"
+        ]
+    finally:
+        signal.signal(STACKS_SIGNAL, before)
+        guard.close()
+
+
+def test_another_faulthandler_of_the_program_keeps_its_signal(state: StateDir) -> None:
+    script = (
+        "import faulthandler, os, signal, sys, miner_guard\n"
+        "faulthandler.register(signal.SIGUSR2, file=sys.stdout, all_threads=True)\n"
+        "guard = miner_guard.init(sys.argv[1])\n"
+        "def here(): os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "here()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(state.root)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "in here" in done.stdout
+    assert not state.stacks_of(0).exists()
+    assert "SIGUSR2 is in use by the program" in done.stdout
+
+
+def test_a_rank_without_home_or_working_directory_is_still_the_rank_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against ranks that each take themselves for rank 0 of 1, and upload alone."""
+    nobody = find({"RANK": "2", "WORLD_SIZE": "4"}, "~no-such-user/state")
+    assert (nobody.rank, nobody.world_size, nobody.state) == (2, 4, None)
+    assert "the state directory ~no-such-user/state can't be found" in nobody.remarks[0]
+
+    def gone() -> str:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    nowhere = find({"RANK": "2", "WORLD_SIZE": "4"}, "state")
+    assert (nowhere.rank, nowhere.state) == (2, None)
+
+
+@pytest.mark.parametrize("text", ["-1", "", "two", str(1 << 40)])
+def test_a_rank_that_is_no_number_of_ranks_is_said(state: StateDir, text: str) -> None:
+    seen = find({"LOCAL_RANK": text}, state.root)
+    assert seen.local_rank == 0
+    assert f"LOCAL_RANK={text!r}" in seen.remarks[0]
+    Guard(seen).close()
+    assert reader_of(state).identity.local_rank == 0
+
+
+def test_what_is_logged_by_mistake_is_not_fetched_from_the_gpu(guard: Guard, state: StateDir) -> None:
+    class Tensor:
+        device = type("device", (), {"type": "cuda", "__str__": lambda _self: "cuda:0"})()
+
+        def __repr__(self) -> str:
+            raise AssertionError("this would have synchronised the GPU")
+
+    guard.checkpoint_saved("step-7", step=Tensor())  # type: ignore[arg-type]
+    (entry,) = entries(state, "checkpoint")
+    assert entry["step"] == "Tensor on cuda"
 
 
 def test_importing_and_using_the_hook_imports_neither_torch_nor_third_party_modules() -> None:
