@@ -48,7 +48,7 @@ def release(file: IO[bytes]) -> None:
 
 
 def _caught() -> bool:
-    """Whether this process has a handler of the signal that `signal` does not know of: the program's own faulthandler."""
+    """Whether there is a handler of the signal that `signal` does not know of: the program's own faulthandler."""
     with open("/proc/self/status", "rb") as status:
         mask = next((int(line.split()[1], 16) for line in status if line.startswith(b"SigCgt:")), 0)
     return bool(mask >> (STACKS_SIGNAL - 1) & 1)
