@@ -159,6 +159,9 @@ class Publisher:
             entries = [effort.of("reading back", lambda t=t: self._repo.confirm(t), may_cancel=False) for t in tickets]  # type: ignore[misc]
         except RepoError as error:
             raise PublishError(str(error)) from error
+        except OSError as error:
+            # Of the journal or of the miner's own files: what a repo's files raise is a RepoError.
+            raise PublishError(f"{error.filename or self._journal.path}: {error.strerror or error}") from error
         self._journal.end()
         size = sum(t.size_bytes for t in tickets)
         seconds = time.monotonic() - effort.start

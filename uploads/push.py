@@ -6,6 +6,7 @@ stdout, one JSON result as the last line. SIGTERM cancels. No credential is on t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -44,8 +45,10 @@ def push(
     )
     assert child.stdin is not None
     assert child.stdout is not None
-    child.stdin.write(json.dumps(request))
-    child.stdin.close()
+    with contextlib.suppress(BrokenPipeError):
+        # One that ends before it has read: what is missing then is its result, as below.
+        child.stdin.write(json.dumps(request))
+        child.stdin.close()
     timer = threading.Timer(deadline_s + _GRACE_S, child.kill)
     timer.start()
     try:
@@ -87,7 +90,7 @@ def main() -> None:
 
     try:
         answer: dict[str, Any] = {"result": dataclasses.asdict(_publish(request, say))}
-    except (Busy, Cancelled, PublishError, RepoError) as error:
+    except (Busy, Cancelled, PublishError, RepoError, OSError) as error:
         answer = {"error": redactor.text(str(error))}
         say(f"Model state upload failed: {error}")
     # Not through the redactor, which takes a sha256 for a key; an error in it is redacted already.

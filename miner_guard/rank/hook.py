@@ -165,7 +165,8 @@ class Guard:
                 kind=kind, outer_step=self._stepper.whole("outer_step", outer_step),
                 inner_step=self._stepper.whole("inner_step", inner_step),
                 loss=last if last is not None else (losses[-1] if losses else None), recent_losses=losses,
-                base_outer_step=base_outer_step, files=files, config=config, metadata=metadata, revision=revision,
+                base_outer_step=self._stepper.base(base_outer_step), files=files, config=config, metadata=metadata,
+                revision=revision,
             )  # fmt: skip
             agreed, wrong = self._questions.may_upload(candidate, question)
             self._decided(agreed, wrong)

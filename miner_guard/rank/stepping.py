@@ -122,6 +122,11 @@ class Stepper:
             return value
         return -1 if value is None else self._attempt(name, lambda: numbers.whole(value), -1)
 
+    def base(self, outer_step: Any) -> int | None:
+        """The outer step that the state was loaded from; None where it is unknown or no number."""
+        base = self.whole("base_outer_step", outer_step)
+        return None if base < 0 else base
+
     def _attempt(self, name: str, read: Callable[[], T], fallback: T) -> T:
         try:
             return read()

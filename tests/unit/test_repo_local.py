@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from miner_guard.config import RepoSettings
+from uploads.journal import Journal
+from uploads.publisher import Publisher, PublishError, Revision
+from uploads.push import push
 from uploads.repos import look_at
-from uploads.repos.base import METADATA, RepoError, Ticket, epoch_key
+from uploads.repos.base import CONFIG, GRADIENTS, METADATA, RepoError, Ticket, epoch_key
 from uploads.repos.local import LocalRepo
 
 
@@ -94,3 +99,41 @@ def test_a_key_never_leaves_the_folder(tmp_path: Path) -> None:
 def test_a_repo_that_was_never_made_says_so(tmp_path: Path) -> None:
     assert "repo.path is not set" in str(look_at(RepoSettings(kind="local")).reason)
     assert "no repo is configured" in str(look_at(RepoSettings()).reason)
+
+
+def a_revision(folder: Path) -> Revision:
+    for name in (GRADIENTS, CONFIG, METADATA):
+        (folder / name).write_text("{}")
+    return Revision(folder, 5, 56, 51)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2, 3])
+def test_a_journal_that_cannot_be_written_fails_the_upload_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Guards against a publisher that ends with a traceback where its disk is full."""
+    revision, whole, writes = a_revision(tmp_path), os.replace, 0
+
+    def full(source: Path, target: Path) -> None:
+        nonlocal writes
+        writes += target.parent == tmp_path / "journal"
+        if writes > failing:
+            raise OSError(errno.ENOSPC, "No space left on device", str(source))
+        whole(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    repo = LocalRepo(tmp_path / "repo")
+    publisher = Publisher(repo, Journal(tmp_path / "journal" / "j.json"), lambda _line: None)
+    if failing < 2:
+        with pytest.raises(PublishError, match="No space left on device"):
+            publisher.publish(revision)
+        assert repo.state().empty
+    monkeypatch.setattr(os, "replace", whole)
+    assert publisher.publish(revision).tag == "5.56.51"
+
+
+def test_a_publisher_that_ends_unread_is_an_upload_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    folder = tmp_path / ("x" * 100_000)
+    with pytest.raises(PublishError, match="ended with 0 and no result"):
+        push(RepoSettings(kind="local", path=str(tmp_path)), Revision(tmp_path, 5, 56, 51), folder, print)

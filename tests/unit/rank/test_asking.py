@@ -59,9 +59,11 @@ def test_an_error_in_the_rules_blocks_and_says_so(guard: Guard, monkeypatch: pyt
 
 def test_a_loss_that_may_not_be_read_here_is_unknown_and_no_nan(guard: Guard, state: StateDir) -> None:
     """Guards against a loss handed in as a tensor on the GPU: every upload was blocked as poisoned."""
-    for loss in (SimpleNamespace(device=SimpleNamespace(type="cuda")), "n/a"):
-        decision = guard.may_upload(outer_step=1, inner_step=50, loss=loss)
+    on_gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    for loss in (on_gpu, "n/a"):
+        decision = guard.may_upload(outer_step=1, inner_step=50, loss=loss, base_outer_step=on_gpu)
         assert decision, decision.reason
+        assert "base_outer_step" not in decision.record["candidate"]
     guard.step(loss=2.5)
     assert "loss 2.5 is finite" in guard.may_upload(outer_step=1, inner_step=50, loss="n/a").reason
     assert any("pass a float" in what for what in said(state))
