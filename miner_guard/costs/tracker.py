@@ -170,9 +170,9 @@ class MonitoringCostTracker:
             now = self._clock.monotonic()
             self._learn_step_time(step, now)
             if every_steps is not None and step is not None:
+                last = account.last_step
                 # Inner steps count from 0 again with each outer step.
-                fresh = account.last_step is None or step < account.last_step
-                ready = step % every_steps == 0 if fresh else step - account.last_step >= every_steps
+                ready = step % every_steps == 0 if last is None or step < last else step - last >= every_steps
                 account.asked_s = None if self._step_time_s is None else every_steps * self._step_time_s
             elif every_s is not None:
                 ready = account.last_done is None or now - account.last_done >= every_s
