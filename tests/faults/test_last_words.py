@@ -2,58 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-import pytest
 
 from tests import needs
 from tests.faults.guarded import Guarded
+from tests.servers.webhook import Webhook
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 
 
-@pytest.fixture
-def taken() -> Iterator[tuple[str, list[str]]]:
-    """A webhook's address, and the messages that it took."""
-    needs.module("apprise")
-    bodies: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["message"])
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_arguments: object) -> None:
-            """Quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"json://127.0.0.1:{server.server_port}/hook", bodies
-    server.shutdown()
-    server.server_close()
-
-
-def test_the_crash_loop_is_told_before_the_guard_ends(guarded: Guarded, taken: tuple[str, list[str]]) -> None:
-    url, bodies = taken
+def test_the_crash_loop_is_told_before_the_guard_ends(guarded: Guarded, webhook: Webhook) -> None:
+    url = f"json://{webhook.address}/hook"
     guarded.start(["false"], "--max-restarts", "1", settings={**FAST, "alerts.urls": url})
     assert guarded.processes[0].wait(60) == 75
-    assert any("CRASH LOOP" in body for body in bodies), bodies
+    assert any("CRASH LOOP" in body["message"] for body in webhook.bodies), webhook.bodies
     assert [e["alert"] for e in guarded.named("alert_sent") if "crash_loop" in e["alert"]]
     guarded.assert_nothing_left()
 
 
-def test_a_start_that_is_refused_is_told_before_the_guard_ends(guarded: Guarded, taken: tuple[str, list[str]]) -> None:
-    url, bodies = taken
+def test_a_start_that_is_refused_is_told_before_the_guard_ends(guarded: Guarded, webhook: Webhook) -> None:
+    url = f"json://{webhook.address}/hook"
     settings = {**FAST, "alerts.urls": url, "gpu.preflight": "true", "gpu.preflight_wait_s": 0}
     guarded.start(["true"], "--expect-gpus", "64", settings=settings)
     assert guarded.processes[0].wait(120) == 69
-    assert any("PREFLIGHT" in body for body in bodies), bodies
+    assert any("PREFLIGHT" in body["message"] for body in webhook.bodies), webhook.bodies
     assert not guarded.named("miner_started")
     guarded.assert_nothing_left()
 

@@ -17,18 +17,6 @@ TOKEN = "tökén & more"
 RUN = "run-of-the-test"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    needs.module("playwright")
-    chromium = needs.tool("chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[Port]:
     needs.module("uvicorn")

@@ -8,16 +8,15 @@ import re
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests import needs
+from tests.servers.webhook import Webhook
 
 pytestmark = pytest.mark.slow
 
@@ -141,53 +140,14 @@ raise SystemExit(1)
 PLANTED = "planted-c9f1"
 
 
-class Receiver:
-    """A webhook and a heartbeat's address: what was posted where, and what `ps` showed at that moment."""
-
-    def __init__(self) -> None:
-        self.posted: list[tuple[str, str]] = []
-        self.beats: list[str] = []
-        self.ps = ""
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                outer.ps += subprocess.run(["ps", "axeww"], capture_output=True, text=True, check=True).stdout
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.posted.append((self.path, body["title"]))
-                self.answer()
-
-            def do_GET(self) -> None:
-                outer.beats.append(self.path)
-                self.answer()
-
-            def answer(self) -> None:
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_arguments: object) -> None:
-                """Quiet."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    needs.module("apprise")
-    made = Receiver()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-
-
 @pytest.mark.timeout(300)
 def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_else(
-    pm2: Pm2, receiver: Receiver, tmp_path: Path
+    pm2: Pm2, webhook: Webhook, tmp_path: Path
 ) -> None:
     """Set up by `init`, two lines of guard.toml and the secrets in .env; a dead target beside the good one."""
     guard = needs.tool("miner-guard")
+    ps: list[str] = []
+    webhook.on_post = lambda: ps.append(subprocess.check_output(["ps", "axeww"], text=True))
     (tmp_path / "train.py").write_text(MORTAL)
     subprocess.run([guard, "init", "--name", "miner", "--", sys.executable, "train.py"], cwd=tmp_path, check=True,
                    capture_output=True, timeout=60)  # fmt: skip
@@ -198,8 +158,8 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
     (tmp_path / "guard.toml").write_text(settings)
     secrets = {name: f"{PLANTED}-{name}" for name in ("hook", "dead", "beat", "token")}
     (tmp_path / ".env").write_text(
-        f"MINER_GUARD_ALERTS__URLS=json://{receiver.address}/{secrets['hook']},json://127.0.0.1:1/{secrets['dead']}\n"
-        f"export MINER_GUARD_ALERTS__HEARTBEAT_URL='http://{receiver.address}/{secrets['beat']}'\n"
+        f"MINER_GUARD_ALERTS__URLS=json://{webhook.address}/{secrets['hook']},json://127.0.0.1:1/{secrets['dead']}\n"
+        f"export MINER_GUARD_ALERTS__HEARTBEAT_URL='http://{webhook.address}/{secrets['beat']}'\n"
         f"MINER_GUARD_HTTP__TOKEN={secrets['token']}\n"
     )
     pm2.env |= {"MINER_GUARD_HTTP__PORT": "0", "MINER_GUARD_ALERTS__HEARTBEAT_EVERY_S": "1",
@@ -207,12 +167,12 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
     pm2("start", str(pm2.file))
     _until("the guard's end", lambda: pm2.app()["status"] == "stopped", 120)
     assert pm2.app()["exit_code"] == 75
-    assert {"miner_exited", "crash_loop"} <= {title.rpartition(" ")[2] for _, title in receiver.posted}
-    assert {path for path, _ in receiver.posted} == {f"/{secrets['hook']}"}
-    assert set(receiver.beats) == {f"/{secrets['beat']}"}
+    assert {"miner_exited", "crash_loop"} <= {body["title"].rpartition(" ")[2] for body in webhook.bodies}
+    assert {path for path, _ in webhook.posted} == {f"/{secrets['hook']}"}
+    assert set(webhook.beats) == {f"/{secrets['beat']}"}
     assert "ALERT FAILED" in pm2.logs(), "the dead target is named by its kind alone"
     pm2("save", "--force")
-    said = [pm2("describe", "miner"), pm2("jlist"), pm2("prettylist"), pm2("env", "0"), receiver.ps]
+    said = [pm2("describe", "miner"), pm2("jlist"), pm2("prettylist"), pm2("env", "0"), *ps]
     subprocess.run([guard, "bundle", "-o", "help.tar.gz", "--state-dir", pm2.state], cwd=tmp_path, check=True,
                    capture_output=True, timeout=60)  # fmt: skip
     with tarfile.open(tmp_path / "help.tar.gz") as bundle:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from miner_guard.health.report import render
 from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir, write_json
-from tests import needs
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +43,6 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = root / "report.html"
     file.write_text(render(state))
     return file
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    needs.module("playwright")
-    chromium = needs.tool("chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark"), (320, "light")])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from miner_guard.supervisor import outbox
 from miner_guard.supervisor.parts.alerts import Alerts, send_test
 from tests import needs
 from tests.idle import JobsAtOnce, context
+from tests.servers.webhook import Webhook
 from tests.waiting import until
 
 HANG = found("hang_detected", detail="rank 2 in data for 912s", culprits=[2], idle_s=912, limit_s=300)
@@ -79,44 +77,8 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(policy._open) <= 256
 
 
-class Webhook:
-    """A real HTTP server that keeps what it gets; it may refuse the first requests, or hold its answer."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.gets = 0
-        self.refuse = 0
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.refuse -= 1
-                self.send_response(503 if outer.refuse >= 0 else 200)
-                self.end_headers()
-                if outer.refuse < 0:
-                    outer.bodies.append(json.loads(body))
-
-            def do_GET(self) -> None:
-                outer.gets += 1
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_arguments: Any) -> None:
-                """Quiet."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"json://127.0.0.1:{self.server.server_port}/planted-secret-path"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
-@pytest.fixture
-def webhook() -> Iterator[Webhook]:
-    needs.module("apprise")
-    hook = Webhook()
-    yield hook
-    hook.server.shutdown()
-    hook.server.server_close()
+def _url(webhook: Webhook) -> str:
+    return f"json://{webhook.address}/planted-secret-path"
 
 
 def _part(
@@ -135,7 +97,7 @@ def test_an_alert_arrives_after_a_refusal_and_is_said(
 ) -> None:
     monkeypatch.setattr(outbox, "RETRIES_S", (0.1,))
     webhook.refuse = 1
-    part, said = _part(tmp_path, AlertSettings(urls=(webhook.url,)))
+    part, said = _part(tmp_path, AlertSettings(urls=(_url(webhook),)))
     part.on_finding(HANG)
     until(lambda: said)
     assert [(finding.event, finding.fields["targets"]) for finding in said] == [("alert_sent", 1)]
@@ -177,7 +139,7 @@ def test_a_dead_webhook_delays_neither_the_other_target_nor_the_next_alert(
 ) -> None:
     monkeypatch.setattr(outbox, "WITHIN_S", 3.0)
     monkeypatch.setattr(outbox, "RETRIES_S", (600.0,))
-    part, said = _part(tmp_path, AlertSettings(urls=(silent, webhook.url), cooldown_s=0))
+    part, said = _part(tmp_path, AlertSettings(urls=(silent, _url(webhook)), cooldown_s=0))
     part.on_finding(HANG)
     until(lambda: len(webhook.bodies) == 1)
     part.on_finding(FAILED)
@@ -195,7 +157,7 @@ def test_what_waits_at_the_end_is_tried_once_more_and_lingering_ends_when_it_arr
 ) -> None:
     monkeypatch.setattr(outbox, "RETRIES_S", (600.0,))
     webhook.refuse = 1
-    part, said = _part(tmp_path, AlertSettings(urls=(webhook.url,)))
+    part, said = _part(tmp_path, AlertSettings(urls=(_url(webhook),)))
     part.on_finding(HANG)
     until(lambda: part._outbox._later)
     part.on_finding(found("crash_loop", detail="x", restarts=5))
@@ -207,16 +169,16 @@ def test_what_waits_at_the_end_is_tried_once_more_and_lingering_ends_when_it_arr
 
 
 def test_the_heartbeat_is_sent_while_the_miner_progresses_and_only_then(tmp_path: Path, webhook: Webhook) -> None:
-    url = f"http://127.0.0.1:{webhook.server.server_port}/beat"
+    url = f"http://{webhook.address}/beat"
     status = {"state": "running", "steps": {"last_step_age_s": 3, "max_s": 15}}
     part, _ = _part(tmp_path, AlertSettings(heartbeat_url=url), status)
     jobs = part.context.jobs
     assert isinstance(jobs, JobsAtOnce)
     jobs.repeated["heartbeat"]()
-    assert webhook.gets == 1
+    assert len(webhook.beats) == 1
     status["steps"] = {"last_step_age_s": 3000, "max_s": 15}
     jobs.repeated["heartbeat"]()
-    assert webhook.gets == 1
+    assert len(webhook.beats) == 1
 
 
 def test_the_test_message(
@@ -224,10 +186,12 @@ def test_the_test_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["alerts", "test"]) == 64
-    monkeypatch.setenv("MINER_GUARD_ALERTS__URLS", webhook.url)
+    monkeypatch.setenv("MINER_GUARD_ALERTS__URLS", _url(webhook))
     assert run(["alerts", "test"]) == 0
     assert "sent to 1 target in" in capsys.readouterr().out
-    monkeypatch.setenv("MINER_GUARD_ALERTS__URLS", f"{webhook.url},json://127.0.0.1:9/planted-secret-path,nonsense://x")
+    monkeypatch.setenv(
+        "MINER_GUARD_ALERTS__URLS", f"{_url(webhook)},json://127.0.0.1:9/planted-secret-path,nonsense://x"
+    )
     assert run(["alerts", "test"]) == 1
     words = capsys.readouterr().err
     assert "target 2 (json) did not take it; target 3 (nonsense) is not an address" in words
