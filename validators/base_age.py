@@ -10,7 +10,10 @@ RULE = "base_age"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block where the network's outer step is beyond the one that ours was loaded from; warn of the opposite."""
+    """Block where the network's outer step is beyond the one that ours was loaded from; warn of the opposite.
+
+    One ahead is how it is after an AllReduce, until the master has published it and the guard has looked.
+    """
     ours, network = facts.candidate.base_outer_step, facts.network.outer_step
     if network is None:
         why = facts.network.reason or "the master's repo was not read"
@@ -24,7 +27,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             RULE, "block", ours, network,
             f"base outer_step ({ours}) < network ({network}): a gradient against an old base. Reload the global state",
         )  # fmt: skip
-    if ours > network:
+    if ours > network + 1:
         words = f"base outer_step ({ours}) > network ({network}): is the right network looked at?"
         return Verdict(RULE, "warn", ours, network, words)
     return Verdict(RULE, "pass", ours, network, f"base outer_step {ours}, network {network}")

@@ -36,7 +36,7 @@ class Limits:
     """The least inner step that validators accept."""
 
     validator_repo_age_s: float | None = None
-    """Published files older than this score zero."""
+    """Published files of this age or older score zero."""
 
     block_list_max_age: int | None = None
     """Blocks between the newest of `block_list` and the current block."""

@@ -43,7 +43,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
-    """What validators say of the age of the published gradients (subnet 38: beyond 4800 s they score zero)."""
+    """What validators say of the age of the published gradients (subnet 38: from 4800 s on they score zero)."""
     published = facts.published
     age = age_now(published, facts.now)
     limit = limits.validator_repo_age_s or limits.repo_age_limit_s
@@ -52,10 +52,10 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     if age is None:
         return Verdict(RULE, "unknown", None, limit, f"repo age unknown: {published.reason}")
     seen = round(age, 1)
-    if age > limit:
+    if age >= limit:
         known = limits.validator_repo_age_s is not None
         why = "they score zero" if known else "the guard's own limit, no profile says when they score zero"
-        return Verdict(RULE, "block", seen, limit, f"gradients are {age:.0f}s old > {limit:.0f}s: {why}; upload")
+        return Verdict(RULE, "block", seen, limit, f"gradients are {age:.0f}s old >= {limit:.0f}s: {why}; upload")
     if age > limits.repo_age_limit_s:
         own = limits.repo_age_limit_s
         return Verdict(RULE, "warn", seen, own, f"gradients are {age:.0f}s old (keep < {own:.0f}s)")

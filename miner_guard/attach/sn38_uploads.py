@@ -73,6 +73,8 @@ class Uploads:
         return {
             # The local counters, not `epoch`: rank 0 alone keeps the global one up to date.
             "outer_step": miner.local_progress.epoch,
+            # It is the loaded state's: whatever loads one sets it, and an AllReduce makes the next one of it.
+            "base_outer_step": miner.local_progress.epoch,
             "inner_step": given["inner_step"] if "inner_step" in given else self.inner_step(miner),
             "kind": "archive" if given.get("archive") or paused(miner) else "gradient",
             "loss": getattr(miner.local_progress, "loss", None),

@@ -116,6 +116,7 @@ def test_each_upload_is_gated_and_its_end_recorded(today: Run) -> None:
     assert [(d["outer_step"], d["inner_step"], d["upload_kind"]) for d in decisions] == [
         (1, 0, "gradient"), (1, 2, "gradient"), (1, 4, "gradient"), (1, 6, "gradient"), (2, 0, "archive"),
     ]  # fmt: skip
+    assert [d["record"]["candidate"]["base_outer_step"] for d in decisions] == [1, 1, 1, 1, 2]
     finished = [u for u in today.entries("upload") if u["phase"] == "finished"]
     assert [u["tag"] for u in finished] == ["5.1.0", "5.1.2", "5.1.4", "5.1.6", "5.2.0"]
     assert [u["decision_id"] for u in finished] == [d["decision_id"] for d in decisions]

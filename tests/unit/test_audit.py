@@ -84,7 +84,7 @@ def test_what_validators_accept_passes_and_says_what_was_checked(tmp_path: Path)
     [
         ({"inner": 0}, "min_inner_step: published inner_step 0 < 1: validators reject it"),
         ({"inner": 0}, "this is the upload after an AllReduce; the next gradient's upload mends it"),
-        ({"age_s": 4900.0}, "repo_age: gradients are 4900s old > 4800s: they score zero"),
+        ({"age_s": 4900.0}, "repo_age: gradients are 4900s old >= 4800s: they score zero"),
         ({"blocks": [899]}, "block_list: newest block of block_list is 201 blocks old > 200: rejected"),
         ({"blocks": []}, "block_list: block_list is empty"),
         ({"wvals": torch.tensor([float("nan"), 1.0])}, "gradients: gradients.pt: w: NaN or Inf"),
