@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -168,3 +169,19 @@ def test_a_warning_in_json_is_a_remark() -> None:
     log = json.dumps(record) + "\n" + 3 * '{"step": 3, "loss": 3.1}\n'
     assert root(log) is None
     assert root(log.replace('"warning"', '"error"')) == "hf_rate_limit"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{'loss': '3.%s', 'grad_norm': '1.%s', 'learning_rate': '%se-07', 'epoch': '0.%s'}",
+        "{'eval_loss': 3.%s, 'eval_runtime': %s.12, 'eval_samples_per_second': %s.4, 'epoch': 1.%s}",
+        "2025-01-01 10:00:00.%s | INFO | rank 0 status: step %s error rate 0.%s response %sms",
+        "Outer Step: 5 | Inner Step: %s | Loss: 3.%s | Step Time: 1.%ss | Tokens/s: %s",
+        "Uploading epoch-%s/gradients.pt (%s MB) to the bucket took %s s, step %s",
+    ],
+)
+def test_no_number_of_training_is_a_status_code(line: str) -> None:
+    """A gradient norm of 1.429 beside `learning_rate` was a rate limit once, HTTP status 429."""
+    log = "".join(line % ((f"{number:03d}",) * 4) + "\n" for number in range(1000))
+    assert incidents(log.encode()) == []
