@@ -2,6 +2,7 @@
 // For your own miner edit the line RUN, as in
 //   const RUN = ["run", "--", "torchrun", "--nproc_per_node=4", "neurons/miner.py", "--netuid", "38"];
 // Everything else here is needed as it is:
+//   /usr/bin/env, since pm2 hands a script with a space in its path to bash, without its arguments;
 //   treekill false, so that the guard alone is signalled and stops its ranks in order, checkpoints written;
 //   kill_timeout above the guard's own stop_timeout_s (45 s), which is above torchrun's (30 s);
 //   no restart for what a restart can't mend: 63 finished, 64 usage, 69 preflight, 75 crash loop, 78 configuration.
@@ -19,9 +20,12 @@ module.exports = {
     {
       name: "miner",
       cwd: __dirname,
-      script: path.join(bin, "python"),
+      script: "/usr/bin/env",
       interpreter: "none",
-      args: ["-u", path.join(bin, "miner-guard"), RUN[0], "--name", "miner", "--finished-code", "63", ...RUN.slice(1)],
+      args: [
+        path.join(bin, "python"), "-u", path.join(bin, "miner-guard"),
+        RUN[0], "--name", "miner", "--finished-code", "63", ...RUN.slice(1),
+      ],
       exec_mode: "fork",
       instances: 1,
       treekill: false,

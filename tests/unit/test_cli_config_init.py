@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,8 @@ def test_init_passes_settings_file_and_state_directory_on_to_run(tmp_path: Path)
     assert run(["init", "--dir", str(tmp_path), *flags, "--", "python", "train.py", "--lr", "3"]) == 0
     app = _app(tmp_path / "ecosystem.config.js")
     assert app["name"] == 'a "b"'
-    assert app["args"][2:5] == ["run", "--name", 'a "b"']
-    assert app["args"][7:] == [*flags[:4], "--", "python", "train.py", "--lr", "3"]
+    assert app["args"][3:6] == ["run", "--name", 'a "b"']
+    assert app["args"][8:] == [*flags[:4], "--", "python", "train.py", "--lr", "3"]
     assert (tmp_path / "mine.toml").is_file()
 
 
@@ -140,8 +141,19 @@ def test_the_written_pm2_file_has_the_settings_of_ours_and_the_command_word_for_
     written, ours = _app(tmp_path / "ecosystem.config.js"), _app(needs.REPO / "ecosystem.config.js")
     assert written["args"][-len(awkward) :] == awkward
     assert 0 not in written["stop_exit_codes"]
-    varying = {"args", "cwd", "script"}
+    varying = {"args", "cwd"}
     assert {k: v for k, v in written.items() if k not in varying} == {k: v for k, v in ours.items() if k not in varying}
+
+
+def test_an_environment_in_a_folder_with_a_space_is_started_by_pm2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pm2 makes a script with a space in it a line of bash, and drops its arguments."""
+    monkeypatch.setattr(sys, "executable", "/home/me/my miner/.venv/bin/python")
+    assert run(["init", "--dir", str(tmp_path), "--", "python", "train.py"]) == 0
+    app = _app(tmp_path / "ecosystem.config.js")
+    assert " " not in app["script"]
+    assert app["args"][:3] == [sys.executable, "-u", "/home/me/my miner/.venv/bin/miner-guard"]
 
 
 def test_init_says_how_the_other_commands_find_a_guard_of_another_name(

@@ -1,5 +1,6 @@
 // pm2 start ecosystem.config.js      runs the miner under the guard. Written by `miner-guard init`.
 // To change the miner, edit the line RUN. Everything else here is needed as it is:
+//   /usr/bin/env, since pm2 hands a script with a space in its path to bash, without its arguments;
 //   treekill false, so that the guard alone is signalled and stops its ranks in order, checkpoints written;
 //   kill_timeout above the guard's own stop_timeout_s (45 s), which is above torchrun's (30 s);
 //   no restart for what a restart can't mend: 63 finished, 64 usage, 69 preflight, 75 crash loop, 78 configuration.
@@ -17,9 +18,9 @@ module.exports = {
     {
       name: "@NAME@",
       cwd: __dirname,
-      script: @PYTHON@,
+      script: "/usr/bin/env",
       interpreter: "none",
-      args: ["-u", @GUARD@, RUN[0], "--name", "@NAME@", "--finished-code", "63", ...RUN.slice(1)],
+      args: [@PYTHON@, "-u", @GUARD@, RUN[0], "--name", "@NAME@", "--finished-code", "63", ...RUN.slice(1)],
       exec_mode: "fork",
       instances: 1,
       treekill: false,
