@@ -185,3 +185,11 @@ def test_no_number_of_training_is_a_status_code(line: str) -> None:
     """A gradient norm of 1.429 beside `learning_rate` was a rate limit once, HTTP status 429."""
     log = "".join(line % ((f"{number:03d}",) * 4) + "\n" for number in range(1000))
     assert incidents(log.encode()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Found 0 inf or nan gradients", 'INFO:     127.0.0.1:54321 - "GET /healthz HTTP/1.1" 503 Service Unavailable'],
+)
+def test_a_count_of_none_and_ones_own_answers_are_no_incidents(line: str) -> None:
+    assert root(line) is None
