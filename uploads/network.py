@@ -61,8 +61,8 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
     return Progress(outer, block if isinstance(block, int) else None)
 
 
-def network_of(look: ChainLook, ahead: Progress, now: float) -> Network:
-    """What the rules need of a look at the chain and at the master's repo, at `now` (monotonic)."""
+def network_of(look: ChainLook, ahead: Progress, seen_at: float) -> Network:
+    """What the rules need of a look at the chain, whose block was first seen at `seen_at`, and at the master's repo."""
     since = None
     if look.block is not None and ahead.last_allreduce_block is not None:
         since = look.block - ahead.last_allreduce_block
@@ -70,7 +70,7 @@ def network_of(look: ChainLook, ahead: Progress, now: float) -> Network:
     return Network(
         block=look.block, outer_step=ahead.outer_step, blocks_since_allreduce=since,
         commitment=fingerprint(look.commitment or "") if told else None, registered=look.registered, uid=look.uid,
-        reason=look.reason, seen_at=now,
+        reason=look.reason, seen_at=seen_at,
     )  # fmt: skip
 
 

@@ -67,6 +67,17 @@ def test_a_revision_is_one_commit_and_one_tag(server: tuple[RepoSettings, hub.Hu
     assert state.tags == {"1.3.60": commits[0].id, "1.3.50": commits[1].id}
 
 
+def test_a_tag_that_is_published_again_names_what_was_published_last(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path
+) -> None:
+    """Guards against a miner that trains from a checkpoint to the same step again: the tag named the older files."""
+    settings, state = server
+    for folder in (tmp_path / "before", tmp_path / "after"):
+        folder.mkdir()
+        publish(settings, revision(folder, 50, LARGE), tmp_path)
+    assert state.tags == {"1.3.50": state.repos[REPO_ID][0].id}
+
+
 def test_repeating_a_commit_that_was_cut_off_changes_nothing_seen(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:

@@ -220,6 +220,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer({"success": True, "commitOid": made.id, "commitUrl": url, "hookOutput": ""})
 
     def tag(self, match: re.Match[str], body: bytes) -> None:
+        if self.command == "DELETE":
+            self.state.tags.pop(match["revision"], None)
+            self.answer({})
+            return
         name = json.loads(body)["tag"]
         if name in self.state.tags:
             self._fail(409, "TagExists", "Tag reference exists already")

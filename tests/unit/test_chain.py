@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.chain import Chain
 from uploads.network import Progress, master_bucket
+from validators.block_list import current_block
+from validators.facts import Network
 
 SETTINGS = ChainSettings(network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0, timeout_s=20.0)
 
@@ -211,3 +214,12 @@ def test_a_frozen_node_is_said(part: Chain) -> None:
     (frozen,) = said(part.looked(GOOD, Progress(), 121.0))
     assert "the block has not moved for 121s" in line(frozen)
     assert frozen.severity == "warning"
+
+
+def test_behind_a_frozen_node_the_chain_goes_on(part: Chain) -> None:
+    """Guards against a block_list that looks young to a guard whose node stands as still as the miner's."""
+    looks = [next(iter(part.looked(GOOD, Progress(), 60.0 * n))) for n in range(61)]
+    network = Network(**looks[-1].fields["network"])
+    assert current_block(network, 3600.0, 12.0) == 1000 + 300
+    moved = next(iter(part.looked(replace(GOOD, block=1290), Progress(), 3660.0)))
+    assert current_block(Network(**moved.fields["network"]), 3672.0, 12.0) == 1291

@@ -130,7 +130,14 @@ class HubRepo:
 
     def _tag(self, revision: str, commit: str | None) -> None:
         def tagged() -> None:
-            self._api.create_tag(repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH, exist_ok=True)
+            try:
+                self._api.create_tag(repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH)
+            except Exception as error:
+                if _status(error) != 409:
+                    raise
+                # Of an earlier push of the same step, from before a restart: it names other files.
+                self._api.delete_tag(repo_id=self._repo_id, tag=revision)
+                self._api.create_tag(repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH)
 
         self._guarded(tagged)
 
@@ -196,10 +203,14 @@ def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Hu
     return HubRepo(api, settings.repo_id, endpoint, token, max(1.0, settings.timeout_s / 2))
 
 
+def _status(error: Exception) -> Any:
+    return getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "code", None)
+
+
 def _translated(error: Exception, repo_id: str) -> RepoError:
     """By status and by the classes' names: where they live differs between the library's generations."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "code", None)
+    status = _status(error)
     no_file = status == 404 and isinstance(error, urllib.error.HTTPError)
     if no_file or kinds & {"EntryNotFoundError", "RevisionNotFoundError"}:
         return Missing(f"repo {repo_id} has no such file")

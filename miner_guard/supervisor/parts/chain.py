@@ -39,16 +39,19 @@ class Chain(Part):
 
     def _refresh(self) -> None:
         look = chain.look(self._settings)
+        # The master's repo is looked at afterwards, and may take its time.
+        now = self.context.clock.monotonic()
         ahead = Progress(reason="not asked for")
         if look.reason is None and self._settings.master_uid is not None:
             ahead = progress(self.context.config.repo, self._limits, look.master_commitment)
-        for finding in self.looked(look, ahead, self.context.clock.monotonic()):
+        for finding in self.looked(look, ahead, now):
             self.context.emit(finding)
 
     def looked(self, look: ChainLook, ahead: Progress, now: float) -> Iterator[Finding]:
         """What is to be said of one look, at `now` (monotonic). Its `network` field is for the gate."""
-        network = network_of(look, ahead, now)
         frozen = self._frozen_s(look, now)
+        # A block counts from when it was first seen: behind a node that stands still the chain goes on.
+        network = network_of(look, ahead, now if self._moved is None else self._moved[1])
         self._latest = (look, network)
         if look.reason is not None:
             level = "warning" if self._unknown.ask(look.reason, now) else "debug"
