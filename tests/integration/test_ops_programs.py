@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,12 +21,14 @@ import pytest
 from miner_guard.statedir import read_json
 from tests import needs
 from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
+from tests.servers.webhook import Webhook
 from tests.waiting import until
 
 __all__ = ["fake_nvml", "nvml_library"]
 
 OPS = needs.REPO / "ops"
 TOKEN = "token-of-the-test"
+NOBODY = "127.0.0.1:1"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -67,27 +70,35 @@ def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
         guard.wait(timeout=60)
 
 
-class Prometheus:
-    """The real server, with our configuration, over our targets."""
+def _free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
-    def __init__(self, folder: Path, target: str) -> None:
+
+class Prometheus:
+    """The real server, with our configuration, over our targets; its alerts go nowhere but to `alertmanager`."""
+
+    def __init__(self, folder: Path, target: str, alertmanager: str = NOBODY) -> None:
         program = needs.tool("prometheus")
         shutil.copy(OPS / "prometheus" / "rules.yml", folder)
         (folder / "miner-guard.token").write_text(TOKEN)
         text = (OPS / "prometheus" / "prometheus.yml").read_text()
         text = text.replace("30s", "1s").replace('["miner-1:9838", "miner-2:9838"]', f'["{target}"]')
+        text = text.replace("localhost:9093", alertmanager)
         assert target in text
+        assert alertmanager in text
         (folder / "prometheus.yml").write_text(text)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = _free_address()
         flags = [f"--web.listen-address={self.address}", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
         self.process = subprocess.Popen([program, *flags], cwd=folder, stderr=subprocess.DEVNULL)
-        until(self._listens, what="Prometheus to listen")
+        until(self._ready, what="Prometheus to be ready")
 
-    def _listens(self) -> bool:
-        host, port = self.address.split(":")
-        with socket.socket() as probe:
-            return probe.connect_ex((host, int(port))) == 0
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
 
     def ask(self, path: str, **query: str) -> Any:
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
@@ -128,6 +139,32 @@ def test_prometheus_scrapes_the_guard_and_every_panel_of_the_dashboard_has_data(
     assert len(rules) == (OPS / "prometheus" / "rules.yml").read_text().count("- alert:")
     firing = [alert for alert in prometheus.ask("alerts")["alerts"] if alert["state"] == "firing"]
     assert firing == [], "nothing is wrong with this miner"
+
+
+def test_a_guard_that_does_not_answer_calls_somebody_once_through_alertmanager(
+    tmp_path: Path, webhook: Webhook
+) -> None:
+    program, address = needs.tool("prometheus-alertmanager"), _free_address()
+    text = (OPS / "prometheus" / "alertmanager.yml").read_text()
+    text = text.replace("https://receiver.example", f"http://{webhook.address}").replace("30s", "1s")
+    (tmp_path / "alertmanager.yml").write_text(text)
+    flags = ["--config.file=alertmanager.yml", f"--web.listen-address={address}", "--cluster.listen-address="]
+    manager = subprocess.Popen([program, *flags, "--storage.path=alerts"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    server = Prometheus(tmp_path, NOBODY, address)
+    try:
+        rules = tmp_path / "rules.yml"
+        rules.write_text(rules.read_text().replace("for: 2m", "for: 0s"))
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: webhook.posted, what="the call")
+    finally:
+        server.close()
+        manager.terminate()
+        manager.wait(30)
+    (path, body), *more = webhook.posted
+    assert (path, more) == ("/hook", [])
+    (alert,) = body["alerts"]
+    assert alert["labels"]["alertname"] == "MinerGuardDown"
+    assert alert["annotations"]["summary"] == f"{NOBODY}: the guard does not answer, or writes nothing"
 
 
 def _rotate(folder: Path, config: str) -> None:

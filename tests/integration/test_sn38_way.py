@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,6 +16,7 @@ import pytest
 from miner_guard.statedir import read_json
 from tests import needs
 from tests.integration.test_pm2 import Pm2, pm2
+from tests.waiting import until
 
 __all__ = ["pm2"]
 
@@ -96,25 +95,18 @@ class Clone:
         return "".join(path.read_text() for path in sorted(logs.glob(f"{app.replace('_', '-')}*.log")))
 
 
-def _until(what: str, true: Callable[[], object], seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.5)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_from_run_miner_to_the_guard_and_back(pm2: Pm2, tmp_path: Path) -> None:
     clone = Clone(tmp_path, pm2)
     clone.sh("bash run_miner.sh")
-    _until("an unguarded push", lambda: "Successfully pushed" in clone.printed(UPSTREAMS))
+    until(lambda: "Successfully pushed" in clone.printed(UPSTREAMS), 90, "an unguarded push")
 
     clone.sh(_commands("miner-guard init"))
     assert clone.apps() == ["sn38"]
-    _until("the gate's word", lambda: "UPLOAD BLOCKED" in clone.printed("sn38"))
-    _until(
-        "guarded steps", lambda: ((read_json(clone.state / "status.json") or {}).get("steps") or {}).get("inner_step")
+    until(lambda: "UPLOAD BLOCKED" in clone.printed("sn38"), 90, "the gate's word")
+    until(
+        lambda: (read_json(clone.state / "status.json") or {}).get("steps", {}).get("inner_step"), 90, "guarded steps"
     )
     pm2("start", str(needs.REPO / "ops" / "sn38" / "auto_update.sh"), "--name", "sn38-update", "--interpreter", "bash")
     pm2("save")
@@ -122,7 +114,7 @@ def test_from_run_miner_to_the_guard_and_back(pm2: Pm2, tmp_path: Path) -> None:
     before = clone.printed(UPSTREAMS)
     clone.sh(_commands("run_miner.sh …"))
     assert clone.apps() == [UPSTREAMS]
-    _until("an unguarded push again", lambda: "Successfully pushed" in clone.printed(UPSTREAMS)[len(before) :])
+    until(lambda: "Successfully pushed" in clone.printed(UPSTREAMS)[len(before) :], 90, "an unguarded push again")
     running = clone.environments()
     assert len(running) >= 3, "launcher and two ranks"
     assert [name for env in running for name in env if name.startswith("_MINER_GUARD")] == []

@@ -110,6 +110,12 @@ def test_the_rules_are_valid_and_fire_when_they_should(tmp_path: Path) -> None:
         assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
+def test_alertmanager_takes_its_file() -> None:
+    command = [needs.tool("amtool"), "check-config", OPS / "prometheus" / "alertmanager.yml"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
 def _metric_names() -> set[str]:
     """Every name that the exposition can have."""
     gpu = {"index": 0, "state": "ok", **dict.fromkeys(metrics._GPU, 1.0)}
