@@ -34,6 +34,7 @@ class Stepper:
         self._report = report
         self._rank = place.rank
         self._lines = alone.StepLines(place.settings.steps)
+        self._memory = numbers.CudaMemory()
         self._started = recorder.monotonic()
         expect = place.settings.gpu.expect
         self._cuda_expected = isinstance(expect, int) and expect > 0
@@ -61,7 +62,7 @@ class Stepper:
         flags |= self._kind(seconds)
         self.count += 1
         total = self.count if total_steps is None else self.whole("total_steps", total_steps)
-        memory = self._attempt("cuda_memory", numbers.cuda_memory, (NAN, NAN))
+        memory = self._attempt("cuda_memory", self._memory.read, (NAN, NAN))
         self._recorder.step(
             outer, inner, total, self._started, now, loss_value, lr_value, norm_value, eval_value,
             memory, self.whole("tokens", tokens), flags, seconds, nested, *self._phases.shown(now),

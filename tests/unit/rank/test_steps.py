@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -112,6 +113,42 @@ def test_a_loss_that_still_has_its_graph_is_read_without_a_word_of_torch(guard: 
     (step,) = reader_of(state).steps()
     assert step.loss == 2.0
     assert said(state) == []
+
+
+class FakeCuda:
+    """As much of `torch.cuda` as the hook may touch: bytes allocated on each GPU, the first one being current."""
+
+    def __init__(self, *allocated: int) -> None:
+        self.allocated = list(allocated)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return len(self.allocated)
+
+    def memory_stats_as_nested_dict(self, device: int | None = None) -> dict[str, Any]:
+        allocated = self.allocated[device or 0]
+        return {
+            "allocated_bytes": {"all": {"current": allocated}}, "reserved_bytes": {"all": {"current": 2 * allocated}},
+        }  # fmt: skip
+
+
+def test_memory_is_that_of_the_gpu_in_use_where_another_is_current(
+    guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that names `cuda:2` and sets no device would else look as if its model were on the CPU."""
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda := FakeCuda(0, 0, 18, 3))
+    guard.step()
+    cuda.allocated[2] = 19
+    guard.step()
+    monkeypatch.setitem(sys.modules, "torch.cuda", FakeCuda(5, 18))
+    other = Guard(place(state, rank=1, world_size=2))
+    other.step()
+    monkeypatch.setitem(sys.modules, "torch.cuda", FakeCuda(0, 0))
+    other.step()
+    assert [(s.allocated_bytes, s.reserved_bytes) for s in reader_of(state).steps()] == [(18, 36), (19, 38)]
+    assert [s.allocated_bytes for s in reader_of(state, 1).steps()] == [5, 0]
 
 
 def test_costs_are_summed_up_and_leave_room_for_decisions(guard: Guard, state: StateDir, clock: Clock) -> None:
