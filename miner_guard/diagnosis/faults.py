@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from miner_guard.diagnosis.check import Check
-from miner_guard.diagnosis.gpu_rows import BAD_THROTTLE, of_row
+from miner_guard.diagnosis.gpu_rows import BAD_THROTTLE, links_down, of_row
 from miner_guard.events import Finding, found
 
 Row = Mapping[str, Any]
@@ -41,9 +41,12 @@ class Faults:
 
     def observe(self, rows: list[Row], now: float) -> Iterator[Finding]:
         """The rows of one sample, `now` monotonic."""
+        down = {c.gpu: c for c in links_down(rows)}
         for row in rows:
             gpu = str(row["index"])
             checks = {c.check: c for c in of_row(row)}
+            if row["index"] in down:
+                checks["gpu.nvlink"] = down[row["index"]]
             yield from self._throttle(gpu, row, now)
             for name in sorted(_WATCHED):
                 yield from self._one(gpu, row, name, checks.get(name))
@@ -68,8 +71,8 @@ class Faults:
 
     def _one(self, gpu: str, row: Row, name: str, check: Check | None) -> Iterator[Finding]:
         key = (gpu, name)
-        if check is None and row["state"] != "ok":
-            # The GPU says nothing at all now: what stood, stands.
+        if check is None or (check.level == "unknown" and row["state"] != "ok"):
+            # It can't be read now: what stood, stands.
             return
         bad = check is not None and check.level in ("warn", "critical")
         if bad and check is not None:

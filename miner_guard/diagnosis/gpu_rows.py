@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard.diagnosis.check import Check, Snapshot
@@ -28,6 +28,8 @@ COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclu
 UNDER_LOAD = 0.5
 """PCIe links idle down: width and generation are judged from this utilisation on."""
 
+_LINK_STEP = "check the fabric manager and nvidia-smi nvlink -s"
+
 STATES = {
     "lost": ("is lost: it has fallen off the bus", "drain the node and reboot; if it is lost again, have it replaced"),
     "reset_required": ("must be reset", "stop what uses it, then nvidia-smi --gpu-reset, or reboot"),
@@ -40,6 +42,7 @@ STATES = {
 def checks(s: Snapshot) -> Iterator[Check]:
     """All GPUs; where the CPU was asked for, a GPU's fault is only worth a warning."""
     yield from _peers(s.gpu_rows)
+    yield from links_down(s.gpu_rows)
     softened = s.expectation.count == 0
     for row in s.gpu_rows:
         for check in of_row(row):
@@ -169,9 +172,21 @@ def _pcie(row: Row) -> Iterator[Check]:
 
 def _nvlink(row: Row) -> Iterator[Check]:
     up, there = row.get("nvlinks_up"), row.get("nvlinks")
-    if there and up is not None:
-        step = "check the fabric manager and nvidia-smi nvlink -s"
-        yield _judged(row, "gpu.nvlink", up != there, f"{up} of {there} NVLinks are up", str(there), step)
+    if there and up == 0:
+        # A card without a bridge (RTX 3090, A6000, A100 PCIe) has its links all the same, and all of them down.
+        yield _check(row, "gpu.nvlink", "ok", f"none of {there} NVLinks is connected", str(there))
+    elif there and up is not None:
+        yield _judged(row, "gpu.nvlink", up != there, f"{up} of {there} NVLinks are up", str(there), _LINK_STEP)
+
+
+def links_down(rows: Sequence[Row]) -> Iterator[Check]:
+    """GPUs without any NVLink beside others that have theirs."""
+    known = [row for row in rows if row.get("nvlinks") and row.get("nvlinks_up") is not None]
+    if any(row["nvlinks_up"] for row in known):
+        for row in known:
+            if row["nvlinks_up"] == 0:
+                seen = f"0 of {row['nvlinks']} NVLinks are up, those of other GPUs are"
+                yield _check(row, "gpu.nvlink", "warn", seen, str(row["nvlinks"]), _LINK_STEP)
 
 
 def _fabric(row: Row) -> Iterator[Check]:

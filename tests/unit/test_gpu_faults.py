@@ -52,6 +52,31 @@ def test_a_lost_gpu_keeps_what_stood_before_and_is_said_itself() -> None:
     assert lost[0].severity == "critical"
 
 
+@pytest.mark.parametrize(
+    ("fault", "unread"),
+    [
+        ({"ecc_uncorrected": 1}, {"ecc_uncorrected": None}),
+        ({"state": "lost", "error": "GPU is lost"}, {"state": "unreadable", "error": "No Permission"}),
+    ],
+)
+def test_what_cannot_be_read_is_not_well_again(fault: dict[str, Any], unread: dict[str, Any]) -> None:
+    faults = Faults()
+    assert [f.event for f in observed(faults, 0.0, **fault)] == ["gpu_fault"]
+    assert observed(faults, 10.0, **unread) == []
+    assert [f.event for f in observed(faults, 20.0)] == ["gpu_recovered"]
+
+
+def test_cards_without_a_bridge_have_links_that_nobody_misses_unless_the_others_have_theirs() -> None:
+    bare = [{**HEALTHY, "index": n, "uuid": f"GPU-{n}", "nvlinks": 4, "nvlinks_up": 0} for n in range(2)]
+    faults = Faults()
+    assert list(faults.observe(bare, 0.0)) == []
+    one_down = [{**bare[0], "nvlinks_up": 4}, bare[1]]
+    (fault,) = faults.observe(one_down, 10.0)
+    assert (fault.fields["gpu"], fault.severity) == (1, "warning")
+    assert "0 of 4 NVLinks are up" in events.line(fault)
+    assert [c.level for c in of_row({**HEALTHY, "nvlinks_up": 11}) if c.check == "gpu.nvlink"] == ["warn"]
+
+
 def test_throttling_counts_from_six_samples_in_ten_minutes() -> None:
     faults = Faults()
     sparse = [observed(faults, 130.0 * n, throttle_bits=0x40, throttle=["HW thermal"]) for n in range(20)]
