@@ -208,17 +208,16 @@ def _computable(tensor: Any) -> Any:
 
 
 def _finite(torch: Any, value: Any) -> bool:
-    """Whether every number in a tensor, or in the lists that hold some, is finite."""
+    """Whether a number, or all of a tensor's, are finite; what is neither has none that are not."""
     if isinstance(value, torch.Tensor):
         return bool(torch.isfinite(_computable(value)).all())
-    if isinstance(value, (list, tuple)):
-        return all(_finite(torch, item) for item in value)
     return not isinstance(value, float) or math.isfinite(value)
 
 
 def _of_quantisation(torch: Any, name: str, parameters: Any) -> Iterator[str]:
     """Shift, scale and lookup table of quantised values: what is NaN there is NaN in the decoded gradient."""
-    if not _finite(torch, parameters):
+    # Not into lists of lists: a small file can hold more of them than anybody can walk through.
+    if not all(_finite(torch, item) for item in (parameters if isinstance(parameters, (list, tuple)) else ())):
         yield f"{name}: NaN or Inf in the quantisation's parameters"
 
 

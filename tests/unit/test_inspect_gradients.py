@@ -121,6 +121,14 @@ def test_the_limits_hold_before_any_of_the_file_is_read(tmp_path: Path, monkeypa
     assert "needs more memory" in report["problems"][0]
 
 
+def test_lists_of_lists_are_not_walked_through(tmp_path: Path) -> None:
+    """Guards against a file of 2 KB that keeps the child busy until its time is up, and is then only unknown."""
+    nested: Any = (1.0,)
+    for _ in range(64):
+        nested = (nested, nested)
+    assert looked_at(saved(tmp_path, {**good(), "wquant_params": nested}), SHAPES)["problems"] == []
+
+
 def test_names_of_any_length_and_of_no_characters_make_no_answer_that_nobody_can_take(tmp_path: Path) -> None:
     names = [letter * 10**6 for letter in ("p", "q", "\ud800")]
     document = {**good(), **{f"{name}{what}": torch.ones(1) for name in names for what in ("idxs", "vals")}}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miner_guard.redact import MASK
 from uploads.verify import Reported, verify
@@ -61,3 +63,28 @@ LATER = {"reason": None, "outer_step": 56, "seen_at": 60.0}
 def test_a_push_of_which_only_the_end_is_known_is_judged_by_the_look_before(after: Published, verified: bool) -> None:
     before = Published(age_s=900.0, reason=None, outer_step=56, inner_step=after.inner_step, seen_at=0.0)
     assert verify(before, after, Reported(56, 51, None)).verified is verified
+
+
+STEPS = st.none() | st.integers(0, 3)
+LOOKS = st.builds(
+    Published, age_s=st.none() | st.floats(0, 60), reason=st.none(), empty=st.booleans(), seen_at=st.just(100.0),
+    outer_step=STEPS, inner_step=STEPS, size_bytes=st.none() | st.integers(0, 2),
+    checksum=st.none() | st.sampled_from(["a" * 32, "b" * 32]),
+)  # fmt: skip
+
+
+@given(before=st.none() | LOOKS, after=LOOKS, outer=STEPS, inner=STEPS, since=st.floats(0, 60))
+def test_nothing_is_verified_and_nothing_followed_that_is_older_than_the_push(
+    before: Published | None, after: Published, outer: int | None, inner: int | None, since: float
+) -> None:
+    result = verify(before, after, Reported(outer, inner, since))
+    if result.verified or result.superseded:
+        assert not after.empty
+        assert after.age_s is not None
+        assert after.age_s <= since + 5.0
+        assert after.size_bytes != 0
+    if result.verified:
+        assert outer is None or after.outer_step in (None, outer)
+        assert None in (inner, after.inner_step) or after.inner_step >= inner  # type: ignore[operator]
+    if after.age_s is not None and after.age_s > since + 5.0:
+        assert result.verified is False
