@@ -112,7 +112,7 @@ def lines(summary: Summary) -> list[str]:
         f"loss        from {known(s.loss_from, '.2f')} to {known(s.loss_to, '.2f')} (mean of {_AVERAGED} steps)",
         f"step time   p50 {_seconds(s.p50_s)}, p95 {_seconds(s.p95_s)}",
         f"uploads     blocked {s.blocked}{asked}, verified {s.verified}" + (f", failed {s.failed}" if s.failed else ""),
-        f"guard cost  in the ranks {known(s.hook_s, '.3f')}s ({known(s.hook_pct, '.3f')}% of training); beside them "
+        f"guard cost  in the ranks {_in_the_ranks(s)}; beside them "
         f"{usage.cpu_s:.1f}s of CPU in {usage.wall_s:.0f}s ({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
         f"{usage.resident_mb:.0f} MB",
         f"alarms      {alarms}",
@@ -127,6 +127,12 @@ def _mean(values: Sequence[float]) -> float | None:
 def _quantile(values: Sequence[float], share: float) -> float | None:
     """The smallest value that `share` of all do not exceed (nearest rank)."""
     return sorted(values)[max(0, -(-len(values) * int(100 * share) // 100) - 1)] if values else None
+
+
+def _in_the_ranks(s: Summary) -> str:
+    if s.hook_s is None or s.hook_pct is None:
+        return "unknown"
+    return f"{s.hook_s:.3f}s ({s.hook_pct:.3f}% of training)"
 
 
 def _seconds(value: float | None) -> str:

@@ -119,8 +119,8 @@ def _host(host: Part | None) -> str:
 def _uploads(uploads: Part | None) -> str:
     if uploads is None:
         return ""
-    age = part(uploads, "repo").get("age_s")
-    return f"repo {number(age, '.0f', 's')}"
+    repo = part(uploads, "repo")
+    return "repo empty" if repo.get("empty") else f"repo {number(repo.get('age_s'), '.0f', 's')}"
 
 
 def _chain(chain: Part | None) -> str:

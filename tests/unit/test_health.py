@@ -232,6 +232,13 @@ def test_the_line_says_what_matters_in_200_columns() -> None:
     )
 
 
+def test_a_repo_that_is_empty_is_not_unknown() -> None:
+    status = {**_status(), "uploads": {"repo": {"age_s": None, "reason": None, "empty": True}}}
+    assert "| repo empty |" in summary(
+        assemble(status, _host(), {"state": "ok", "gpus": []}, {"cpu_pct": 0.3, "memory_bytes": 1}, {})
+    )
+
+
 def test_the_line_fits_whatever_the_values_are() -> None:
     status = _status()
     status["steps"].update(loss=1e30, p50_s=123456.789, outer_step=10**12, inner_step=10**12)

@@ -106,6 +106,14 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path, monkeypatch)
 
 
+def test_the_ledger_says_why_an_age_is_not_known(bench: Bench) -> None:
+    bench.repo = Published(age_s=None, reason=None, empty=True)
+    bench.look()
+    row = ReadOnlyLedger(bench.state.ledger).last("repo_age")
+    assert row is not None
+    assert (row["age_s"], row["reason"]) == (None, "the repo is empty")
+
+
 def test_the_gate_finds_the_repo_and_the_profiles_limits_in_its_inputs(bench: Bench) -> None:
     assert gate_inputs.read(bench.state.gate_inputs).published.reason == "not looked at yet"
     bench.look()

@@ -121,7 +121,8 @@ class Uploads(Part):
             findings = list(self._watch.look(published, clock.monotonic()))
         self._ledger.repo_age(
             clock.wall(), published.age_s, outer_step=published.outer_step, inner_step=published.inner_step,
-            size_bytes=published.size_bytes, checksum=published.checksum, reason=published.reason,
+            size_bytes=published.size_bytes, checksum=published.checksum,
+            reason="the repo is empty" if published.empty else published.reason,
         )  # fmt: skip
         self._write_inputs()
         for finding in findings:
