@@ -13,6 +13,8 @@ import os
 import threading
 from pathlib import Path
 
+from miner_guard.statedir import write_atomic
+
 _LAST = 64
 """Collectives that are kept of each dump."""
 
@@ -42,10 +44,8 @@ def _serve(fd: int, path: Path) -> None:
             document = _last_collectives()
         except Exception as error:  # noqa: BLE001 - a torch without it must not end this thread; the file says why
             document = {"error": f"{type(error).__name__}: {error}"}
-        draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         with contextlib.suppress(OSError):
-            draft.write_text(json.dumps(document, default=str))
-            os.replace(draft, path)
+            write_atomic(path, json.dumps(document, default=str))
 
 
 def _last_collectives() -> dict[str, object]:

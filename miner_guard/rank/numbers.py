@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
-NAN = math.nan
+from miner_guard.rank.layout import NAN
+
 LARGEST = 1 << 63
 """Step numbers of a record lie below."""
 

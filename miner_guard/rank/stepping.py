@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from miner_guard.detectors.step_time import SPECIAL_PHASES
 from miner_guard.rank import alone, layout, numbers
 from miner_guard.rank.environment import Place
+from miner_guard.rank.layout import NAN
 from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import Recorder
 
 T = TypeVar("T")
 
-NAN = math.nan
 _RECENT_LOSSES = 64
 _EVALUATION = tuple(layout.PHASES.index(p) for p in ("inference", "val_loss", "example_loss", "monitor"))
 _SYNCHRONISING = tuple(layout.PHASES.index(p) for p in ("upload", "allreduce", "load_state", "pause"))

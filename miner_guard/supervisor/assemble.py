@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard import __version__
-from miner_guard.clock import Clock, SystemClock
+from miner_guard.clock import SystemClock
 from miner_guard.config import Config
 from miner_guard.events import Finding, found
 from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
@@ -72,9 +72,9 @@ class Request:
 class Assembly:
     """All pieces of one running guard."""
 
-    def __init__(self, request: Request, lock: Lock, clock: Clock | None = None) -> None:
+    def __init__(self, request: Request, lock: Lock) -> None:
         self.request, self.lock = request, lock
-        self.clock = clock or SystemClock()
+        self.clock = SystemClock()
         self.run_id = secrets.token_hex(6)
         self._defects: set[str] = set()
         self._ended = self._ready = False

@@ -66,7 +66,6 @@ class Supervisor:
         self._teardown: Teardown | None = None
         self._teardown_timer: Timer | None = None
         self._wait_timer: Timer | None = None
-        self._next_start: float | None = None
         self._family = Family(order.state, clock)
         self._healthy_said = False
         self._blind_said = False
@@ -298,7 +297,6 @@ class Supervisor:
 
     def _wait(self, again: Again, cause: str) -> None:
         self.state = "waiting"
-        self._next_start = self.clock.monotonic() + again.wait_s
         self._wait_timer = self.loop.after(again.wait_s, self._start_again)
         most = self.order.config.restart.max_restarts
         self.host.finding(
@@ -313,7 +311,6 @@ class Supervisor:
 
     def _cancel_wait(self) -> None:
         self._turn += 1
-        self._next_start = None
         if self._wait_timer is not None:
             self._wait_timer.cancel()
             self._wait_timer = None

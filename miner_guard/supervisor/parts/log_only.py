@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.events import Finding, found
 from miner_guard.rank import layout
 from miner_guard.rank.flight import FlightWriter
+from miner_guard.rank.layout import NAN
 from miner_guard.rank.recorder import CLOSED, RUNNING, STARTING
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 from validators import profiles
@@ -24,7 +24,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_NAN = math.nan
 _NUMBERED = {"step", "inner"}
 """A pattern without one of these groups never makes a step."""
 
@@ -143,7 +142,7 @@ class LogOnly(Part):
         flight.step(
             _whole(line.outer), line.inner, self._written, step.start, step.end, self.context.clock.wall(),
             _real(line.loss), _real(line.lr), _real(line.grad_norm), _real(evaluated),
-            _NAN if line.gpu_gb is None else line.gpu_gb * 1024**3, _NAN, -1,
+            NAN if line.gpu_gb is None else line.gpu_gb * 1024**3, NAN, -1,
             flags | _given(line, evaluated), phases, 0.0,
         )  # fmt: skip
 
@@ -158,8 +157,8 @@ class LogOnly(Part):
             state=state, phase=b"allreduce" if inside else b"", phase_since=now, heartbeat=now,
             outer_step=_whole(line.outer if line else None), inner_step=line.inner if line else -1,
             total_steps=self._written,
-            loss=_real(line.loss if line else None), lr=_real(line.lr if line else None), allocated_bytes=_NAN,
-            allowance_s=allowance or _NAN,
+            loss=_real(line.loss if line else None), lr=_real(line.lr if line else None), allocated_bytes=NAN,
+            allowance_s=allowance or NAN,
         )  # fmt: skip
 
     def _upload_entry(self, push: PushLine, now: float) -> dict[str, Any]:
@@ -194,4 +193,4 @@ def _whole(value: int | None) -> int:
 
 
 def _real(value: float | None) -> float:
-    return _NAN if value is None else value
+    return NAN if value is None else value
