@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 _STEP = re.compile(rb"\bloss\b\W{0,4}\d|\b(?:inner |train )?step\b\W{0,3}\d.{0,60}\bloss(?!\W{0,4}(?:nan|inf))")
+_NUMBERS = re.compile(rb"\bstep\b\W{0,4}(\d+)")
+_ZERO = re.compile(rb"\bloss\b\W{0,4}0(?:\.0*)?(?:[^\d.]|$)")
 _STEPS = 2
 """Steps that must follow: one may have been printed late, by another rank."""
+
+_SOUND_STEPS = 4
+"""The same where the loss itself was the trouble: the other ranks may print finite ones for a while."""
 
 _AWAITED = 500
 """Lines after a trouble in which the steps that overcome it are looked for."""
@@ -23,8 +30,15 @@ _REMEMBERED = 100
 """Lines before an end in which training may have said that it has finished."""
 
 
-Trouble = tuple[str, bool]
-"""A label that was tried again or warned of, and whether training needs what failed: then its steps overcome it."""
+class Trouble(NamedTuple):
+    """What steps that follow may show to be past."""
+
+    label: str
+    needed: bool = True
+    """Training needs what failed: its steps overcome it. Otherwise they show that it does without."""
+
+    loss: bool = False
+    """The loss itself was the trouble, also where nobody tried again. A loss of 0 after it is no better than NaN."""
 
 
 class Course:
@@ -32,10 +46,11 @@ class Course:
 
     def __init__(self) -> None:
         self._recent: deque[bytes] = deque(maxlen=_REMEMBERED)
-        self._tried: dict[Trouble, int] = {}
-        """Troubles that steps would show to be past, with the line of the latest sighting."""
+        self._tried: dict[Trouble, set[object]] = {}
+        """Troubles that steps would show to be past, with the steps since the latest sighting."""
 
-        self._steps = 0
+        self._latest = 0
+        """The line of the latest sighting."""
 
     @property
     def waits(self) -> bool:
@@ -52,22 +67,41 @@ class Course:
     ) -> Iterator[tuple[tuple[Trouble, ...], int]]:
         """Troubles that the steps in this block show to be past, with the line that showed it.
 
-        `first`: the number of the block's first line. `tried`: troubles by the line on which they were seen.
+        `first`: the number of the block's first line. `tried`: by line, the troubles among what was seen on it;
+        a line with none shows something else that went wrong.
         """
-        if not tried and not self._tried:
+        if not self._tried and not any(tried.values()):
             return
-        for number in range(first if self._tried else min(tried), first + len(lines)):
+        seen, number, end = sorted(tried), first - 1, first + len(lines)
+        while (number := number + 1 if self._tried else _next(seen, number, end)) < end:
             if number in tried:
-                self._tried.update(dict.fromkeys(tried[number], number))
-                self._steps = 0
-            elif self._tried and number - max(self._tried.values()) > _AWAITED:
+                # What came after a loss that is no number may be what it led to.
+                self._tried = {trouble: steps for trouble, steps in self._tried.items() if not trouble.loss}
+                self._tried.update((trouble, set()) for trouble in tried[number])
+                self._latest = number
+            elif number - self._latest > _AWAITED:
                 self._tried.clear()
-            elif self._tried and b"loss" in shapes[number - first] and _STEP.search(lines[number - first].lower()):
-                self._steps += 1
-                if self._steps == _STEPS:
-                    yield tuple(self._tried), number
-                    self._tried.clear()
+            elif b"loss" in shapes[number - first] and (past := self._step(lines[number - first].lower(), number)):
+                yield past, number
+
+    def _step(self, line: bytes, number: int) -> tuple[Trouble, ...]:
+        """Troubles that `line` shows to be past, if it prints a step."""
+        if not _STEP.search(line):
+            return ()
+        step = tuple(_NUMBERS.findall(line)) or number
+        for trouble, steps in self._tried.items():
+            if not (trouble.loss and _ZERO.search(line)):
+                steps.add(step)
+        past = tuple(t for t, steps in self._tried.items() if len(steps) >= (_SOUND_STEPS if t.loss else _STEPS))
+        for trouble in past:
+            del self._tried[trouble]
+        return past
 
     def pass_by(self, shapes: Sequence[bytes]) -> None:
         """Remember the last lines of a block that was looked at."""
         self._recent.extend(shapes[-_REMEMBERED - 1 : len(shapes) - (not shapes[-1])])
+
+
+def _next(numbers: Sequence[int], number: int, end: int) -> int:
+    place = bisect_right(numbers, number)
+    return numbers[place] if place < len(numbers) else end

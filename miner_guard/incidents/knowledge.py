@@ -124,6 +124,9 @@ class Label:
     overcome_by_steps: bool = False
     """Where it was only tried again or warned of, training that goes on shows that it was overcome."""
 
+    undone_by_losses: bool = False
+    """A loss that was no number: those of later steps that are numbers show that training got over it."""
+
     moot_when_finished: bool = False
     """After training has said that it is finished it is no incident: somebody cleans up."""
 
@@ -223,7 +226,7 @@ def parse(texts: Mapping[str, str]) -> Knowledge:
 
 def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
     known = {"severity", "restart", "applies", "role", "cause", "fixes", "follows", "events", "patterns"}
-    known |= {"overcome_by_steps", "moot_when_finished"}
+    known |= {"overcome_by_steps", "undone_by_losses", "moot_when_finished"}
     if unknown := set(table) - known:
         raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]}; allowed: {', '.join(sorted(known))}")
     for key, allowed in (("severity", SEVERITIES), ("restart", RESTARTS), ("applies", APPLIES)):
@@ -235,7 +238,8 @@ def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
     return Label(
         name, table["severity"], table["restart"], table["applies"], table["cause"], tuple(table["fixes"]),
         frozenset(table.get("follows", ())), frozenset(table.get("events", ())),
-        table.get("overcome_by_steps", False), table.get("moot_when_finished", False),
+        table.get("overcome_by_steps", False), table.get("undone_by_losses", False),
+        table.get("moot_when_finished", False),
     )  # fmt: skip
 
 

@@ -34,15 +34,22 @@ _CHAINED = ("exception was the direct cause of", "handling of the above exceptio
 _CHAIN_LINES = 6
 """Lines between an exception and the words that chain it to the next one."""
 
+_TRYING_AGAIN = ("retrying", "reconnect", "trying again", "will try again", "thrown while requesting")
 _TRIED_AGAIN = re.compile(
-    r"\bretry|(?<!max )(?<!after \d )(?<!after \d\d )\bretries\b|retrying|will try again|trying again|reconnect"
-    r"|attempt \d+ ?(?:/|of) ?\d+|thrown while requesting|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
+    r"\bretry|(?<!max )(?<!after \d )(?<!after \d\d )\bretries\b|attempt \d+ ?(?:/|of) ?\d+"
+    r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
 )
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
 """How torch and glog begin a line that is a warning."""
 
 _UPLOADS = re.compile(r"\bput\b|\bpost\b|upload|push|commit|sav(?:e|ing)\b")
 """What goes out: training that goes on says nothing of it."""
+
+_NAN = re.compile(
+    r"^(?!.*\b(?:e?val(?:uation|idation)?|valid|test)(?:\b|_))(?!.*(?:stop|exit|abort|terminat))"
+    r".*(?:\b|_)(?:nan|inf\w*)(?:\b|_)"
+)
+"""Of training that goes on: the steps say nothing of an evaluation, and a loss that exploded is a number."""
 
 _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
 _LAUNCHERS = frozenset({"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"})
@@ -188,10 +195,10 @@ class Scanner:
                 self._line(lines[index], self.line + index, found)
                 seen += self._relevant(found, shapes, index)
         for troubles, number in self._course.overcome(lines, shapes, self.line, self._tried(seen)):
-            if overcome := tuple(label for label, needed in troubles if needed):
-                seen.append(Retraction(overcome, number, None, ("remark", "warned")))
-            if passed := tuple(label for label, needed in troubles if not needed):
-                seen.append(Passed(passed, number))
+            for trouble in troubles:
+                roles = ("cause", "remark", "warned") if trouble.loss else ("remark", "warned")
+                past = Retraction((trouble.label,), number, None, roles)
+                seen.append(past if trouble.needed else Passed((trouble.label,), number))
         self._course.pass_by(shapes)
         self.line += len(shapes) - 1
         return seen
@@ -202,15 +209,22 @@ class Scanner:
         return [s for s in found if s not in moot] if moot and self._course.finished(shapes, index) else found
 
     def _tried(self, seen: list[Seen]) -> dict[int, set[Trouble]]:
-        """What steps that go on would show to be past, by line."""
+        """What was seen in this block, by line, with what steps that go on would show to be past."""
         tried: dict[int, set[Trouble]] = {}
         for s in seen:
-            if isinstance(s, Sighting) and s.role in ("remark", "warned"):
-                label = self._knowledge.labels[s.label]
-                if label.overcome_by_steps or label.restart == "outage":
-                    needed = label.overcome_by_steps and not _UPLOADS.search(s.text.lower())
-                    tried.setdefault(s.line, set()).add((s.label, needed))
+            if isinstance(s, Sighting) and s.line >= self.line:
+                trouble = self._trouble(s)
+                tried.setdefault(s.line, set()).update(() if trouble is None else (trouble,))
         return tried
+
+    def _trouble(self, sighting: Sighting) -> Trouble | None:
+        label, text = self._knowledge.labels[sighting.label], sighting.text.lower()
+        if sighting.role in ("remark", "warned"):
+            needed = label.overcome_by_steps and not _UPLOADS.search(text)
+            return Trouble(label.name, needed) if label.overcome_by_steps or label.restart == "outage" else None
+        # An exception is how a run ends, whatever the other ranks still print.
+        printed = sighting.role == "cause" and not _EXCEPTION.match(sighting.text)
+        return Trouble(label.name, loss=True) if label.undone_by_losses and printed and _NAN.search(text) else None
 
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
         """Which lines may go on with an out-of-memory message."""
@@ -224,8 +238,12 @@ class Scanner:
                 self._piece(piece, number, seen)
 
     def _piece(self, raw: bytes, number: int, seen: list[Seen]) -> None:
-        for rank, text in unwrapped(*clean(raw)):
+        rank, text = clean(raw)
+        if not text.startswith("{"):
             self._text(rank, text, number, seen)
+            return
+        for inner, told in unwrapped(rank, text):
+            self._text(inner, told, number, seen)
 
     def _text(self, rank: int | None, text: str, number: int, seen: list[Seen]) -> None:
         lowered = text.lower()
@@ -339,7 +357,7 @@ def _says_little(matches: list[Pattern]) -> bool:
 
 def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
     """A cause that was only warned of is a remark; a report of what is a symptom itself is one."""
-    if pattern.role == "cause" and _TRIED_AGAIN.search(lowered):
+    if pattern.role == "cause" and (any(w in lowered for w in _TRYING_AGAIN) or _TRIED_AGAIN.search(lowered)):
         return "remark"
     if pattern.role == "symptom" and _WARNING.match(lowered):
         return "warned"

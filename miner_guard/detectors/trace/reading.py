@@ -174,6 +174,8 @@ def _take_record(trace: Trace, counter: _Counter, document: Mapping[str, Any]) -
 
 def _columns(text: str) -> Sequence[str]:
     """The names of the columns, where `text` is the head of a table of values."""
+    if text.startswith("{") or "," not in text:
+        return ()
     names = [name.strip().lower() for name in _cells(text)]
     known = any(_field(name) is not None for name in names)
     return names if len(names) > 1 and known and all(number(name) is None for name in names) else ()

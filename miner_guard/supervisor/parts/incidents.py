@@ -70,8 +70,8 @@ class Incidents(Part):
         self._last_s = self._named_s = float("-inf")
         self._said: dict[str, float] = {}
         self._events: set[str] = set()
-        self._shown: dict[str, int | None] = {}
-        """Labels of which an event of the guard's own showed the cause, with the rank that it was about."""
+        self._shown: dict[str, Sighting] = {}
+        """Labels of which an event of the guard's own showed the cause."""
 
         self._finite: dict[int, bool] = {}
         """Of each rank's last loss."""
@@ -115,7 +115,7 @@ class Incidents(Part):
             for label in self._knowledge.causes_by_event.get(finding.event, ()):
                 said = Sighting(label, "cause", self._scanner.line, events.line(finding), finding.rank)
                 self._take([said], self.context.clock.monotonic())
-                self._shown[label] = finding.rank
+                self._shown[label] = said
         if finding.event == "miner_stopping":
             self._stopping = True
         return ()
@@ -137,7 +137,9 @@ class Incidents(Part):
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         now = self.context.clock.monotonic()
         self._case.add([*self._scanner.finish(), *self._passed()])
-        if now - self._last_s <= EPISODE_S:
+        lasting = self._lasting()
+        self._case.add(lasting)
+        if lasting or now - self._last_s <= EPISODE_S:
             # Why it ended is said, also where the guard has said before what led to it.
             self._events.clear()
         return () if end.asked or end.finished else self._name(now, remarks=1)
@@ -145,10 +147,20 @@ class Incidents(Part):
     def _passed(self) -> list[Seen]:
         """What the guard itself had seen and training then got over: a loss that was finite again, say."""
         well = [
-            label for label, rank in self._shown.items()
-            if (any(self._finite.values()) if rank is None else self._finite.get(rank, False))
+            label for label, said in self._shown.items()
+            if (any(self._finite.values()) if said.rank is None else self._finite.get(said.rank, False))
         ]  # fmt: skip
         return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
+
+    def _lasting(self) -> list[Seen]:
+        """What the guard had seen long ago and still measures: a model of NaNs fails in ways that no pattern knows."""
+        root = self._seen_root()
+        if root is not None and root.label not in ("code_bug", *self._shown):
+            return []
+        return [
+            said for said in self._shown.values()
+            if not (all(self._finite.values()) if said.rank is None else self._finite.get(said.rank, True))
+        ]  # fmt: skip
 
     def _seen_root(self) -> Incident | None:
         return next((i for i in self._case.incidents(self._scanner.line) if i.root), None)

@@ -150,6 +150,34 @@ def test_a_chain_that_stays_away_is_said_though_training_goes_on() -> None:
     assert {i.label: i.root for i in found} == {"chain_unreachable": False, "host_oom_kill": True}
 
 
+NAN = "Outer Step: 3 | Inner Step: 99 | Loss: nan\n"
+ENDED = "failed (exitcode: -9) local_rank: 0\n"
+
+
+def test_a_nan_that_training_got_over_is_not_why_it_ends_later() -> None:
+    assert root(NAN + steps(3)) == "nan_loss", "the other ranks may print a while"
+    assert root(NAN + 4 * steps(1)) == "nan_loss", "one step, by four ranks"
+    assert root(NAN + steps(4)) is None
+    assert root(NAN + steps(4) + ENDED) == "host_oom_kill"
+    assert root(NAN + steps(4) + NAN) == "nan_loss"
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        NAN + steps(4).replace("3.40", "0.0"),
+        NAN + ENDED + steps(9),
+        NAN.replace("Loss: nan", "Loss is nan, stopping training") + steps(9),
+        "RuntimeError: loss is nan\n" + steps(9),
+        "{'eval_loss': nan, 'eval_runtime': 9.1}\n" + steps(9),
+        "Loss exploded: 2.1 -> 98.3\n" + steps(9),
+    ],
+)
+def test_what_the_losses_after_it_do_not_undo(log: str) -> None:
+    """HF Trainer prints 0.0 for NaN; a restart prints steps again after the end that the NaN led to."""
+    assert root(log) == "nan_loss"
+
+
 def test_what_the_program_does_without_is_nothing() -> None:
     failed = WAITED.replace("asyncio.exceptions.TimeoutError", "requests.exceptions.ReadTimeout: Read timed out.")
     assert root(failed + "WARNING metrics not sent, continuing without them\n") is None

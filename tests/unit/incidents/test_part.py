@@ -219,6 +219,31 @@ def test_a_nan_of_long_ago_is_not_why_it_ends(tmp_path: Path) -> None:
     assert live.labels == []
 
 
+FULL = b"OSError: [Errno 28] No space left on device: '/ckpt/step_99.pt'\n"
+
+
+@pytest.mark.parametrize(
+    ("last", "printed", "labels"),
+    [
+        (float("nan"), BUG, ["nan_loss"]), (float("nan"), b"", ["nan_loss"]), (2.5, BUG, ["code_bug"]),
+        (float("nan"), FULL, ["disk_full"]),
+    ],
+    ids=["an exception", "no word", "training got over it", "a cause of its own"],
+)  # fmt: skip
+def test_a_nan_of_long_ago_that_is_still_there_is_why_it_fails_without_a_known_cause(
+    tmp_path: Path, last: float, printed: bytes, labels: list[str]
+) -> None:
+    """It was an exception that a restart may mend, time after time from the same state."""
+    live = Live(tmp_path)
+    live.said += live.part.on_finding(found("loss_nan", rank=1, step=3, loss=float("nan")))
+    live.after(SETTLE_S)
+    live.after(3600)
+    live.steps(1, 4, last)
+    live.prints(printed)
+    live.ends()
+    assert live.labels == labels
+
+
 @pytest.mark.parametrize("number", range(len(EXCERPTS)))
 def test_live_and_offline_agree(number: int, tmp_path: Path) -> None:
     chance, text = random.Random(number), EXCERPTS[number].encode()

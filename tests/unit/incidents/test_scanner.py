@@ -166,7 +166,7 @@ def test_what_a_line_of_json_tells_is_read_as_lines() -> None:
 
 def test_a_warning_in_json_is_a_remark() -> None:
     record = {"level": "warning", "msg": "429 Client Error: Too Many Requests for url: https://huggingface.co/x"}
-    log = json.dumps(record) + "\n" + 3 * '{"step": 3, "loss": 3.1}\n'
+    log = json.dumps(record) + '\n{"step": 3, "loss": 3.1}\n{"step": 4, "loss": 3.1}\n'
     assert root(log) is None
     assert root(log.replace('"warning"', '"error"')) == "hf_rate_limit"
 
