@@ -23,9 +23,15 @@ def _datasheet() -> tuple[Mapping[str, Any], ...]:
     return tuple(read_toml(Path(__file__).with_name("datasheet.toml"))["gpu"])
 
 
+_OTHERS = ("MIG", "Laptop", "Max-Q")
+"""In the name of a slice of a GPU, or of a card that shares but the name with the one on the data sheet."""
+
+
 def datasheet_of(name: str | None) -> Mapping[str, Any]:
     """The data sheet's row for a GPU's name, empty where the model is not known."""
-    return next((row for row in _datasheet() if name and row["name"] in name), {})
+    if not name or any(word in name for word in _OTHERS):
+        return {}
+    return next((row for row in _datasheet() if row["name"] in name), {})
 
 
 def checks(s: Snapshot) -> Iterator[Check]:

@@ -10,6 +10,7 @@ import atexit
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -56,7 +57,8 @@ class OwnLog:
         self._say_again = -math.inf
 
         # Its own descriptor: bittensor and others strip handlers from loggers and replace sys.stdout.
-        self._console: int | None = _own_descriptor(1)
+        # Without a standard output descriptor 1 is whatever file the program has opened first.
+        self._console: int | None = None if sys.__stdout__ is None else _own_descriptor(1)
 
     def say(self, finding: Finding) -> None:
         """Log one finding soon. Never waits, never raises."""
@@ -123,6 +125,10 @@ class OwnLog:
         if self._console is not None:
             try:
                 os.write(self._console, (console_line(record, emoji=True) + "\n").encode("utf-8", "replace"))
+            except BlockingIOError:
+                # A full pipe that the program made non-blocking: the next lines may find room.
+                self.left_out += 1
+                self._why = "the console is full"
             except OSError:
                 # Nobody reads the console any more, and there is nobody else to tell.
                 self._console = None

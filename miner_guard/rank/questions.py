@@ -36,6 +36,7 @@ class Questions:
         if self._agreement is None:
             dist = environment.initialised_distributed()
             if dist is not None and dist.get_world_size() > 1:
+                self._check_place(dist.get_rank(), dist.get_world_size())
                 if self._founder is None:
                     self._founder = agree.Founder(dist, self._place.settings.gate.broadcast_timeout_s)
                 self._agreement = self._founder.group()
@@ -46,6 +47,14 @@ class Questions:
             else:
                 self._agreement = agree.Alone()
         return self._agreement
+
+    def _check_place(self, rank: int, world_size: int) -> None:
+        # Slurm and MPI tell ranks by names that the guard does not know: all of them took themselves for rank 0.
+        if (rank, world_size) != (self._place.rank, self._place.world_size):
+            self._recorder.trouble(
+                "place", f"this is rank {rank} of {world_size} and is recorded as rank {self._place.rank} of "
+                f"{self._place.world_size}: call miner_guard.init() after init_process_group",
+            )  # fmt: skip
 
     def may_upload(self, candidate: Candidate, question: str | None) -> tuple[GateDecision, str | None]:
         """The decision, and what went wrong where the ranks have no common one (`gating.Gate.ask`)."""

@@ -233,6 +233,18 @@ def test_deep_names_the_gpu_under_its_siblings() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A10", 125), ("NVIDIA A10G", 70), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181), ("NVIDIA L40S", 362), ("NVIDIA H100 NVL", 835), ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("Tesla T4", None),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_measured_against_its_own_data_sheet(name: str, tflops: int | None) -> None:
+    assert deep.datasheet_of(name).get("bf16_tflops") == tflops
+
+
 def test_deep_all_reduce_really_runs_on_the_cpu() -> None:
     pytest.importorskip("torch")
     request = {"what": "all_reduce", "ranks": 2, "cuda": False, "timeout_s": 100}

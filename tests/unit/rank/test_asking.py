@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 from miner_guard.clock import FakeClock
 from miner_guard.costs.tracker import MonitoringCostTracker
-from miner_guard.rank import agree, gating
+from miner_guard.rank import agree, environment, gating
+from miner_guard.rank.environment import find
 from miner_guard.rank.hook import Guard
 from miner_guard.statedir import StateDir
 from tests import needs
@@ -201,6 +203,20 @@ class _OneProcess:
 
     def wait(self) -> None:
         """Both have added up."""
+
+
+def test_a_guard_begun_before_the_process_group_says_that_it_took_itself_for_another_rank(
+    state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under Slurm or MPI, whose ranks have no RANK in their environment: all wrote into the record of rank 0."""
+    guard = Guard(find({}, state.root))
+    monkeypatch.setattr(environment, "initialised_distributed", _OneProcess)
+    for _ in range(2):
+        guard.step()
+        guard.upload_due()
+    assert said(state) == [
+        "this is rank 0 of 2 and is recorded as rank 0 of 1: call miner_guard.init() after init_process_group"
+    ]
 
 
 def test_a_group_that_cannot_be_made_is_tried_again_more_and_more_rarely() -> None:

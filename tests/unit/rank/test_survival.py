@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -347,6 +348,39 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
     messages = [json.loads(line)["msg"] for line in state.log.read_text().splitlines()]
     assert "still here" in messages
     assert any("1 lines of this rank could not be logged, the last one: no_such_event" in m for m in messages)
+
+
+def test_a_console_that_is_full_for_a_while_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe2(os.O_NONBLOCK)
+    monkeypatch.setattr(alone, "_own_descriptor", lambda _fd: write)
+    log = alone.OwnLog(0, "r1", None)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x" * 4096)
+    log.say(found("rank_message", text="nobody has room for this"))
+    log.flush()
+    with contextlib.suppress(BlockingIOError):
+        while os.read(read, 1 << 16):
+            pass
+    log.say(found("rank_message", text="for this there is"))
+    log.flush()
+    assert b"for this there is" in os.read(read, 1 << 16)
+    log.forsake()
+    os.close(read)
+    os.close(write)
+
+
+def test_without_a_standard_output_nothing_is_written_into_the_file_that_has_its_number(tmp_path: Path) -> None:
+    script = (
+        "import sys, miner_guard\n"
+        "file = open(sys.argv[1], 'wb'); assert file.fileno() == 1\n"
+        "guard = miner_guard.init(); guard.step(loss=1.0); guard.close()\n"
+        "file.write(b'weights'); file.close()\n"
+    )
+    weights = tmp_path / "weights"
+    command = f'exec "{sys.executable}" -c "$0" "$1" >&-'
+    subprocess.run(["/bin/sh", "-c", command, script, str(weights)], check=True, timeout=60)
+    assert weights.read_bytes() == b"weights"
 
 
 def test_the_log_of_a_rank_without_a_supervisor_does_not_fill_the_disk(
