@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -250,6 +251,38 @@ def test_a_port_in_use_is_said_once_and_tried_again(tmp_path: Path) -> None:
     list(part.on_tick(clock.monotonic(), {}))
     assert part.snapshot()["url"] == f"http://127.0.0.1:{number}/"
     list(part.on_stop())
+
+
+def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A miner that ended at once was followed by SAMPLER FAILED: readline of closed file."""
+    needs.module("uvicorn")
+    part: list[Metrics] = []
+    ready = select.select
+
+    def stopped_meanwhile(*arguments: Any) -> Any:
+        list(part[0].on_stop())
+        return ready(*arguments)
+
+    monkeypatch.setattr(select, "select", stopped_meanwhile)
+    jobs = _Later()
+    said: list[Finding] = []
+    context = Context(
+        Config(http=HttpSettings(port=0)), StateDir(tmp_path), FakeClock(), "r", said.append, jobs, None, dict,  # type: ignore[arg-type]
+    )  # fmt: skip
+    part.append(Metrics(context))
+    (opening,) = jobs.work
+    opening()
+    assert (said, part[0]._child) == ([], None)
+
+
+class _Later:
+    def __init__(self) -> None:
+        self.work: list[Any] = []
+
+    def once(self, _name: str, work: Any) -> None:
+        self.work.append(work)
 
 
 def test_a_killed_port_process_comes_back(tmp_path: Path) -> None:

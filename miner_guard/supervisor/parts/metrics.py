@@ -109,7 +109,12 @@ class Metrics(Part):
 
     def on_stop(self) -> Iterable[Finding]:
         self._stopping = True
-        self._close()
+        child = self._child
+        if self._url is not None:
+            self._close()
+        elif child is not None:
+            # It is being opened: who waits for its answer closes it, and must not find the pipe gone.
+            child.kill()
         return ()
 
     def snapshot(self) -> Mapping[str, Any]:
