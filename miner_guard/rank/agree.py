@@ -105,6 +105,7 @@ class Group:
                 if waited >= self._timeout_s - _EARLY_S
                 else f"the group of the ranks broke after {waited:.1f} s, a rank is gone or gave up"
             )
+            self.broken += "; every rank must ask, at the same step; none agree again before a restart of the miner"
             raise Disagreed(f"{self.broken} ({_reason(error)})") from error
         head: list[int] = words[:_HEAD].tolist()
         # The marks add up to a multiple of rank 0's only if all ranks asked the same.
