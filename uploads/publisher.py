@@ -186,7 +186,7 @@ class Publisher:
         same = earlier is not None and earlier["tag"] == revision.tag
         self._journal.begin(revision.tag, earlier["notes"] if same and earlier is not None else {})
         if not same:
-            swept = effort.of("sweeping", lambda: self._repo.sweep([]), may_cancel=True)
+            swept = effort.of("sweeping", self._repo.sweep, may_cancel=True)
             if swept:
                 self._say(f"Removed {swept} leftovers of an upload that did not finish")
         meter = _Meter(sum(p.stat().st_size for _, p in files), self._say, self.cancelled)
@@ -237,7 +237,7 @@ class Publisher:
     def _undo(self, tickets: Sequence[Ticket]) -> None:
         try:
             self._repo.abort(tickets)
-            self._repo.sweep([])
+            self._repo.sweep()
         except RepoError as error:
             self._say(f"What was sent is still with the repo, unseen; the next upload removes it: {error}")
         self._journal.end()

@@ -85,9 +85,9 @@ def test_what_changed_after_the_commit_is_said(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_dead_publisher_are_swept(tmp_path: Path) -> None:
     repo = LocalRepo(tmp_path / "repo")
-    dead, alive = publish(repo, tmp_path, 1, 50), publish(repo, tmp_path, 1, 60)
-    assert repo.sweep(alive) == len(dead)
-    repo.commit(alive, "5.1.60")
+    dead = publish(repo, tmp_path, 1, 50)
+    assert repo.sweep() == len(dead)
+    repo.commit(publish(repo, tmp_path, 1, 60), "5.1.60")
     assert repo.state().inner_step == 60
 
 

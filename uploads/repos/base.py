@@ -67,11 +67,8 @@ class Entry:
 
     key: str
     size_bytes: int
-    modified: float
-    """Wall time of the last change, as the server's clock tells it."""
-
     age_s: float
-    """The server's now minus `modified`: this host's clock has no part in it."""
+    """Since the last change, by the server's clock: this host's has no part in it."""
 
     checksum: str | None
     """As the repo gives it: an ETag, a sha256; None where it gives none."""
@@ -137,8 +134,8 @@ class Repo(Protocol):
         """Forget staged objects that were not committed."""
         ...
 
-    def sweep(self, keep: Sequence[Ticket]) -> int:
-        """Remove staged leftovers of dead publishers other than `keep`; returns how many."""
+    def sweep(self) -> int:
+        """Remove what dead publishers staged and left; returns how many. Only for who holds the repo's lock."""
         ...
 
     def confirm(self, ticket: Ticket) -> Entry:

@@ -73,7 +73,7 @@ class HubRepo:
             size = headers.get("X-Linked-Size") or headers.get("Content-Length")
             checksum = headers.get("X-Linked-Etag") or headers.get("ETag")
             now = _date(headers.get("Date"))
-        return Entry(key, int(size or 0), modified, max(0.0, now - modified), (checksum or "").strip('W/"') or None)
+        return Entry(key, int(size or 0), max(0.0, now - modified), (checksum or "").strip('W/"') or None)
 
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
         with self._open(key, "GET") as answer:
@@ -144,7 +144,7 @@ class HubRepo:
     def abort(self, tickets: Sequence[Ticket]) -> None:
         """Nothing to forget: no revision names what was sent."""
 
-    def sweep(self, keep: Sequence[Ticket]) -> int:
+    def sweep(self) -> int:
         return 0
 
     def confirm(self, ticket: Ticket) -> Entry:

@@ -48,7 +48,7 @@ class LocalRepo:
         age = self._wall() - found.st_mtime
         if age < -_SLACK_S:
             raise RepoError(f"{path} is of a time that is {-age:.0f} s ahead; was the clock set back? Publish again")
-        return Entry(key, found.st_size, found.st_mtime, max(0.0, age), checksum)
+        return Entry(key, found.st_size, max(0.0, age), checksum)
 
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
         path = self._path(key)
@@ -110,10 +110,9 @@ class LocalRepo:
         for ticket in tickets:
             (self._root / _INCOMING / ticket.data["draft"]).unlink(missing_ok=True)
 
-    def sweep(self, keep: Sequence[Ticket]) -> int:
-        wanted = {t.data["draft"] for t in keep}
+    def sweep(self) -> int:
         folder = self._root / _INCOMING
-        stale = [p for p in folder.iterdir() if p.name not in wanted] if folder.is_dir() else []
+        stale = list(folder.iterdir()) if folder.is_dir() else []
         for path in stale:
             path.unlink(missing_ok=True)
         return len(stale)

@@ -82,7 +82,7 @@ class S3Repo:
             now = _server_time(page)
             for item in page.get("Contents", []):
                 modified = item["LastModified"].timestamp()
-                found.append(Entry(item["Key"], item["Size"], modified, max(0.0, now - modified), _etag(item)))
+                found.append(Entry(item["Key"], item["Size"], max(0.0, now - modified), _etag(item)))
             if not page.get("IsTruncated"):
                 return found
             more = {"ContinuationToken": page["NextContinuationToken"]}
@@ -205,13 +205,12 @@ class S3Repo:
         except Missing:
             return
 
-    def sweep(self, keep: Sequence[Ticket]) -> int:
-        wanted = {t.data["upload_id"] for t in keep}
+    def sweep(self) -> int:
         try:
             uploads = self._call(self._client.list_multipart_uploads).get("Uploads", [])
         except (Missing, s3_errors.Unsupported):
             return 0
-        stale = [u for u in uploads if u["UploadId"] not in wanted and _ours(u["Key"])]
+        stale = [u for u in uploads if _ours(u["Key"])]
         for upload in stale:
             self._abort(upload["Key"], upload["UploadId"])
         return len(stale)
@@ -304,7 +303,7 @@ def _completing(upload: _Upload, part: Part, etag: str) -> dict[str, Any]:
 
 def _entry(key: str, answer: Mapping[str, Any]) -> Entry:
     modified = answer["LastModified"].timestamp()
-    return Entry(key, answer["ContentLength"], modified, max(0.0, _server_time(answer) - modified), _etag(answer))
+    return Entry(key, answer["ContentLength"], max(0.0, _server_time(answer) - modified), _etag(answer))
 
 
 def _server_time(answer: Mapping[str, Any]) -> float:
