@@ -22,13 +22,15 @@ def command(
     """Collect what a helper asks for, from diagnostics to settings, in one redacted archive with a manifest."""
     from miner_guard.health.bundle import collect, pack
     from miner_guard.redact import Redactor
+    from uploads.repos.credentials import beside
 
     place = options.open_place(config, name, state_dir)
     earliest = options.earliest(since)
     options.check_there(place.state)
     files = collect(place.state, earliest, place.settings)
+    settings = place.settings.config
     try:
-        manifest = pack(output, files, Redactor.for_guard(os.environ, place.settings.config))
+        manifest = pack(output, files, Redactor.for_guard(beside(os.environ, settings.repo), settings))
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     for row in manifest["files"]:

@@ -44,6 +44,7 @@ from miner_guard.supervisor.startup import Startup
 from miner_guard.supervisor.status import Status
 from miner_guard.supervisor.steering import Steering
 from miner_guard.supervisor.tidy import tidy
+from uploads.repos.credentials import beside
 
 _LAST_WORDS_S = 2.0
 _SWITCH_S = 0.0001
@@ -84,7 +85,7 @@ class Assembly:
         self.loop = Loop(self.clock, self._defect)
         self.host = Host(self.log)
         self.relay = Relay(self.loop, self.host.output)
-        self.redactor = Redactor.for_guard(self.env, request.config)
+        self.redactor = Redactor.for_guard(beside(self.env, request.config.repo), request.config)
         self.emitter = self._emitter()
         self.flights = Flights(request.state, self.run_id, self.log)
         order = Order(

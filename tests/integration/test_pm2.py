@@ -130,13 +130,15 @@ def test_a_finished_miner_and_a_bad_setting_are_not_started_again(pm2: Pm2) -> N
 
 
 MORTAL = """
-import time, miner_guard
+import pathlib, time, miner_guard
 guard = miner_guard.init()
 for step in range(1, 81):
     time.sleep(0.1)
     guard.step(outer_step=1, inner_step=step, loss=3.0, lr=1e-4)
-raise SystemExit(1)
+secret = pathlib.Path(".env").read_text().split("'")[-2]
+raise RuntimeError("CUDA error: an illegal memory access was encountered by " + secret)
 """
+PRINTED = "printed-7be2-by-the-miner"
 PLANTED = "planted-c9f1"
 
 
@@ -160,7 +162,7 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
     (tmp_path / ".env").write_text(
         f"MINER_GUARD_ALERTS__URLS=json://{webhook.address}/{secrets['hook']},json://127.0.0.1:1/{secrets['dead']}\n"
         f"export MINER_GUARD_ALERTS__HEARTBEAT_URL='http://{webhook.address}/{secrets['beat']}'\n"
-        f"MINER_GUARD_HTTP__TOKEN={secrets['token']}\n"
+        f"MINER_GUARD_HTTP__TOKEN={secrets['token']}\nEXCHANGE_PASSPHRASE='{PRINTED}'\n"
     )
     pm2.env |= {"MINER_GUARD_HTTP__PORT": "0", "MINER_GUARD_ALERTS__HEARTBEAT_EVERY_S": "1",
                 "MINER_GUARD_RESTART__MAX_RESTARTS": "1", "MINER_GUARD_RESTART__BACKOFF_S": "0.2"}  # fmt: skip
@@ -180,4 +182,6 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".env"]
     assert {"miner.log", "guard.jsonl", "dump.pm2", "pm2.log"} <= {path.name for path in files}
     assert [path for path in files if PLANTED.encode() in path.read_bytes()] == []
+    assert [path.name for path in files if PRINTED.encode() in path.read_bytes()] == ["miner.log"], "relayed as it is"
+    assert "SECRET EXPOSED" in pm2.logs()
     assert [text for text in said if PLANTED in text] == []

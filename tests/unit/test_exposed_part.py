@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard import events
+from miner_guard.config import Config, RepoSettings
 from miner_guard.supervisor.parts.exposed import Exposed
 from tests.idle import context
 
@@ -24,6 +25,15 @@ def test_a_printed_secret_is_named_once_even_where_two_chunks_share_it(part: Exp
     said = [f for _ in range(2) for byte in text for f in part.on_output(bytes([byte]))]
     assert [f.fields["kind"] for f in said] == ["the value of R2_WRITE_SECRET_ACCESS_KEY"]
     assert SECRET not in events.line(said[0])
+
+
+def test_a_secret_of_the_miners_env_file_is_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pm2 runs the guard, the keys are in that file alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("export WANDB_API_KEY='key-of-the-file' # mine\n")
+    config = Config(repo=RepoSettings(credentials="dotenv"))
+    (said,) = Exposed(context(tmp_path, config=config)).on_output(b"login: key-of-the-file\n")
+    assert said.fields["kind"] == "the value of WANDB_API_KEY"
 
 
 def test_a_commitment_in_the_debug_log_is_warned_of(part: Exposed) -> None:

@@ -35,6 +35,15 @@ def find(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Mappin
     return parse_dotenv(text) if settings.credentials == "dotenv" else _parse_toml(path, text)
 
 
+def beside(env: Mapping[str, str], settings: RepoSettings) -> Mapping[str, str]:
+    """`env` and what the keys' file assigns: all the secrets that a miner may print. Never raises."""
+    try:
+        return {**find(settings, env), **env}
+    except RepoError:
+        # Whoever looks at the repo says what is wrong with the file.
+        return env
+
+
 def first(keys: Mapping[str, str], *names: str) -> str | None:
     """The value of the first of `names` that is set and not empty."""
     return next((keys[name] for name in names if keys.get(name)), None)

@@ -18,6 +18,7 @@ from miner_guard.redact import Redactor
 from miner_guard.supervisor import outbox
 from miner_guard.supervisor.outbox import Outbox
 from miner_guard.supervisor.parts import Context, Part
+from uploads.repos.credentials import beside
 
 _HEARTBEAT_S = 15.0
 
@@ -32,7 +33,7 @@ class Alerts(Part):
         settings = context.config.alerts
         self._settings = settings
         self._policy = AlertPolicy(settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}")
-        self._redactor = Redactor.for_guard(os.environ, context.config)
+        self._redactor = Redactor.for_guard(beside(os.environ, context.config.repo), context.config)
         self._outbox = Outbox(settings.urls, self._say)
         if settings.urls and (problem := extras.problem("alerts")) is not None:
             context.emit(found("guard_degraded", what=f"no alert will reach anybody: {problem}"))

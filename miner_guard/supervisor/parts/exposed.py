@@ -10,6 +10,7 @@ from miner_guard.events import Finding, found
 from miner_guard.redact import SECRET_NAME
 from miner_guard.shapes import shape
 from miner_guard.supervisor.parts import Context, Launch, Part
+from uploads.repos.credentials import beside
 
 _COMMITMENT = b"Commitment - ["
 _SHORTEST = 12
@@ -21,7 +22,7 @@ _NEXT_STEP = "switch the miner's debug logging off, delete the log files that ha
 
 
 class Exposed(Part):
-    """Looks for the environment's secrets and for subnet 38's commitment in the miner's output."""
+    """Looks in the miner's output for secrets of the environment and its `.env`, and for subnet 38's commitment."""
 
     name = "exposed"
 
@@ -29,7 +30,7 @@ class Exposed(Part):
         super().__init__(context)
         self._values = {
             name: value.encode()
-            for name, value in os.environ.items()
+            for name, value in beside(os.environ, context.config.repo).items()
             if SECRET_NAME.search(name) and len(value) >= _SHORTEST and not value.startswith("/")
         }
         self._longest = max([len(_COMMITMENT), *map(len, self._values.values())])

@@ -16,6 +16,7 @@ from miner_guard.supervisor import evidence, evidence_folders
 from miner_guard.supervisor.evidence import Subject
 from miner_guard.supervisor.parts import Context, Launch, Part
 from miner_guard.supervisor.tail import Tail
+from uploads.repos.credentials import beside
 
 _WHY_NO_STEP = {
     None: "the miner does not call the hook; start it with --attach sn38, auto or log",
@@ -35,7 +36,7 @@ class HangWatch(Part):
         super().__init__(context)
         self._settings = context.config.hang
         self._detector = HangDetector(self._settings)
-        self._redactor = Redactor.for_guard(os.environ, context.config)
+        self._redactor = Redactor.for_guard(beside(os.environ, context.config.repo), context.config)
         self._tail = Tail()
         self._last_incident: str | None = None
         self._ranks_seen = False

@@ -20,6 +20,7 @@ from miner_guard.redact import Redactor
 from miner_guard.supervisor import evidence_folders
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 from miner_guard.supervisor.tail import Tail
+from uploads.repos.credentials import beside
 
 SETTLE_S = 2.0
 """Quiet for so long: the cascade is complete, its root can be named."""
@@ -56,7 +57,7 @@ class Incidents(Part):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._knowledge = knowledge.load()
-        self._redactor = Redactor.for_guard(os.environ, context.config)
+        self._redactor = Redactor.for_guard(beside(os.environ, context.config.repo), context.config)
         miner = context.config.miner
         self._training = Training(miner.batch_size, miner.effective_batch_size)
         self._counts: Counter[str] = Counter()
