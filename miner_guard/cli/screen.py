@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miner_guard.clock import iso_utc
+from miner_guard.clock import parse_iso_utc
 from miner_guard.health.snapshot import number, part
 from miner_guard.lines import visible
 
@@ -143,13 +143,16 @@ def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[st
     ]
     if decision:
         word = "allowed" if decision.get("allowed") else "BLOCKED"
-        rows.append(f"gate   {word}{at(decision.get('decided_at'))}: {decision.get('reason')}")
+        rows.append(f"gate   {word}{_ago(status, decision.get('decided_at'))}: {decision.get('reason')}")
     return rows
 
 
-def at(wall: Any) -> str:
-    """` at 2026-01-02T03:04:05Z`; nothing where the time is unknown."""
-    return f" at {iso_utc(wall)[:19]}Z" if isinstance(wall, (int, float)) else ""
+def _ago(status: Mapping[str, Any], wall: Any) -> str:
+    """` 3m ago`, as of the status; nothing where a time is unknown."""
+    updated = status.get("updated")
+    if not isinstance(wall, (int, float)) or not isinstance(updated, str):
+        return ""
+    return f" {duration(parse_iso_utc(updated) - wall)} ago"
 
 
 def _ranks(steps: Mapping[str, Any]) -> list[str]:

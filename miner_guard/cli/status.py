@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from miner_guard import logquery
 from miner_guard.cli import options, screen
 from miner_guard.cli.screen import Curves
 from miner_guard.cli.top import curves_of
+from miner_guard.clock import iso_utc
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
 from miner_guard.health.snapshot import part
 from miner_guard.logquery import Query
@@ -44,6 +46,7 @@ def command(
         return
     hits = logquery.last(place.state.log, Query(least_level="warning"), _EVENTS)
     told = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
+    document = {"updated": iso_utc(time.time()), **document}
     typer.echo("\n".join(_lines(document, curves_of(place.state), told, place.settings.config.gate.min_inner_step)))
 
 
@@ -80,4 +83,5 @@ def _last(uploads: Mapping[str, Any]) -> Iterator[str]:
     for name, fields in told.items():
         if known := part(uploads, name):
             words = ": ".join(str(known[field]) for field in fields if known.get(field) is not None)
-            yield f"last {name}{screen.at(known.get('wall'))}: {words}"
+            when = known.get("wall")
+            yield f"last {name}{'' if when is None else f' at {iso_utc(when)[:19]}Z'}: {words}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -62,6 +63,8 @@ def test_a_revision_is_one_commit_and_one_tag(server: tuple[RepoSettings, hub.Hu
     assert (seen.revision, seen.config, seen.size_bytes) == ("1.3.60", {"block_list": [60]}, LARGE)
     assert seen.age_s is not None
     assert seen.age_s < 60
+    assert seen.checksum == hashlib.sha256((tmp_path / "revision-60" / "gradients.pt").read_bytes()).hexdigest()
+    assert len(open_repo(settings).get("epoch-3/gradients.pt")) == LARGE
     commits = state.repos[REPO_ID]
     assert [c.title for c in commits] == ["Revision 1.3.60", "Revision 1.3.50", "initial commit"]
     assert state.tags == {"1.3.60": commits[0].id, "1.3.50": commits[1].id}

@@ -13,7 +13,7 @@ import pytest
 
 from miner_guard.cli.screen import Curves
 from miner_guard.cli.status import _lines
-from miner_guard.clock import FakeClock
+from miner_guard.clock import FakeClock, iso_utc
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.events import Finding, found, line
 from miner_guard.rank.flight import Step
@@ -357,9 +357,13 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
     for name in ("decision", "upload", "incident", "restart"):
         assert before[name] is not None, name
         assert json.dumps(after[name]) == json.dumps(before[name])
-    status = {"uploads": {**after, "audit": {"outcome": "rejected", "detail": "epoch 56: too old", "wall": 0.0}}}
+    updated = iso_utc(bench.clock.wall() + 120)
+    status = {
+        "updated": updated,
+        "uploads": {**after, "audit": {"outcome": "rejected", "detail": "epoch 56: too old", "wall": 0.0}},
+    }
     shown = "\n".join(_lines(status, Curves(), [], 50))
-    assert "gate   BLOCKED at 2" in shown
+    assert "gate   BLOCKED 2m ago: inner_step (15)" in shown
     for words in ("upload", "incident", "restart"):
         assert f"last {words} at 2" in shown
     assert ": 5.56.51: failed: the miner ended during the push" in shown

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from miner_guard.config import RepoSettings
 from uploads.repos.base import DOCUMENT_LIMIT, Entry, Missing, Notes, Progress, RepoError, Ticket, published_state
@@ -174,7 +175,8 @@ class HubRepo:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         url = f"{self._endpoint}/{self._repo_id}/resolve/{self._revision}/{key}"
         request = urllib.request.Request(url, method=method, headers=headers)
-        return self._guarded(lambda: urllib.request.urlopen(request, timeout=self._timeout_s))
+        opener = urllib.request.build_opener(_Redirects)
+        return self._guarded(lambda: opener.open(request, timeout=self._timeout_s))
 
     def _guarded(self, work: Callable[[], T]) -> T:
         try:
@@ -183,6 +185,26 @@ class HubRepo:
             raise
         except Exception as error:
             raise _translated(error, self._repo_id) from error
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """To the storage that large files lie in: without the token, which is none of its business, and refused there.
+
+    A HEAD goes no further than the Hub: its own answer has the file's size and digest.
+    """
+
+    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        if req.get_method() == "HEAD" and headers.get("X-Linked-Etag"):
+            return fp
+        return super().http_error_302(req, fp, code, msg, headers)
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_302
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        further = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if further is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
+            further.remove_header("Authorization")
+        return further
 
 
 def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:
@@ -218,10 +240,10 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
         return RepoError(f"the Hub refuses the token for {repo_id} ({status}); check HF_TOKEN and its write right")
     if "RepositoryNotFoundError" in kinds or status == 404:
         return Missing(f"repo {repo_id} does not exist, or the token may not see it")
-    if status in (429, 500, 502, 503, 504):
+    if status in (408, 409, 412, 429, 500, 502, 503, 504):
         return RepoError(f"the Hub is busy ({status})", transient=True)
     network = {"TransportError", "ConnectionError", "Timeout", "TimeoutException", "NetworkError", "HTTPException"}
-    if kinds & network or isinstance(error, OSError):
+    if status is None and (kinds & network or isinstance(error, OSError)):
         return RepoError(f"no answer from the Hub for {repo_id}: {_short(error)}", transient=True)
     return RepoError(f"repo {repo_id}: {type(error).__name__}: {_short(error)}")
 
