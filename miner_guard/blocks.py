@@ -38,6 +38,12 @@ def upload_blocked(fields: Mapping[str, Any]) -> str:
     )
 
 
+def checkpoint_saved(fields: Mapping[str, Any]) -> str:
+    """Who reports a checkpoint may not know how long it took."""
+    seconds = fields["seconds"]
+    return f"CHECKPOINT SAVED: {fields['path']}" + ("" if seconds is None else f" in {seconds:.2f}s")
+
+
 def _with_unit(value: float | None, spec: str, unit: str) -> str:
     return "unknown" if value is None else format(value, spec) + unit
 
@@ -90,23 +96,28 @@ def _first_rank(r: Mapping[str, Any]) -> list[str]:
     rows = [f"✓ CUDA available: {known(cuda)}" if cuda else f"✗ CUDA available: {known(cuda)}"]
     if cuda:
         rows += [
-            f"✓ GPU count: {known(r.get('gpu_count'))}",
-            f"✓ Current CUDA device: {known(r.get('cuda_device'))}",
-            f"✓ Device name: {known(r.get('device_name'))}",
-            f"✓ GPU total memory: {known(gb(r.get('total_bytes')), '.2f')} GB",
-            f"✓ GPU memory allocated: {known(gb(r.get('allocated_bytes')), '.2f')} GB",
+            _seen("GPU count", r.get("gpu_count")),
+            _seen("Current CUDA device", r.get("cuda_device")),
+            _seen("Device name", r.get("device_name")),
+            _seen("GPU total memory", gb(r.get("total_bytes")), ".2f", " GB"),
+            _seen("GPU memory allocated", gb(r.get("allocated_bytes")), ".2f", " GB"),
         ]
     device = r.get("model_device")
-    rows.append(f"✓ Model device: {known(device)}")
+    rows.append(_seen("Model device", device))
     if device and str(device).startswith("cuda"):
         rows.append(f"✅ Model correctly on GPU: {device}")
     rows += [
-        f"✓ Batch size (per GPU): {known(r.get('batch_size'))}",
-        f"✓ Effective batch size (total): {known(r.get('effective_batch_size'))}",
-        f"✓ World size (GPUs): {known(r.get('world_size'))}",
-        f"✓ Gradient accumulation steps: {known(r.get('accumulation_steps'))}",
+        _seen("Batch size (per GPU)", r.get("batch_size")),
+        _seen("Effective batch size (total)", r.get("effective_batch_size")),
+        _seen("World size (GPUs)", r.get("world_size")),
+        _seen("Gradient accumulation steps", r.get("accumulation_steps")),
     ]
     return rows
+
+
+def _seen(what: str, value: Any, spec: str = "", unit: str = "") -> str:
+    """Source 004's check mark stands before what was seen, never before what is unknown."""
+    return f"? {what}: unknown" if value is None else f"✓ {what}: {known(value, spec)}{unit}"
 
 
 def _rank_row(r: Mapping[str, Any]) -> str:

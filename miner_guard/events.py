@@ -175,7 +175,7 @@ _SPECS = (
     Spec("orphan_killed", "warning", _WARN, "ORPHAN KILLED: pid {pid} ({command}) of run {of_run}", ("pid", "command", "of_run")),
     Spec("incident", "error", _BAD, "INCIDENT {label}: {cause} Fix: {fix}", ("label", "cause", "fix", "excerpt")),
     Spec("output_dropped", "warning", _WARN, "OUTPUT DROPPED: {dropped_bytes} bytes of the miner's output, nobody reads them", ("dropped_bytes",)),
-    Spec("checkpoint_saved", "info", "💾", "CHECKPOINT SAVED: {path} in {seconds:.2f}s", ("path", "step", "seconds", "size_bytes")),
+    Spec("checkpoint_saved", "info", "💾", blocks.checkpoint_saved, ("path", "step", "seconds", "size_bytes")),
     Spec("checkpoint_resumed", "info", _OK, "CHECKPOINT RESUMED: {path} at step {step}", ("path", "step")),
     Spec("checkpoint_skipped", "warning", _WARN, "CHECKPOINT SKIPPED: {path}: {reason}", ("path", "reason")),
     Spec("checkpoint_stale", "warning", _WARN, "CHECKPOINT STALE: {detail}", ("detail",)),

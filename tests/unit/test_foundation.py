@@ -51,6 +51,17 @@ def test_one_is_no_plural() -> None:
     assert "unknown lines lost" in events.line(events.found("disk_recovered", what="x", lost=None))
 
 
+def test_no_check_mark_stands_before_what_is_unknown() -> None:
+    said = events.line(events.found("gpu_diagnostics", ranks=[{"rank": 0, "cuda_available": False, "world_size": 2}]))
+    assert "\n? Model device: unknown\n" in said
+    assert "\n✓ World size (GPUs): 2\n" in said
+
+
+def test_a_checkpoint_whose_time_is_not_told_has_none() -> None:
+    said = events.found("checkpoint_saved", path="ckpt/7", step=7, seconds=None, size_bytes=None)
+    assert events.line(said) == "CHECKPOINT SAVED: ckpt/7", "it was `in unknowns`"
+
+
 def test_a_finding_without_its_fields_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks its fields: reason"):
         events.found("upload_failed")

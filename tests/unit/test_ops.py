@@ -26,6 +26,7 @@ ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (.+?) \| (.+?) \|$", re.MULTILINE
 BLOCKS = {
     "inner_step": "Step Time", "gpu_diagnostics": "GPU DIAGNOSTICS", "timing_breakdown": "TIMING BREAKDOWN",
     "gpu_usage": "GPU Memory Used", "rank_message": "Rank ", "upload_blocked": "UPLOAD BLOCKED",
+    "checkpoint_saved": "CHECKPOINT SAVED",
 }  # fmt: skip
 
 
@@ -97,6 +98,7 @@ def test_the_blocks_hold_the_words_that_are_grepped() -> None:
     assert BLOCKS["inner_step"] in blocks.inner_step(step)
     assert BLOCKS["gpu_diagnostics"] in blocks.gpu_diagnostics({"ranks": []})
     assert BLOCKS["upload_blocked"] in blocks.upload_blocked({"reason": "inner_step (15) < minimum (50)"})
+    assert BLOCKS["checkpoint_saved"] in blocks.checkpoint_saved({"path": "ckpt/7", "seconds": 0.5})
     assert BLOCKS["gpu_usage"] in blocks.gpu_usage({"used_gb": 1.0, "total_gb": 2.0, "share_pct": 50.0, "verdict": "x"})
 
 
