@@ -31,6 +31,16 @@ class IdleJobs:
         raise AssertionError("not used")
 
 
+class JobsNever:
+    """Takes work and does none."""
+
+    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+        """Not done."""
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        """Not done."""
+
+
 class JobsAtOnce:
     """One-time work is done at once, in this thread; what is to be repeated waits for the test to call it by name."""
 

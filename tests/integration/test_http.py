@@ -25,7 +25,8 @@ from miner_guard.statedir import StateDir, read_json, write_json
 from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.metrics import Metrics
 from tests import needs
-from tests.idle import JobsAtOnce
+from tests.idle import JobsAtOnce, context
+from tests.waiting import until
 
 TOKEN = "token-of-the-test"
 
@@ -213,22 +214,15 @@ def test_training_goes_on_while_the_port_is_attacked(tmp_path: Path) -> None:
 
 
 def _port_of(state: Path) -> int:
-    deadline = time.monotonic() + 40
-    while time.monotonic() < deadline:
-        url = ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url")
-        if url:
-            return int(str(url).rstrip("/").rsplit(":", 1)[1])
-        time.sleep(0.1)
-    raise AssertionError("no port within 40 s")
+    url = until(lambda: ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url"), 40, "the port")
+    return int(str(url).rstrip("/").rsplit(":", 1)[1])
 
 
 def _part(folder: Path, settings: HttpSettings) -> tuple[Metrics, list[Finding], FakeClock]:
     said: list[Finding] = []
     clock = FakeClock()
-    context = Context(
-        Config(http=settings), StateDir(folder), clock, "r", said.append, JobsAtOnce(), None, dict,  # type: ignore[arg-type]
-    )  # fmt: skip
-    return Metrics(context), said, clock
+    around = context(folder, config=Config(http=settings), clock=clock, emit=said.append, jobs=JobsAtOnce())
+    return Metrics(around), said, clock
 
 
 def test_no_port_is_opened_to_the_world_without_a_token(tmp_path: Path) -> None:

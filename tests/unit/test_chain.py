@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from miner_guard.clock import FakeClock
 from miner_guard.config import ChainSettings, Config
 from miner_guard.events import Finding, line
 from miner_guard.health import chain
 from miner_guard.health.chain import ChainLook
 from miner_guard.health.chain_probe import committed_text
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.chain import Chain
+from tests.idle import JobsNever, context
 from uploads.network import Progress, master_bucket
 from validators.block_list import current_block
 from validators.facts import Network
@@ -164,17 +162,9 @@ def test_the_masters_bucket_is_ours_without_the_uid() -> None:
     assert master_bucket(None, pattern) is None
 
 
-class Jobs:
-    def every(self, *_: Any, **__: Any) -> None: ...
-
-    def once(self, *_: Any) -> None: ...
-
-
 @pytest.fixture
 def part(tmp_path: Path) -> Chain:
-    unused: Any = None
-    context = Context(Config(chain=SETTINGS), StateDir(tmp_path), FakeClock(), "r", unused, Jobs(), unused, dict)
-    return Chain(context)
+    return Chain(context(tmp_path, config=Config(chain=SETTINGS), jobs=JobsNever()))
 
 
 def said(findings: Any) -> list[Finding]:

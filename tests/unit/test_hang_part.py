@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -15,7 +15,7 @@ from miner_guard.events import Finding
 from miner_guard.rank.flight import Now
 from miner_guard.supervisor.parts import Launch
 from miner_guard.supervisor.parts.hang import HangWatch
-from tests.idle import context
+from tests.idle import JobsNever, context
 
 HANG = HangSettings(min_s=10.0, first_step_s=60.0)
 STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0)
@@ -27,7 +27,7 @@ def watch(
     """What is found in five minutes of a miner that shows no step."""
     clock = FakeClock()
     config = replace(Config(), hang=HANG, miner=MinerSettings(attach=attach))
-    part = HangWatch(context(folder, config=config, clock=clock, jobs=_Jobs()))
+    part = HangWatch(context(folder, config=config, clock=clock, jobs=JobsNever()))
     part.on_launch(Launch(("miner",), 1, 0, clock.monotonic()))
     found: list[Finding] = []
     for _ in range(300):
@@ -36,12 +36,6 @@ def watch(
             part.on_output(b"outer 1 inner 3 loss 2.5\n")
         found += part.on_tick(clock.monotonic(), ranks)
     return found
-
-
-class _Jobs:
-    def every(self, *_arguments: Any, **_more: Any) -> None: ...
-
-    def once(self, *_arguments: Any) -> None: ...
 
 
 def test_lines_that_are_not_understood_are_no_hang(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from miner_guard.rank.flight import FlightReader, Now, Step
 from miner_guard.rank.hook import Guard
 from miner_guard.statedir import StateDir, finite, write_json
 from miner_guard.supervisor.manager import monitor_values
-from miner_guard.supervisor.parts import Context, Exit, Launch
+from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.parts.steps import Steps
-from tests.idle import IdleControl, IdleJobs
+from tests.idle import context
 from tests.simulated import headers
 
 
@@ -42,10 +42,6 @@ def make_step(number: int, start: float, seconds: float, **extra: Any) -> Step:
         "tokens": None, "flags": 0, "phases": {}, "nested_in_monitor_s": 0.0,
     }  # fmt: skip
     return Step(number=number, start=start, end=start + seconds, **{**values, **extra})
-
-
-def make_context(tmp_path: Path, clock: FakeClock, config: Config) -> Context:
-    return Context(config, StateDir(tmp_path), clock, "r1", lambda _f: None, IdleJobs(), IdleControl(), dict)
 
 
 def drive(part: Steps, clock: FakeClock, durations: Iterable[float], **extra: Any) -> list[Finding]:
@@ -65,7 +61,7 @@ def lines(found: Iterable[Finding], event: str) -> list[str]:
 
 def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = Steps(make_context(tmp_path, clock, Config()))
+    part = Steps(context(tmp_path, clock=clock))
     seen = drive(part, clock, [15.2, 245.7])
     assert lines(seen, "inner_step")[0] == (
         "Outer Step: 5 | Inner Step: 1 | LR: 0.00002100 | Loss: 3.00 | Step Time: 15.2s | GPU Mem: 18.45GB"
@@ -75,7 +71,7 @@ def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
 
 def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = Steps(make_context(tmp_path, clock, Config()))
+    part = Steps(context(tmp_path, clock=clock))
     noise = random.Random(1)
     assert not lines(drive(part, clock, [2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step")
     slow = [f for f in drive(part, clock, [6.0]) if f.event == "slow_step"]
@@ -87,7 +83,7 @@ def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
 
 def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = Steps(make_context(tmp_path, clock, Config()))
+    part = Steps(context(tmp_path, clock=clock))
     drive(part, clock, [15.0] * 30)
     assert not lines(drive(part, clock, [615.0], phases={"upload": 600.0}), "slow_step")
     assert lines(drive(part, clock, [700.0], phases={"upload": 600.0}), "slow_step")
@@ -96,7 +92,7 @@ def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
 def test_the_recent_steps_are_summed_up_with_their_grade(tmp_path: Path) -> None:
     clock, config = FakeClock(), Config()
     config = replace(config, steps=replace(config.steps, breakdown_every=30))
-    part = Steps(make_context(tmp_path, clock, config))
+    part = Steps(context(tmp_path, clock=clock, config=config))
     told = lines(drive(part, clock, [15.0] * 20 + [18.0] + [15.0] * 39), "step_summary")
     assert [words.partition("s p95")[0] for words in told] == ["STEP SUMMARY: p50 15.00"] * 2
     assert told[-1].endswith("s max 18.00s, grade good")
@@ -105,7 +101,7 @@ def test_the_recent_steps_are_summed_up_with_their_grade(tmp_path: Path) -> None
 def test_step_lines_are_limited_and_the_number_left_out_is_said(tmp_path: Path) -> None:
     clock = FakeClock()
     config = replace(Config(), logs=LogSettings(step_lines_per_s=5))
-    part = Steps(make_context(tmp_path, clock, config))
+    part = Steps(context(tmp_path, clock=clock, config=config))
     seen = drive(part, clock, [0.01] * 300)
     seen += part.on_tick(clock.monotonic(), {})
     printed = len(lines(seen, "inner_step"))
@@ -123,7 +119,7 @@ def test_timing_lines_go_on_where_the_miner_counts_its_steps_from_0_again() -> N
 
 def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = Steps(make_context(tmp_path, clock, Config()))
+    part = Steps(context(tmp_path, clock=clock))
     fast = {"monitor": 0.123, "example_loss": 0.045}
     seen = drive(part, clock, [15.0] * 199, phases=fast, nested_in_monitor_s=0.045)
     assert lines(seen, "fast_log")[0] == "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
@@ -153,7 +149,7 @@ def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(tmp
 )
 def test_each_red_flag_says_which(tmp_path: Path, phases: Mapping[str, float], nested: float, which: str) -> None:
     clock = FakeClock()
-    part = Steps(make_context(tmp_path, clock, Config()))
+    part = Steps(context(tmp_path, clock=clock))
     drive(part, clock, [15.0] * 199)
     seen = drive(part, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
     assert [f.fields["which"] for f in seen if f.event == "timing_red_flag"] == [which]
@@ -161,7 +157,7 @@ def test_each_red_flag_says_which(tmp_path: Path, phases: Mapping[str, float], n
 
 def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = Steps(make_context(tmp_path, clock, Config()))
+    part = Steps(context(tmp_path, clock=clock))
     seen = drive(part, clock, [15.0] * 150 + [30.0] + [15.0] * 48)
     assert lines(seen, "step_summary") == []
     seen = drive(part, clock, [15.0] * 200)
@@ -171,7 +167,7 @@ def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
 def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -> None:
     clock = FakeClock()
     config = replace(Config(), miner=MinerSettings(upload_steps=3), gate=GateSettings(min_inner_step=50))
-    part = Steps(make_context(tmp_path, clock, config))
+    part = Steps(context(tmp_path, clock=clock, config=config))
     list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
     clock.advance(100)
     list(part.on_entry(0, {"kind": "training", "effective_batch_size": 512, "inner_steps_per_outer": 500}))
@@ -188,7 +184,7 @@ def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -
 
 def test_time_lost_to_a_hang_and_to_a_restart_is_told_apart(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = Steps(make_context(tmp_path, clock, Config()))
+    part = Steps(context(tmp_path, clock=clock))
     list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
     drive(part, clock, [10.0] * 20)
     clock.advance(300)
@@ -204,7 +200,7 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_told_apart(tmp_path: Path) -> N
 
 def test_the_time_after_a_finish_is_not_lost_to_a_restart(tmp_path: Path) -> None:
     clock = FakeClock()
-    part = Steps(make_context(tmp_path, clock, Config()))
+    part = Steps(context(tmp_path, clock=clock))
     list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
     drive(part, clock, [10.0] * 20)
     clock.advance(60)
@@ -216,7 +212,7 @@ def test_the_time_after_a_finish_is_not_lost_to_a_restart(tmp_path: Path) -> Non
 
 
 def test_unknown_stays_unknown(tmp_path: Path) -> None:
-    shot = Steps(make_context(tmp_path, FakeClock(), Config())).snapshot()
+    shot = Steps(context(tmp_path)).snapshot()
     assert shot["loss"] is None
     assert shot["p50_s"] is None
     assert shot["goodput"] == {}
@@ -253,7 +249,7 @@ def test_grades_are_source_004s() -> None:
 
 
 def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
-    part = Steps(make_context(tmp_path, FakeClock(), Config()))
+    part = Steps(context(tmp_path))
     now: dict[int, Now] = {}
     assert not list(part.on_tick(0.0, now))
 
@@ -277,7 +273,7 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
                 spend("inference", 6.123)
                 spend("val_loss", 1.456)
         guard.step(outer_step=56, inner_step=step, loss=3.4, lr=2.1e-5)
-    part = Steps(make_context(tmp_path, clock, Config()))
+    part = Steps(context(tmp_path, clock=clock))
     seen = list(part.on_steps(0, list(FlightReader(state.flight_of(0)).steps())))
     assert set(lines(seen, "fast_log")) == {"Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"}
     assert len(lines(seen, "fast_log")) == 19
@@ -291,7 +287,7 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
 
 def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Path) -> None:
     """Guards against a node that is silent to its end, because a rank that went to another node still leads."""
-    part = Steps(make_context(tmp_path, FakeClock(), Config()))
+    part = Steps(context(tmp_path))
     list(part.on_steps(0, [make_step(1, 0.0, 15.0)]))
     list(part.on_tick(16.0, headers(4, 5)))
     assert lines(part.on_steps(4, [make_step(2, 15.0, 15.0)]), "inner_step")
@@ -301,7 +297,7 @@ def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Pa
 def test_a_loss_that_is_no_number_is_said_everywhere_in_the_same_word(tmp_path: Path) -> None:
     """Guards against `loss ?` and null while the loss is NaN: they say that nothing was measured."""
     clock = FakeClock()
-    part = Steps(make_context(tmp_path, clock, Config()))
+    part = Steps(context(tmp_path, clock=clock))
     (line,) = [f for f in drive(part, clock, [1.0], loss=math.nan, grad_norm=math.inf) if f.event == "inner_step"]
     assert " | Loss: NaN | " in events.line(line)
     record = json.loads(json_line({**line.fields}))
