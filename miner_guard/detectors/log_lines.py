@@ -79,13 +79,21 @@ def read(line: str, patterns: Patterns) -> StepLine | PushLine | AllReduceLine |
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
             return None if _EVALUATION.search(text, 0, match.start()) else _step(match.groupdict())
+    if (push := read_push(text, patterns)) is not None:
+        return push
+    return AllReduceLine() if any(pattern.search(text) for pattern in patterns.allreduce) else None
+
+
+def read_push(line: str, patterns: Patterns) -> PushLine | None:
+    """What a line says of a push, None where it is about something else."""
+    text = _ANSI.sub("", line[:_LONGEST_LINE])
     for pattern in patterns.push:
         if (match := pattern.search(text)) is not None:
             return PushLine(match.groupdict().get("tag"), None)
     for pattern in patterns.push_failed:
         if (match := pattern.search(text)) is not None:
             return PushLine(None, match.groupdict().get("reason") or match.group(0))
-    return AllReduceLine() if any(pattern.search(text) for pattern in patterns.allreduce) else None
+    return None
 
 
 def _step(groups: Mapping[str, str | None]) -> StepLine | None:

@@ -11,8 +11,8 @@ from miner_guard.supervisor import parts as parts_package
 from miner_guard.supervisor.parts import Context, Part
 
 PARTS = (
-    "log_only", "reports", "steps", "curves", "ranks", "incidents", "diagnosis", "chain", "uploads", "health",
-    "gpu", "hang", "nodes", "costs", "exposed", "metrics", "alerts",
+    "log_only", "reports", "steps", "curves", "ranks", "incidents", "diagnosis", "chain", "push_lines", "uploads",
+    "health", "gpu", "hang", "nodes", "costs", "exposed", "metrics", "alerts",
 )  # fmt: skip
 """Modules of `miner_guard.supervisor.parts`; each defines exactly one `Part`."""
 

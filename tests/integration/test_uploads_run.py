@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from miner_guard.cli.main import run
+from tests.servers.revisions import revision
+from uploads.journal import Journal, journal_path
 from uploads.ledger import ReadOnlyLedger
+from uploads.publisher import Publisher
+from uploads.repos.local import LocalRepo
 
 GUARD = "from miner_guard.cli.main import main; main()"
 SCRIPT = Path(__file__).parent / "scripts" / "uploading_miner.py"
@@ -52,3 +56,20 @@ def test_every_upload_is_decided_told_stored_and_looked_for(
     for row in decisions:
         assert run(["gate", "--state-dir", str(state), "--replay", row["id"]]) == 1 - row["allowed"]
         assert "replay: the same decision" in capsys.readouterr().out
+
+
+def test_a_worker_that_died_while_the_log_says_pushed_is_found_without_any_hook(tmp_path: Path) -> None:
+    repo = LocalRepo(tmp_path / "repo")
+    journal = Journal(journal_path(tmp_path, repo.label))
+    Publisher(repo, journal, lambda _line: None).publish(revision(tmp_path, 50))
+    (tmp_path / "guard.toml").write_text(f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\n')
+    pushed = "Successfully pushed new model state with tag 1.3.60 to repo: me/miner"
+    miner = f"import time; time.sleep(4); print({pushed!r}, flush=True); time.sleep(8)"
+    done = subprocess.run(
+        [sys.executable, "-c", GUARD, "run", "--state-dir", "state", "--no-preflight", "--no-restart", "--",
+         sys.executable, "-c", miner],
+        capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert "UPLOAD REPORTED: tag 1.3.60" in done.stdout, done.stdout + done.stderr
+    assert "UPLOAD FAILED: reported as pushed, but" in done.stdout
+    assert "UPLOAD VERIFIED" not in done.stdout

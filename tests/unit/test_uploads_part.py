@@ -312,6 +312,17 @@ def test_a_push_that_only_the_log_reports_is_verified_too(bench: Bench) -> None:
     assert len(bench.said("upload_failed")) == 1
 
 
+def test_a_push_that_only_the_miners_line_tells_of_is_looked_for(bench: Bench) -> None:
+    bench.look()
+    printed = found("upload_reported", tag="5.56.51", detail="by the miner's own line", source="log")
+    assert not list(bench.part.on_finding(printed))
+    bench.repo = Published(age_s=1.0, reason=None, outer_step=56, inner_step=51, revision="5.56.51", checksum="c1")
+    bench.tick()
+    (verified,) = bench.said("upload_succeeded")
+    assert verified.startswith("UPLOAD VERIFIED: tag 5.56.51 gradients 1s old")
+    assert verified.endswith("pushed, says the miner's log")
+
+
 def test_a_push_that_failed_says_why(bench: Bench) -> None:
     bench.push("started")
     (failed,) = bench.entry(

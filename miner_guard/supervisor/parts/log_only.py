@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from miner_guard import attach
+from miner_guard.attach.patterns import patterns
 from miner_guard.detectors.log_lines import AllReduceLine, LoggedStep, LogSteps, Patterns, PushLine, StepLine, read
 from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.events import Finding, found
@@ -17,19 +15,12 @@ from miner_guard.rank.flight import FlightWriter
 from miner_guard.rank.layout import NAN
 from miner_guard.rank.recorder import CLOSED, RUNNING, STARTING
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
-from validators import profiles
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _NUMBERED = {"step", "inner"}
 """A pattern without one of these groups never makes a step."""
 
 _ALLREDUCE = layout.PHASES.index("allreduce")
 _LONGEST_PARTIAL_LINE = 64 * 1024
-_GENERIC = Path(attach.__file__).with_name("patterns.toml")
 
 
 class LogOnly(Part):
@@ -61,22 +52,19 @@ class LogOnly(Part):
         """Printed since the last step; it goes into the record of the next one."""
 
     def _load(self) -> Patterns:
-        miner = self.context.config.miner
-        tables: list[Mapping[str, Any]] = []
-        for text in miner.log_patterns:
+        usable: list[str] = []
+        for text in self.context.config.miner.log_patterns:
             try:
                 groups = re.compile(text).groupindex
                 wrong = None if _NUMBERED & set(groups) else "names no group `step` or `inner`"
-                tables.append({"step": (text,)} if wrong is None else {})
             except re.error as error:
                 wrong = f"is no regular expression: {error}"
-            if wrong is not None:
+            if wrong is None:
+                usable.append(text)
+            else:
                 what = f"[miner] log_patterns: {text!r} {wrong}; it is left out"
                 self._findings.append(found("guard_degraded", what=what))
-        if miner.profile is not None:
-            tables.append(profiles.load_profile(miner.profile).patterns)
-        tables.append(tomllib.loads(_GENERIC.read_text(encoding="utf-8")))
-        return Patterns.of(*tables)
+        return patterns(self.context.config.miner.profile, usable)
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         if not self._active:

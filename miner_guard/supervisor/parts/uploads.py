@@ -219,7 +219,7 @@ class Uploads(Part):
         if self._repo.kind == "none" or not self._repo.verify_uploads:
             why = "no [repo] is configured" if self._repo.kind == "none" else "repo.verify_uploads is off"
             self._store(entry, "reported", error=f"not verified: {why}")
-            detail = f"pushed in {entry.get('seconds') or 0:.1f}s; not verified: {why}"
+            detail = f"{_took(entry)}; not verified: {why}"
             yield found("upload_reported", tag=_tag(entry), detail=detail, source="guard")
             return
         push = _Push(entry, began, before, self.context.clock.monotonic())
@@ -236,6 +236,8 @@ class Uploads(Part):
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         fields, wall = finding.fields, self.context.clock.wall()
+        if fields.get("source") == "log":
+            return self._printed(finding)
         if finding.event == "incident":
             label, cause, fix, excerpt = (str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt"))
             self._last["incident"] = {"label": label, "rank": finding.rank, "wall": wall}
@@ -247,6 +249,17 @@ class Uploads(Part):
             with self._mutex:
                 self._network = Network(**fields["network"])
             self.context.jobs.once("gate inputs", self._write_inputs)
+        return ()
+
+    def _printed(self, finding: Finding) -> Iterable[Finding]:
+        """A push of which the miner's own line alone tells."""
+        entry = {"upload_kind": "gradient", "tag": finding.fields.get("tag")}
+        if finding.event == "upload_failed":
+            self._store(entry, "failed", error=finding.fields.get("reason"))
+        elif finding.event == "upload_reported":
+            with self._mutex:
+                before = self._watch.latest
+            return self._reported(entry, None, before)
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
@@ -284,11 +297,11 @@ class Uploads(Part):
         tag = _tag(entry) or published.revision
         if seen.verified:
             self._store(entry, "verified", verified=self.context.clock.wall(), checksum=published.checksum)
-            detail = f"{seen.detail}, pushed in {entry.get('seconds') or 0:.1f}s"
+            detail = f"{seen.detail}, {_took(entry)}"
             self.context.emit(found("upload_succeeded", tag=tag, detail=detail))
         elif seen.superseded:
             self._store(entry, "superseded", error=seen.detail)
-            detail = f"pushed in {entry.get('seconds') or 0:.1f}s; not verified: {seen.detail}"
+            detail = f"{_took(entry)}; not verified: {seen.detail}"
             self.context.emit(found("upload_reported", tag=tag, detail=detail, source="guard"))
         elif seen.verified is None:
             self._store(entry, "reported", error=seen.detail)
@@ -335,6 +348,12 @@ def _steps(entry: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Outer and inner step by the tag, else by the entry: a log's last step may be later than what was pushed."""
     match = re.search(r"(\d+)\.(\d+)$", str(entry.get("tag") or ""))
     return (int(match[1]), int(match[2])) if match else (entry.get("outer_step"), entry.get("inner_step"))
+
+
+def _took(entry: Mapping[str, Any]) -> str:
+    """A log tells of a push's end alone."""
+    seconds = entry.get("seconds")
+    return "pushed, says the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
 
 
 def _tag(entry: Mapping[str, Any]) -> str | None:
