@@ -45,7 +45,11 @@ _MOST_PREFIXES = 8
 
 def clean(raw: bytes) -> tuple[int | None, str]:
     """The rank that a line names in its prefix, and its text; leading blanks after the prefix are kept."""
-    text = _CONTROL.sub("", _ANSI.sub("", raw.decode("utf-8", "replace")))
+    return _clean(raw.decode("utf-8", "replace"))
+
+
+def _clean(text: str) -> tuple[int | None, str]:
+    text = _CONTROL.sub("", _ANSI.sub("", text))
     rank: int | None = None
     for _ in range(_MOST_PREFIXES):
         prefix = _PREFIX.match(text)
@@ -73,14 +77,15 @@ def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
     if record is None:
         yield rank, text
         return
-    if rank is None and isinstance(named := record.get("rank"), int):
-        rank = named
+    teller = record.get("rank")
+    rank = teller if rank is None and isinstance(teller, int) else rank
     level = " [warning]" if str(record.get("level", record.get("levelname", ""))).lower().startswith("warn") else ""
     told = {k: v for k, v in record.items() if isinstance(v, str) and (k.lower() in _WORDS or "\n" in v)}
     yield rank, json.dumps({key: value for key, value in record.items() if key not in told})
     for value in told.values():
         for line in value.splitlines()[:_MOST_TOLD]:
-            yield rank, line + level
+            named, inner = _clean(line)
+            yield rank if named is None else named, inner + level
 
 
 def _record(text: str) -> dict[str, object] | None:

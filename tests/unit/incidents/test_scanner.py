@@ -155,7 +155,7 @@ BROKE = 'Traceback (most recent call last):\n  File "/srv/miner.py", line 3, in 
 
 def test_what_a_line_of_json_tells_is_read_as_lines() -> None:
     """Structured logs once hid every exception that no pattern knows."""
-    for record in ({"event": "step failed", "exc_info": BROKE}, {"message": BROKE}, {"log": "KeyError: 7\n"}):
+    for record in ({"event": "step failed", "exc_info": BROKE}, {"message": BROKE}, {"log": "[rank3]: KeyError: 7\n"}):
         [found] = incidents(json.dumps({"level": "error", "rank": 3, **record}).encode())
         assert (found.label, found.root, found.ranks) == ("code_bug", True, [3])
     assert root(json.dumps({"msg": "Exception ignored in: <function f>\n" + BROKE})) is None
