@@ -39,18 +39,23 @@ def follow_transformers(auto: Auto, module: Any) -> None:
     class GuardCallback(base):  # type: ignore[misc, valid-type]
         """Tells the guard of the Trainer's steps."""
 
+        _stopped = False
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             auto.framework = "transformers"
             auto.adapter.quiet(auto.begin)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._stopped = control.should_training_stop
             auto.step(state.global_step, kwargs["optimizer"])
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._stopped = self._stopped or control.should_training_stop
             auto.evaluated((kwargs.get("metrics") or {}).get("eval_loss"))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step >= state.max_steps:
+            # Stopped early by a callback is an end that was configured; that the data ran out is none.
+            if self._stopped or state.global_step >= state.max_steps:
                 auto.adapter.quiet(auto.finished)
 
     _after_init(module.Trainer, lambda trainer: trainer.add_callback(GuardCallback))

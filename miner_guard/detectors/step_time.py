@@ -146,6 +146,37 @@ class StepTimes:
             window.add(seconds)
 
 
+@dataclass(frozen=True)
+class PerToken:
+    """A training step by what it had to do."""
+
+    seconds: float
+    """What it would have taken with no more tokens than the first one."""
+
+    explains: bool
+    """Per token it was as fast as the recent ones."""
+
+
+class Work:
+    """Tells a step that is slow from one that has more to do: longer sequences, a larger batch after a warm-up."""
+
+    def __init__(self, settings: StepSettings) -> None:
+        self._settings = settings
+        self._per_token = SortedWindow(settings.window)
+        self._first: int | None = None
+
+    def observe(self, seconds: float, tokens: int | None) -> PerToken | None:
+        """Take one training step; None where its tokens are not known."""
+        if not tokens:
+            return None
+        self._first = self._first or tokens
+        each, window = seconds / tokens, self._per_token
+        limit = window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio) if window else 0.0
+        explains = len(window) >= _LEAST and each <= limit
+        window.add(each)
+        return PerToken(min(seconds, each * self._first), explains)
+
+
 class RegressionWatch:
     """Says once when the median of the last 32 training steps has lastingly fallen behind the best one."""
 

@@ -121,6 +121,15 @@ def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> N
     assert attached.now().state == "finished"
 
 
+def test_a_training_that_a_callback_stops_early_has_finished(tmp_path: Path) -> None:
+    """Guards against a miner that has converged and is restarted for ever."""
+    needs.module("transformers")
+    needs.module("accelerate")
+    attached = run(tmp_path / "attached", "with_transformers.py", "out", "stops")
+    assert [s.inner_step for s in attached.steps()] == [1, 2, 3]
+    assert attached.now().state == "finished"
+
+
 def test_lightning_is_followed_by_its_callbacks(tmp_path: Path) -> None:
     needs.module("lightning")
     attached = run(tmp_path / "attached", "with_lightning.py")

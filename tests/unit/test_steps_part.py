@@ -81,6 +81,20 @@ def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
     assert [(f.severity, f.fields["step_time_s"]) for f in again] == [("debug", 7.0)], "for the report, not to be read"
 
 
+def test_steps_with_more_tokens_are_longer_and_not_slow(tmp_path: Path) -> None:
+    """Longer sequences, or a larger batch, after a warm-up; and a step that is slow at that."""
+    clock, noise = FakeClock(), random.Random(1)
+    part = Steps(context(tmp_path, clock=clock))
+    seen = []
+    for tokens in (4096, 8192, 16384, 2048):
+        durations = [3.0 * tokens / 4096 * noise.gauss(1, 0.03) for _ in range(200)]
+        seen += drive(part, clock, durations, tokens=tokens)
+    assert not [f for f in seen if f.event in ("slow_step", "steps_regressed")]
+    assert lines(drive(part, clock, [4.5], tokens=2048), "slow_step")
+    lasting = drive(part, clock, [30.0] * 100, tokens=16384)
+    assert {f.event for f in lasting} >= {"slow_step", "steps_regressed"}
+
+
 def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
     clock = FakeClock()
     part = Steps(context(tmp_path, clock=clock))

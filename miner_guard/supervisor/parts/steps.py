@@ -44,6 +44,7 @@ class Steps(Part):
         steps = self.context.config.steps
         self._times = step_time.StepTimes(steps)
         self._regression = step_time.RegressionWatch(steps.regression_ratio, steps.min_excess_s)
+        self._work = step_time.Work(steps)
         self._timing = timing.TimingLog(steps)
         self._slow_said = float("-inf")
         self._slow_left_out = 0
@@ -87,9 +88,11 @@ class Steps(Part):
             self._max = (step.seconds, step.inner_step)
         kind = step_time.kind_of(step.phases)
         slow = self._times.observe(step.seconds, kind, step_time.scheduled_seconds(step.phases))
-        if slow is not None:
+        as_usual = self._work.observe(step.seconds, step.tokens) if kind == step_time.TRAINING else None
+        if slow is not None and not (slow.rule == "relative" and as_usual is not None and as_usual.explains):
             yield from self._slow_line(rank, step, slow)
-        regression = self._regression.observe(step.seconds) if kind == step_time.TRAINING else None
+        seconds = step.seconds if as_usual is None else as_usual.seconds
+        regression = self._regression.observe(seconds) if kind == step_time.TRAINING else None
         if regression is not None and not self._fallback_said:
             yield found(
                 "steps_regressed", rank=rank, median_s=regression.median_s, best_s=regression.best_s,

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class Model(torch.nn.Module):
@@ -34,7 +34,17 @@ arguments = TrainingArguments(
     report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="steps", save_steps=4, learning_rate=1e-2,
     eval_strategy="steps", eval_steps=2,
 )  # fmt: skip
-trainer = Trainer(model=Model(), args=arguments, train_dataset=Data(), eval_dataset=Data())
+
+
+class Stop(TrainerCallback):
+    """Stops early, as EarlyStoppingCallback does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 3
+
+
+callbacks = [Stop()] if "stops" in sys.argv else []
+trainer = Trainer(model=Model(), args=arguments, train_dataset=Data(), eval_dataset=Data(), callbacks=callbacks)
 trainer.train()
 for row in trainer.state.log_history:
     if "loss" in row:
