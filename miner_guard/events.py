@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard import blocks
+from miner_guard.statedir import is_full
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 RESERVED = frozenset({"ts", "level", "event", "msg", "run_id", "host", "rank"})
@@ -84,6 +85,14 @@ def found(event: str, /, *, rank: int | None = None, level: str | None = None, *
     if taken := RESERVED & fields.keys():
         raise ValueError(f"event {event} uses reserved fields: {', '.join(sorted(taken))}")
     return Finding(event, fields, rank, level)
+
+
+def unwritten(what: str, error: OSError, then: str = "") -> Finding:
+    """`what` can't be written: for want of room, which ends by itself perhaps, or for another reason; `then`: so what."""
+    reason = error.strerror or str(error)
+    if is_full(error):
+        return found("disk_full", what=what, reason=reason)
+    return found("guard_degraded", what=f"{what} cannot be written: {reason}{then}")
 
 
 def line(finding: Finding) -> str:

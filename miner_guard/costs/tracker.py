@@ -16,7 +16,7 @@ from miner_guard.clock import Clock, SystemClock, iso_utc
 from miner_guard.costs import table
 from miner_guard.costs.operation import Operation, fair_cap, percent
 from miner_guard.costs.presets import Budget
-from miner_guard.events import Finding, found
+from miner_guard.events import Finding, found, unwritten
 
 FILE = "monitoring_costs.json"
 _MOST_OPERATIONS = 256
@@ -281,11 +281,7 @@ class MonitoringCostTracker:
             statedir.write_json(self._file, self.get_report())
         except OSError as error:
             if not self._write_failed:
-                self._report(
-                    found("disk_full", what=self._file.name, reason=str(error.strerror))
-                    if statedir.is_full(error)
-                    else found("guard_degraded", what=f"{self._file} cannot be written: {error.strerror}")
-                )
+                self._report(unwritten(self._file.name, error))
             self._write_failed = True
             return
         if self._write_failed:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miner_guard.clock import Clock, iso_utc
-from miner_guard.events import Finding, found
+from miner_guard.events import Finding, found, unwritten
 from miner_guard.statedir import StateDir, finite, write_json
 
 
@@ -31,7 +31,7 @@ class Status:
             write_json(self._state.status, self.latest)
         except OSError as error:
             if not self._failing:
-                self._report(found("disk_full", what="status.json", reason=error.strerror or str(error)))
+                self._report(unwritten("status.json", error))
             self._failing += 1
             return
         self._written = plain

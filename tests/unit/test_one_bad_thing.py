@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -26,6 +27,7 @@ from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.rank.flight import FlightWriter
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir, read_json
+from miner_guard.supervisor import status as module
 from miner_guard.supervisor.assemble import Assembly
 from miner_guard.supervisor.bell import finding_of
 from miner_guard.supervisor.control import Control, ask
@@ -141,6 +143,24 @@ def test_bytes_that_are_no_text_in_a_command_do_not_stop_the_status(state: State
     Status(state, FakeClock(), pytest.fail).update({"command": ["train.py", argument]})
     assert read_json(state.status)["command"] == ["train.py", "name-?"]
     assert [path.name for path in state.root.iterdir()] == ["status.json"]
+
+
+def test_a_status_that_cannot_be_written_is_no_full_disk_unless_it_is(
+    state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Finding] = []
+    state.status.mkdir(parents=True)
+    Status(state, FakeClock(), said.append).update({})
+    assert [events.line(finding) for finding in said] == [
+        "GUARD DEGRADED: status.json cannot be written: Is a directory"
+    ]
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "write_json", refuse)
+    Status(state, FakeClock(), said.append).update({})
+    assert said[-1].event == "disk_full"
 
 
 def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> None:

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from miner_guard.events import Finding, found
+from miner_guard.events import Finding, found, unwritten
 from miner_guard.rank.flight import Now, Step
 from miner_guard.rank.layout import FLAG_FIRST
-from miner_guard.statedir import is_full
 from miner_guard.supervisor.parts import Context, Exit, Part
 from uploads import audit, watched
 from uploads import inputs as gate_inputs
@@ -149,7 +148,8 @@ class Uploads(Part):
                 said = found("disk_recovered", what="gate-inputs.json", lost=0) if self._write_failed else None
                 self._write_failed = False
             except OSError as error:
-                said, self._write_failed = (None if self._write_failed else _unwritten(error)), True
+                trouble = unwritten("gate-inputs.json", error, "; the gate sees the repo as unknown")
+                said, self._write_failed = (None if self._write_failed else trouble), True
         if said is not None:
             self.context.emit(said)
 
@@ -362,10 +362,3 @@ def _tag(entry: Mapping[str, Any]) -> str | None:
     if entry.get("outer_step") is None or entry.get("inner_step") is None:
         return None
     return f"{entry['outer_step']}.{entry['inner_step']}"
-
-
-def _unwritten(error: OSError) -> Finding:
-    if is_full(error):
-        return found("disk_full", what="gate-inputs.json", reason=error.strerror or str(error))
-    what = f"gate-inputs.json: {error.strerror or error}; the gate sees the repo as unknown"
-    return found("guard_degraded", what=what)
