@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,21 @@ def test_half_closed_connections_are_no_answer_and_may_be_tried_again(
         publish(settings, revision(tmp_path, 60, LARGE), tmp_path, 1.0)
     state.half_close = False
     assert open_repo(settings).state().inner_step == 50
+
+
+@pytest.mark.parametrize("key", ["metadata.json", "epoch-3/gradients.pt"])
+def test_a_document_that_was_cut_off_on_its_way_is_no_answer_and_not_another_document(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path, key: str
+) -> None:
+    """Guards against `not JSON; publish again`, and an audit that fails, where the connection was cut."""
+    settings, state = server
+    publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
+    repo: Any = open_repo(settings)
+    state.half_close = True
+    for read in (repo.get, repo._hash_of):
+        with pytest.raises(RepoError, match="cut off") as caught:
+            read(key)
+        assert caught.value.transient
 
 
 @pytest.mark.parametrize("shift_s", [-7200.0, 7200.0])

@@ -79,8 +79,9 @@ class HubRepo:
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
         with self._open(key, "GET") as answer:
             data: bytes = self._guarded(lambda: answer.read(limit + 1))
-        if len(data) > limit:
-            raise RepoError(f"{key} has more than the {limit} bytes that are read")
+            if len(data) > limit:
+                raise RepoError(f"{key} has more than the {limit} bytes that are read")
+            _check_whole(key, answer)
         return data
 
     def put(self, key: str, data: bytes) -> None:
@@ -164,6 +165,7 @@ class HubRepo:
         with self._open(key, "GET") as answer:
             while chunk := self._guarded(lambda: answer.read(_CHUNK)):
                 digest.update(chunk)
+            _check_whole(key, answer)
         return digest.hexdigest()
 
     def _info(self) -> Any:
@@ -246,6 +248,12 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
     if status is None and (kinds & network or isinstance(error, OSError)):
         return RepoError(f"no answer from the Hub for {repo_id}: {_short(error)}", transient=True)
     return RepoError(f"repo {repo_id}: {type(error).__name__}: {_short(error)}")
+
+
+def _check_whole(key: str, answer: Any) -> None:
+    """Raises RepoError where bytes that were announced did not come: http.client says nothing of it."""
+    if answer.length:
+        raise RepoError(f"no answer from the Hub: {key} was cut off, {answer.length} bytes are missing", transient=True)
 
 
 def _date(text: str | None) -> float:
