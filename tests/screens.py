@@ -13,6 +13,7 @@ from pathlib import Path
 from miner_guard.logquery import Query, last
 from miner_guard.statedir import StateDir
 from tests import needs
+from tests.integration.test_http import Port
 
 DOCS = needs.REPO / "docs"
 FAULTS = ("--fault", "slow@40", "--fault", "crash@60")
@@ -67,6 +68,10 @@ $ miner-guard costs estimate {estimate_arguments}
 On a phone, in dark mode:
 
 ![The report on a phone](images/report-phone.png)
+
+Where `[http] token` is set, the live page asks for it once per tab:
+
+![The live page asks for its token](images/live-token.png)
 """
 
 
@@ -89,7 +94,7 @@ def _until_step(state: StateDir, step: int) -> None:
     raise SystemExit(f"the demo did not come to step {step}")
 
 
-def _pictures(page: Path) -> None:
+def _pictures(page: Path, state: StateDir) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -99,6 +104,12 @@ def _pictures(page: Path) -> None:
             shown = context.new_page()
             shown.goto(page.as_uri())
             shown.screenshot(path=DOCS / "images" / f"{name}.png")
+        port = Port(state.root, "the token of the picture")
+        shown = browser.new_page(viewport={"width": 700, "height": 120})
+        shown.goto(port.url)
+        shown.locator("form").wait_for()
+        shown.screenshot(path=DOCS / "images" / "live-token.png")
+        port.close()
         browser.close()
 
 
@@ -123,7 +134,7 @@ def main() -> None:
         text = PAGE.format(faults=" ".join(FAULTS), estimate_arguments=ESTIMATE, **shown)
         (DOCS / "screens.md").write_text(re.sub(re.escape(folder), "/home/me", text), encoding="utf-8")
         _ask(state, "report", "-o", str(Path(folder) / "page.html"))
-        _pictures(Path(folder) / "page.html")
+        _pictures(Path(folder) / "page.html", state)
 
 
 if __name__ == "__main__":

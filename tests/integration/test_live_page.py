@@ -99,3 +99,17 @@ def test_what_the_log_says_runs_no_script_in_the_page(port: Port, tab: Any) -> N
     tab.evaluate("document.querySelector('#report').innerHTML = '<img src=data: onerror=window.broken=1>'")
     tab.wait_for_timeout(300)
     assert tab.evaluate("window.broken") is None
+
+
+def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothing(tmp_path: Path, tab: Any) -> None:
+    needs.module("uvicorn")
+    port = Port(tmp_path)
+    try:
+        port.status(run_id=RUN, steps={"goodput": {"training": 0.75}})
+        assert tab.goto(port.url).status == 200
+        tab.get_by_text(RUN).wait_for()
+        bar = "getComputedStyle(document.querySelector('.bar i'))"
+        assert tab.evaluate(f"{bar}.backgroundColor") == "rgb(46, 139, 87)"
+        assert tab.trouble == []
+    finally:
+        port.close()
