@@ -240,6 +240,10 @@ class FlightReader:
         run = run_id.rstrip(b"\0").decode(errors="replace")
         return Identity(pid, rank, local_rank, world_size, start, run, opened, of_host)
 
+    def whole(self) -> bool:
+        """Whether the file is as long as it was: who reads past the end of a mapped one is killed by SIGBUS."""
+        return self._map.size() == layout.FILE_SIZE
+
     def now(self) -> Now | None:
         """The header, or None while the rank has written none, or is writing it without pause."""
         for _ in range(50):

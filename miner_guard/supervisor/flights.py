@@ -105,6 +105,7 @@ class Flights:
 
     def look_at(self, rank: int, reader: Reader) -> None:
         """Hand over what is new in one record, after the lead rank's; a rank not seen before is opened."""
+        self._drop_cut()
         if rank not in self._open:
             self._refresh_all()
         self._finish_past(reader)
@@ -133,11 +134,22 @@ class Flights:
         return len(steps) < len(new)
 
     def _refresh_all(self) -> None:
+        self._drop_cut()
         for path in self._paths():
             self._refresh(path)
 
+    def _drop_cut(self) -> None:
+        """A record that somebody has cut short is not read on: its rank ends at its next word, the guard must not."""
+        for rank, current in list(self._open.items()):
+            if not current.reader.whole():
+                del self._open[rank]
+                current.reader.close()
+                self._damaged(current.reader.path, "it was cut short while its rank wrote into it")
+        self._past = [(rank, each) for rank, each in self._past if each.reader.whole()]
+
     def now(self) -> dict[int, Now]:
         """Each rank's header, of those that have written one."""
+        self._drop_cut()
         headers = ((rank, current.reader.now()) for rank, current in sorted(self._open.items()))
         return {rank: now for rank, now in headers if now is not None}
 
@@ -157,6 +169,7 @@ class Flights:
 
     def ask_checkpoint(self) -> int:
         """Ask every rank for a checkpoint at the end of its step; returns how many were asked."""
+        self._drop_cut()
         for current in self._open.values():
             current.reader.request_checkpoint()
         return len(self._open)

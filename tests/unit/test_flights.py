@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from miner_guard import events
+from miner_guard.events import Finding
 from miner_guard.rank.environment import find
 from miner_guard.rank.flight import FlightWriter, Step, process_start
 from miner_guard.rank.hook import Guard
@@ -106,6 +108,23 @@ def test_the_last_look_keeps_nothing_back(ranks: _Ranks) -> None:
     ranks.step(1, 1)
     ranks.flights.last_look(ranks.heard)
     assert ranks.heard.steps_of == [(1, 1)]
+
+
+def test_a_record_that_is_cut_short_costs_its_rank_and_not_the_guard(tmp_path: Path) -> None:
+    """Whoever reads past the end of a mapped file is killed by SIGBUS: a clean-up of the folder ended the guard."""
+    state, heard, said = StateDir(tmp_path), _Heard(), list[Finding]()
+    flights = Flights(state, RUN, said.append)
+    writers = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
+    flights.look(heard)
+    assert sorted(flights.now()) == [0, 1]
+    os.truncate(state.flight_of(0), 4096)
+    assert sorted(flights.now()) == [1]
+    flights.look_at(0, heard)
+    assert flights.ask_checkpoint() == 1
+    assert [f.event for f in said] == ["file_set_aside"]
+    assert "cut short" in events.line(said[0])
+    flights.close()
+    del writers
 
 
 def test_on_another_node_the_lowest_rank_there_leads(tmp_path: Path) -> None:
