@@ -121,9 +121,9 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
 def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
     def gpu(r: Report) -> Hashable | None:
         if r.get("uuid"):
-            return r.get("host"), r["uuid"]
+            return _machine(r), r["uuid"]
         device = str(r.get("model_device"))
-        return (r.get("host"), device) if device.startswith("cuda:") and not r.get("visible_devices") else None
+        return (_machine(r), device) if device.startswith("cuda:") and not r.get("visible_devices") else None
 
     for key, ranks in _grouped(answered, gpu).items():
         if len(ranks) > 1:
@@ -134,8 +134,9 @@ def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
 
 
 def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
-    for host, ranks in _grouped(answered, lambda r: r.get("host")).items():
-        here = [r for r in answered if r.get("host") == host]
+    for machine, ranks in _grouped(answered, _machine).items():
+        here = [r for r in answered if _machine(r) == machine]
+        host = machine[0]
         counts = {r.get("gpu_count") for r in here}
         # Ranks that see one GPU each through CUDA_VISIBLE_DEVICES say nothing about the node.
         if len({r.get("visible_devices") for r in here}) > 1 or len(counts) != 1:
@@ -200,7 +201,7 @@ def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
     used: dict[tuple[Any, Any], int] = {}
     for r in answered:
         if r.get("uuid") and r.get("device_used_bytes") is not None:
-            key = (r.get("host"), r["uuid"])
+            key = (_machine(r), r["uuid"])
             reserved[key] += int(r.get("reserved_bytes") or 0)
             used[key] = max(used.get(key, 0), int(r["device_used_bytes"]))
     for key, total in used.items():
@@ -250,6 +251,11 @@ def _grouped(reports: Sequence[Report], key: Callable[[Report], Any]) -> dict[An
         if (value := key(r)) is not None:
             groups[value].append(r["rank"])
     return dict(groups)
+
+
+def _machine(r: Report) -> tuple[Any, Any]:
+    """Nodes may have one name: containers that are told theirs."""
+    return r.get("host"), r.get("boot")
 
 
 def _ranks(reports: Sequence[Report]) -> list[int]:

@@ -102,6 +102,13 @@ def test_gpus_are_counted_against_ranks_on_each_host() -> None:
     assert said(alone) == ["gpu_diagnostics"]
 
 
+def test_nodes_of_one_name_are_counted_each_for_itself() -> None:
+    nodes = [report(r, boot=f"boot-{r // 2}", gpu_count=2, local_rank=r % 2) for r in range(4)]
+    same_places = [{**r, "model_device": f"cuda:{r['local_rank']}", "uuid": None} for r in nodes]
+    assert said(same_places) == ["gpu_diagnostics"]
+    assert "fewer_gpus_than_ranks" in said([{**r, "boot": "boot-0"} for r in same_places])
+
+
 def test_offload_under_a_cuda_mesh_is_no_fallback_but_a_cpu_mesh_is() -> None:
     change = {
         "model_device": "cpu",
@@ -138,7 +145,7 @@ def test_who_expects_gpus(known: tuple[int | None, ...], count: int | None, orig
 
 
 def test_a_thousand_ranks_fit_into_the_journal_and_come_back_whole() -> None:
-    reports = [report(r, uuid=f"GPU-{r:032d}", host=f"node-{r // 8}") for r in range(1024)]
+    reports = [report(r, uuid=f"GPU-{r:032d}", host=f"node-{r // 8}", boot=f"{r // 8:08x}") for r in range(1024)]
     reports[700] = {"rank": 700, "error": "no answer within 30 s"}
     parts = pack(reports)
     assert len(parts) <= layout.JOURNAL_SLOTS
