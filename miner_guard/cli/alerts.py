@@ -20,12 +20,16 @@ def command(
 ) -> None:
     """Send a test message. Exit 1: not every target took it."""
     from miner_guard.supervisor.parts.alerts import send_test
+    from uploads.repos import credentials
 
     if what != "test":
         raise Refused(f"alerts takes `test`, not {what!r}", USAGE)
-    settings = open_place(config, name, state_dir).settings.config.alerts
+    known = open_place(config, name, state_dir).settings.config
+    settings = known.alerts
     if not settings.urls:
-        raise Refused("no targets; set MINER_GUARD_ALERTS__URLS to Apprise URLs, separated by commas", USAGE)
+        unread = credentials.problem(known.repo)
+        why = f"no targets, and {unread}" if unread else "no targets"
+        raise Refused(f"{why}; set MINER_GUARD_ALERTS__URLS to Apprise URLs, separated by commas", USAGE)
     answer = send_test(settings)
     if not answer.known:
         words = Redactor(settings.urls).text(answer.reason or "")

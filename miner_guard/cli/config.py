@@ -23,6 +23,8 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Show the settings in force and where each came from; secrets are masked."""
+    from uploads.repos import credentials
+
     place = open_place(config, name, state_dir)
     rows = [row for row in _rows(place) if not changed or row[2] != "default"]
     if as_json:
@@ -30,6 +32,8 @@ def command(
         return
     typer.echo(f"# state directory: {place.state.root}")
     typer.echo(f"# profile: {place.profile or 'none'}")
+    if unread := credentials.problem(place.settings.config.repo):
+        typer.echo(f"# left out: {unread}")
     section = ""
     for dotted, value, origin in rows:
         head, key = dotted.split(".", 1)

@@ -68,6 +68,9 @@ class Snapshot:
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Extras that the settings ask for and that the guard's own interpreter lacks: name to missing packages."""
 
+    keys_file: str | None = None
+    """Why the file of `[repo] credentials` can't be used."""
+
     unread: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -11,7 +11,11 @@ REFUSED_SKEW_S = 900.0
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Nothing where no repo is configured."""
+    """Nothing of the repo where none is configured."""
+    if s.config.repo.kind not in ("s3", "hf") and s.keys_file is not None:
+        # For those that need keys the look at the repo says it.
+        step = "mend the file: alerts, tokens and keys that it sets are not there"
+        yield Check("repo.keys_file", "warn", s.keys_file, "can be read", step)
     if s.config.repo.kind == "none":
         return
     yield from _clock(s)

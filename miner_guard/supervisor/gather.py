@@ -21,6 +21,7 @@ from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.interpreter import of_command
 from miner_guard.health.nvml import NvmlSampler
 from miner_guard.statedir import StateDir, read_json
+from uploads.repos import credentials
 from validators.profiles import chosen, load_profile
 
 _READINGS, _BETWEEN_READINGS_S = 3, 3.0
@@ -135,7 +136,8 @@ class _Gathering:
             config=self._q.config, expectation=expectation, command=tuple(self._q.command), env=self._q.env,
             compute=profile_of(self._q.config), nvml=nvml, held=held, torch=torch, cuda=cuda,
             deep=self._deep(torch) if self._q.deep else None, unread=self._unread,
-            lacking={extra.name: names for extra, names in extras.lacking(self._q.config)}, **answers,
+            lacking={extra.name: names for extra, names in extras.lacking(self._q.config)},
+            keys_file=credentials.problem(self._q.config.repo), **answers,
         )  # fmt: skip
 
     def _questions(self) -> dict[str, Callable[[], probe.Answer]]:

@@ -64,6 +64,15 @@ def test_settings_that_hold_secrets_are_read_from_the_miners_env_file_below_the_
     assert ".env, MINER_GUARD_ALERTS__URL: unknown key" in capsys.readouterr().err
 
 
+def test_config_says_that_the_miners_env_file_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "guard.toml").write_text('[repo]\ncredentials = "dotenv"\n')
+    assert run(["config", "--changed"]) == 0
+    assert "# left out: the keys' file .env cannot be read" in capsys.readouterr().out
+
+
 def test_config_refuses_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "guard.toml"
     file.write_text("[gate]\nmin_inner_step = -1\n")

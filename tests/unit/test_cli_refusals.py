@@ -15,6 +15,7 @@ FILES = {
     "unknown.toml": "[miner]\nfoo = 1\n",
     "negative.toml": "[gpu]\nexpect = -3\n",
     "list.json": "[1]",
+    "dotenv.toml": '[repo]\ncredentials = "dotenv"\n',
     "file": "x",
 }
 
@@ -77,6 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("export tensorboard -o out", 1, "there is no state directory"),
         ("alerts foo", 64, "alerts takes `test`, not 'foo'"),
         ("alerts test", 64, "no targets; set MINER_GUARD_ALERTS__URLS"),
+        ("alerts test -c dotenv.toml", 64, "no targets, and the keys' file .env cannot be read"),
         ("init --dir file -- true", 1, "file cannot be written"),
         ("init -c bad.toml -- true", 1, "bad.toml already there, nothing written"),
         ("demo --fault foo", 64, "fault 'foo' has not the form KIND@STEP"),

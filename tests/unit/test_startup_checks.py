@@ -30,6 +30,7 @@ from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.judge import judge
 from miner_guard.settings import read_toml
 from tests.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
+from uploads.repos import credentials
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,21 @@ def test_a_local_repo_is_read_and_written_and_left_as_it_was(tmp_path: Path) -> 
     assert not [p for p in (tmp_path / "repo").rglob("*") if "probe" in p.name]
     config = Config(repo=RepoSettings(kind="local", path=str(tmp_path / "repo")))
     assert {c.level for c in storage.checks(snapshot(config=config, repo=answer.value))} == {"ok"}
+
+
+@pytest.mark.parametrize("kind", ["none", "local"])
+def test_a_keys_file_that_no_repo_needs_is_missed_too(tmp_path: Path, kind: Any) -> None:
+    """Guards against alerts that are dead without a word: their addresses are in a .env that can't be used."""
+    file = tmp_path / ".env"
+    asks = Config(repo=RepoSettings(kind=kind, path="x", credentials="dotenv", credentials_file=str(file)))
+    file.write_text("MINER_GUARD_ALERTS__URLS=json://127.0.0.1:9/")
+    file.chmod(0o600)
+    assert credentials.problem(asks.repo) is None
+    file.chmod(0o666)
+    problem = credentials.problem(asks.repo)
+    check = by_name(storage.checks(snapshot(config=asks, repo={"label": "x"}, keys_file=problem)))["repo.keys_file"]
+    assert (check.level, "chmod 600" in check.seen) == ("warn", True)
+    assert "alerts" in str(check.next_step)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,15 @@ def find(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Mappin
     return parse_dotenv(text) if settings.credentials == "dotenv" else _parse_toml(path, text)
 
 
+def problem(settings: RepoSettings) -> str | None:
+    """Why the keys' file can't be used; None where it can, or where the keys are in the environment."""
+    try:
+        find(settings)
+    except RepoError as error:
+        return str(error)
+    return None
+
+
 def beside(env: Mapping[str, str], settings: RepoSettings) -> Mapping[str, str]:
     """`env` and what the keys' file assigns: all the secrets that a miner may print. Never raises."""
     try:
