@@ -130,6 +130,21 @@ def test_the_inputs_are_kept_fresh_while_nothing_changes(bench: Bench) -> None:
     assert (before, after) == (1000.0, 1061.0)
 
 
+def test_a_slow_look_does_not_undo_a_newer_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a repo that is old again after its push was seen, and an upload that is due once more."""
+    before = bench.repo
+
+    def overtaken(_settings: object) -> Published:
+        monkeypatch.setattr(module, "look_at", lambda _settings: replace(before, age_s=2.0, inner_step=60))
+        bench.clock.advance(1.0)
+        bench.look()
+        return before
+
+    monkeypatch.setattr(module, "look_at", overtaken)
+    bench.look()
+    assert gate_inputs.read(bench.state.gate_inputs).published.inner_step == 60
+
+
 def test_stale_is_counted_from_the_last_look_that_knew_even_when_the_storage_is_silent(bench: Bench) -> None:
     bench.look()
     bench.repo = Published(reason="no answer within 20 s")

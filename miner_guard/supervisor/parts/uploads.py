@@ -81,7 +81,7 @@ class Uploads(Part):
         self._network = Network(reason="no [chain] configured" if config.chain.network is None else "not looked at yet")
         self._ledger = Ledger(context.state.ledger, context.emit, context.clock.monotonic)
         self._written: dict[str, Mapping[str, Any]] = {}
-        self._written_at = float("-inf")
+        self._written_at = self._newest_look = float("-inf")
         self._write_failed = False
         self._watched_written = False
         self._began: dict[str, _Begun] = {}
@@ -108,15 +108,20 @@ class Uploads(Part):
     # the repo, in the schedule's threads
 
     def _refresh(self) -> None:
-        self._looked(self._look())
+        began = self.context.clock.monotonic()
+        self._looked(self._look(), began)
 
     def _look(self) -> Published:
         # Ours counts in monotonic time, whatever clock the child has used.
         return replace(look_at(self._repo), seen_at=self.context.clock.monotonic())
 
-    def _looked(self, published: Published) -> None:
+    def _looked(self, published: Published, began: float) -> None:
         clock = self.context.clock
         with self._mutex:
+            if began < self._newest_look:
+                # Overtaken: one that began later, after a push perhaps, has ended before it.
+                return
+            self._newest_look = began
             findings = list(self._watch.look(published, clock.monotonic()))
         self._ledger.repo_age(
             clock.wall(), published.age_s, outer_step=published.outer_step, inner_step=published.inner_step,
@@ -278,6 +283,7 @@ class Uploads(Part):
     # verification, in the schedule's threads
 
     def _verify(self, push: _Push) -> None:
+        began = self.context.clock.monotonic()
         published = self._look()
         entry, now = push.entry, self.context.clock.monotonic()
         since = None if push.began is None else now - push.began
@@ -292,7 +298,7 @@ class Uploads(Part):
             with self._mutex:
                 self._pushes.append(replace(push, due=now + _VERIFY_AFTER_S[looks], looks=looks))
             return
-        self._looked(published)
+        self._looked(published, began)
         self._unsettled.remove(entry)
         tag = _tag(entry) or published.revision
         if seen.verified:
