@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from miner_guard import events
 from miner_guard.clock import Clock, iso_utc
 from miner_guard.config import LogSettings
-from miner_guard.events import CATALOGUE, LEVELS, Finding
+from miner_guard.events import CATALOGUE, LEVELS, Finding, found, unwritten
 from miner_guard.lines import console_line, json_line, rotate
 from miner_guard.redact import Redactor
 from miner_guard.statedir import has_room, is_at
@@ -109,16 +109,13 @@ class JsonlSink:
     """guard.jsonl, rotated by size; a line is in exactly one file, whole.
 
     Where the disk refuses, lines are counted as lost and writing is tried again with each line: the
-    miner's life does not depend on it. `on_trouble(reason, lost)` is told when it stops (lost 0) and
-    when it works again (reason None).
+    miner's life does not depend on it. `say` is told when it stops and when it works again.
     """
 
-    def __init__(
-        self, path: Path, settings: LogSettings, on_trouble: Callable[[str | None, int], None] = lambda _r, _n: None
-    ) -> None:
+    def __init__(self, path: Path, settings: LogSettings, say: Callable[[Finding], None] = lambda _f: None) -> None:
         self._path = path
         self._settings = settings
-        self._on_trouble = on_trouble
+        self._say = say
         self._mutex = threading.Lock()
         self._fd: int | None = None
         self._size = 0
@@ -126,18 +123,18 @@ class JsonlSink:
 
     def write(self, record: Mapping[str, Any]) -> None:
         data = (json_line(record) + "\n").encode("utf-8", "replace")
-        trouble: tuple[str | None, int] | None = None
+        said: Finding | None = None
         with self._mutex:
             try:
                 self._append(data)
                 if self._lost:
-                    trouble, self._lost = (None, self._lost), 0
+                    said, self._lost = found("disk_recovered", what=self._path.name, lost=self._lost), 0
             except OSError as error:
                 if self._lost == 0:
-                    trouble = (error.strerror or str(error), 0)
+                    said = unwritten(self._path.name, error)
                 self._lost += 1
-        if trouble is not None:
-            self._on_trouble(*trouble)
+        if said is not None:
+            self._say(said)
 
     def _append(self, data: bytes) -> None:
         if self._fd is not None and not is_at(self._path, self._fd):

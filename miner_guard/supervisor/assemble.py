@@ -121,14 +121,8 @@ class Assembly:
 
     def _emitter(self) -> Emitter:
         logs = self.request.config.logs
-        jsonl = JsonlSink(self.request.state.log, logs, self._log_trouble)
+        jsonl = JsonlSink(self.request.state.log, logs, self.log)
         return Emitter(self.clock, self.run_id, self.redactor, [ConsoleSink(self.relay.say, logs), jsonl])
-
-    def _log_trouble(self, reason: str | None, lost: int) -> None:
-        if reason is not None:
-            self.log(found("disk_full", what="guard.jsonl", reason=reason))
-        else:
-            self.log(found("disk_recovered", what="guard.jsonl", lost=lost))
 
     def _defect(self, error: Exception) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
