@@ -148,4 +148,11 @@ def check_command(program: str) -> None:
 
     if shutil.which(program) is None:
         problem = "is not executable" if os.path.exists(program) else "was not found"
-        raise Refused(f"command {program!r} {problem}; check the spelling, the PATH, or give its full path", USAGE)
+        first, _, rest = program.partition(" ")
+        shell = "=" in first or (rest and shutil.which(first))
+        step = (
+            "a line of shell is run as: sh -c 'LINE'"
+            if shell
+            else "check the spelling, the PATH, or give its full path"
+        )
+        raise Refused(f"command {program!r} {problem}; {step}", USAGE)

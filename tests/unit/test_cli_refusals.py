@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nosuch", 64, "No such command 'nosuch'"),
         ("run", 64, "no command to run; write it after `--`"),
         ("run -- nosuchprogram", 64, "command 'nosuchprogram' was not found; check the spelling"),
+        ("run -- FOO=1 python train.py", 64, "command 'FOO=1' was not found; a line of shell is run as: sh -c 'LINE'"),
+        ("run -- 'my miner/train.sh'", 64, "command 'my miner/train.sh' was not found; check the spelling"),
+        ("run -- 'true && true'", 64, "command 'true && true' was not found; a line of shell is run as: sh -c"),
         ("run -- ./file", 64, "command './file' is not executable"),
         ("run --attach foo -- true", 64, "miner.attach = 'foo' is not allowed; allowed: one of sn38, auto, log"),
         ("run --max-restarts -1 -- true", 64, "restart.max_restarts = -1 is not allowed; allowed: a whole number >= 0"),
@@ -90,7 +94,7 @@ def test_a_wrong_command_line_is_refused(
     line: str, code: int, words: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(path.name for path in folder.iterdir())
-    assert run(line.split()) == code
+    assert run(shlex.split(line)) == code
     said = capsys.readouterr().err
     assert words in said
     assert "Traceback" not in said

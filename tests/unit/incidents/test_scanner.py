@@ -193,3 +193,13 @@ def test_no_number_of_training_is_a_status_code(line: str) -> None:
 )
 def test_a_count_of_none_and_ones_own_answers_are_no_incidents(line: str) -> None:
     assert root(line) is None
+
+
+def test_a_script_that_is_not_there_is_named_also_by_an_interpreter_in_a_folder_with_a_space() -> None:
+    log = """\
+/srv/my miner/.venv/bin/python: can't open file '/srv/my miner/train.py': [Errno 2] No such file or directory
+E1122 02:38:19.506000 9781 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0 \
+(pid: 9893) of binary: /srv/my miner/.venv/bin/python
+"""
+    (found,) = (incident for incident in incidents(log.encode()) if incident.root)
+    assert "can't open file" in found.first.text
