@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -35,6 +37,10 @@ MOST_BYTES = 2 * 1024**3
 
 REFUSED_KEYS = "refuses the keys"
 """As `uploads.repos.s3_errors` says it."""
+
+_FOLDER = "miner-guard-audit-"
+_ABANDONED_S = 6 * 3600.0
+"""Far beyond what an audit may last."""
 
 Inspect = Callable[[Path], Mapping[str, Any]]
 
@@ -88,7 +94,8 @@ def run(
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
     whose = "configured" if keys is None else "commitment"
     try:
-        with tempfile.TemporaryDirectory(prefix="miner-guard-audit-") as folder:
+        _sweep()
+        with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
 
             def inspect(file: Path) -> Mapping[str, Any]:
                 return inspect_file(file, limits, shapes=model, python=python)
@@ -96,6 +103,15 @@ def run(
             return _audited(repo, limits, network, keys, whose, Path(folder), start, deadline_s, inspect)
     except OSError as error:
         return Report("unknown", f"no place for the files: {error.strerror or error}", credentials=whose)
+
+
+def _sweep() -> None:
+    """Remove what audits that were killed have left: up to 2 GiB each."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        # One that ends just now is gone, or is another user's.
+        with contextlib.suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left)
 
 
 def _audited(

@@ -113,7 +113,7 @@ def _load(torch: Any, path: str) -> Mapping[str, Any]:
 
 def _gist(text: str) -> str:
     """Of torch's long explanation the part that names the culprit."""
-    words = " ".join(text.split())
+    words = " ".join(text.split()).partition(" Check the documentation")[0]
     for mark in ("Unsupported global:", "Unsupported operand", "WeightsUnpickler error:", "PytorchStreamReader"):
         if mark in words:
             return words[words.index(mark) :][:120]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,18 @@ def test_a_document_that_no_validator_can_read_is_rejected(tmp_path: Path, key: 
     report = look(tmp_path)
     assert report.outcome == "rejected", report.detail
     assert words in line(report.finding())
+
+
+def test_what_a_killed_audit_left_is_removed_by_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a /tmp that fills by 2 GiB with each kill -9 of the guard."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, running = tmp_path / "miner-guard-audit-left", tmp_path / "miner-guard-audit-running"
+    for folder in (left, running):
+        folder.mkdir()
+        (folder / "gradients.pt").write_bytes(b"x")
+    os.utime(left, (0, 0))
+    assert look(tmp_path / "repo").outcome == "rejected"
+    assert [path.name for path in tmp_path.iterdir()] == [running.name]
 
 
 @pytest.mark.usefixtures("inspected_here")
