@@ -15,8 +15,8 @@ from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="estimate|presets", help="Without a word: the guard's ledger.")] = "",
-    operation: Annotated[str, typer.Argument(help="Name of the new operation, for the words.")] = "this operation",
+    what: Annotated[str, typer.Argument(metavar="estimate|presets", help="Neither: what was spent so far.")] = "",
+    operation: Annotated[str, typer.Argument(help="estimate: a name for the operation.")] = "this operation",
     every: Annotated[
         Optional[int], typer.Option("--every", min=1, max=MOST, help="estimate: steps between two calls.")
     ] = None,

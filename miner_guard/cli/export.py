@@ -18,8 +18,8 @@ _KINDS = ("tensorboard", "wandb")
 
 
 def command(
-    kind: Annotated[str, typer.Argument(metavar="tensorboard|wandb", help="For which.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder that is written to.")],
+    kind: Annotated[str, typer.Argument(metavar="tensorboard|wandb", help="Whose format.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write into.")],
     project: Annotated[str, typer.Option("--project", help="wandb: the project.")] = "miner-guard",
     online: Annotated[bool, typer.Option("--online", help="wandb: send it; without, offline files only.")] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,

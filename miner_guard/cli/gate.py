@@ -35,11 +35,13 @@ def command(
     kind: Annotated[str, typer.Option(help="gradient, or archive (after an AllReduce: let through).")] = "gradient",
     loss: Annotated[Optional[float], typer.Option(help="The last loss.")] = None,
     base_outer_step: Annotated[Optional[int], typer.Option(min=0, help="Outer step of its base.")] = None,
-    gradients: Annotated[Optional[Path], typer.Option(**_THERE, help="gradients.pt, to be looked into.")] = None,
+    gradients: Annotated[Optional[Path], typer.Option(**_THERE, help="The gradients.pt to inspect.")] = None,
     config_json: Annotated[Optional[Path], typer.Option(**_THERE, help="Its config.json.")] = None,
     metadata_json: Annotated[Optional[Path], typer.Option(**_THERE, help="Its metadata.json.")] = None,
     revision: Annotated[Optional[str], typer.Option(help="The upload's tag, such as 5.56.84.")] = None,
-    replay_id: Annotated[Optional[str], typer.Option("--replay", help="Decide anew what the ledger holds.")] = None,
+    replay_id: Annotated[
+        Optional[str], typer.Option("--replay", metavar="ID", help="Make a decision of the ledger again.")
+    ] = None,
     as_json: options.Json = False, config: options.Config = None, name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
 ) -> None:  # fmt: skip
