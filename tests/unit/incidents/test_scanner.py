@@ -203,3 +203,14 @@ E1122 02:38:19.506000 9781 torch/distributed/elastic/multiprocessing/api.py:1002
 """
     (found,) = (incident for incident in incidents(log.encode()) if incident.root)
     assert "can't open file" in found.first.text
+
+
+def test_a_program_that_asks_for_a_password_is_told_from_a_bug() -> None:
+    log = """\
+Enter password to unlock key: Traceback (most recent call last):
+  File "/srv/miner/neurons/miner.py", line 12, in <module>
+    password = input("Enter password to unlock key: ")
+EOFError: EOF when reading a line
+"""
+    (found,) = (incident for incident in incidents(log.encode()) if incident.root)
+    assert "nobody types" in found.first.cause
