@@ -21,8 +21,7 @@ import pytest
 from miner_guard.clock import FakeClock, iso_utc
 from miner_guard.config import Config, HttpSettings
 from miner_guard.events import Finding
-from miner_guard.statedir import StateDir, read_json, write_json
-from miner_guard.supervisor.parts import Context
+from miner_guard.statedir import read_json, write_json
 from miner_guard.supervisor.parts.metrics import Metrics
 from tests import needs
 from tests.idle import JobsAtOnce, context
@@ -262,10 +261,7 @@ def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
     monkeypatch.setattr(select, "select", stopped_meanwhile)
     jobs = _Later()
     said: list[Finding] = []
-    context = Context(
-        Config(http=HttpSettings(port=0)), StateDir(tmp_path), FakeClock(), "r", said.append, jobs, None, dict,  # type: ignore[arg-type]
-    )  # fmt: skip
-    part.append(Metrics(context))
+    part.append(Metrics(context(tmp_path, config=Config(http=HttpSettings(port=0)), emit=said.append, jobs=jobs)))
     (opening,) = jobs.work
     opening()
     assert (said, part[0]._child) == ([], None)
