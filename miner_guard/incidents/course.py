@@ -8,9 +8,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-_STEP = re.compile(rb"\bloss\b\W{0,4}\d|\b(?:inner |train )?step\b\W{0,3}\d.{0,60}\bloss(?!\W{0,4}(?:nan|inf))")
+_LOSS = re.compile(rb"loss\b\W{0,4}\d")
+_NOT_TRAINING = (b"val_", b"valid_", b"validation_", b"test_")
+_STEP = re.compile(rb"\bstep\b\W{0,3}\d.{0,60}\bloss(?!\W{0,4}(?:nan|inf))")
 _NUMBERS = re.compile(rb"\bstep\b\W{0,4}(\d+)")
-_ZERO = re.compile(rb"\bloss\b\W{0,4}0(?:\.0*)?(?:[^\d.]|$)")
+_ZERO = re.compile(rb"(?:\b|_)loss\b\W{0,4}0(?:\.0*)?(?:[^\d.]|$)")
 _STEPS = 2
 """Steps that must follow: one may have been printed late, by another rank."""
 
@@ -86,7 +88,7 @@ class Course:
 
     def _step(self, line: bytes, number: int) -> tuple[Trouble, ...]:
         """Troubles that `line` shows to be past, if it prints a step."""
-        if not _STEP.search(line):
+        if not _prints_step(line):
             return ()
         step = tuple(_NUMBERS.findall(line)) or number
         for trouble, steps in self._tried.items():
@@ -100,6 +102,14 @@ class Course:
     def pass_by(self, shapes: Sequence[bytes]) -> None:
         """Remember the last lines of a block that was looked at."""
         self._recent.extend(shapes[-_REMEMBERED - 1 : len(shapes) - (not shapes[-1])])
+
+
+def _prints_step(line: bytes) -> bool:
+    for loss in _LOSS.finditer(line):
+        before = line[: loss.start()]
+        if not before[-1:].isalnum() and not before.endswith(_NOT_TRAINING):
+            return True
+    return _STEP.search(line) is not None
 
 
 def _next(numbers: Sequence[int], number: int, end: int) -> int:

@@ -124,6 +124,9 @@ def test_what_was_tried_again_is_nothing_once_steps_go_on() -> None:
     assert root(retry + steps[0]) == "hf_rate_limit", "it may have been printed late"
     assert root(retry + "".join(steps)) is None
     assert root(retry + "".join(steps) + retry) == "hf_rate_limit"
+    bar = "Epoch 0: {}%| | {}/900 [00:01<00:09, train_loss=3.1]\n"
+    assert root(retry + bar.format(1, 9) + bar.format(2, 18)) is None
+    assert root(retry + "val_loss=3.1\nval_loss=3.0\n") == "hf_rate_limit", "an evaluation is no training"
     upload = "WARNING huggingface 503 Server Error: Service Unavailable, upload of the state, retrying\n"
     assert root(upload + "".join(steps)) == "hub_or_storage_unavailable", "an upload is not needed to go on"
 
