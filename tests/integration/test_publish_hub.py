@@ -164,6 +164,20 @@ def test_age_is_the_hubs_age_whatever_this_hosts_clock(
     assert age_s < 60
 
 
+def test_a_commit_to_another_file_makes_no_gradients_younger(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path
+) -> None:
+    """Guards against a model card that is edited: the gradients were as if published anew, and a push as if arrived."""
+    settings, state = server
+    state.shift_s = -3000.0
+    publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
+    state.shift_s = 0.0
+    open_repo(settings).put("README.md", b"what a model")
+    seen = look_at(settings)
+    assert seen.age_s is not None
+    assert 2990 < seen.age_s < 3100
+
+
 def test_a_silent_hub_costs_the_deadline_and_no_more() -> None:
     with s3.silent() as endpoint:
         start = time.monotonic()

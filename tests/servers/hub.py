@@ -18,6 +18,7 @@ from datetime import datetime, timedelta, timezone
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
+from urllib.parse import parse_qs
 
 from tests.servers.killing import Requests
 
@@ -174,6 +175,23 @@ class _Handler(BaseHTTPRequestHandler):
             "siblings": [{"rfilename": name} for name in head.files],
         })  # fmt: skip
 
+    def paths_info(self, match: re.Match[str], body: bytes) -> None:
+        head = self._at(match["repo"], match["revision"])
+        wanted = parse_qs(body.decode())["paths"]
+        found = [path for path in wanted if head is not None and path in head.files]
+        self.answer([self._file(match["repo"], path, head) for path in found if head is not None])
+
+    def _file(self, repo: str, path: str, head: Commit) -> dict[str, Any]:
+        commits = self.state.repos[repo]
+        last = head
+        for commit in commits[commits.index(head) :]:
+            if commit.files.get(path) != head.files[path]:
+                break
+            last = commit
+        told = {"id": last.id, "title": last.title, "date": last.date}
+        size = len(self.state.contents[head.files[path]])
+        return {"type": "file", "path": path, "oid": head.files[path], "size": size, "lastCommit": told}
+
     def _at(self, repo: str, revision: str) -> Commit | None:
         commits = self.state.repos.get(repo) or []
         wanted = self.state.tags.get(revision, revision)
@@ -262,6 +280,7 @@ _ROUTES = (
     (r"/api/validate-yaml", _Handler.validate),
     (_REPO + r"(/revision/(?P<revision>.+))?", _Handler.info),
     (_REPO + r"/preupload/.+", _Handler.preupload),
+    (_REPO + r"/paths-info/(?P<revision>.+)", _Handler.paths_info),
     (_REPO + r"/commit/.+", _Handler.commit),
     (_REPO + r"/tag/(?P<revision>.+)", _Handler.tag),
     (r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.lfs_batch),

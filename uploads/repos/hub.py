@@ -67,14 +67,23 @@ class HubRepo:
         return [self.head(name) for name in sorted(names) if name.startswith(prefix)]
 
     def head(self, key: str) -> Entry:
-        # The Hub tells when the branch moved, not a file: a revision is one commit, so it is the same.
-        modified = self._info().last_modified.timestamp()
+        modified = self._modified(key)
         with self._open(key, "HEAD") as answer:
             headers = answer.headers
             size = headers.get("X-Linked-Size") or headers.get("Content-Length")
             checksum = headers.get("X-Linked-Etag") or headers.get("ETag")
             now = _date(headers.get("Date"))
         return Entry(key, int(size or 0), max(0.0, now - modified), (checksum or "").strip('W/"') or None)
+
+    def _modified(self, key: str) -> float:
+        """When the commit was made that changed the file last: one to a README makes no gradients younger."""
+        found = self._guarded(
+            lambda: self._api.get_paths_info(self._repo_id, [key], expand=True, revision=self._revision)
+        )
+        if not found:
+            raise Missing(f"repo {self._repo_id} has no such file")
+        modified: float = found[0].last_commit.date.timestamp()
+        return modified
 
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
         with self._open(key, "GET") as answer:
