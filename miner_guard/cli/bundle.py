@@ -20,8 +20,8 @@ def command(
     state_dir: options.State = None,
 ) -> None:
     """Collect what a helper asks for, from diagnostics to settings, in one redacted archive with a manifest."""
-    from miner_guard.health.bundle import collect, pack
     from miner_guard.redact import Redactor
+    from miner_guard.reporting.bundle import collect, pack
     from uploads.repos.credentials import beside
 
     place = options.open_place(config, name, state_dir)

@@ -28,7 +28,7 @@ def command(
     state_dir: State = None,
 ) -> None:
     """Write the run's numbers for TensorBoard or Weights & Biases, out of the guard's way. Exit 1: no numbers."""
-    from miner_guard.health import export
+    from miner_guard.reporting import export
 
     if kind not in _KINDS:
         raise Refused(f"export takes {' or '.join(_KINDS)}, not {kind!r}", USAGE)

@@ -20,7 +20,7 @@ def command(
     state_dir: options.State = None,
 ) -> None:
     """Write one self-contained HTML page of the run: curves, uploads, costs, incidents, milestones."""
-    from miner_guard.health.report import render
+    from miner_guard.reporting.report import render
     from uploads import ledger
 
     place = options.open_place(config, name, state_dir)

@@ -1,1 +1,1 @@
-"""Samplers (NVML, host, chain), the snapshot made of them, and who reads it: report, bundle, metrics, alerts."""
+"""What is sampled beside the miner (NVML, host, chain), and the snapshot made of it."""

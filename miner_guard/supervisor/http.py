@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from miner_guard import __version__, statedir
 from miner_guard.config import HangSettings
-from miner_guard.health import metrics, progress
+from miner_guard.reporting import metrics, progress
 
 PATIENCE_S = 10.0
 """A client that has not sent a whole request by then is shown the door."""
@@ -64,7 +64,7 @@ class Order:
 
 
 def _template(name: str) -> str:
-    return (resources.files("miner_guard.health") / "templates" / name).read_text(encoding="utf-8")
+    return (resources.files("miner_guard.reporting") / "templates" / name).read_text(encoding="utf-8")
 
 
 class Site:
@@ -148,7 +148,7 @@ class Site:
         return Response(self._script, media_type="text/javascript")
 
     def _render(self) -> str:
-        from miner_guard.health.report import render
+        from miner_guard.reporting.report import render
         from uploads import ledger
 
         pushes = ledger.read(self._state.ledger, "uploads")

@@ -17,9 +17,9 @@ from typing import Any
 
 from miner_guard import probe
 from miner_guard.events import Finding, found
-from miner_guard.health.alert_policy import Alert
+from miner_guard.reporting.alert_policy import Alert
 
-SENDER = "miner_guard.health.alert_send"
+SENDER = "miner_guard.reporting.alert_send"
 WITHIN_S = 10.0
 """For the targets to take what is sent to them at once."""
 

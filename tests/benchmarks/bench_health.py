@@ -13,15 +13,15 @@ from typing import Any
 from miner_guard import events
 from miner_guard.clock import FakeClock, SystemClock
 from miner_guard.config import LogSettings
-from miner_guard.health import metrics
 from miner_guard.health.host import HostSampler, figures
 from miner_guard.health.own import OwnSampler
-from miner_guard.health.report import render
 from miner_guard.health.samplers import Samplers
 from miner_guard.health.snapshot import assemble, summary
 from miner_guard.lines import json_line
 from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.redact import Redactor
+from miner_guard.reporting import metrics
+from miner_guard.reporting.report import render
 from miner_guard.statedir import StateDir
 from tests.benchmarks.frame import Row, per_call
 

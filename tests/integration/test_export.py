@@ -10,10 +10,10 @@ from miner_guard import events
 from miner_guard.cli.main import run
 from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
-from miner_guard.health.export import QUERY, points
 from miner_guard.logquery import search
 from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.redact import Redactor
+from miner_guard.reporting.export import QUERY, points
 from tests import needs
 
 

@@ -10,9 +10,9 @@ import pytest
 from miner_guard import events
 from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
-from miner_guard.health.report import render
 from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.redact import Redactor
+from miner_guard.reporting.report import render
 from miner_guard.statedir import StateDir, write_json
 
 

@@ -15,7 +15,7 @@ from miner_guard.cli.main import run
 from miner_guard.clock import FakeClock, SystemClock
 from miner_guard.config import AlertSettings, Config
 from miner_guard.events import Finding, found
-from miner_guard.health.alert_policy import Alert, AlertPolicy
+from miner_guard.reporting.alert_policy import Alert, AlertPolicy
 from miner_guard.supervisor import outbox
 from miner_guard.supervisor.parts.alerts import Alerts, send_test
 from tests import needs

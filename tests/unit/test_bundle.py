@@ -13,9 +13,9 @@ from miner_guard import events
 from miner_guard.cli.main import run
 from miner_guard.clock import SystemClock
 from miner_guard.config import LogSettings
-from miner_guard.health import bundle
 from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.redact import Redactor
+from miner_guard.reporting import bundle
 from miner_guard.statedir import StateDir, write_json
 from tests.unit.test_redact import LEAKS
 

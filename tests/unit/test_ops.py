@@ -17,7 +17,7 @@ import pytest
 
 from miner_guard import blocks
 from miner_guard.events import CATALOGUE, RESERVED, Spec
-from miner_guard.health import metrics
+from miner_guard.reporting import metrics
 from miner_guard.statedir import choose
 from tests import needs
 

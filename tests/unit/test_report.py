@@ -14,11 +14,11 @@ import pytest
 from miner_guard import events
 from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
-from miner_guard.health.report import render
-from miner_guard.health.report_data import Series, gather
-from miner_guard.health.report_svg import nice_ticks, thinned
 from miner_guard.logs import Emitter, JsonlSink
 from miner_guard.redact import Redactor
+from miner_guard.reporting.report import render
+from miner_guard.reporting.report_data import Series, gather
+from miner_guard.reporting.report_svg import nice_ticks, thinned
 from miner_guard.statedir import StateDir, write_json
 
 
@@ -134,7 +134,7 @@ def test_of_events_without_number_the_newest_are_shown_and_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a page whose plots end long before the run, and a milestone that is reached later each time."""
-    monkeypatch.setattr("miner_guard.health.report_data._KEPT", 10)
+    monkeypatch.setattr("miner_guard.reporting.report_data._KEPT", 10)
     log = Log(tmp_path)
     for number in range(100):
         log.clock.advance(1.0)

@@ -11,10 +11,10 @@ from typing import Any
 from miner_guard import extras, probe
 from miner_guard.config import AlertSettings
 from miner_guard.events import Finding, found
-from miner_guard.health import progress
-from miner_guard.health.alert_policy import Alert, AlertPolicy
 from miner_guard.rank.flight import Step
 from miner_guard.redact import Redactor
+from miner_guard.reporting import progress
+from miner_guard.reporting.alert_policy import Alert, AlertPolicy
 from miner_guard.supervisor import outbox
 from miner_guard.supervisor.outbox import Outbox
 from miner_guard.supervisor.parts import Context, Part

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
 
-from miner_guard.health.report_data import Series
+from miner_guard.reporting.report_data import Series
 
 WIDTH, HEIGHT = 1000, 220
 _COLUMNS = 500

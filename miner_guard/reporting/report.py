@@ -11,10 +11,10 @@ from typing import Any
 from miner_guard import statedir
 from miner_guard.config import GateSettings
 from miner_guard.events import counted
-from miner_guard.health.report_data import Data, Mark, Series, gather
-from miner_guard.health.report_milestones import milestones
-from miner_guard.health.report_svg import Dots, Lines, Plot, draw
 from miner_guard.health.snapshot import part
+from miner_guard.reporting.report_data import Data, Mark, Series, gather
+from miner_guard.reporting.report_milestones import milestones
+from miner_guard.reporting.report_svg import Dots, Lines, Plot, draw
 
 _WORST = ("critical", "error")
 _TABLE_ROWS = 40
@@ -34,7 +34,7 @@ def render(
     `pushes`: the ledger's uploads, oldest first.
     """
     data, rules = gather(state, since), gate or GateSettings()
-    css = (resources.files("miner_guard.health") / "templates" / "report.css").read_text(encoding="utf-8")
+    css = (resources.files("miner_guard.reporting") / "templates" / "report.css").read_text(encoding="utf-8")
     title = f"miner-guard: {data.host or state.root.name}"
     reload = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     body = "\n".join(

@@ -1,4 +1,4 @@
-"""A probe: sends letters through Apprise, or pings a heartbeat URL; `python -m miner_guard.health.alert_send`.
+"""A probe: sends letters through Apprise, or pings a heartbeat URL; `python -m miner_guard.reporting.alert_send`.
 
 Runs in a child with a deadline: a webhook that never answers costs nobody anything. Addresses come over
 stdin and are named by their kind alone in what is answered: they hold secrets.

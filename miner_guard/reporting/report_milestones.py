@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.config import GateSettings
-from miner_guard.health.report_data import Data, Mark, Series
+from miner_guard.reporting.report_data import Data, Mark, Series
 
 _UNREADABLE = "only validators know"
 _STEP_S = 30.0
