@@ -39,6 +39,8 @@ class Hang:
     detail: str
     idle_s: float
     limit_s: float
+    lasting: bool = False
+    """Steps that follow don't mend it."""
 
 
 class HangDetector:
@@ -120,6 +122,14 @@ class HangDetector:
         self._said = True
         culprits = name_culprits(ranks, gone)
         return Hang(culprits, describe(now, ranks, culprits, gone), self.idle_s(now), self._limit_in_force(ranks))
+
+    def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float) -> Hang:
+        """Ranks that waited for the others' answer waited longer than allowed: uploads are blocked from then on."""
+        waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
+        culprits = tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective") if waiting else ()
+        words = describe(now, ranks, culprits) if waiting else "a rank did not ask when the others did"
+        detail = f"{words}; no upload can be agreed on in this launch any more"
+        return Hang(culprits, detail, now - min(waiting, default=now - allowed_s), allowed_s, lasting=True)
 
     def _forgive_suspension(self, now: float) -> None:
         if self._looked_at is not None and now - self._looked_at > _UNOBSERVED_S:

@@ -16,6 +16,9 @@ _WORDS = PAYLOAD_BYTES // 8
 _EARLY_S = 0.5
 """gloo gives up a little before or after the timeout it was given."""
 
+LATE = "late rank"
+"""`where` of the `guard_degraded` that the supervisor handles as a hang."""
+
 _LENGTH, _OWN, _SUM, _HEAD = 0, 1, 2, 3
 
 
@@ -71,6 +74,11 @@ class Group:
         self._size: int = dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.broken: str | None = None
+        self._agreed = False
+        self.late = False
+        """It broke since a rank that had asked before did not come in time. (Where none has ever agreed, the program
+        may ask on some ranks only: a restart would not mend that.)"""
+
         # Kept until the next one: gloo's thread would else be the last to let go of it, take the interpreter's lock
         # for that, and abort the process where the interpreter ends just then.
         self._last: Any = None
@@ -100,13 +108,16 @@ class Group:
             self._last.wait()
         except Exception as error:  # torch raises RuntimeError and, since 2.2, DistBackendError
             waited = time.monotonic() - started
+            missed = waited >= self._timeout_s - _EARLY_S
+            self.late = missed and self._agreed
             self.broken = (
                 f"not every rank asked within {self._timeout_s:g} s"
-                if waited >= self._timeout_s - _EARLY_S
+                if missed
                 else f"the group of the ranks broke after {waited:.1f} s, a rank is gone or gave up"
             )
             self.broken += "; every rank must ask, at the same step; none agree again before a restart of the miner"
             raise Disagreed(f"{self.broken} ({_reason(error)})") from error
+        self._agreed = True
         head: list[int] = words[:_HEAD].tolist()
         # The marks add up to a multiple of rank 0's only if all ranks asked the same.
         if head[_SUM] != head[_OWN] * self._size:

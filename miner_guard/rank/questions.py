@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from miner_guard.rank import agree, environment, gating
 from miner_guard.rank.phases import Phases
@@ -58,7 +59,7 @@ class Questions:
 
     def may_upload(self, candidate: Candidate, question: str | None) -> tuple[GateDecision, str | None]:
         """The decision, and what went wrong where the ranks have no common one (`gating.Gate.ask`)."""
-        with self._phases.named("collective"):
+        with self._waiting():
             return self._gate.ask(self.agreement, candidate, question)
 
     def upload_due(self) -> bool:
@@ -111,5 +112,14 @@ class Questions:
     def _shared(self, question: str, here: Callable[[], bytes]) -> bytes:
         """What `here` says on rank 0, on every rank."""
         own = here() if self._place.rank == 0 else None
-        with self._phases.named("collective"):
+        with self._waiting():
             return self.agreement().share(question, own)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        try:
+            with self._phases.named("collective"):
+                yield
+        finally:
+            if isinstance(self._agreement, agree.Group) and self._agreement.late:
+                self._recorder.trouble(agree.LATE, "a rank did not come in time, and the ranks agree on nothing more")

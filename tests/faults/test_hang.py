@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests import needs
 from tests.faults.guarded import Guarded, until
 
 FAST = {
@@ -39,6 +40,37 @@ def test_a_rank_that_stops_stepping_is_seen_named_documented_and_restarted(guard
     assert story["ranks"]["0"]["kernel"]["state"].startswith("sleeping")
     assert len((evidence(guarded) / "flight-rank-0000.jsonl").read_text().splitlines()) == 5
     assert guarded.stop() in (0, 75)
+    guarded.assert_nothing_left()
+
+
+def late(guarded: Guarded, *arguments: object) -> list[str]:
+    needs.module("torch")
+    _, _, *miner = guarded.miner("late", *arguments)
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *miner]
+
+
+def test_a_rank_that_comes_too_late_to_agree_is_a_hang_though_all_ranks_step_on(guarded: Guarded) -> None:
+    """Guards against ranks that train on for a day, and may upload nothing: the group they agree in stays broken."""
+    settings = {**FAST, "hang.min_s": 120, "gate.broadcast_timeout_s": 2}
+    guarded.start(late(guarded, 6, "all"), "--max-restarts", "1", settings=settings)
+    hang = guarded.wait_for("hang_detected", seconds=90)
+    assert hang["culprits"] == [1]
+    assert "rank 1 in data for" in hang["msg"]
+    assert "no upload can be agreed on" in hang["msg"]
+    assert "hang: rank 1 in data" in guarded.wait_for("miner_restarting", seconds=60)["msg"]
+    assert "late.py" in (evidence(guarded) / "stacks-rank-0001.txt").read_text()
+    assert guarded.stop() in (0, 75)
+    guarded.assert_nothing_left()
+
+
+def test_a_program_that_asks_on_one_rank_alone_is_told_so_and_not_restarted(guarded: Guarded) -> None:
+    settings = {**FAST, "hang.min_s": 120, "gate.broadcast_timeout_s": 2}
+    guarded.start(late(guarded, 0, "alone"), settings=settings)
+    said = guarded.wait_for("guard_degraded", seconds=90)
+    assert "every rank must ask, at the same step" in said["msg"]
+    time.sleep(3)
+    assert not guarded.named("hang_detected")
+    assert guarded.stop() == 0
     guarded.assert_nothing_left()
 
 

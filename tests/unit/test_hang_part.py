@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -11,11 +11,12 @@ import pytest
 
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, HangSettings, MinerSettings
-from miner_guard.events import Finding
+from miner_guard.events import Finding, found
+from miner_guard.rank.agree import LATE
 from miner_guard.rank.flight import Now
 from miner_guard.supervisor.parts import Launch
 from miner_guard.supervisor.parts.hang import HangWatch
-from tests.idle import JobsNever, context
+from tests.idle import IdleControl, JobsNever, context
 
 HANG = HangSettings(min_s=10.0, first_step_s=60.0)
 STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0)
@@ -65,3 +66,39 @@ def test_a_miner_that_nothing_is_seen_of_is_said_once(
     assert blind.event == "guard_degraded"
     assert str(blind.fields["what"]).startswith("no step seen for 1 min")
     assert advice in str(blind.fields["what"])
+
+
+class JobsLater(JobsNever):
+    """Work waits until the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        self.waiting.append(work)
+
+
+class Restarts(IdleControl):
+    """Keeps why a restart was asked for."""
+
+    def __init__(self) -> None:
+        self.causes: list[str] = []
+
+    def restart(self, cause: str) -> None:
+        self.causes.append(cause)
+
+
+def test_ranks_that_have_lost_their_common_answer_are_ended_though_they_step_on(tmp_path: Path) -> None:
+    clock, jobs, control = FakeClock(), JobsLater(), Restarts()
+    part = HangWatch(context(tmp_path, config=replace(Config(), hang=HANG), clock=clock, jobs=jobs, control=control))
+    part.on_launch(Launch(("miner",), 1, 0, clock.monotonic()))
+    waiting = replace(STARTING, state="running", phase="collective", phase_since=clock.monotonic() - 60.0)
+    part.on_tick(clock.monotonic(), {0: waiting, 1: replace(waiting, phase="data")})
+    late = found("guard_degraded", rank=0, what="a rank did not come in time", where=LATE)
+    (hang,) = part.on_finding(late)
+    assert hang.fields["culprits"] == [1]
+    assert not list(part.on_finding(late)), "said once, though each rank that waited tells of it"
+    part.on_steps(0, [])
+    for work in jobs.waiting:
+        work()
+    assert control.causes == [f"hang: {hang.fields['detail']}"]

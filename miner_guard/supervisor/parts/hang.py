@@ -9,6 +9,7 @@ from typing import Any
 from miner_guard.detectors.hang import Hang, HangDetector
 from miner_guard.events import Finding, found
 from miner_guard.exits import CRASH_LOOP
+from miner_guard.rank.agree import LATE
 from miner_guard.rank.flight import Now, Step
 from miner_guard.redact import Redactor
 from miner_guard.statedir import is_full
@@ -39,7 +40,9 @@ class HangWatch(Part):
         self._redactor = Redactor.for_guard(beside(os.environ, context.config.repo), context.config)
         self._tail = Tail()
         self._last_incident: str | None = None
-        self._ranks_seen = False
+        self._ranks: Mapping[int, Now] = {}
+        """As they were at the last tick."""
+
         self._hang: Hang | None = None
         self._launched = 0.0
         self._said_blind = False
@@ -47,14 +50,15 @@ class HangWatch(Part):
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._detector.launched(launch.started)
         self._tail = Tail()
-        self._last_incident, self._ranks_seen, self._hang = None, False, None
+        self._last_incident, self._ranks, self._hang = None, {}, None
         self._launched, self._said_blind = launch.started, False
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
         for step in steps:
             self._detector.stepped(step.end, step.seconds, step.phases)
-        self._hang = None
+        if self._hang is not None and not self._hang.lasting:
+            self._hang = None
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
@@ -66,15 +70,21 @@ class HangWatch(Part):
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         if finding.event == "incident":
             self._last_incident = str(finding.fields.get("label"))
+        lasting = self._hang is not None and self._hang.lasting
+        if finding.fields.get("where") == LATE and not lasting:
+            now, allowed_s = self.context.clock.monotonic(), self.context.config.gate.broadcast_timeout_s
+            hang = self._detector.late(now, self._ranks, allowed_s)
+            return self._said(hang, evidence.subjects(self.context.state, self._ranks))
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
-        self._ranks_seen = bool(ranks)
+        self._ranks = ranks
         suspected = self._detector.idle_s(now) > min(self._detector.limit_s, self._settings.min_s)
         who = evidence.subjects(self.context.state, ranks) if suspected and self._hang is None else []
         hang = self._detector.look(now, ranks, gone={subject.rank for subject in who if subject.gone})
-        if hang is None:
-            return self._blind(now, ranks)
+        return self._blind(now, ranks) if hang is None else self._said(hang, who)
+
+    def _said(self, hang: Hang, who: list[Subject]) -> Iterable[Finding]:
         self._hang = hang
         detail = hang.detail + (f"; before it: INCIDENT {self._last_incident}" if self._last_incident else "")
         story: dict[str, Any] = {
@@ -129,7 +139,7 @@ class HangWatch(Part):
 
     def snapshot(self) -> Mapping[str, Any]:
         now = self.context.clock.monotonic()
-        watching = self._ranks_seen
+        watching = bool(self._ranks)
         return {
             "watching": watching,
             "reason": None if watching else "no rank has reported: the miner does not use the hook, or not yet",
