@@ -118,6 +118,8 @@ class _Traceback:
     """Python itself says that it goes on: raised in a destructor or while it shuts down."""
 
     frames: str = ""
+    raises: str = ""
+    """The last line of source that raised: it tells where the log breaks off before the exception does."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,17 @@ class Scanner:
         }
         if cut_off:
             rank = max(cut_off, key=cut_off.__getitem__)
-            seen.append(Sighting("code_bug", "symptom", cut_off[rank], "a traceback that the log breaks off in", rank))
+            seen += self._cut_off(rank, cut_off[rank], self._open[rank].raises)
         return seen
+
+    def _cut_off(self, rank: int | None, number: int, raises: str) -> list[Sighting]:
+        matches = self._knowledge.match(raises.lower()) if raises else []
+        if isinstance(matches, Benign) or not matches:
+            return [Sighting("code_bug", "symptom", number, "a traceback that the log breaks off in", rank)]
+        return [
+            Sighting(p.label, p.role, number, excerpt(raises, _TOLD), rank, p.cause, "", p.fix, p.restart)
+            for p in matches
+        ]
 
     def _block(self, block: bytes) -> list[Seen]:
         """Look at whole lines. The text after the last newline is a piece of a line whose number stays the same."""
@@ -247,7 +258,7 @@ class Scanner:
 
     def _text(self, rank: int | None, text: str, number: int, seen: list[Seen]) -> None:
         lowered = text.lower()
-        if self._follow(rank, lowered, number):
+        if self._follow(rank, text, lowered, number):
             return
         if any(words in lowered for words in _CHAINED):
             self._chain(rank, number, seen)
@@ -303,10 +314,10 @@ class Scanner:
         self._tail = replace(sighting, more=excerpt(f"{sighting.more} {clean(line[:MAX_LINE])[1]}"))
         seen.append(self._tail)
 
-    def _follow(self, rank: int | None, lowered: str, number: int) -> bool:
+    def _follow(self, rank: int | None, text: str, lowered: str, number: int) -> bool:
         """Keep track of the traceback that this rank prints; a log may begin in the middle of one.
 
-        True for a line that only says where in a file it was: a path says nothing of what went wrong.
+        True for a line that only says where in a file it was, or what stands there: what went wrong is said at the end.
         """
         starts, frame = _TRACEBACK in lowered, _FRAME.search(lowered) if 'file "' in lowered else None
         opened = self._open.get(rank)
@@ -316,7 +327,11 @@ class Scanner:
             self._open[rank] = opened = _Traceback(number, ignored)
         if frame and opened is not None and len(opened.frames) < _MOST_FRAMES:
             opened.frames += frame[1] + " "
-        return frame is not None and lowered.lstrip().startswith("file ")
+        own = lowered.lstrip()
+        if opened is not None and own.startswith("raise "):
+            opened.raises = text.strip()
+            return True
+        return frame is not None and own.startswith("file ")
 
     def _chain(self, rank: int | None, number: int, seen: list[Seen]) -> None:
         """The first exception of a chain counts, unless what follows from it is known and it is not."""
