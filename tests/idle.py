@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config
+from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Context
+from uploads.repos.credentials import beside
 
 
 def context(folder: Path, **given: Any) -> Context:
     """For a part in a test: as `given`, else quiet and at its default; jobs and control must not be asked for."""
+    config: Config = given.get("config", Config())
     defaults: dict[str, Any] = {
-        "config": Config(), "state": StateDir(folder), "clock": FakeClock(), "run_id": "r1",
+        "config": config, "state": StateDir(folder), "clock": FakeClock(), "run_id": "r1",
         "emit": lambda _finding: None, "jobs": IdleJobs(), "control": IdleControl(), "status": dict,
+        "redactor": Redactor.for_guard(beside(os.environ, config.repo), config),
     }  # fmt: skip
     return Context(**{**defaults, **given})
 

@@ -37,7 +37,7 @@ class WholeRun:
         control: Any = None
         context = Context(
             Config(logs=replace(LOGS, keep_incidents=5)), self.state, clock, "r", report or self.host.finding, jobs,
-            control, lambda: self.documents,
+            control, lambda: self.documents, Redactor(),
         )  # fmt: skip
         self.host.parts = compose(context, self.degraded.append)
         self.host.on_finding = lambda f: self.degraded.append(f) if f.event == "guard_degraded" else None

@@ -205,7 +205,7 @@ class Assembly:
     def _context(self) -> Context:
         return Context(
             self.request.config, self.request.state, self.clock, self.run_id, self.report, self.jobs,
-            self.steering, lambda: self.status.latest,
+            self.steering, lambda: self.status.latest, self.redactor,
         )  # fmt: skip
 
     def _try(self, what: str, work: Callable[[], None]) -> None:

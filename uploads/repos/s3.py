@@ -35,7 +35,7 @@ from uploads.repos.base import (
     published_state,
 )
 from uploads.repos.credentials import find, first
-from uploads.repos.s3_parts import Part
+from uploads.repos.s3_parts import Part, etag_of
 from validators.facts import Published
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class S3Repo:
             now = _server_time(page)
             for item in page.get("Contents", []):
                 modified = item["LastModified"].timestamp()
-                found.append(Entry(item["Key"], item["Size"], max(0.0, now - modified), _etag(item)))
+                found.append(Entry(item["Key"], item["Size"], max(0.0, now - modified), etag_of(item)))
             if not page.get("IsTruncated"):
                 return found
             more = {"ContinuationToken": page["NextContinuationToken"]}
@@ -155,7 +155,7 @@ class S3Repo:
         try:
             while True:
                 page = self._call(self._client.list_parts, Key=key, UploadId=upload.id, **more)
-                there.update({p["PartNumber"]: _etag(p) or "" for p in page.get("Parts", [])})
+                there.update({p["PartNumber"]: etag_of(p) or "" for p in page.get("Parts", [])})
                 if not page.get("IsTruncated"):
                     return upload, there
                 more = {"PartNumberMarker": page["NextPartNumberMarker"]}
@@ -303,7 +303,7 @@ def _completing(upload: _Upload, part: Part, etag: str) -> dict[str, Any]:
 
 def _entry(key: str, answer: Mapping[str, Any]) -> Entry:
     modified = answer["LastModified"].timestamp()
-    return Entry(key, answer["ContentLength"], max(0.0, _server_time(answer) - modified), _etag(answer))
+    return Entry(key, answer["ContentLength"], max(0.0, _server_time(answer) - modified), etag_of(answer))
 
 
 def _server_time(answer: Mapping[str, Any]) -> float:
@@ -313,11 +313,6 @@ def _server_time(answer: Mapping[str, Any]) -> float:
         return parsedate_to_datetime(date).timestamp()
     except (TypeError, ValueError) as error:
         raise RepoError(f"the server tells no time (Date: {date!r}): the age is unknown") from error
-
-
-def _etag(item: Mapping[str, Any]) -> str | None:
-    tag = item.get("ETag")
-    return tag.strip('"') if isinstance(tag, str) else None
 
 
 def _digest(read: Callable[[int], bytes], algorithm: str) -> str:

@@ -34,18 +34,24 @@ class Part:
         An ETag is the md5 of what the server received, unless the server encrypts with a key of KMS or of the
         customer; there its CRC32 tells.
         """
-        seen = str(answer.get("ETag", "")).strip('"')
-        if seen == self.md5 or (_encrypted(answer) and answer.get("ChecksumCRC32") == self.crc32):
-            return seen
-        raise RepoError(
-            f"part {self.number} of {key} arrived as {seen or 'unknown'}, sent was {self.md5}", transient=True
-        )
+        seen = etag_of(answer)
+        whole = seen == self.md5 or (_encrypted(answer) and answer.get("ChecksumCRC32") == self.crc32)
+        if seen is None or not whole:
+            words = f"part {self.number} of {key} arrived as {seen or 'unknown'}, sent was {self.md5}"
+            raise RepoError(words, transient=True)
+        return seen
+
+
+def etag_of(answer: Mapping[str, Any]) -> str | None:
+    """Without its quotes; None where the server gives none."""
+    tag = answer.get("ETag")
+    return tag.strip('"') if isinstance(tag, str) else None
 
 
 def read(number: int, data: bytes) -> Part:
     """The part that these bytes are."""
     digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    return Part(number, digest, base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode())
+    return Part(number, digest, _crc32(data))
 
 
 def expected_etags(parts: Sequence[Part]) -> list[str]:
@@ -56,8 +62,11 @@ def expected_etags(parts: Sequence[Part]) -> list[str]:
 
 def expected_crc32(parts: Sequence[Part]) -> str:
     """What a server that took the parts' CRC32 gives for the whole, before its `-<count>`, which not all append."""
-    whole = zlib.crc32(b"".join(base64.b64decode(p.crc32) for p in parts))
-    return base64.b64encode(whole.to_bytes(4, "big")).decode()
+    return _crc32(b"".join(base64.b64decode(p.crc32) for p in parts))
+
+
+def _crc32(data: bytes) -> str:
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
 
 
 def _encrypted(answer: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from miner_guard.clock import Clock
 from miner_guard.config import Config
 from miner_guard.events import Finding
 from miner_guard.rank.flight import Now, Step
+from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir
 
 
@@ -95,6 +96,9 @@ class Context:
     control: Control
     status: Callable[[], Mapping[str, Any]]
     """The latest status document: every part's `snapshot` under its name."""
+
+    redactor: Redactor
+    """Knows the secrets of the guard and of the miner; what is logged through `emit` passes it anyhow."""
 
 
 class Part:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +11,11 @@ from miner_guard import extras, probe
 from miner_guard.config import AlertSettings
 from miner_guard.events import Finding, found
 from miner_guard.rank.flight import Step
-from miner_guard.redact import Redactor
 from miner_guard.reporting import progress
 from miner_guard.reporting.alert_policy import Alert, AlertPolicy
 from miner_guard.supervisor import outbox
 from miner_guard.supervisor.outbox import Outbox
 from miner_guard.supervisor.parts import Context, Part
-from uploads.repos.credentials import beside
 
 _HEARTBEAT_S = 15.0
 
@@ -33,7 +30,6 @@ class Alerts(Part):
         settings = context.config.alerts
         self._settings = settings
         self._policy = AlertPolicy(settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}")
-        self._redactor = Redactor.for_guard(beside(os.environ, context.config.repo), context.config)
         self._outbox = Outbox(settings.urls, self._say)
         if settings.urls and (problem := extras.problem("alerts")) is not None:
             context.emit(found("guard_degraded", what=f"no alert will reach anybody: {problem}"))
@@ -52,12 +48,12 @@ class Alerts(Part):
 
     def _put(self, alerts: Iterator[Alert]) -> None:
         for alert in alerts:
-            title, body = self._redactor.text(alert.title), self._redactor.text(alert.body)
+            title, body = self.context.redactor.text(alert.title), self.context.redactor.text(alert.body)
             self._outbox.put(replace(alert, title=title, body=body))
 
     def _say(self, finding: Finding) -> None:
         """From the outbox's threads."""
-        self.context.emit(replace(finding, fields=self._redactor.value(finding.fields)))
+        self.context.emit(replace(finding, fields=self.context.redactor.value(finding.fields)))
 
     def _heartbeat(self) -> None:
         status = self.context.status()
@@ -66,7 +62,7 @@ class Alerts(Part):
             return
         answer = probe.ask(outbox.SENDER, {"heartbeat_url": self._settings.heartbeat_url}, _HEARTBEAT_S)
         if not answer.known:
-            raise ConnectionError(self._redactor.text(answer.reason or ""))
+            raise ConnectionError(self.context.redactor.text(answer.reason or ""))
 
     def on_stop(self) -> Iterable[Finding]:
         self._outbox.close()

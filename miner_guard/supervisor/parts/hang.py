@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +10,11 @@ from miner_guard.events import Finding, found
 from miner_guard.exits import CRASH_LOOP
 from miner_guard.rank.agree import LATE
 from miner_guard.rank.flight import Now, Step
-from miner_guard.redact import Redactor
 from miner_guard.statedir import is_full
 from miner_guard.supervisor import evidence, evidence_folders
 from miner_guard.supervisor.evidence import Subject
 from miner_guard.supervisor.parts import Context, Launch, Part
 from miner_guard.supervisor.tail import Tail
-from uploads.repos.credentials import beside
 
 _WHY_NO_STEP = {
     None: "the miner does not call the hook; start it with --attach sn38, auto or log",
@@ -37,7 +34,6 @@ class HangWatch(Part):
         super().__init__(context)
         self._settings = context.config.hang
         self._detector = HangDetector(self._settings)
-        self._redactor = Redactor.for_guard(beside(os.environ, context.config.repo), context.config)
         self._tail = Tail()
         self._last_incident: str | None = None
         self._ranks: Mapping[int, Now] = {}
@@ -113,7 +109,7 @@ class HangWatch(Part):
         try:
             told = {**story, "status": dict(self.context.status())}
             had = evidence.gather(
-                self.context.state, folder, who, told, output, self._redactor,
+                self.context.state, folder, who, told, output, self.context.redactor,
                 self._settings.stack_timeout_s,
             )  # fmt: skip
             if had.late is not None:

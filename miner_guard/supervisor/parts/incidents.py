@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,11 +15,9 @@ from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained
 from miner_guard.incidents.scanner import Retraction, Scanner, Seen, Sighting
 from miner_guard.rank.flight import Now, Step
-from miner_guard.redact import Redactor
 from miner_guard.supervisor import evidence_folders
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 from miner_guard.supervisor.tail import Tail
-from uploads.repos.credentials import beside
 
 SETTLE_S = 2.0
 """Quiet for so long: the cascade is complete, its root can be named."""
@@ -57,7 +54,6 @@ class Incidents(Part):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._knowledge = knowledge.load()
-        self._redactor = Redactor.for_guard(beside(os.environ, context.config.repo), context.config)
         miner = context.config.miner
         self._training = Training(miner.batch_size, miner.effective_batch_size)
         self._counts: Counter[str] = Counter()
@@ -175,7 +171,7 @@ class Incidents(Part):
         if root.first.role in ("remark", "warned") and root.count < remarks:
             return ()
         self._root = self._latest = explained = report.in_words(
-            root, self._knowledge, self._training, self._redactor.text
+            root, self._knowledge, self._training, self.context.redactor.text
         )
         self._said[root.label] = self._named_s = now
         self._counts[root.label] += 1
@@ -207,7 +203,7 @@ class Incidents(Part):
         """In a job's thread."""
         try:
             statedir.write_json(folder / "incident.json", {**story, "status": dict(self.context.status())})
-            statedir.write_atomic(folder / "output.log", self._redactor.text(output.decode("utf-8", "replace")))
+            statedir.write_atomic(folder / "output.log", self.context.redactor.text(output.decode("utf-8", "replace")))
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
             what = f"the evidence of {story['label']} could not be stored: {error.strerror or error}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from miner_guard.attach.patterns import patterns
-from miner_guard.detectors.log_lines import PushLine, read_push
+from miner_guard.detectors.log_lines import Patterns, PushLine, read_push
 from miner_guard.events import Finding, found
 from miner_guard.supervisor.parts import Context, Part
 
@@ -21,10 +21,10 @@ class PushLines(Part):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._patterns = patterns(context.config.miner.profile)
         repo = context.config.repo
         # With `attach = "log"` the same lines make entries as a hook's do.
         self._silent = context.config.miner.attach == "log" or repo.kind == "none" or not repo.verify_uploads
+        self._patterns = Patterns(()) if self._silent else patterns(context.config.miner.profile)
         self._rest = b""
         self._last: PushLine | None = None
 
