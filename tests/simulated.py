@@ -10,8 +10,8 @@ from typing import Any
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config
 from miner_guard.events import Finding
-from miner_guard.rank.flight import Now, Step
-from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.flight_recorder.layout import FLAG_FIRST
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.supervisor.parts import Launch, Part
 from miner_guard.supervisor.parts.curves import Curves
 from miner_guard.supervisor.parts.ranks import Ranks

@@ -11,7 +11,7 @@ import pytest
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.events import Finding, line
-from miner_guard.rank.flight import Step
+from miner_guard.flight_recorder.records import Step
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import uploads as module
 from tests.idle import JobsAtOnce, context

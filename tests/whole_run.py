@@ -10,8 +10,8 @@ from typing import Any
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, LogSettings
 from miner_guard.events import Finding
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.logs import ConsoleSink, Emitter, JsonlSink
-from miner_guard.rank.flight import Now, Step
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.compose import compose

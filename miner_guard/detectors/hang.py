@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from miner_guard.config import HangSettings
-from miner_guard.rank.flight import Now
+from miner_guard.flight_recorder.records import Now
 
 _RECENT_STEPS = 64
 _UNOBSERVED_S = 15.0

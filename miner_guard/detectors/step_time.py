@@ -14,12 +14,10 @@ from dataclasses import dataclass, replace
 
 from miner_guard.config import StepSettings
 from miner_guard.detectors.window import SortedWindow
+from miner_guard.flight_recorder.layout import SPECIAL_PHASES
 
 TRAINING = "training"
 """Kind of a step with nothing special in it."""
-
-SPECIAL_PHASES = ("inference", "val_loss", "upload", "allreduce", "load_state", "pause")
-"""Phases that make a step another kind: it is compared with its like, not with plain training steps."""
 
 _EVALUATION = {"inference", "val_loss"}
 

@@ -22,8 +22,8 @@ from miner_guard.blocks import gb
 from miner_guard.clock import iso_utc
 from miner_guard.config import LogSettings, StepSettings
 from miner_guard.events import CATALOGUE, Finding
+from miner_guard.flight_recorder.layout import known, known_count
 from miner_guard.lines import console_line, json_line, rotate
-from miner_guard.rank.layout import known, known_count
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir, spelled
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from miner_guard.rank.numbers import in_words
+from miner_guard.flight_recorder.records import json_default
 from miner_guard.unixsocket import address
 
 _NOBODY = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
@@ -43,7 +43,7 @@ class Bell:
 
     def event(self, document: Mapping[str, Any]) -> bool:
         """Send a finding that may be lost."""
-        return self.send(json.dumps(document, default=in_words).encode())
+        return self.send(json.dumps(document, default=json_default).encode())
 
     def send(self, payload: bytes) -> bool:
         """Send one datagram. False where it was dropped."""

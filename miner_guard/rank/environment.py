@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings, StepSettings
-from miner_guard.rank.flight import process_start
+from miner_guard.flight_recorder.writer import process_start
 from miner_guard.statedir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from miner_guard.events import Finding, found
+from miner_guard.flight_recorder.records import json_default
 from miner_guard.rank.agree import PAYLOAD_BYTES, Disagreed
 from miner_guard.rank.environment import Place
-from miner_guard.rank.numbers import in_words
 from miner_guard.rank.recorder import describe
 from uploads import gate
 from uploads.decision import GateDecision
@@ -113,7 +113,7 @@ def pack(decision: GateDecision) -> bytes:
 
 
 def _encoded(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, separators=(",", ":"), default=in_words).encode()
+    return json.dumps(document, separators=(",", ":"), default=json_default).encode()
 
 
 def entry_of(decision: GateDecision) -> dict[str, Any]:

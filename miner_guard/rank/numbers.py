@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from miner_guard.rank.layout import NAN
+from miner_guard.flight_recorder.layout import NAN
 
 LARGEST = 1 << 63
 """Step numbers of a record lie below."""
@@ -47,12 +47,6 @@ def whole(value: Any) -> int:
     if not -LARGEST <= number < LARGEST:
         raise ValueError(f"a step number of {len(str(abs(number)))} digits is none")
     return number
-
-
-def in_words(value: Any) -> str:
-    """What JSON has no word for, in words; a tensor on a GPU without its value."""
-    device = getattr(getattr(value, "device", None), "type", "cpu")
-    return str(value) if device == "cpu" else f"{type(value).__name__} on {device}"
 
 
 class CudaMemory:

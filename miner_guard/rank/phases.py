@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol
 
-from miner_guard.rank.layout import NAN, PHASES
+from miner_guard.flight_recorder.layout import NAN, PHASES
 
 _COLUMNS = {name: column for column, name in enumerate(PHASES)}
 _COLUMNS["checkpoint"] = _COLUMNS["pause"]

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miner_guard.events import Finding, found
-from miner_guard.rank import layout
+from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.layout import NAN
+from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.rank.alone import OwnLog
 from miner_guard.rank.bell import Bell
 from miner_guard.rank.environment import Place
-from miner_guard.rank.flight import FlightWriter
-from miner_guard.rank.layout import NAN
 
 STARTING, RUNNING, CLOSED, FINISHED = range(len(layout.STATES))
 

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from miner_guard.detectors.step_time import SPECIAL_PHASES
-from miner_guard.rank import alone, layout, numbers
+from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.layout import NAN
+from miner_guard.rank import alone, numbers
 from miner_guard.rank.environment import Place
-from miner_guard.rank.layout import NAN
 from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import Recorder
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 _RECENT_LOSSES = 64
 _EVALUATION = tuple(layout.PHASES.index(p) for p in ("inference", "val_loss", "example_loss", "monitor"))
 _SYNCHRONISING = tuple(layout.PHASES.index(p) for p in ("upload", "allreduce", "load_state", "pause"))
-_SCHEDULED = tuple(layout.PHASES.index(p) for p in SPECIAL_PHASES)
+_SCHEDULED = tuple(layout.PHASES.index(p) for p in layout.SPECIAL_PHASES)
 
 Report = Callable[[str, BaseException], None]
 

@@ -16,7 +16,7 @@ from typing import Any
 from miner_guard.clock import Clock, iso_utc
 from miner_guard.events import found
 from miner_guard.exits import CRASH_LOOP, FAILED
-from miner_guard.rank.flight import Now
+from miner_guard.flight_recorder.records import Now
 from miner_guard.supervisor.attribution import Attribution, how_it_ended
 from miner_guard.supervisor.child import Child
 from miner_guard.supervisor.family import Family

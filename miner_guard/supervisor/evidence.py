@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.detectors.collectives import Late, late
+from miner_guard.flight_recorder.reader import BadFlight, FlightReader
+from miner_guard.flight_recorder.records import Identity, Now
 from miner_guard.rank.collectives import asking
-from miner_guard.rank.flight import BadFlight, FlightReader, Identity, Now
 from miner_guard.rank.stacks import STACKS_SIGNAL
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir, finite, read_json, write_json

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miner_guard.events import Finding, found
-from miner_guard.rank.flight import BadFlight, FlightReader, Identity, Now, Step, process_start
+from miner_guard.flight_recorder.reader import BadFlight, FlightReader
+from miner_guard.flight_recorder.records import Identity, Now, Step
+from miner_guard.flight_recorder.writer import process_start
 from miner_guard.statedir import StateDir, set_aside
 from miner_guard.supervisor.processes import Process, alive
 

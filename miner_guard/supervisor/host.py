@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.events import Finding, found
-from miner_guard.rank.flight import Now, Step
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.supervisor.output import Output, Piece
 from miner_guard.supervisor.parts import Exit, Launch, Part
 

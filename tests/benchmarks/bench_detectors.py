@@ -20,7 +20,7 @@ from miner_guard.detectors.step_time import RegressionWatch, StepTimes
 from miner_guard.detectors.straggler import StragglerWatch
 from miner_guard.detectors.trace import reading
 from miner_guard.detectors.trace.judge import judge
-from miner_guard.rank.flight import Step
+from miner_guard.flight_recorder.records import Step
 from miner_guard.supervisor.parts import Part
 from miner_guard.supervisor.parts.curves import Curves
 from miner_guard.supervisor.parts.ranks import Ranks

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard import attach
-from miner_guard.rank.flight import FlightReader, Now, Step
+from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.rank.reports import unpack
 from miner_guard.statedir import StateDir
 from tests import needs

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from miner_guard import attach
-from miner_guard.rank.flight import FlightReader, Step
+from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.flight_recorder.records import Step
 from miner_guard.rank.reports import unpack
 from miner_guard.statedir import StateDir
 from tests import needs

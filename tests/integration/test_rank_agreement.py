@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.rank.flight import FlightReader
+from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.statedir import StateDir
 from tests import needs
 from uploads.inputs import GateInputs, write

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from miner_guard.rank.flight import FlightReader
+from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.statedir import StateDir
 
 READER = """

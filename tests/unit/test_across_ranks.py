@@ -10,7 +10,7 @@ import pytest
 from miner_guard import events
 from miner_guard.config import Config, GpuSettings
 from miner_guard.diagnosis import across_ranks, expectation
-from miner_guard.rank import layout
+from miner_guard.flight_recorder import layout
 from miner_guard.rank.reports import pack, unpack
 from miner_guard.statedir import StateDir, write_json
 from miner_guard.supervisor.parts.diagnosis import Diagnosis

@@ -13,8 +13,8 @@ from miner_guard import attach
 from miner_guard.attach.adapter import Adapter
 from miner_guard.attach.sn38 import Subnet38
 from miner_guard.attach.sn38_uploads import Uploads
+from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.rank import gating
-from miner_guard.rank.flight import FlightReader
 from miner_guard.rank.hook import Guard
 from miner_guard.statedir import StateDir
 from tests.unit.rank.helpers import place, reader_of

@@ -13,7 +13,7 @@ from miner_guard.cli.main import run
 from miner_guard.clock import FakeClock
 from miner_guard.costs import set_global_tracker
 from miner_guard.events import Finding
-from miner_guard.rank.flight import Step
+from miner_guard.flight_recorder.records import Step
 from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.parts.costs import Costs
 from tests.idle import context

@@ -12,8 +12,8 @@ from miner_guard import events
 from miner_guard.config import Config, GpuSettings, StepSettings
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.slow_cause import explain
+from miner_guard.flight_recorder.layout import FLAG_LOSS_ON_CPU
 from miner_guard.rank import reports
-from miner_guard.rank.layout import FLAG_LOSS_ON_CPU
 from tests.simulated import GIB, Run, healthy
 
 

@@ -11,10 +11,11 @@ import pytest
 
 from miner_guard import events
 from miner_guard.events import Finding
+from miner_guard.flight_recorder.layout import ACK, IDENTITY, MAGIC, NOW_OFFSET, PHASES, VERSION
+from miner_guard.flight_recorder.records import Step
+from miner_guard.flight_recorder.writer import FlightWriter, process_start
 from miner_guard.rank.environment import find
-from miner_guard.rank.flight import FlightWriter, Step, process_start
 from miner_guard.rank.hook import Guard
-from miner_guard.rank.layout import ACK, IDENTITY, MAGIC, NOW_OFFSET, PHASES, VERSION
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.flights import Flights
 from tests.unit.rank.helpers import place

@@ -11,9 +11,10 @@ import pytest
 from miner_guard import events, settings
 from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
+from miner_guard.flight_recorder.layout import FLAG_LOSS_GIVEN, JOURNAL_SLOTS, PHASES
+from miner_guard.flight_recorder.reader import BadFlight, FlightReader
+from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.logs import ConsoleSink, Emitter, JsonlSink
-from miner_guard.rank.flight import FLAG_LOSS_GIVEN, BadFlight, FlightReader, FlightWriter
-from miner_guard.rank.layout import JOURNAL_SLOTS, PHASES
 from miner_guard.redact import Redactor
 
 NAN = math.nan

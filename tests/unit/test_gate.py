@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import GateSettings
-from miner_guard.rank.layout import SLOT_PAYLOAD
+from miner_guard.flight_recorder.layout import SLOT_PAYLOAD
 from uploads import inputs as gate_inputs
 from uploads.decision import GateDecision
 from uploads.gate import decide, replay

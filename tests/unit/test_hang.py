@@ -8,7 +8,7 @@ import pytest
 
 from miner_guard.config import HangSettings
 from miner_guard.detectors.hang import Hang, HangDetector, name_culprits
-from miner_guard.rank.flight import Now
+from miner_guard.flight_recorder.records import Now
 from miner_guard.rank.phases import Phases
 
 SETTINGS = HangSettings(min_s=300.0, factor=5.0, first_step_s=1800.0, allreduce_s=840.0, upload_s=1800.0)

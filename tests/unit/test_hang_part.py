@@ -12,8 +12,8 @@ import pytest
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, HangSettings, MinerSettings
 from miner_guard.events import Finding, found
+from miner_guard.flight_recorder.records import Now
 from miner_guard.rank.agree import LATE
-from miner_guard.rank.flight import Now
 from miner_guard.supervisor.parts import Launch
 from miner_guard.supervisor.parts.hang import HangWatch
 from tests.idle import IdleControl, JobsNever, context

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from miner_guard.events import Finding, found
-from miner_guard.rank.flight import Now
+from miner_guard.flight_recorder.records import Now
 from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.parts import Context, Part
 

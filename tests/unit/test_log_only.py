@@ -11,8 +11,9 @@ import pytest
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, MinerSettings
 from miner_guard.events import Finding
-from miner_guard.rank.flight import FlightReader, Step
-from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.flight_recorder.layout import FLAG_FIRST
+from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.flight_recorder.records import Step
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.parts.log_only import LogOnly

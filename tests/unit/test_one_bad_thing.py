@@ -21,10 +21,10 @@ from miner_guard.config import LogSettings
 from miner_guard.costs import get_global_tracker, set_global_tracker
 from miner_guard.events import Finding, found
 from miner_guard.exits import Refused
+from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.lines import console_line
 from miner_guard.logquery import Hit
 from miner_guard.logs import Emitter, JsonlSink
-from miner_guard.rank.flight import FlightWriter
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir, read_json
 from miner_guard.supervisor import status as module

@@ -20,10 +20,11 @@ from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings,
 from miner_guard.detectors import timing
 from miner_guard.detectors.step_time import StepTimes, grade
 from miner_guard.events import Finding
+from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.health.snapshot import assemble, summary
 from miner_guard.lines import json_line
 from miner_guard.rank.environment import find
-from miner_guard.rank.flight import FlightReader, Now, Step
 from miner_guard.rank.hook import Guard
 from miner_guard.reporting import metrics, report
 from miner_guard.statedir import StateDir, finite, write_json

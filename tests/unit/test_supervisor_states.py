@@ -15,7 +15,7 @@ from miner_guard import events
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, HangSettings
 from miner_guard.events import Finding
-from miner_guard.rank.flight import Now
+from miner_guard.flight_recorder.records import Now
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor import evidence
 from miner_guard.supervisor.core import FAILED, Supervisor

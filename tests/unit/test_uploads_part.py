@@ -14,7 +14,7 @@ from miner_guard.cli.status import _lines
 from miner_guard.clock import iso_utc
 from miner_guard.config import GateSettings
 from miner_guard.events import found, line
-from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.supervisor.parts import Exit
 from miner_guard.supervisor.parts import uploads as module
 from tests.uploads_bench import Bench

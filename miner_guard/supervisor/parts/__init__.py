@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from miner_guard.clock import Clock
 from miner_guard.config import Config
 from miner_guard.events import Finding
-from miner_guard.rank.flight import Now, Step
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir
 

@@ -10,7 +10,7 @@ from typing import Any
 from miner_guard import extras, probe
 from miner_guard.config import AlertSettings
 from miner_guard.events import Finding, found
-from miner_guard.rank.flight import Step
+from miner_guard.flight_recorder.records import Step
 from miner_guard.reporting import progress
 from miner_guard.reporting.alert_policy import Alert, AlertPolicy
 from miner_guard.supervisor import outbox

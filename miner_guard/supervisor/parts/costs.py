@@ -8,7 +8,7 @@ from typing import Any
 
 from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
 from miner_guard.events import Finding
-from miner_guard.rank.flight import Now, Step
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 
 GUARD = ("guard.", "job.")

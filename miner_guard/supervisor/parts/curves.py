@@ -14,7 +14,7 @@ from miner_guard.detectors.memory import MemoryWatch
 from miner_guard.detectors.trace.reading import EVALUATION_WORDS, evaluates, evaluation_in
 from miner_guard.detectors.window import SortedWindow
 from miner_guard.events import Finding, found
-from miner_guard.rank.flight import Now, Step
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.supervisor.parts import Context, Launch, Part
 
 _EVENTS = {

@@ -10,7 +10,7 @@ from miner_guard.detectors.gpu_use import GpuUse, Printed, Reading, parse
 from miner_guard.detectors.model_sizes import size_of
 from miner_guard.diagnosis.faults import Faults
 from miner_guard.events import Finding, found
-from miner_guard.rank.flight import Now
+from miner_guard.flight_recorder.records import Now
 from miner_guard.rank.reports import unpack
 from miner_guard.shapes import shape
 from miner_guard.supervisor.parts import Context, Launch, Part

@@ -8,8 +8,8 @@ from typing import Any
 from miner_guard.detectors.hang import Hang, HangDetector
 from miner_guard.events import Finding, found
 from miner_guard.exits import CRASH_LOOP
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.rank.agree import LATE
-from miner_guard.rank.flight import Now, Step
 from miner_guard.statedir import is_full
 from miner_guard.supervisor import evidence, evidence_folders
 from miner_guard.supervisor.evidence import Subject

@@ -8,13 +8,13 @@ from typing import Any
 
 from miner_guard.diagnosis import faults
 from miner_guard.events import Finding, found
+from miner_guard.flight_recorder.records import Now
 from miner_guard.health.host import HostSampler, figures
 from miner_guard.health.limits import HostLimits
 from miner_guard.health.nvml import NvmlSampler
 from miner_guard.health.own import OwnSampler
 from miner_guard.health.samplers import Samplers, Unreadable
 from miner_guard.health.snapshot import assemble, summary
-from miner_guard.rank.flight import Now
 from miner_guard.supervisor.parts import Context, Part
 
 _GPU_DEADLINE_RATIO = 0.9

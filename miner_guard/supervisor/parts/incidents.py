@@ -9,12 +9,12 @@ from typing import Any
 
 from miner_guard import events, statedir
 from miner_guard.events import Finding, found
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.incidents import knowledge, lines, report
 from miner_guard.incidents.case import Case, Incident
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained
 from miner_guard.incidents.scanner import Retraction, Scanner, Seen, Sighting
-from miner_guard.rank.flight import Now, Step
 from miner_guard.supervisor import evidence_folders
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 from miner_guard.supervisor.tail import Tail

@@ -10,9 +10,9 @@ from miner_guard.attach.patterns import patterns
 from miner_guard.detectors.log_lines import AllReduceLine, LoggedStep, LogSteps, Patterns, PushLine, StepLine, read
 from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.events import Finding, found
-from miner_guard.rank import layout
-from miner_guard.rank.flight import FlightWriter
-from miner_guard.rank.layout import NAN
+from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.layout import NAN
+from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.rank.recorder import CLOSED, RUNNING, STARTING
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 

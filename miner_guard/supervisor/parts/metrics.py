@@ -14,7 +14,7 @@ from typing import Any
 
 from miner_guard import extras
 from miner_guard.events import CATALOGUE, Finding, found
-from miner_guard.rank.flight import Now
+from miner_guard.flight_recorder.records import Now
 from miner_guard.supervisor.parts import Context, Part
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})

@@ -14,9 +14,9 @@ from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.slow_cause import explain
 from miner_guard.detectors.straggler import Straggler, StragglerWatch
 from miner_guard.events import Finding, found
+from miner_guard.flight_recorder.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.rank import reports
-from miner_guard.rank.flight import Now, Step
-from miner_guard.rank.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 
 _SLOW_STEPS = 5

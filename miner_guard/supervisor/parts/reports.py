@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard.events import Finding, found
-from miner_guard.rank.flight import Now
+from miner_guard.flight_recorder.records import Now
 from miner_guard.supervisor.bell import finding_of
 from miner_guard.supervisor.parts import Context, Launch, Part
 

@@ -10,8 +10,8 @@ from miner_guard.detectors import step_time, timing
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.goodput import Goodput
 from miner_guard.events import Finding, found
-from miner_guard.rank.flight import Now, Step
-from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.flight_recorder.layout import FLAG_FIRST
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.statedir import spelled
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 

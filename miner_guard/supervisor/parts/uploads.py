@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from miner_guard.events import Finding, found, unwritten
-from miner_guard.rank.flight import Now, Step
-from miner_guard.rank.layout import FLAG_FIRST
+from miner_guard.flight_recorder.layout import FLAG_FIRST
+from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.supervisor.parts import Context, Exit, Part
 from uploads import audit, watched
 from uploads import inputs as gate_inputs

@@ -13,7 +13,7 @@ from miner_guard import events
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, LogSettings, MinerSettings
 from miner_guard.events import Finding, found
-from miner_guard.rank.flight import Step
+from miner_guard.flight_recorder.records import Step
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.parts.incidents import CAUSELESS_S, COOLDOWN_S, SETTLE_S, Incidents

@@ -65,6 +65,9 @@ PHASES = (
 )  # fmt: skip
 """Phases with a column of their own in a step record; any other name is summed under `other`."""
 
+SPECIAL_PHASES = ("inference", "val_loss", "upload", "allreduce", "load_state", "pause")
+"""Phases that make a step another kind: it is compared with its like, not with plain training steps."""
+
 STEP = struct.Struct("<QqqqdddddddddqII" + f"{len(PHASES)}f" + "f")
 """sequence number + 1, outer step, inner step, total steps, start (monotonic), end (monotonic), end (wall), loss, lr,
 grad norm, evaluation loss, allocated bytes, reserved bytes, tokens, flags, check, seconds per phase (inclusive of

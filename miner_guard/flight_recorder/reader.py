@@ -1,0 +1,138 @@
+"""The reading side of the flight record: the supervisor while the rank lives, or a person long after."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.layout import (
+    FLAG_EVAL_LOSS_GIVEN,
+    FLAG_GRAD_NORM_GIVEN,
+    FLAG_LOSS_GIVEN,
+    known,
+    known_count,
+)
+from miner_guard.flight_recorder.records import Identity, Now, Step
+
+
+class BadFlight(Exception):
+    """The file is not a whole flight record of this version; the message says why."""
+
+
+class FlightReader:
+    """Anybody's side: the supervisor while the rank lives, or a person long after."""
+
+    def __init__(self, path: Path, *, acknowledge: bool = False) -> None:
+        """Raises OSError or BadFlight. `acknowledge` opens it writable, for the supervisor alone."""
+        self.path = path
+        with open(path, "r+b" if acknowledge else "rb") as file:
+            if os.fstat(file.fileno()).st_size != layout.FILE_SIZE:
+                raise BadFlight(f"{path}: {os.fstat(file.fileno()).st_size} bytes, expected {layout.FILE_SIZE}")
+            access = mmap.ACCESS_WRITE if acknowledge else mmap.ACCESS_READ
+            self._map = mmap.mmap(file.fileno(), layout.FILE_SIZE, access=access)
+        self.identity = self._read_identity()
+
+    def _read_identity(self) -> Identity:
+        magic, version, pid, rank, local_rank, world_size, start, run_id, opened, of_host = layout.IDENTITY.unpack_from(
+            self._map, layout.IDENTITY_OFFSET
+        )
+        if magic != layout.MAGIC or version != layout.VERSION:
+            self._map.close()
+            raise BadFlight(f"{self.path}: not a flight record of version {layout.VERSION}")
+        run = run_id.rstrip(b"\0").decode(errors="replace")
+        return Identity(pid, rank, local_rank, world_size, start, run, opened, of_host)
+
+    def whole(self) -> bool:
+        """Whether the file is as long as it was: who reads past the end of a mapped one is killed by SIGBUS."""
+        return self._map.size() == layout.FILE_SIZE
+
+    def now(self) -> Now | None:
+        """The header, or None while the rank has written none, or is writing it without pause."""
+        for _ in range(50):
+            values = layout.NOW.unpack_from(self._map, layout.NOW_OFFSET)
+            after = layout.ACK.unpack_from(self._map, layout.NOW_OFFSET)[0]
+            if values[0] == after and values[0] % 2 == 0:
+                return _now(values) if values[0] else None
+        return None
+
+    def step(self, number: int) -> Step | None:
+        """Step record `number`, or None where it is torn, overwritten or not yet there."""
+        values = layout.STEP.unpack_from(self._map, layout.step_offset(number))
+        if values[0] != number + 1 or values[15] != layout.check_of(number, values[2], values[5]):
+            return None
+        return _step(number, values)
+
+    def steps(self, since: int = 0) -> Iterator[Step]:
+        """All readable step records from number `since`, oldest first."""
+        written, *_ = self._counts()
+        for number in range(max(since, written - layout.RING_SLOTS), written):
+            step = self.step(number)
+            if step is not None:
+                yield step
+
+    def entries(self, since: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Journal entries from number `since` as (number, document); torn ones are left out."""
+        _, written, *_ = self._counts()
+        for number in range(max(since, written - layout.JOURNAL_SLOTS), written):
+            document = self._entry(number)
+            if document is not None:
+                yield number, document
+
+    def _counts(self) -> tuple[int, ...]:
+        """As they stand, also under a lock that a killed rank has left behind: each record proves itself."""
+        return layout.COUNTS.unpack_from(self._map, layout.COUNTS_OFFSET)
+
+    def _entry(self, number: int) -> dict[str, Any] | None:
+        offset = layout.slot_offset(number)
+        sequence, length, crc = layout.SLOT.unpack_from(self._map, offset)
+        if sequence != number + 1 or length > layout.SLOT_PAYLOAD:
+            return None
+        payload = self._map[offset + layout.SLOT.size : offset + layout.SLOT.size + length]
+        if zlib.crc32(payload) != crc:
+            return None
+        document = json.loads(payload)
+        return document if isinstance(document, dict) else None
+
+    def acknowledge(self, count: int) -> None:
+        """Tell the rank that the first `count` journal entries are stored."""
+        layout.ACK.pack_into(self._map, layout.ACK_OFFSET, count)
+
+    def acknowledged(self) -> int:
+        """Entries acknowledged so far, by this or an earlier supervisor."""
+        count: int = layout.ACK.unpack_from(self._map, layout.ACK_OFFSET)[0]
+        return count
+
+    def request_checkpoint(self) -> None:
+        """Ask the rank for one checkpoint more; only the supervisor's reader may (`acknowledge=True`)."""
+        asked: int = layout.REQUESTS.unpack_from(self._map, layout.REQUESTS_OFFSET)[0]
+        layout.REQUESTS.pack_into(self._map, layout.REQUESTS_OFFSET, asked + 1)
+
+    def close(self) -> None:
+        """Unmap."""
+        self._map.close()
+
+
+def _now(v: tuple[Any, ...]) -> Now:
+    state = layout.STATES[v[1]] if v[1] < len(layout.STATES) else "unknown"
+    return Now(
+        state, v[2].rstrip(b"\0").decode(errors="replace"), v[3], v[4], known_count(v[5]), known_count(v[6]),
+        max(v[7], 0), known(v[8]), known(v[9]), known(v[10]), known(v[11]), v[12], v[13], v[14], v[15],
+    )  # fmt: skip
+
+
+def _step(number: int, v: tuple[Any, ...]) -> Step:
+    flags = v[14]
+    columns = v[16 : 16 + len(layout.PHASES)]
+    return Step(
+        number, known_count(v[1]), known_count(v[2]), v[3], v[4], v[5], v[6],
+        v[7] if flags & FLAG_LOSS_GIVEN else None, known(v[8]), v[9] if flags & FLAG_GRAD_NORM_GIVEN else known(v[9]),
+        v[10] if flags & FLAG_EVAL_LOSS_GIVEN else None, known(v[11]), known(v[12]), known_count(v[13]), flags,
+        {name: seconds for name, seconds in zip(layout.PHASES, columns, strict=True) if seconds > 0},
+        v[16 + len(layout.PHASES)],
+    )  # fmt: skip
