@@ -210,6 +210,7 @@ _SPECS = (
     Spec("disk_recovered", "info", _OK, "DISK RECOVERED: {what} writes again, {lost:~line} lost", ("what", "lost")),
     Spec("ledger_stuck", "warning", _WARN, "LEDGER STUCK: ledger.sqlite3: {reason}; the miner goes on", ("reason",)),
     Spec("ledger_recovered", "info", _OK, "LEDGER RECOVERED: ledger.sqlite3 is written again, {lost:~row} lost", ("lost",)),
+    Spec("state_dir_tightened", "info", "🔒", "STATE DIRECTORY TIGHTENED: {path} was open to other users (mode {mode}), now 0700", ("path", "mode")),
     Spec("file_set_aside", "warning", _WARN, "FILE SET ASIDE: {path} was {reason}, now {aside}", ("path", "reason", "aside")),
     Spec("secret_exposed", "warning", _WARN, "SECRET EXPOSED: {where} shows {kind}; {next_step}", ("where", "kind", "next_step")),
     Spec("rank_message", "info", "", "{text}", ("text",)),

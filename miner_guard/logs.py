@@ -16,7 +16,7 @@ from miner_guard.config import LogSettings
 from miner_guard.events import CATALOGUE, LEVELS, Finding, found, unwritten
 from miner_guard.lines import console_line, json_line, rotate
 from miner_guard.redact import Redactor
-from miner_guard.statedir import has_room, is_at
+from miner_guard.statedir import has_room, is_at, make_folder, open_private
 from miner_guard.unimported import unimported
 
 with unimported("rich"):
@@ -156,8 +156,8 @@ class JsonlSink:
         self._size += written
 
     def _open(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_folder(self._path.parent)
+        self._fd = open_private(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._size = os.fstat(self._fd).st_size
         if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
             # A guard that was killed in mid-line: end that line, so that ours starts on its own.

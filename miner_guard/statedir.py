@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -106,25 +107,120 @@ class StateDir:
         return self.root / "host.json"
 
 
+class ForeignLink(RuntimeError):
+    """The way to the state directory leads over another user's symlink; the message names it and its owner."""
+
+
 def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
     """The state directory by flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME`, home; in that order.
 
-    Raises RuntimeError where none is given and there is no home.
+    Symlinks are resolved, so that one directory has one name. Raises ForeignLink for a symlink of another user,
+    RuntimeError where no directory is given and there is no home.
     """
     if explicit := flag or env.get("MINER_GUARD_STATE_DIR"):
-        return StateDir(Path(explicit).expanduser().absolute())
+        return StateDir(_resolved(Path(explicit).expanduser().absolute()))
     base = env.get("XDG_STATE_HOME")
     root = Path(base) if base else Path.home() / ".local" / "state"
-    return StateDir((root / FOLDER / name).absolute())
+    return StateDir(_resolved((root / FOLDER / name).absolute()))
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` so that a reader sees the old or the new whole. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _resolved(path: Path, links: int = 40) -> Path:
+    """`path` without symlinks, of which it follows as many as the kernel. Raises ForeignLink."""
+    seen = Path(path.anchor)
+    for part in path.parts[1:]:
+        seen = Path(os.path.normpath(seen / part)) if part == ".." else seen / part
+        if not os.path.islink(seen):
+            continue
+        if (owner := foreign_link(seen)) is not None:
+            raise ForeignLink(f"{seen} is a symlink of uid {owner}, who could point it elsewhere.")
+        if not links:
+            # A loop: opening the path as it was given says so.
+            return path
+        seen = _resolved(seen.parent / os.readlink(seen), links - 1)
+    return seen
+
+
+def foreign_link(path: Path) -> int | None:
+    """The owner of the symlink at `path` where that is neither this user nor root; None for anything else."""
+    try:
+        seen = path.lstat()
+    except OSError:
+        return None
+    return seen.st_uid if stat.S_ISLNK(seen.st_mode) and seen.st_uid not in (os.geteuid(), 0) else None
+
+
+PRIVATE_FOLDER = 0o700
+PRIVATE_FILE = 0o600
+"""What the guard writes quotes logs, stacks and command lines: for its own user only, whatever the umask."""
+
+
+def make_folder(path: Path) -> None:
+    """Make `path`, and what is missing above it, for this user only. Raises OSError."""
+    try:
+        os.mkdir(path, PRIVATE_FOLDER)
+    except FileNotFoundError:
+        make_folder(path.parent)
+        make_folder(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Open one of the guard's own files, and take it from other users where it was readable by them.
+
+    Raises OSError: also for another user's symlink (ELOOP), and for a pipe or device (EINVAL), which could hang the
+    writer.
+    """
+    # O_NONBLOCK: the open itself must not wait for the other end of a pipe. It changes nothing for a file.
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW, PRIVATE_FILE)
+    except OSError as error:
+        if error.errno != errno.ELOOP or foreign_link(path) is not None:
+            raise
+        fd = os.open(path, flags, PRIVATE_FILE)
+    try:
+        seen = os.fstat(fd)
+        if not stat.S_ISREG(seen.st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        tighten(fd, PRIVATE_FILE)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def tighten(fd: int, mode: int) -> int | None:
+    """Take the rights that `mode` does not give from an open file or folder of this user.
+
+    Returns the mode it had where that was wider. Raises OSError where it can't be changed.
+    """
+    before = stat.S_IMODE(os.fstat(fd).st_mode)
+    if not before & ~mode & 0o777:
+        return None
+    os.fchmod(fd, before & ~(0o777 & ~mode))
+    return before
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new or existing file of the guard's own. Raises OSError as `open_private`."""
+    with open(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(data)
+
+
+def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
+    """Replace `path` by `text` so that a reader sees the old or the new whole. Raises OSError.
+
+    `mode` 0o666 leaves it to the umask who may read it: for files that people ask for by their path.
+    """
+    make_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
-        # A path or an argument may hold bytes that are no UTF-8; Python carries them as lone surrogates.
-        draft.write_bytes(text.encode("utf-8", "replace"))
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(fd, "wb") as file:
+            # A path or an argument may hold bytes that are no UTF-8; Python carries them as lone surrogates.
+            file.write(text.encode("utf-8", "replace"))
         os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)

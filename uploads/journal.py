@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from miner_guard.statedir import make_folder, open_private
 from uploads.repos.base import Notes, Ticket
 
 STAGING = "staging"
@@ -70,9 +71,9 @@ class Journal:
             self._write()
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         draft = self.path.with_suffix(".tmp")
-        with open(draft, "w") as file:
+        with open(open_private(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             json.dump(self._document, file)
             file.flush()
             os.fsync(file.fileno())
@@ -106,8 +107,8 @@ def journal_path(folder: Path, label: str) -> Path:
 @contextlib.contextmanager
 def exclusively(path: Path) -> Iterator[int]:
     """Hold the journal's lock, for this process and for children that inherit the descriptor. Raises Busy."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    make_folder(path.parent)
+    fd = open_private(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

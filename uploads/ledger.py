@@ -20,7 +20,7 @@ from typing import Any
 
 from miner_guard.clock import parse_iso_utc
 from miner_guard.events import Finding, found
-from miner_guard.statedir import has_room, set_aside
+from miner_guard.statedir import has_room, make_folder, open_private, set_aside
 
 KEPT_S = 90 * 86400.0
 """Older rows are deleted when the ledger is opened, and now and then while it is written."""
@@ -299,9 +299,9 @@ class Ledger:
 
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             # Made here: SQLite gives its -wal and -shm the mode that the file has when they are made.
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.close(open_private(self.path, os.O_RDWR | os.O_CREAT))
             db = sqlite3.connect(self.path, timeout=_HOLD_S, check_same_thread=False)
             try:
                 db.row_factory = sqlite3.Row
@@ -315,7 +315,6 @@ class Ledger:
             except sqlite3.Error:
                 db.close()
                 raise
-            self.path.chmod(0o600)
             self._connection = db
         return self._connection
 

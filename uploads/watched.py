@@ -38,7 +38,6 @@ def write(state: StateDir, config: Config) -> None:
         "gate": dataclasses.asdict(config.gate), "limits": dict(limits_of(config.miner)),
     }  # fmt: skip
     write_json(state.watched, document)
-    state.watched.chmod(0o600)
 
 
 def read(state: StateDir) -> Watched | None:

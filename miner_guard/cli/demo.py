@@ -106,8 +106,10 @@ def _default_ranks() -> int:
 
 def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_code: int) -> int:
     from miner_guard.supervisor.assemble import Assembly, Request
+    from miner_guard.supervisor.child import keep_files_private
     from miner_guard.supervisor.lock import Busy, Lock
 
+    keep_files_private()
     lock = Lock(state, settings.miner.stop_timeout_s)
     try:
         lock.acquire()

@@ -47,7 +47,7 @@ def command(
         raise Refused(f"{' and '.join(taken)} already there, nothing written; move it away or use --dir", FAILED)
     try:
         for path, text in texts.items():
-            write_atomic(path, text)
+            write_atomic(path, text, 0o666)
     except OSError as error:
         raise Refused(f"{directory} cannot be written: {error.strerror}", FAILED) from error
     for path in texts:

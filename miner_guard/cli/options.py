@@ -104,6 +104,8 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
         raise Refused(f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG)
     try:
         return statedir.choose(name, state_dir, os.environ)
+    except statedir.ForeignLink as error:
+        raise Refused(f"no place for the state: {error} Give --state-dir a path without that link", CONFIG) from error
     except RuntimeError as error:
         # No HOME, and a user that the host does not know: a container under another uid.
         raise Refused(f"no place for the state: {error} Give --state-dir, or set HOME", CONFIG) from error

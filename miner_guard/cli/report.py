@@ -29,7 +29,7 @@ def command(
     pushes = ledger.read(place.state.ledger, "uploads", since=earliest)
     text = render(place.state, gate=place.settings.config.gate, since=earliest, pushes=pushes)
     try:
-        statedir.write_atomic(output, text)
+        statedir.write_atomic(output, text, 0o666)
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     typer.echo(f"wrote {output} ({len(text.encode()) / 1024:.0f} KB)")

@@ -55,8 +55,10 @@ def command(
 def _supervise(miner: list[str], place: options.Place, finished_code: int) -> int:
     # Late: `--help` and a refused command line need none of it.
     from miner_guard.supervisor.assemble import Assembly, Request
+    from miner_guard.supervisor.child import keep_files_private
     from miner_guard.supervisor.lock import Busy, Lock
 
+    keep_files_private()
     lock = Lock(place.state, place.settings.config.miner.stop_timeout_s)
     try:
         lock.acquire()

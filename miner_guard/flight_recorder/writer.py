@@ -13,6 +13,7 @@ from typing import Any
 
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.records import json_default
+from miner_guard.statedir import make_folder, open_private
 
 
 def process_start(pid: int) -> int:
@@ -29,10 +30,10 @@ class FlightWriter:
         pid: int | None = None,
     ) -> None:  # fmt: skip
         """`local_world_size`: 0 is unknown. `pid`: whose record it is, where not this process's. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            with open(draft, "w+b") as file:
+            with open(open_private(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC), "w+b") as file:
                 # Allocated, not sparse: a full disk must show here, not as SIGBUS in the middle of a step.
                 os.posix_fallocate(file.fileno(), 0, layout.FILE_SIZE)
                 self._map = mmap.mmap(file.fileno(), layout.FILE_SIZE)

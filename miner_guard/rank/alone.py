@@ -25,7 +25,7 @@ from miner_guard.events import CATALOGUE, Finding
 from miner_guard.flight_recorder.layout import known, known_count
 from miner_guard.lines import console_line, json_line, rotate
 from miner_guard.redact import Redactor
-from miner_guard.statedir import StateDir, spelled
+from miner_guard.statedir import StateDir, make_folder, open_private, spelled
 
 _LONGEST_QUEUE = 1000
 _LARGEST_LOG = LogSettings.max_bytes
@@ -148,8 +148,8 @@ class OwnLog:
 
     def _append(self, state: StateDir, line: str) -> None:
         try:
-            state.root.mkdir(parents=True, exist_ok=True)
-            fd = os.open(state.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            make_folder(state.root)
+            fd = open_private(state.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             self._lost(error)
             return

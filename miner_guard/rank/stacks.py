@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 from typing import IO
 
+from miner_guard.statedir import open_private
+
 STACKS_SIGNAL = signal.SIGUSR2
 """A rank that gets this appends all its threads' stacks to `flight/rank-NNNN.stacks`.
 
@@ -30,7 +32,8 @@ def register(path: Path) -> IO[bytes]:
     global _registered
     if taken() or (_caught() and not _registered):
         raise SignalTaken(f"{STACKS_SIGNAL.name} is in use by the program: {WITHOUT}")
-    file = open(path, "wb", buffering=0)  # noqa: SIM115 - open as long as the process: the handler writes to it
+    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    file = open(fd, "wb", buffering=0)  # noqa: SIM115 - open as long as the process: the handler writes to it
     file.write(b"pid %d\n" % os.getpid())
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     _registered = True

@@ -21,6 +21,19 @@ def become_subreaper() -> bool:
     return bool(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
+_PRIVATE = 0o077
+
+_given_umask: int | None = None
+
+
+def keep_files_private() -> None:
+    """Whatever this process makes is its user's only; the miner gets the umask that the guard was started with."""
+    global _given_umask
+    before = os.umask(_PRIVATE)
+    if _given_umask is None:
+        _given_umask = before
+
+
 class Child:
     """One launch of the miner."""
 
@@ -36,7 +49,7 @@ class Child:
 
         self._popen = subprocess.Popen(
             list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-            start_new_session=True, preexec_fn=in_child,
+            start_new_session=True, preexec_fn=in_child, umask=-1 if _given_umask is None else _given_umask,
         )  # fmt: skip
         self.pid = self._popen.pid
         try:

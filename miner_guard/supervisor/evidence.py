@@ -23,7 +23,7 @@ from miner_guard.flight_recorder.records import Identity, Now
 from miner_guard.rank.collectives import asking
 from miner_guard.rank.stacks import STACKS_SIGNAL
 from miner_guard.redact import Redactor
-from miner_guard.statedir import StateDir, finite, read_json, write_json
+from miner_guard.statedir import StateDir, finite, make_folder, open_private, read_json, write_json, write_private
 from miner_guard.supervisor import processes
 
 _COLLECTIVES_S = 2.0
@@ -79,7 +79,7 @@ def gather(
     timeout_s: float,
 ) -> Gathered:  # fmt: skip
     """Write everything into `folder`. Raises OSError where it can't write."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     deadline = time.monotonic() + timeout_s
     kernel = {subject.rank: _kernel_view(subject) for subject in who}
     traces = _collectives(state, folder, who)
@@ -87,7 +87,7 @@ def gather(
     stacks = _stacks(state, folder, who, deadline)
     for subject in who:
         _flight_tail(state, folder, subject)
-    (folder / "output.log").write_text(redactor.text(output.decode("utf-8", "replace")), encoding="utf-8")
+    write_private(folder / "output.log", redactor.text(output.decode("utf-8", "replace")).encode("utf-8", "replace"))
     document = {
         **story,
         "late_in_collective": None if behind is None else asdict(behind),
@@ -150,7 +150,7 @@ def _collectives(state: StateDir, folder: Path, who: list[Subject]) -> dict[int,
         document = read_json(path)
         if isinstance(document, dict) and isinstance(document.get("entries"), list):
             traces[rank] = document["entries"]
-            shutil.copy(path, folder / f"collectives-rank-{rank:04d}.json")
+            write_private(folder / f"collectives-rank-{rank:04d}.json", path.read_bytes())
     return traces
 
 
@@ -178,7 +178,7 @@ def _spy(folder: Path, subject: Subject) -> subprocess.Popen[bytes] | None:
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
         return None
-    with open(_stack_file(folder, subject), "wb") as file:
+    with open(open_private(_stack_file(folder, subject), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         try:
             return subprocess.Popen(
                 [program, "dump", "--pid", str(subject.identity.pid)], stdout=file, stderr=subprocess.DEVNULL,
@@ -217,7 +217,7 @@ def _faulthandler(state: StateDir, path: Path, subject: Subject) -> str:
         written = source.read_bytes()[len(before) :]
     if not written:
         return "none: the rank did not answer the signal"
-    path.write_bytes(written)
+    write_private(path, written)
     return "faulthandler"
 
 
@@ -231,4 +231,4 @@ def _flight_tail(state: StateDir, folder: Path, subject: Subject) -> None:
     steps = [asdict(step) for step in flight.steps(max(0, written - _TAIL_STEPS))]
     flight.close()
     lines = [json.dumps(finite(step)) for step in steps]
-    (folder / f"flight-rank-{subject.rank:04d}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_private(folder / f"flight-rank-{subject.rank:04d}.jsonl", ("\n".join(lines) + "\n").encode())

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from miner_guard.events import Finding, found
-from miner_guard.statedir import StateDir, is_at
+from miner_guard.statedir import StateDir, is_at, make_folder, open_private
 from miner_guard.supervisor.tidy import put_away, wrong_kind
 
 _JUST_ASKED_S = 1.0
@@ -74,7 +74,7 @@ class Lock:
         try:
             if self._fd is None or is_at(self._state.lock, self._fd):
                 return None
-            self._state.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(self._state.root)
             fd = self._file()
         except OSError as error:
             return self._say(f"can't be made again ({error.strerror}), and a second guard could start here")
@@ -98,7 +98,7 @@ class Lock:
         return found("guard_degraded", what=f"{self._state.lock} was removed; {what}")
 
     def _open(self) -> int:
-        self._state.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(self._state.root)
         # One guard at a time: a second must not set aside the lock file that the first has just made.
         folder = os.open(self._state.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -112,7 +112,7 @@ class Lock:
             os.close(folder)
 
     def _file(self) -> int:
-        return os.open(self._state.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return open_private(self._state.lock, os.O_RDWR | os.O_CREAT)
 
     def stopping(self) -> None:
         """Tell a successor that it is worth waiting."""

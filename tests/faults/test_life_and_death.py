@@ -178,6 +178,20 @@ def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_right(guarded: G
     assert f"[0, 1, 2] /dev/null 0o27 {folder} True" in guarded.tail()
 
 
+def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_to_all(guarded: Guarded) -> None:
+    """Incident logs, flight records, status.json and run.json stayed readable in a directory made by `mkdir`."""
+    guarded.state.flight.mkdir(parents=True)
+    guarded.state.root.chmod(0o755)
+    settings = {**FAST, "repo.kind": "local", "repo.path": str(guarded.state.root / "repo")}
+    guarded.start(guarded.miner("steps", 20, 0.05, "finish"), settings=settings, preexec_fn=lambda: os.umask(0))
+    assert guarded.processes[0].wait(60) == 0, guarded.tail()
+    files = [guarded.state.root, *(p for p in guarded.state.root.rglob("*") if p.name != "repo")]
+    assert [str(p) for p in files if p.stat().st_mode & 0o077] == []
+    assert guarded.state.roster in files
+    assert guarded.state.flight_of(0) in files
+    assert [e["mode"] for e in guarded.named("state_dir_tightened")] == ["0755"]
+
+
 def test_signals_meant_for_the_miner_reach_it(guarded: Guarded) -> None:
     code = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('got it', flush=True))\n"
     code += "print('up', flush=True)\nwhile True: signal.pause()"

@@ -1,0 +1,141 @@
+"""The state directory quotes logs, stacks and command lines: no other user may read it, whatever it was before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from miner_guard import statedir
+from miner_guard.events import Finding
+from miner_guard.statedir import ForeignLink, StateDir, choose, open_private, write_json, write_private
+from miner_guard.supervisor.lock import Busy, Lock
+from miner_guard.supervisor.tidy import tidy
+
+NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def generous_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir(tmp_path / "state")
+
+
+def open_to_others(root: Path) -> list[str]:
+    """What other users may do something with, as paths below `root`."""
+    paths = [root, *root.rglob("*")]
+    return [str(p.relative_to(root)) for p in paths if not p.is_symlink() and stat.S_IMODE(p.stat().st_mode) & 0o077]
+
+
+def test_what_the_guard_makes_is_private_under_any_umask(state: StateDir) -> None:
+    Lock(state, 0.0).acquire()
+    write_json(state.costs, {})
+    statedir.make_folder(state.incidents / "20260102T030405-hang")
+    write_private(state.incidents / "20260102T030405-hang" / "output.log", b"token")
+    assert open_to_others(state.root) == []
+
+
+def test_a_file_that_people_ask_for_by_its_path_follows_the_umask(tmp_path: Path) -> None:
+    statedir.write_atomic(tmp_path / "report.html", "for the web server", 0o666)
+    assert stat.S_IMODE((tmp_path / "report.html").stat().st_mode) == 0o666
+
+
+def earlier_guard(state: StateDir) -> None:
+    """A directory as an earlier version left it: open to all."""
+    (state.incidents / "20250102T030405-oom").mkdir(parents=True)
+    (state.incidents / "20250102T030405-oom" / "output.log").write_text("HF_TOKEN=…")
+    state.flight.mkdir()
+    state.flight_of(0).write_bytes(b"")
+    for path in (state.status, state.roster, state.log, state.root / "guard.jsonl.1.gz", state.root / "mine.txt"):
+        path.write_text("{}")
+
+
+def test_an_open_directory_is_tightened_and_reported_once(state: StateDir) -> None:
+    earlier_guard(state)
+    first, second = tidy(state), tidy(state)
+    assert [(f.event, f.fields["mode"]) for f in first] == [("state_dir_tightened", "0777")]
+    assert second == []
+    # Files of other names are not the guard's to change; in a folder of 0700 they are out of reach too.
+    assert open_to_others(state.root) == ["mine.txt"]
+
+
+def test_a_file_that_became_readable_later_is_tightened_when_it_is_opened(state: StateDir) -> None:
+    state.root.mkdir()
+    state.log.write_text("")
+    os.close(open_private(state.log, os.O_WRONLY))
+    assert stat.S_IMODE(state.log.stat().st_mode) == 0o600
+
+
+def test_a_shared_directory_keeps_its_mode_and_is_reported(state: StateDir) -> None:
+    """`--state-dir /tmp` by root: a chmod of it would lock everybody out."""
+    state.root.mkdir()
+    state.root.chmod(0o1777)
+    [finding] = tidy(state)
+    assert finding.event == "guard_degraded"
+    assert "shared by the users of this host" in finding.fields["what"]
+    assert stat.S_IMODE(state.root.stat().st_mode) == 0o1777
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_its_other_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "guard.jsonl")
+    for flags in (os.O_RDWR, os.O_RDONLY):
+        with pytest.raises(OSError, match="Not a regular file"):
+            open_private(tmp_path / "guard.jsonl", flags)
+
+
+def test_the_users_own_links_are_followed_and_one_directory_has_one_name(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    (tmp_path / "further").symlink_to(tmp_path / "link")
+    assert choose("x", str(tmp_path / "further" / "state"), {}).root == tmp_path / "disk" / "state"
+    (tmp_path / "disk" / "elsewhere.jsonl").write_text("")
+    (tmp_path / "guard.jsonl").symlink_to(tmp_path / "disk" / "elsewhere.jsonl")
+    os.close(open_private(tmp_path / "guard.jsonl", os.O_WRONLY))
+
+
+def test_a_loop_of_links_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(Busy, match=r"Too many levels of symbolic links|File exists"):
+        Lock(choose("x", str(tmp_path / "loop"), {}), 0.0).acquire()
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's symlink")
+
+
+@needs_root
+def test_another_users_link_leads_nowhere(tmp_path: Path) -> None:
+    """In a shared directory another user could point the guard at somebody's files before it starts."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "state").symlink_to("victim")
+    os.chown(tmp_path / "state", NOBODY, NOBODY, follow_symlinks=False)
+    for path in ("state", "state/deeper", "victim/../state"):
+        with pytest.raises(ForeignLink, match=f"is a symlink of uid {NOBODY}"):
+            choose("x", str(tmp_path / path), {})
+
+
+@needs_root
+def test_another_users_link_in_place_of_a_file_is_set_aside(state: StateDir, tmp_path: Path) -> None:
+    statedir.make_folder(state.root)
+    (tmp_path / "victim").write_text("precious")
+    for path in (state.log, state.lock):
+        path.symlink_to(tmp_path / "victim")
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        open_private(state.log, os.O_WRONLY | os.O_TRUNC)
+    lock = Lock(state, 0.0)
+    lock.acquire()
+    findings: list[Finding] = [*lock.findings, *tidy(state)]
+    assert [(f.event, f.fields["path"]) for f in findings] == [
+        ("file_set_aside", str(state.lock)), ("file_set_aside", str(state.log))
+    ]  # fmt: skip
+    assert (tmp_path / "victim").read_text() == "precious"
