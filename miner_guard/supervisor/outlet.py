@@ -64,6 +64,12 @@ class Outlet:
         """The miner should wait: the reader is behind but alive."""
         return self._size > HIGH_WATER and not self.stuck
 
+    @property
+    def idle(self) -> bool:
+        """Everything has been written; the writer holds no bytes."""
+        with self._mutex:
+            return not self._waiting and not self._busy
+
     def put(self, data: bytes) -> None:
         """Output of the miner, unchanged."""
         with self._mutex:

@@ -50,7 +50,7 @@ class Relay:
         self._unseen: deque[bytes] = deque()
         self._unseen_bytes = 0
         self._burst = False
-        """Since the last time that nothing waited for the parts, more than `_BURST` did."""
+        """More than `_BURST` waited for the parts, and its memory has not been given back yet."""
 
         self._fresh = False
         """Something was read since the parts were last shown something."""
@@ -99,6 +99,10 @@ class Relay:
         """Now and then: lines that wait, readers that stopped reading."""
         for outlet in self.outlets:
             outlet.tick()
+        if self._burst and not self._unseen and all(outlet.idle for outlet in self.outlets):
+            # Not before: what a writer still holds would stay, and nothing would ask again.
+            self._burst = False
+            _give_memory_back()
         self._resume()
         for fd in self._sources.keys() - self._paused - self._napping:
             # The loop lets go of a reader that failed; a pipe that nobody reads would stop the miner.
@@ -175,9 +179,6 @@ class Relay:
             self._burst = self._burst or self._unseen_bytes > _BURST
             if self._unseen:
                 self._loop.after(0.0, self._show)
-            elif self._burst:
-                self._burst = False
-                _give_memory_back()
             self._resume()
 
     def _show_up_to(self, size: int) -> None:

@@ -39,7 +39,7 @@ def test_a_dead_webhook_holds_the_end_up_ten_seconds_at_most(guarded: Guarded) -
         guarded.wait_for("crash_loop", seconds=60)
         since = time.monotonic()
         assert guarded.processes[0].wait(60) == 75
-        assert time.monotonic() - since < 25
+        assert time.monotonic() - since < 50, "10 s are meant, of a webhook that never answers"
     unsent = [e for e in guarded.named("guard_degraded") if "not all alerts were sent" in e["msg"]]
     assert guarded.named("alert_failed") or unsent
     guarded.assert_nothing_left()

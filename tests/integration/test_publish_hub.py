@@ -183,7 +183,7 @@ def test_a_silent_hub_costs_the_deadline_and_no_more() -> None:
         start = time.monotonic()
         seen = look_at(RepoSettings(kind="hf", repo_id=REPO_ID, endpoint=endpoint, timeout_s=4.0))
         assert "no answer" in str(seen.reason)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 60, "4 s are meant, of a Hub that never answers"
 
 
 @pytest.fixture(

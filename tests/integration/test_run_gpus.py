@@ -176,7 +176,7 @@ def test_a_stop_during_a_preflight_that_hangs_ends_the_guard_at_once(
     time.sleep(1.5)
     start = time.monotonic()
     code, output = running.end()
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60, "at once is meant; the preflight would take 100 s more"
     assert code == 0, output
     assert "MINER STARTED" not in output
 

