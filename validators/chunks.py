@@ -15,17 +15,21 @@ def chunk_edge(length: int, target: int) -> int:
     return next(edge for edge in range(min(target, length), 0, -1) if length % edge == 0)
 
 
-def layouts(shape: Sequence[int], target: int | None) -> list[tuple[list[int] | None, int]]:
-    """What an index tensor of a parameter may look like: its shape without the last dimension, and the indices' bound.
+def scattered_into(shape: Sequence[int], target: int | None, dct: bool) -> tuple[int, ...] | None:
+    """The shape that validators scatter a parameter's values into, along its last dimension.
 
-    Without a `target` indices count through the whole tensor, in any shape (None). With one there are two: with the
-    DCT a matrix is `[y, x, k]` chunks of `h·w`; without it the same code keeps `[y, h, k]` of rows of `x·w`.
+    Of a matrix in `y·h` rows and `x·w` columns: `(y, x, h·w)` with the DCT, and `(y, h, x·w)` without it, since the
+    same rearrangement then meets axes in another order. Of a vector: `(x, w)`. Without a `target` indices count
+    through the whole tensor. None for a parameter of no or more than two dimensions, which neither subnet has.
     """
-    if target is None or not shape:
-        return [(None, math.prod(shape))]
+    if target is None:
+        return (math.prod(shape),)
+    if len(shape) not in (1, 2):
+        return None
     edges = [chunk_edge(length, target) for length in shape]
     counts = [length // edge for length, edge in zip(shape, edges, strict=True)]
-    found: list[tuple[list[int] | None, int]] = [(list(counts), math.prod(edges))]
-    if len(shape) == 2:
-        found.append(([counts[0], edges[0]], shape[1]))
-    return found
+    if len(shape) == 1:
+        return (counts[0], edges[0])
+    if dct:
+        return (counts[0], counts[1], edges[0] * edges[1])
+    return (counts[0], edges[0], shape[1])

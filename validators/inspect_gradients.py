@@ -6,15 +6,14 @@ came out. Memory and processor time are limited before the file is touched.
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard import probe
-from validators.chunks import layouts
+from validators.decoding import SQUARE_OVERFLOWS, Decoded, Format, Unusable, decode, stored
 from validators.gradients import ALL_ZERO
 from validators.shapes import Shapes, plain_name
 
@@ -123,42 +122,86 @@ def _gist(text: str) -> str:
 def _look(
     torch: Any, document: Mapping[str, Any], limits: Mapping[str, Any], shapes: Shapes | None, size: int
 ) -> dict[str, Any]:
-    index, value = limits["gradients_index_suffix"], limits["gradients_value_suffix"]
+    """Apply the file as a validator does: by the model's own names where they are known, else by the file's."""
+    form = Format.of(limits)
     key = limits.get("gradients_metadata_key")
     problems: list[str] = []
     if key is not None and key not in document:
         problems.append(f"lacks the key {key!r}: validators pop it")
-    names = sorted({k[: -len(s)] for k in document for s in (index, value) if isinstance(k, str) and k.endswith(s)})
-    plain = {name: plain_name(name) for name in names}
-    warnings = []
-    if shapes is not None and names and not any(of in shapes.of for of in plain.values()):
-        warnings = [f"none of its {len(names)} parameters is of the model that was diagnosed here"]
-        shapes = None
-    something = False
-    for name in names:
-        indices, numbers = document.get(name + index), document.get(name + value)
-        shape = None if shapes is None else shapes.of.get(plain[name])
-        wrong = [
-            *_of_parameter(
-                torch, name, indices, numbers, shape, shapes is not None, limits.get("gradients_chunk"), size
-            ),
-            *_of_quantisation(torch, name, document.get(f"{name}quant_params")),
-        ]
-        problems += wrong
-        something = something or bool(wrong) or bool(_computable(numbers).any())
-    if not names:
-        problems.append(f"holds no `<param>{index}` and `<param>{value}`")
-    elif not something:
-        problems.append(ALL_ZERO)
-    missing = [] if shapes is None else sorted(set(shapes.of) - shapes.optional - set(plain.values()))
-    if missing:
-        warnings.append(f"{len(missing)} of the model's parameters are missing, {missing[0]} among them")
+    named = _named(document, form)
+    if not named:
+        problems.append(f"holds no `<param>{form.index_suffix}` and `<param>{form.value_suffix}`")
+    # No validator has a parameter of a wrapper's name: it unwraps the model before it asks for the state.
+    names = [name for name in named if plain_name(name) == name] if shapes is None else shapes.of
+    applied, wrong, warned = _applied(torch, document, names, shapes, form, size)
+    problems += wrong
+    if named and not wrong:
+        problems += _worthless(applied, named, shapes)
+    unnamed, missing = _compared(named, applied, shapes)
     return {
-        "params": len(names),
+        "params": len(applied) or (len(named) if wrong else 0),
         "problems": [*map(_shown, problems[:_MOST_PROBLEMS]), *_further(problems)],
-        "warnings": warnings,
+        "warnings": [*map(_shown, [*_summed(unnamed), *missing, *warned[:_MOST_PROBLEMS]])],
         "shapes_known": shapes is not None,
     }
+
+
+def _named(document: Mapping[str, Any], form: Format) -> list[str]:
+    """Names of the parameters that the file holds anything of."""
+    ends = (form.index_suffix, form.value_suffix)
+    return sorted({k[: -len(s)] for k in document for s in ends if isinstance(k, str) and k.endswith(s)})
+
+
+def _applied(
+    torch: Any, document: Mapping[str, Any], names: Iterable[str], shapes: Shapes | None, form: Format, size: int
+) -> tuple[dict[str, Decoded], list[str], list[str]]:
+    """What is applied by name, what a validator raises on, and what is worth a warning."""
+    applied: dict[str, Decoded] = {}
+    problems, warned = [], []
+    for name in names:
+        entry = stored(document, name, form)
+        if entry.indices is None or entry.values is None:
+            if entry.indices is not None or entry.values is not None:
+                lacking = "indices" if entry.indices is None else "values"
+                warned.append(f"{name}: {lacking} are missing, validators skip the parameter")
+            continue
+        try:
+            applied[name] = decode(torch, entry, None if shapes is None else shapes.of.get(name), form, size)
+        except Unusable as why:
+            problems.append(f"{name}: {why}")
+            continue
+        if (words := applied[name].warning) is not None:
+            warned.append(f"{name}: {words}")
+    return applied, problems, warned
+
+
+def _worthless(applied: Mapping[str, Decoded], named: Sequence[str], shapes: Shapes | None) -> Iterator[str]:
+    """Why a file that no validator raises on scores zero."""
+    wrapped = [name for name in named if plain_name(name) != name]
+    if not applied and wrapped:
+        yield f"{wrapped[0]}: validators know this parameter as {plain_name(wrapped[0])} and skip it, as all others"
+    elif not applied and shapes is not None:
+        yield f"none of its {len(named)} parameters is of the model that trains here; validators skip them all"
+    elif not any(decoded.something for decoded in applied.values()):
+        yield ALL_ZERO
+    elif beyond := [name for name, decoded in applied.items() if decoded.enormous > 0.5]:
+        yield f"{beyond[0]}: values beyond {SQUARE_OVERFLOWS:.1e}: the loss after them is NaN, which scores zero"
+
+
+def _compared(
+    named: Sequence[str], applied: Mapping[str, Decoded], shapes: Shapes | None
+) -> tuple[list[str], list[str]]:
+    """Names that the model does not have, and words about parameters of the model that are missing."""
+    if shapes is None:
+        return [name for name in named if plain_name(name) != name], []
+    missing = sorted(set(shapes.of) - shapes.optional - set(named))
+    words = [f"{len(missing)} of the model's parameters are missing, {missing[0]} among them"] if missing else []
+    return [name for name in named if name not in shapes.of], words if applied else []
+
+
+def _summed(unnamed: Sequence[str]) -> Iterator[str]:
+    if unnamed:
+        yield f"validators skip {len(unnamed)} parameters by names that they do not know, {unnamed[0]} among them"
 
 
 def _shown(words: str) -> str:
@@ -169,73 +212,6 @@ def _shown(words: str) -> str:
 def _further(problems: Sequence[str]) -> Iterator[str]:
     if len(problems) > _MOST_PROBLEMS:
         yield f"and {len(problems) - _MOST_PROBLEMS} more"
-
-
-def _of_parameter(
-    torch: Any, name: str, indices: Any, numbers: Any, shape: Sequence[int] | None, all_known: bool,
-    chunk: int | None, size: int,
-) -> Iterator[str]:  # fmt: skip
-    for what, tensor in (("indices", indices), ("values", numbers)):
-        if not isinstance(tensor, torch.Tensor):
-            yield f"{name}: {what} are missing" if tensor is None else f"{name}: {what} are a {type(tensor).__name__}"
-            return
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            yield f"{name}: {what} are {tensor.layout} on {tensor.device}, not a plain tensor"
-            return
-        # A view with stride 0 claims any size and costs nothing until somebody computes with it.
-        if tensor.numel() * tensor.element_size() > size:
-            yield f"{name}: claims {tensor.numel()} {what} in a file of {size} bytes"
-            return
-    if tuple(indices.shape) != tuple(numbers.shape):
-        yield f"{name}: {list(indices.shape)} indices for {list(numbers.shape)} values"
-    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
-        yield f"{name}: indices are {indices.dtype}, not whole numbers"
-        return
-    if numbers.is_complex():
-        yield f"{name}: values are {numbers.dtype}, not real numbers"
-    if not _finite(torch, numbers):
-        yield f"{name}: NaN or Inf in the values"
-    if shape is None and all_known:
-        yield f"{name}: the model has no such parameter"
-    yield from _bounds(name, indices, shape, chunk)
-
-
-def _computable(tensor: Any) -> Any:
-    """The same numbers in a type that torch computes with: of float8 and unsigned integers it knows next to nothing."""
-    if tensor.is_floating_point():
-        return tensor.float() if tensor.element_size() == 1 else tensor
-    return tensor.long() if str(tensor.dtype) in ("torch.uint16", "torch.uint32", "torch.uint64") else tensor
-
-
-def _finite(torch: Any, value: Any) -> bool:
-    """Whether a number, or all of a tensor's, are finite; what is neither has none that are not."""
-    if isinstance(value, torch.Tensor):
-        return bool(torch.isfinite(_computable(value)).all())
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _of_quantisation(torch: Any, name: str, parameters: Any) -> Iterator[str]:
-    """Shift, scale and lookup table of quantised values: what is NaN there is NaN in the decoded gradient."""
-    # Not into lists of lists: a small file can hold more of them than anybody can walk through.
-    if not all(_finite(torch, item) for item in (parameters if isinstance(parameters, (list, tuple)) else ())):
-        yield f"{name}: NaN or Inf in the quantisation's parameters"
-
-
-def _bounds(name: str, indices: Any, shape: Sequence[int] | None, chunk: int | None) -> Iterator[str]:
-    bound: int | None = None
-    if shape is not None:
-        fitting = [b for rows, b in layouts(shape, chunk) if rows is None or rows == list(indices.shape[:-1])]
-        if not fitting:
-            yield f"{name}: indices of shape {list(indices.shape)} for a parameter of {list(shape)}"
-            return
-        bound = max(fitting)
-    if not indices.numel():
-        return
-    known = _computable(indices)
-    least, most = int(known.min()), int(known.max())
-    if least < 0 or (bound is not None and most >= bound):
-        wrong, last = least if least < 0 else most, "?" if bound is None else bound - 1
-        yield f"{name}: index {wrong} is out of bounds (0 to {last})"
 
 
 if __name__ == "__main__":

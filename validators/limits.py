@@ -93,6 +93,12 @@ class Limits:
     gradients_chunk: int | None = None
     """Indices count within chunks of this edge (the DCT's), and are whole-tensor indices where it is None."""
 
+    gradients_dct: bool = False
+    """Whether validators decode with the DCT: it decides which axes the chunks lie on."""
+
+    gradients_value_dtype: str | None = None
+    """torch's name of the type that values must have: validators scatter them into a tensor of it."""
+
     gradients_min_bytes: int | None = None
     gradients_max_bytes: int | None = None
     """Sizes outside are not plausible."""

@@ -50,7 +50,7 @@ def looked_at(path: Path, shapes: Any = None, limits: Limits = FLAT) -> dict[str
     return examine(torch, str(path), path.stat().st_size, dataclasses.asdict(limits), shapes, None, 9)
 
 
-NAN, INF = float("nan"), float("inf")
+NAN, INF, FLOAT = float("nan"), float("inf"), torch.float32
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,19 @@ NAN, INF = float("nan"), float("inf")
     [
         ({"wvals": torch.tensor([0.5, NAN, 2.0])}, "w: NaN or Inf"),
         ({"wvals": torch.tensor([0.5, INF, 2.0], dtype=torch.bfloat16)}, "w: NaN or Inf"),
-        ({"wvals": torch.tensor([0.5, 2.0])}, r"w: \[3\] indices for \[2\] values"),
+        ({"wvals": torch.tensor([0.5, 2.0])}, r"w: indices of shape \[3\] and values of shape \[2\]"),
         ({"widxs": torch.tensor([0, 5, 128])}, r"w: index 128 is out of bounds \(0 to 127\)"),
         ({"widxs": torch.tensor([0, -5, 1])}, "w: index -5 is out of bounds"),
-        ({"widxs": torch.tensor([0.0, 5.0, 1.0])}, "not whole numbers"),
-        ({"wvals": None}, "w: values are missing"),
         ({"wvals": [0.5, 1.0, 2.0]}, "w: values are a list"),
-        ({"xidxs": torch.tensor([0]), "xvals": torch.tensor([1.0])}, "x: the model has no such parameter"),
+        ({"wquant_params": (0.0, 1.0, 128, torch.ones(4))}, "w: 4 quantisation parameters"),
+        ({"wvals": torch.tensor([9, 0, 1], dtype=torch.uint8), "wquant_params": (0.0, 1.0, 4, torch.ones(8), FLOAT)},
+         "w: the quantised values do not decode: index 9 is out of bounds"),
+        ({"wvals": torch.tensor([3, 0, 1], dtype=torch.uint8), "wquant_params": (NAN, 1.0, 4, torch.ones(8), FLOAT)},
+         "w: NaN or Inf"),
+        ({"wvals": torch.tensor([3, 0, 1], dtype=torch.uint8), "wquant_params": (0.0, 1, 4, torch.ones(8), "float32")},
+         "names its type as a str"),
+        ({"widxs": torch.tensor([5, 5, 5]), "wvals": torch.full((3,), 3e38)}, "where values of one index are added up"),
+        ({"wvals": torch.full((3,), 1e30)}, "the loss after them is NaN"),
         ({"wvals": torch.zeros(3), "bvals": torch.zeros(1)}, "all values are zero"),
         ({"widxs": torch.zeros(1, dtype=torch.int64).expand(10**10)}, "claims 10000000000 indices"),
         ({"wvals": torch.ones(1).expand(10**10)}, "claims 10000000000 values"),
@@ -86,9 +92,8 @@ VALUES = torch.tensor([0.5, -1.0, 2.0])
         ({"wvals": torch.empty(3, device="meta")}, "w: values are torch.strided on meta"),
         ({"wvals": VALUES.to(torch.complex64)}, "w: values are torch.complex64, not real numbers"),
         ({"wvals": torch.tensor([0.5, NAN, 2.0]).to(torch.float8_e4m3fn)}, "w: NaN or Inf in the values"),
-        ({"wvals": torch.tensor([0.5, NAN, 2.0]), "wquant_params": (1.0,)}, "w: NaN or Inf in the values"),
-        ({"wquant_params": (0.0, 1.0, 128, torch.full((4,), INF))}, "w: NaN or Inf in the quantisation's parameters"),
-        ({"wquant_params": [torch.ones(2).to_sparse()]}, "cannot be looked into: "),
+        ({"wquant_params": (0.0, 1.0, 128, torch.full((4,), INF), FLOAT)}, "w: NaN or Inf in the values"),
+        ({"wquant_params": (torch.ones(2).to_sparse(), 1.0, 128, torch.ones(4), FLOAT)}, "w: quantisation shifts are"),
         ({"widxs": torch.tensor([0, 5, 128], dtype=torch.uint16)}, "w: index 128 is out of bounds"),
     ],
 )  # fmt: skip
@@ -102,7 +107,7 @@ def test_tensors_of_odd_kinds_are_refused_and_not_unknown(tmp_path: Path, change
 @pytest.mark.parametrize(
     "change",
     [{"wvals": VALUES.to(torch.float8_e5m2)}, {"widxs": torch.tensor([0, 5, 127], dtype=torch.uint16)},
-     {"wvals": torch.tensor([3, 0, 1], dtype=torch.uint8), "wquant_params": (0.0, 1.0, torch.ones(4), torch.float32)}],
+     {"wvals": torch.tensor([3, 0, 1], dtype=torch.uint8), "wquant_params": (0.0, NAN, None, torch.ones(4), FLOAT)}],
 )  # fmt: skip
 def test_small_types_of_numbers_are_taken(tmp_path: Path, change: dict[str, Any]) -> None:
     assert looked_at(saved(tmp_path, {**good(), **change}), SHAPES)["problems"] == []
@@ -121,12 +126,18 @@ def test_the_limits_hold_before_any_of_the_file_is_read(tmp_path: Path, monkeypa
     assert "needs more memory" in report["problems"][0]
 
 
-def test_lists_of_lists_are_not_walked_through(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", range(5))
+def test_lists_of_lists_are_not_walked_through(tmp_path: Path, place: int) -> None:
     """Guards against a file of 2 KB that keeps the child busy until its time is up, and is then only unknown."""
     nested: Any = (1.0,)
     for _ in range(64):
         nested = (nested, nested)
-    assert looked_at(saved(tmp_path, {**good(), "wquant_params": nested}), SHAPES)["problems"] == []
+    parameters = [0.0, 1.0, 128, torch.ones(4), FLOAT]
+    parameters[place] = nested
+    change = {"wvals": torch.tensor([3, 0, 1], dtype=torch.uint8), "wquant_params": parameters}
+    # Scale and offset are unpacked and never used.
+    expected = 0 if place in (1, 2) else 1
+    assert len(looked_at(saved(tmp_path, {**good(), **change}), SHAPES)["problems"]) == expected
 
 
 def test_names_of_any_length_and_of_no_characters_make_no_answer_that_nobody_can_take(tmp_path: Path) -> None:
@@ -135,17 +146,48 @@ def test_names_of_any_length_and_of_no_characters_make_no_answer_that_nobody_can
     assert len(str(looked_at(saved(tmp_path, document), SHAPES)).encode()) < 10_000
 
 
-def test_names_are_compared_as_the_model_bears_them_and_tied_or_frozen_ones_may_be_missing(tmp_path: Path) -> None:
-    wrapped = {f"module._orig_mod.{k}" if k != "metadata" else k: v for k, v in good().items()}
+def test_names_are_the_model_s_own_to_the_letter(tmp_path: Path) -> None:
+    """Guards against a file of torch.compile's names: validators skip them all, and the improvement is exactly 0."""
+    wrapped = {f"_orig_mod.{k}" if k != "metadata" else k: v for k, v in good().items()}
+    for known in (SHAPES, None):
+        report = looked_at(saved(tmp_path, wrapped), known)
+        assert report["problems"][0].startswith("_orig_mod.b: validators know this parameter as b and skip it")
+    mixed = {**good(), **{k: v for k, v in wrapped.items() if k.startswith("_orig_mod.b")}}
+    report = looked_at(saved(tmp_path, mixed))
+    assert report["problems"] == []
+    assert "skip 1 parameters by names" in report["warnings"][0]
+
+
+def test_tied_or_frozen_parameters_may_be_missing(tmp_path: Path) -> None:
     known = Shapes({"w": (8, 16), "b": (10,), "head": (8, 16)}, frozenset({"head"}))
-    report = looked_at(saved(tmp_path, wrapped), known)
+    report = looked_at(saved(tmp_path, good()), known)
     assert (report["problems"], report["warnings"], report["shapes_known"]) == ([], [], True)
 
 
-def test_a_file_of_another_model_than_was_diagnosed_is_doubted_and_not_refused(tmp_path: Path) -> None:
+def test_another_model_s_file_is_refused_since_validators_skip_all_of_it(tmp_path: Path) -> None:
     report = looked_at(saved(tmp_path, good()), Shapes({"other": (8, 16)}))
-    assert (report["problems"], report["shapes_known"]) == ([], False)
-    assert report["warnings"] == ["none of its 2 parameters is of the model that was diagnosed here"]
+    assert report["problems"] == ["none of its 2 parameters is of the model that trains here; validators skip them all"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"wvals": None}, "w: values are missing, validators skip the parameter"),
+        ({"xidxs": torch.tensor([0]), "xvals": torch.tensor([NAN])}, "skip 1 parameters by names"),
+    ],
+)
+def test_what_validators_skip_is_warned_of_and_blocks_nothing(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    report = looked_at(saved(tmp_path, {**good(), **change}), SHAPES)
+    assert report["problems"] == []
+    assert any(words in warning for warning in report["warnings"]), report
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bool, torch.complex64, torch.uint8])
+def test_indices_of_any_type_are_taken_as_validators_take_them(tmp_path: Path, kind: Any) -> None:
+    change = {"widxs": torch.tensor([0, 1, 1]).to(kind)}
+    assert looked_at(saved(tmp_path, {**good(), **change}), SHAPES)["problems"] == []
 
 
 def test_missing_keys(tmp_path: Path) -> None:
@@ -159,21 +201,49 @@ def test_missing_keys(tmp_path: Path) -> None:
     assert "not a dictionary" in looked_at(saved(tmp_path, [1, 2]))["problems"][0]
 
 
-def test_chunked_indices_of_subnet_38(tmp_path: Path) -> None:
-    limits = Limits.of(GateSettings(), load_profile("sn38").limits)
-    document = {
-        "widxs": torch.randint(0, 64 * 64, (2, 3, 32), dtype=torch.int16), "wvals": torch.randn(2, 3, 32),
-        "metadata": {},
+SN38 = Limits.of(GateSettings(), load_profile("sn38").limits)
+
+
+def rows(width: int = 192, kind: Any = torch.float32) -> dict[str, Any]:
+    """128 x 192, cut into rows as subnet 38's compressor leaves it without the DCT."""
+    return {
+        "widxs": torch.randint(0, width, (2, 64, 32), dtype=torch.int16),
+        "wvals": torch.randn(2, 64, 32).to(kind), "metadata": {},
     }  # fmt: skip
-    path = saved(tmp_path, document)
-    assert looked_at(path, Shapes({"w": (128, 192)}), limits)["problems"] == []
-    wrong = looked_at(path, Shapes({"w": (256, 192)}), limits)["problems"]
-    assert "for a parameter of [256, 192]" in wrong[0]
-    document["widxs"][0, 0, 0] = 64 * 64
-    assert (
-        "out of bounds (0 to 4095)"
-        in inspect_file(saved(tmp_path, document), limits, shapes=Shapes({"w": (128, 192)}))["problems"][0]
-    )
+
+
+def test_subnet_38_counts_indices_within_rows(tmp_path: Path) -> None:
+    assert looked_at(saved(tmp_path, rows()), Shapes({"w": (128, 192)}), SN38)["problems"] == []
+    wrong = looked_at(saved(tmp_path, rows()), Shapes({"w": (64, 192)}), SN38)["problems"]
+    assert "indices of shape [2, 64, 32]" in wrong[0]
+    assert "decoded as [1, 64, 192]" in wrong[0]
+    document = rows()
+    document["widxs"][0, 0, 0] = 192
+    report = inspect_file(saved(tmp_path, document), SN38, shapes=Shapes({"w": (128, 192)}))
+    assert "w: index 192 is out of bounds (0 to 191)" in report["problems"][0]
+
+
+def test_the_layout_of_the_dct_is_refused_where_validators_run_without_it(tmp_path: Path) -> None:
+    document = {
+        "widxs": torch.full((2, 3, 32), 4000, dtype=torch.int16), "wvals": torch.randn(2, 3, 32), "metadata": {},
+    }  # fmt: skip
+    path, shapes = saved(tmp_path, document), Shapes({"w": (128, 192)})
+    assert "index 4000 is out of bounds (0 to 191)" in looked_at(path, shapes, SN38)["problems"][0]
+    assert looked_at(path, shapes, dataclasses.replace(SN38, gradients_dct=True))["problems"] == []
+    document["widxs"] %= 192
+    report = looked_at(saved(tmp_path, document), shapes, SN38)
+    assert report["problems"] == []
+    assert "covers 6 of 128 rows" in report["warnings"][0]
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize("shapes", [Shapes({"w": (128, 192)}), None])
+def test_values_of_another_type_than_the_validators_parameter_are_refused(
+    tmp_path: Path, kind: Any, shapes: Shapes | None
+) -> None:
+    """Guards against a miner that saves half precision: every validator raises, and resets its scores."""
+    report = looked_at(saved(tmp_path, rows(kind=kind)), shapes, SN38)
+    assert "validators add them to a float32 tensor, which raises. Upload float32" in report["problems"][0]
 
 
 class Bomb:
