@@ -143,6 +143,9 @@ class Knowledge:
     ) -> None:
         self.labels = labels
         self.patterns = tuple(patterns)
+        self.entries = (*self.patterns, *(b.pattern for b in benign))
+        """Every pattern, those of benign lines too."""
+
         self.triggers = tuple(triggers)
         """Lower-case words without digits of which every line that can match holds one."""
 

@@ -19,7 +19,7 @@ from miner_guard.shapes import Lines, Sieve, shape
 
 _EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
-    r"|[A-Z]\w*(?:Error|Exception)\w*)(?::\s|\s*$|:$|\()"
+    r"|[A-Z]\w{0,80}(?:Error|Exception)\w{0,80})(?::\s|\s*$|:$|\()"
 )
 _QUALIFIED = re.compile(r"(?:\w+\.)+(?:exc|exceptions?|errors?)\.(?P<name>[A-Z]\w*)(?::\s|\s*$)")
 """One whose module says so, such as `torch._dynamo.exc.Unsupported`."""

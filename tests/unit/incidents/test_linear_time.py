@@ -1,0 +1,45 @@
+"""A long line holds the guard up no longer than its length: every pattern meets the text made to cost it the most."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from miner_guard.incidents import knowledge
+from miner_guard.incidents.scanner import Scanner
+from tests.unit.incidents.adversaries import adversaries
+
+_SIZE = 4096
+
+
+@pytest.mark.slow
+def test_no_pattern_takes_more_than_linear_time_on_its_own_adversary() -> None:
+    """`wallet_permission` took 12 s on one line of 17 KB, with the interpreter's lock held."""
+    too_slow = []
+    for entry in knowledge.load().entries:
+        if entry.regex is None:
+            continue
+        for text in adversaries(entry.regex.pattern, _SIZE):
+            started = time.process_time()
+            entry.regex.search(text)
+            if (took := time.process_time() - started) > 0.1:
+                too_slow.append((entry.label, entry.regex.pattern, text[:40], took))
+                break
+    assert not too_slow
+
+
+def test_a_metagraph_on_one_line_is_scanned_in_no_time() -> None:
+    neuron = (
+        b'{"uid":%d,"hotkey":"5FabcDEFghiJKLmnoPQRstuVWXyz012345","coldkey":"5GabcDEFghiJKLmnoPQRstuVWXyz","axon":"x"}'
+    )
+    line = b'{"error":null,"neurons":[' + b",".join(neuron % uid for uid in range(256)) + b"]}\n"
+    started = time.process_time()
+    Scanner(knowledge.load()).feed(line)
+    assert time.process_time() - started < 1.0
+
+
+def test_an_exception_name_without_an_end_is_scanned_in_no_time() -> None:
+    started = time.process_time()
+    Scanner(knowledge.load()).feed(b"Error" * 100_000 + b"x!\n")
+    assert time.process_time() - started < 3.0
