@@ -66,13 +66,12 @@ _WANDB = re.compile(
 )
 _NETRC = re.compile(r"(\bpassword[ \t]+)[0-9a-f]{40}\b")
 
-# A block of several lines: plain, with a prefix to each line, or in a JSON string. Where its end is not there (a cut
-# excerpt) it goes as far as its base64 does; where its beginning is not, it goes from the text's.
 _PEM_TITLE = r"[A-Z0-9 ]{0,32}PRIVATE KEY(?: BLOCK)?-----"
-_PEM = re.compile(
-    rf"-----BEGIN {_PEM_TITLE}(?:[^\"]{{0,20000}}?-----END {_PEM_TITLE}|(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]{{16,}})*)"
-)
-_PEM_END = re.compile(rf"\A[A-Za-z0-9+/=\s]{{1,20000}}-----END {_PEM_TITLE}")
+_PEM_BEGIN = re.compile(rf"-----BEGIN {_PEM_TITLE}")
+_PEM_END = re.compile(rf"-----END {_PEM_TITLE}")
+_PEM_BODY = re.compile(r"(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]{16,})*")
+_PEM_REST = re.compile(rf"\A[A-Za-z0-9+/=\s]{{1,20000}}-----END {_PEM_TITLE}")
+_LONGEST_PEM = 20_000
 # No prefix without a bound anywhere below: on a long word (hex, base64) each of its letters would begin a search of the
 # rest, with the interpreter's lock held. 16 KB took a minute, in which the guard stood still.
 _NAMES = (
@@ -84,7 +83,8 @@ _NAMED = re.compile(
     rf"(?i)({_NAMES}(?:\\{{0,7}}[\"'])?\s*[=:]\s*(?:\\{{0,7}}[\"'])?)"
     r"(?!\[redacted\])((?:[^\s\"',;&|)}\]\\]|\\(?!\\{0,7}[\"'\s])){4,})"
 )
-_FLAG_NAME = rf"--[\w.-]{{0,64}}{_NAMES}"
+# Only where a word begins: in a ruler of dashes every dash would begin a search.
+_FLAG_NAME = rf"(?<![\w.-])--[\w.-]{{0,64}}{_NAMES}"
 _SECRET_FLAG = re.compile(_FLAG_NAME, re.IGNORECASE)
 # Quoted as a shell does: what follows a space inside the quotes belongs to it.
 _FLAG = re.compile(rf"(?i)({_FLAG_NAME}[ =])(?!\[redacted\])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)")
@@ -108,6 +108,30 @@ _WORTH_A_LOOK = re.compile(
     r"(?i)secret|token|passw|passp|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|hf_|sk-|gh[pousr]_"
     r"|github_|glpat|xox|wandb|webhook|bot\d|AIza|eyJ|AKIA|ASIA|://|x-amz|[?&]sig|u0026sig|:AA|[0-9A-Za-z]{64}"
 )
+
+
+def _without_private_keys(text: str) -> str:
+    """`text` with each PEM block masked: on several lines, with a prefix on each line, or inside a JSON string.
+
+    A block that was cut off ends where its base64 ends. Takes linear time: the next END and the next quote are
+    searched for again only after the text has passed them.
+    """
+    kept: list[str] = []
+    at = end_from = end_to = quote = 0
+    for begin in _PEM_BEGIN.finditer(text):
+        if begin.start() < at:
+            continue
+        body = begin.end()
+        if end_from < body:
+            end = _PEM_END.search(text, body)
+            end_from, end_to = end.span() if end else (len(text) + _LONGEST_PEM + 1, 0)
+        if quote < body and (quote := text.find('"', body)) < 0:
+            quote = len(text)
+        closed = end_from < quote and end_from - body <= _LONGEST_PEM
+        rest = None if closed else _PEM_BODY.match(text, body)
+        kept += text[at : begin.start()], MASK
+        at = rest.end() if rest else end_to
+    return "".join((*kept, text[at:]))
 
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
@@ -147,7 +171,7 @@ class Redactor:
         if not _WORTH_A_LOOK.search(text):
             return text
         if "PRIVATE KEY" in text:
-            text = _PEM_END.sub(MASK, _PEM.sub(MASK, text))
+            text = _PEM_REST.sub(MASK, _without_private_keys(text))
         text = _WEBHOOK.sub(rf"\1{MASK}", text)
         text = _SIGNED_URL.sub(rf"\1{MASK}", text)
         for shape in _SHAPES:

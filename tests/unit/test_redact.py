@@ -78,7 +78,8 @@ def test_a_phrase_in_a_command_that_is_a_list_is_masked_to_its_last_word() -> No
 
 @pytest.mark.parametrize(
     "text",
-    [BEGIN * 2_000, (BEGIN + "\n") * 2_000, f"{BEGIN}\n" + "a" * 64_000, "a" * 64_000 + END,
+    [BEGIN * 2_000, (BEGIN + "\n") * 2_000, BEGIN * 32_000, (BEGIN + '"') * 32_000, "-" * 256_000,
+     f"{BEGIN}\n" + "a" * 64_000, "a" * 64_000 + END,
      "mnemonic" + "\\n" * 32_000,
      "mnemonic" + "\x1b[0m" * 16_000, "mnemonic is a " * 4_000, "abc " * 16_000, "wandb key " * 6_400, "eyJ-" * 16_000,
      "eyJ" * 20_000, "token=" + "\\" * 64_000, "https://discord.com/api/webhooks/" + "a/" * 32_000],
