@@ -24,10 +24,18 @@ def inner_step(fields: Mapping[str, Any]) -> str:
     """Source 004's step line."""
     return (
         f"Outer Step: {known(fields['outer_step'])} | Inner Step: {known(fields['inner_step'])}"
-        f" | LR: {known(fields['lr'], '.8f')} | Loss: {known(fields['loss'], '.2f')}"
+        f" | LR: {known(fields['lr'], '.8f')} | Loss: {known(fields['loss'], '.2f')}{_loss_remark(fields)}"
         f" | Step Time: {_with_unit(fields['step_time_s'], '.1f', 's')}"
         f" | GPU Mem: {_with_unit(fields['gpu_mem_gb'], '.2f', 'GB')}"
     )
+
+
+def _loss_remark(fields: Mapping[str, Any]) -> str:
+    """What a reader must know to compare the loss with the trainer's own line."""
+    step, summed = fields.get("loss_step"), fields.get("loss_summed")
+    remarks = [f"of step {step}"] if step is not None else []
+    remarks += ["sum of what went into backward"] if summed else []
+    return f" ({', '.join(remarks)})" if remarks else ""
 
 
 def upload_blocked(fields: Mapping[str, Any]) -> str:

@@ -29,6 +29,8 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
     ),
     "auto": (
         "torch.optim.optimizer",
+        "torch.amp.grad_scaler",
+        "torch.utils.data.dataloader",
         "transformers.trainer",
         "lightning.pytorch.trainer.trainer",
         "pytorch_lightning.trainer.trainer",

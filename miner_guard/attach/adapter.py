@@ -9,14 +9,42 @@ import inspect
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from miner_guard.attach import ATTACHED
 from miner_guard.events import Finding, found, line
 from miner_guard.rank import hook
 from miner_guard.rank.recorder import describe
 
-_NO_PHASE = contextlib.nullcontext()
+NO_PHASE: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+class StepListener(Protocol):
+    """What a framework's callbacks tell: `auto.Auto` listens."""
+
+    def trains(self, framework: str) -> None:
+        """Its training begins."""
+        ...
+
+    def accumulates(self, micro_batches: int) -> None:
+        """So many micro-batches make a step."""
+        ...
+
+    def share(self, loss: Any) -> None:
+        """What one micro-batch adds to the loss that the framework logs; a tensor without a dimension."""
+        ...
+
+    def step(self, number: int, optimizer: Any) -> None:
+        """Optimizer step `number` has ended."""
+        ...
+
+    def evaluated(self, loss: float | None) -> None:
+        """An evaluation has ended."""
+        ...
+
+    def finished(self) -> None:
+        """The configured end of the training is reached."""
+        ...
 
 
 class Adapter:
@@ -59,7 +87,7 @@ class Adapter:
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """The guard's phase, or none while there is no guard."""
-        return _NO_PHASE if self.guard is None else self.guard.phase(name)
+        return NO_PHASE if self.guard is None else self.guard.phase(name)
 
     def quiet(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """`work(*arguments)`, or None and a line where it raises."""

@@ -10,14 +10,51 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from miner_guard.attach.adapter import Adapter
+from miner_guard.attach.adapter import NO_PHASE, Adapter, in_phase
 from miner_guard.attach.losses import Losses
 from miner_guard.rank.compiled import uncompiled
 
 _OTHERS_IN_A_ROW = 64
-"""Steps of other optimizers after which the one that led is taken for gone."""
+"""Steps of other optimizers after which the one that counts the steps is taken for gone."""
+
+
+class Leader:
+    """Which of several optimizers counts the steps: one of them, and a step ends with the last of its cycle.
+
+    The generator of a GAN steps after the discriminator, once for each of its steps: then the generator's step ends
+    the training step, so that the losses of both are in it. DiLoCo's outer optimizer steps once in many inner steps
+    and a critic steps several times for each step of its generator: there the frequent one counts.
+    """
+
+    def __init__(self) -> None:
+        self._leader: Callable[[], Any] = lambda: None
+        self._steps = 0
+        self._others = 0
+        self._last_other: Callable[[], Any] = lambda: None
+        self.cyclic = False
+        """All optimizers step once in each training step: the losses of all of them are its loss."""
+
+    def leads(self, optimizer: Any) -> bool:
+        """`optimizer` has stepped; whether that ends a training step."""
+        leader = self._leader()
+        if leader is None or self._others >= _OTHERS_IN_A_ROW:
+            self._leader, leader = weakref.ref(optimizer), optimizer
+            self._steps, self._others, self.cyclic = 0, 0, False
+        if leader is not optimizer:
+            self._others += 1
+            self._last_other = weakref.ref(optimizer)
+            return False
+        last = self._last_other()
+        if self._steps == 1 and self._others and last is not None:
+            # The second time round, and others stepped in between: the last of them ends the step from now on.
+            self._leader, self._steps, self._others, self.cyclic = self._last_other, 2, 1, True
+            return False
+        self._steps += 1
+        self._others = 0
+        return True
 
 
 class Auto:
@@ -30,10 +67,15 @@ class Auto:
         """Whose callbacks bring the steps; None: the optimizer does."""
 
         self.steps = 0
-        self._leader: Callable[[], Any] = lambda: None
-        self._others = 0
+        self._leader = Leader()
+        self._stepping_now: list[weakref.ref[Any]] = []
+        """Optimizers inside their `step`, the innermost last."""
+
+        self._closure_seen = False
         self._diagnosed = False
         self._evaluated: float | None = None
+        self._backward_phase: AbstractContextManager[Any] = NO_PHASE
+        self._optimizer_phase: AbstractContextManager[Any] = NO_PHASE
 
     # a plain loop
 
@@ -49,36 +91,77 @@ class Auto:
         @functools.wraps(backward)
         def followed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             self.adapter.quiet(self._backward, tensor)
-            with self.adapter.phase("backward"):
+            with self._backward_phase:
                 return backward(tensor, *args, **kwargs)
 
         setattr(Tensor, "backward", followed)  # noqa: B010 - mypy takes no assigned method
 
+    def follow_scaler(self, module: Any) -> None:
+        """`torch.amp.grad_scaler` was imported: backward is called on the loss times a scale that jumps."""
+        scaler = module.GradScaler
+        scale, update = scaler.scale, scaler.update
+
+        @functools.wraps(scale)
+        def scaled(scaler: Any, outputs: Any) -> Any:
+            result = scale(scaler, outputs)
+            self.adapter.quiet(self.losses.scaled, outputs, result)
+            return result
+
+        @functools.wraps(update)
+        def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            # Where it found infinite gradients no optimizer stepped: the next step has losses of its own.
+            self.losses.drop()
+            return update(scaler, *args, **kwargs)
+
+        scaler.scale, scaler.update = uncompiled(scaled), uncompiled(updated)
+
+    def follow_data(self, module: Any) -> None:
+        """`torch.utils.data.dataloader` was imported."""
+        loader = module._BaseDataLoaderIter
+        loader.__next__ = in_phase(self.adapter, loader.__next__, "data")
+
     def _backward(self, tensor: Any) -> None:
         # From here on, and not from the import on: launchers and dataloaders import torch too.
         self.begin()
+        if self.framework == "transformers":
+            return
+        if self._stepping_now:
+            # LBFGS evaluates its closure many times in a step: the first value is the one that its `step` returns.
+            if self._closure_seen:
+                return
+            self._closure_seen = True
         self.losses.note(tensor)
 
     def begin(self) -> None:
         """This process trains."""
-        self.adapter.begin(agree=False)
+        if self.adapter.guard is None:
+            self.adapter.begin(agree=False)
+            self._backward_phase = self.adapter.phase("backward")
+            self._optimizer_phase = self.adapter.phase("optimizer")
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.adapter.phase("optimizer").__enter__()
+        while any(each() is optimizer for each in self._stepping_now):
+            # Its last step raised and was tried again: the hook after it was never called.
+            self._leave()
+        self._stepping_now.append(weakref.ref(optimizer))
+        self._closure_seen = False
+        self._optimizer_phase.__enter__()
+
+    def _leave(self) -> None:
+        self._stepping_now.pop()
+        self._optimizer_phase.__exit__(None, None, None)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.adapter.phase("optimizer").__exit__(None, None, None)
-        if self.framework is None and self._leads(optimizer):
+        if self._stepping_now:
+            self._leave()
+        if self.framework is not None:
+            return
+        if self._leader.leads(optimizer):
             self.steps += 1
             self.step(self.steps, optimizer)
-
-    def _leads(self, optimizer: Any) -> bool:
-        """One of several optimizers counts the steps: the first, for as long as it steps."""
-        leader = self._leader()
-        if leader is None or self._others >= _OTHERS_IN_A_ROW:
-            self._leader, leader = weakref.ref(optimizer), optimizer
-        self._others = 0 if leader is optimizer else self._others + 1
-        return leader is optimizer
+        elif not self._leader.cyclic:
+            # Another objective than the one that the leader steps on.
+            self.losses.drop()
 
     def step(self, number: int, optimizer: Any) -> None:
         """The end of a step, from the optimizer or from a framework's callback."""
@@ -88,14 +171,31 @@ class Auto:
         self.begin()
         guard = self.adapter.guard
         assert guard is not None
-        loss, micro_batches = self.losses.take()
+        loss = self.losses.take(number)
         evaluated, self._evaluated = self._evaluated, None
         guard.step(inner_step=number, loss=loss, lr=optimizer.param_groups[0].get("lr"), eval_loss=evaluated)
         if not self._diagnosed:
             self._diagnosed = True
             guard.diagnose(
-                optimized(optimizer), accumulation_steps=micro_batches or None, model_name=os.path.basename(sys.argv[0])
+                optimized(optimizer),
+                accumulation_steps=self.losses.micro_batches,
+                model_name=os.path.basename(sys.argv[0]),
             )
+
+    # what a framework tells (adapter.StepListener)
+
+    def trains(self, framework: str) -> None:
+        """A framework's training begins: its callbacks bring the steps from now on."""
+        self.framework = framework
+        self.adapter.quiet(self.begin)
+
+    def share(self, loss: Any) -> None:
+        """What a micro-batch adds to the loss that the framework itself logs."""
+        self.adapter.quiet(functools.partial(self.losses.note, whole=True), loss)
+
+    def accumulates(self, micro_batches: int) -> None:
+        """A framework knows how many micro-batches are in a step."""
+        self.losses.micro_batches = micro_batches
 
     def evaluated(self, loss: float | None) -> None:
         """A framework has evaluated; it goes with the next step."""
@@ -104,8 +204,9 @@ class Auto:
     def finished(self) -> None:
         """A framework says that its configured end is reached."""
         if self.adapter.guard is not None:
-            self.adapter.guard.close(finished=True)
+            self.adapter.quiet(self.adapter.guard.close, True)
             self.adapter.guard = None
+            self._backward_phase = self._optimizer_phase = NO_PHASE
 
 
 def optimized(optimizer: Any) -> Any:
@@ -127,10 +228,12 @@ def imported(name: str, module: Any) -> None:
     """Called by the sitecustomize after one of the watched modules was imported."""
     if name == "torch.optim.optimizer":
         _auto.follow_torch(module)
-        return
-    from miner_guard.attach import frameworks
-
-    if name == "transformers.trainer":
-        frameworks.follow_transformers(_auto, module)
+    elif name == "torch.amp.grad_scaler":
+        _auto.follow_scaler(module)
+    elif name == "torch.utils.data.dataloader":
+        _auto.follow_data(module)
     else:
-        frameworks.follow_lightning(_auto, module)
+        from miner_guard.attach import frameworks
+
+        follow = frameworks.follow_transformers if name == "transformers.trainer" else frameworks.follow_lightning
+        follow(_auto.adapter, _auto, module)

@@ -6,12 +6,9 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from miner_guard.attach.adapter import in_phase
-
-if TYPE_CHECKING:
-    from miner_guard.attach.auto import Auto
+from miner_guard.attach.adapter import Adapter, StepListener, in_phase
 
 
 def _after_init(cls: type, after: Callable[[Any], None]) -> None:
@@ -25,14 +22,14 @@ def _after_init(cls: type, after: Callable[[Any], None]) -> None:
     cls.__init__ = initialised  # type: ignore[misc]
 
 
-def _follow(auto: Auto, cls: type, method: str, phase: str) -> None:
+def _follow(adapter: Adapter, cls: type, method: str, phase: str) -> None:
     """Calls of the method are that phase, where this version of the framework has it."""
     original = vars(cls).get(method)
     if inspect.isfunction(original):
-        setattr(cls, method, in_phase(auto.adapter, original, phase))
+        setattr(cls, method, in_phase(adapter, original, phase))
 
 
-def follow_transformers(auto: Auto, module: Any) -> None:
+def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -> None:
     """Every Trainer gets one callback more."""
     base = importlib.import_module("transformers.trainer_callback").TrainerCallback
 
@@ -42,29 +39,45 @@ def follow_transformers(auto: Auto, module: Any) -> None:
         _stopped = False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            auto.framework = "transformers"
-            auto.adapter.quiet(auto.begin)
+            listener.trains("transformers")
+            listener.accumulates(args.gradient_accumulation_steps)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._stopped = control.should_training_stop
-            auto.step(state.global_step, kwargs["optimizer"])
+            listener.step(state.global_step, kwargs["optimizer"])
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._stopped = self._stopped or control.should_training_stop
-            auto.evaluated((kwargs.get("metrics") or {}).get("eval_loss"))
+            listener.evaluated((kwargs.get("metrics") or {}).get("eval_loss"))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Stopped early by a callback is an end that was configured; that the data ran out is none.
+            # Early stopping counts as a normal finish; running out of data does not.
             if self._stopped or state.global_step >= state.max_steps:
-                auto.adapter.quiet(auto.finished)
+                listener.finished()
 
     _after_init(module.Trainer, lambda trainer: trainer.add_callback(GuardCallback))
+    _share_losses(listener, module.Trainer)
     # No callback says that either begins, and both may take longer than a step ever did.
-    _follow(auto, module.Trainer, "evaluate", "val_loss")
-    _follow(auto, module.Trainer, "_save_checkpoint", "checkpoint")
+    _follow(adapter, module.Trainer, "evaluate", "val_loss")
+    _follow(adapter, module.Trainer, "_save_checkpoint", "checkpoint")
 
 
-def follow_lightning(auto: Auto, module: Any) -> None:
+def _share_losses(listener: StepListener, trainer: Any) -> None:
+    """What `training_step` returns is what the Trainer adds up and logs, however it was normalised before."""
+    original = vars(trainer).get("training_step")
+    if not inspect.isfunction(original):
+        return
+
+    @functools.wraps(original)
+    def followed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(self, *args, **kwargs)
+        listener.share(loss)
+        return loss
+
+    trainer.training_step = followed
+
+
+def follow_lightning(adapter: Adapter, listener: StepListener, module: Any) -> None:
     """Every Trainer gets one callback more."""
     package = module.__name__.split(".trainer.")[0]
     base = importlib.import_module(f"{package}.callbacks").Callback
@@ -76,24 +89,23 @@ def follow_lightning(auto: Auto, module: Any) -> None:
             self._seen = 0
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            auto.framework = "lightning"
+            listener.trains("lightning")
             self._seen = trainer.global_step
-            auto.adapter.quiet(auto.begin)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             if trainer.global_step != self._seen and trainer.optimizers:
                 self._seen = trainer.global_step
-                auto.step(trainer.global_step, trainer.optimizers[0])
+                listener.step(trainer.global_step, trainer.optimizers[0])
 
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-            auto.adapter.phase("val_loss").__enter__()
+            adapter.phase("val_loss").__enter__()
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            auto.adapter.phase("val_loss").__exit__(None, None, None)
+            adapter.phase("val_loss").__exit__(None, None, None)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             if not trainer.interrupted:
-                auto.adapter.quiet(auto.finished)
+                listener.finished()
 
     _after_init(module.Trainer, lambda trainer: trainer.callbacks.insert(0, GuardCallback()))
-    _follow(auto, module.Trainer, "save_checkpoint", "checkpoint")
+    _follow(adapter, module.Trainer, "save_checkpoint", "checkpoint")

@@ -1,50 +1,250 @@
-"""The loss as `backward` sees it, without ever waiting for the GPU."""
+"""The loss of a step: the sum of what the program passes to `backward`, read without ever waiting for the GPU.
+
+Gradients add up over the micro-batches of a step, so the sum of what `backward` was called on is the loss whose
+gradient the optimizer applies: with `(loss / 4).backward()` four times it is the mean. Where nothing shows that the
+program divided its micro-batches, the loss says that it is a sum (`Loss.summed`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-_MOST_DIVISIONS = 4
+from miner_guard.rank.numbers import Loss
+
+_MAX_DIVISIONS = 4
+_MAX_JUDGED_STEPS = 4
+"""The first steps tell whether the program divides its micro-batches; walking the graph at each step costs CPU."""
+
+_MAX_IN_FLIGHT = 12
+"""Steps whose loss is still on its way from the GPU. `layout.MAX_LOSS_LAG` is what a record has room for."""
+
+_SLOTS = 512
+"""Scalars of pinned memory: micro-batches of all steps in flight."""
+
+
+class Slot(Protocol):
+    """One float of pinned host memory."""
+
+    def copy_(self, source: Any, non_blocking: bool) -> Any: ...
+
+    def item(self) -> float: ...
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self, stream: Any) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+class Device(Protocol):
+    """What reading from a GPU needs of torch; a test hands in its own."""
+
+    def capturing(self) -> bool:
+        """A CUDA graph is being captured: a copy would become part of it, and a query would break it."""
+        ...
+
+    def stream(self, device: Any) -> Any:
+        """The stream that the program works on now."""
+        ...
+
+    def slots(self, count: int) -> list[Slot]: ...
+
+    def event(self) -> Event: ...
+
+
+class Cuda:
+    """`Device` by torch.cuda."""
+
+    def capturing(self) -> bool:
+        import torch
+
+        return torch.cuda.is_current_stream_capturing()
+
+    def stream(self, device: Any) -> Any:
+        import torch
+
+        return torch.cuda.current_stream(device)
+
+    def slots(self, count: int) -> list[Slot]:
+        import torch
+
+        return list(torch.empty(count, dtype=torch.float32, pin_memory=True).unbind())
+
+    def event(self) -> Event:
+        import torch
+
+        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return event
+
+
+@dataclass
+class _Gathered:
+    """What one step has passed to `backward` so far."""
+
+    total: float = 0.0
+    count: int = 0
+    unread: int = 0
+    """Values that could not be read: the sum of the others would not be the loss."""
+
+    slots: list[int] = field(default_factory=list)
+    stream: Any = None
+    divisors: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    step: int
+    total: float
+    slots: list[int]
+    event: Event
+    summed: bool
 
 
 class Losses:
-    """Losses of the micro-batches of one step. O(1) memory."""
+    """Losses of one step after another. Memory: 512 pinned floats, and 12 steps in flight."""
 
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._known = 0
-        self._count = 0
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = Cuda() if device is None else device
+        self._gathered = _Gathered()
+        self._slots: list[Slot] = []
+        self._free: deque[int] = deque()
+        self._in_flight: deque[_InFlight] = deque()
+        self._scaled: tuple[weakref.ref[Any], Any, Any] | None = None
+        self._judged = 0
+        self._divided = False
+        self.micro_batches: int | None = None
+        """Micro-batches of a step, where the program was seen to divide its loss by their number."""
 
-    def note(self, tensor: Any) -> None:
-        """`backward` begins at `tensor`; one with several values, or on the GPU, is counted and not read."""
+    def scaled(self, raw: Any, result: Any) -> None:
+        """A GradScaler made `result` of `raw`: backward is going to be called on `result`, the loss is `raw`."""
+        if result is not raw and hasattr(raw, "grad_fn"):
+            self._scaled = (weakref.ref(result), raw.detach(), raw.grad_fn)
+
+    def note(self, tensor: Any, *, whole: bool = False) -> None:
+        """`backward` begins at `tensor`. `whole`: it is a share of the loss as the trainer itself adds it up."""
+        graph = tensor.grad_fn
+        if self._scaled is not None:
+            result, raw, raw_graph = self._scaled
+            if result() is tensor:
+                tensor, graph = raw, raw_graph
+            self._scaled = None
         if tensor.dim() != 0:
             return
-        self._count += 1
-        if tensor.device.type == "cpu" and not hasattr(tensor, "to_local"):
-            self._sum += float(tensor.detach()) * _divisor(tensor)
-            self._known += 1
+        gathered = self._gathered
+        gathered.count += 1
+        if whole:
+            self._divided = True
+        elif self._judged < _MAX_JUDGED_STEPS:
+            gathered.divisors.append(_divisor(graph))
+        self._read(tensor, gathered)
 
-    def take(self) -> tuple[float | None, int]:
-        """Mean loss of the micro-batches since the last call, None where none was readable; and how many there were."""
-        loss = self._sum / self._known if self._known else None
-        count = self._count
-        self._sum, self._known, self._count = 0.0, 0, 0
-        return loss, count
+    def _read(self, tensor: Any, gathered: _Gathered) -> None:
+        value = _local(tensor)
+        kind = None if value is None else value.device.type
+        if value is not None and kind == "cpu":
+            gathered.total += value.item()
+        elif kind != "cuda" or not self._copy(value, gathered):
+            gathered.unread += 1
+
+    def _copy(self, value: Any, gathered: _Gathered) -> bool:
+        """Start the copy to the host. At once: a program may average its loss over the ranks in place afterwards."""
+        if self._device.capturing():
+            return False
+        if not self._slots:
+            self._slots = self._device.slots(_SLOTS)
+            self._free = deque(range(_SLOTS))
+        stream = self._device.stream(value.device)
+        if not self._free or (gathered.stream is not None and stream != gathered.stream):
+            # One event stands for all copies of a step, so they must be of one stream.
+            return False
+        slot = self._free.popleft()
+        gathered.slots.append(slot)
+        gathered.stream = stream
+        self._slots[slot].copy_(value.detach(), non_blocking=True)
+        return True
+
+    def drop(self) -> None:
+        """What was gathered belongs to no step: another optimizer's, or one that the GradScaler skipped."""
+        self._free.extend(self._gathered.slots)
+        self._gathered = _Gathered()
+
+    def take(self, step: int) -> Loss | None:
+        """Step `step` ends. Its loss, or that of an earlier step which has arrived meanwhile; None where none is known.
+
+        Of several that have arrived the latest, but one that is no finite number before all.
+        """
+        gathered, self._gathered = self._gathered, _Gathered()
+        self._judge(gathered)
+        summed = gathered.count > 1 and not self._divided
+        if gathered.count == 0 or gathered.unread:
+            self._free.extend(gathered.slots)
+        elif not gathered.slots:
+            return Loss(gathered.total, 0, summed)
+        else:
+            self._send(step, gathered, summed)
+        return self._arrived(step)
+
+    def _send(self, step: int, gathered: _Gathered, summed: bool) -> None:
+        if len(self._in_flight) >= _MAX_IN_FLIGHT or self._device.capturing():
+            self._free.extend(gathered.slots)
+            return
+        event = self._device.event()
+        event.record(gathered.stream)
+        self._in_flight.append(_InFlight(step, gathered.total, gathered.slots, event, summed))
+
+    def _arrived(self, step: int) -> Loss | None:
+        """Queried, never waited for: `event.synchronize()` or `.item()` would hold the step up."""
+        if not self._in_flight or self._device.capturing():
+            return None
+        latest: Loss | None = None
+        while self._in_flight and self._in_flight[0].event.query():
+            done = self._in_flight.popleft()
+            value = done.total + sum(self._slots[slot].item() for slot in done.slots)
+            self._free.extend(done.slots)
+            if latest is None or math.isfinite(latest.value):
+                latest = Loss(value, step - done.step, done.summed)
+        return latest
+
+    def _judge(self, gathered: _Gathered) -> None:
+        """Whether the micro-batches of a step were each divided by their number."""
+        if self._judged >= _MAX_JUDGED_STEPS or not gathered.count or self._divided:
+            return
+        self._judged += 1
+        if gathered.count > 1 and gathered.divisors and set(gathered.divisors) == {gathered.count}:
+            self._divided = True
+            self.micro_batches = gathered.count
 
 
-def _divisor(tensor: Any) -> float:
-    """What a loss was divided by for gradient accumulation (`loss / 4`), 1 where it was not."""
-    product, node = 1.0, tensor.grad_fn
+def _local(tensor: Any) -> Any:
+    """The value on this rank; None for a DTensor of which this rank holds a part only."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return tensor.detach().to_local()
+    return None
+
+
+def _divisor(graph: Any) -> float:
+    """By what whole number a loss was divided (`loss / 4`, `loss * 0.25`), 1 where it was not."""
+    product = 1.0
     # Frameworks divide more than once: accelerate does it again, by one, after the Trainer.
-    for _ in range(_MOST_DIVISIONS):
-        if node is None or node.name() != "DivBackward0":
+    for _ in range(_MAX_DIVISIONS):
+        if graph is None or graph.name() not in ("DivBackward0", "MulBackward0"):
             break
-        value = _constant(getattr(node, "_saved_other", None))
+        value = _constant(getattr(graph, "_saved_other", None))
+        if value and graph.name() == "MulBackward0":
+            value = 1 / value
         # Accumulation divides by a whole number of micro-batches; other quotients are part of the loss.
-        if value is None or value < 1 or value != int(value):
+        if value is None or value < 1 or abs(value - round(value)) > 1e-6 * value:
             break
-        product *= value
-        node = node.next_functions[0][0]
+        product *= round(value)
+        graph = graph.next_functions[0][0]
     return product
 
 

@@ -87,6 +87,10 @@ FLAG_GRAD_NORM_GIVEN = 1 << 17
 """The same for the gradient norm."""
 FLAG_EVAL_LOSS_GIVEN = 1 << 18
 """The same for the evaluation loss."""
+FLAG_LOSS_SUMMED = 1 << 19
+"""The loss is the sum of all that was passed to `backward` in the step; the program may show another number."""
+LOSS_LAG_SHIFT, MAX_LOSS_LAG = 20, 15
+"""Four bits: how many steps ago the step was whose loss this is."""
 
 SLOT = struct.Struct("<QII")
 """sequence number + 1, length of the JSON that follows, its crc32."""

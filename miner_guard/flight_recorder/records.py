@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from miner_guard.flight_recorder import layout
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -85,6 +87,16 @@ class Step:
     def seconds(self) -> float:
         """Duration of the inner step."""
         return self.end - self.start
+
+    @property
+    def loss_lag(self) -> int:
+        """How many steps ago the step was whose loss this is; 0: its own."""
+        return self.flags >> layout.LOSS_LAG_SHIFT & layout.MAX_LOSS_LAG
+
+    @property
+    def loss_summed(self) -> bool:
+        """The loss is the sum of what was passed to `backward`; the program may show another number."""
+        return bool(self.flags & layout.FLAG_LOSS_SUMMED)
 
 
 def json_default(value: Any) -> str:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from miner_guard.flight_recorder.layout import NAN
 
 LARGEST = 1 << 63
 """Step numbers of a record lie below."""
+
+
+class Loss(NamedTuple):
+    """A loss with what is known of it, for `step(loss=…)`."""
+
+    value: float
+    steps_ago: int = 0
+    """It is that of an earlier step: read from a GPU without waiting, it arrives late."""
+
+    summed: bool = False
+    """It is the sum of all that was passed to `backward` in the step, which the program may show otherwise."""
 
 
 class NotRead(Exception):

@@ -93,6 +93,11 @@ class Stepper:
     def _loss(self, loss: Any) -> tuple[bool, float, int]:
         if loss is None:
             return False, NAN, 0
+        if isinstance(loss, numbers.Loss):
+            self.losses.append(loss.value)
+            summed = layout.FLAG_LOSS_SUMMED if loss.summed else 0
+            lag = min(loss.steps_ago, layout.MAX_LOSS_LAG) << layout.LOSS_LAG_SHIFT
+            return True, loss.value, layout.FLAG_LOSS_GIVEN | summed | lag
         unread: tuple[float | None, str | None] = (None, None)
         value, device = self._attempt("loss", lambda: numbers.number("loss", loss), unread)
         if value is None:

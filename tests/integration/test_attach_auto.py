@@ -8,9 +8,12 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from miner_guard import attach
 from miner_guard.flight_recorder.reader import FlightReader
@@ -108,6 +111,32 @@ def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(tmp_pa
     assert [f"{s.loss:.4f}" for s in attached.steps()[1:]] == attached.losses()
 
 
+@pytest.mark.parametrize(
+    ("script", "summed", "modules"),
+    [
+        ("grad_scaler.py", False, ()),
+        ("gan.py", True, ()),
+        ("diloco.py", False, ()),
+        ("lbfgs.py", False, ()),
+        ("with_accelerate.py", False, ("accelerate",)),
+    ],
+)
+def test_the_loss_is_the_one_that_the_trainer_logs(
+    tmp_path: Path, script: str, summed: bool, modules: Sequence[str]
+) -> None:
+    """Guards against a loss times 65536 (GradScaler), of the discriminator alone (GAN), or a quarter of it."""
+    for module in modules:
+        needs.module(module)
+    attached = run(tmp_path / "attached", script)
+    steps = attached.steps()
+    logged = [float(loss) for loss in attached.losses()]
+    assert [s.inner_step for s in steps] == list(range(1, len(logged) + 1))
+    # The first step of a GAN ends with its discriminator: that a generator follows is not known yet.
+    first = 1 if summed else 0
+    assert [s.loss for s in steps[first:]] == pytest.approx(logged[first:], rel=0.001, abs=1e-4)
+    assert {s.loss_summed for s in steps[first:]} == {summed}, "a sum says so, as a trainer may show its parts"
+
+
 def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> None:
     needs.module("transformers")
     needs.module("accelerate")
@@ -120,6 +149,16 @@ def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> N
     assert [s.inner_step for s in steps if "val_loss" in s.phases] == [3, 5], "the time it takes is its own"
     assert [s.inner_step for s in steps if "pause" in s.phases] == [5], "so is a checkpoint's"
     assert attached.now().state == "finished"
+
+
+def test_a_loss_that_is_normalised_over_the_whole_step_is_not_divided_again(tmp_path: Path) -> None:
+    """Guards against 1.18 for 4.636: the Trainer adds up what its model divided by the items of all micro-batches."""
+    needs.module("transformers")
+    needs.module("accelerate")
+    attached = run(tmp_path / "attached", "with_transformers.py", "out", "per-item")
+    assert [s.loss for s in attached.steps()] == pytest.approx([float(x) for x in attached.losses()], rel=0.001)
+    (training,) = attached.entries("training")
+    assert training["accumulation_steps"] == 4
 
 
 def test_a_training_that_a_callback_stops_early_has_finished(tmp_path: Path) -> None:

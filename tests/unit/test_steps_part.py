@@ -20,6 +20,7 @@ from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings,
 from miner_guard.detectors import timing
 from miner_guard.detectors.step_time import StepTimes, grade
 from miner_guard.events import Finding
+from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.flight_recorder.records import Now, Step
 from miner_guard.health.snapshot import assemble, summary
@@ -327,3 +328,18 @@ def test_a_loss_that_is_no_number_is_said_everywhere_in_the_same_word(tmp_path: 
     assert b"minerguard_gradient_norm +Inf" in exposition
     write_json(StateDir(tmp_path).status, status)
     assert re.search("NaN.{0,40}loss|loss.{0,40}NaN", report.render(StateDir(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "remark"),
+    [
+        (0, ""),
+        (2 << layout.LOSS_LAG_SHIFT, " (of step 82)"),
+        (layout.FLAG_LOSS_SUMMED, " (sum of what went into backward)"),
+    ],
+)
+def test_a_loss_that_is_not_simply_the_steps_own_says_so(tmp_path: Path, flags: int, remark: str) -> None:
+    """Guards against a loss of another step, or of several objectives, that reads like the step's own."""
+    part = Steps(context(tmp_path))
+    (line,) = lines(part.on_steps(0, [make_step(84, 0.0, 15.0, flags=flags)]), "inner_step")
+    assert f"| Loss: 3.00{remark} |" in line

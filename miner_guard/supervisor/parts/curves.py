@@ -105,7 +105,7 @@ class Curves(Part):
     def _judge(self, rank: int, step: Step) -> Iterator[Anomaly]:
         number = _number(step)
         if step.loss is not None:
-            yield from self._judge_loss(rank, step, number, step.loss)
+            yield from self._judge_loss(rank, step, number - step.loss_lag, step.loss)
         if step.allocated_bytes is not None:
             watch = self._memory.setdefault(rank, MemoryWatch(self.context.config.loss))
             anomaly = watch.observe(number, gb(step.allocated_bytes) or 0.0)

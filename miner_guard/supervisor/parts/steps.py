@@ -77,7 +77,7 @@ class Steps(Part):
                 "inner_step", rank=rank, outer_step=step.outer_step, inner_step=step.inner_step, lr=step.lr,
                 loss=spelled(step.loss), step_time_s=step.seconds, gpu_mem_gb=gb(step.allocated_bytes),
                 grad_norm=spelled(step.grad_norm), eval_loss=spelled(step.eval_loss), tokens=step.tokens,
-                total_steps=step.total_steps,
+                total_steps=step.total_steps, **_about_the_loss(step),
             )  # fmt: skip
         if not step.flags & FLAG_FIRST:
             yield from self._time(rank, step)
@@ -209,6 +209,15 @@ class Steps(Part):
             "goodput": self._goodput.shares(now, self._phase),
             "per_rank": {str(rank): _rank_row(step, now) for rank, step in sorted(self._last.items())},
         }
+
+
+def _about_the_loss(step: Step) -> dict[str, Any]:
+    """Fields for a loss that is not simply the step's own."""
+    if step.loss is None:
+        return {}
+    about: dict[str, Any] = {"loss_summed": True} if step.loss_summed else {}
+    number = step.total_steps if step.inner_step is None else step.inner_step
+    return {**about, "loss_step": number - step.loss_lag} if step.loss_lag else about
 
 
 def _rank_row(step: Step, now: float) -> dict[str, Any]:

@@ -1,0 +1,25 @@
+"""A training loop of accelerate, with gradient accumulation, as in its documentation."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+
+accumulation = 4
+torch.manual_seed(1)
+accelerator = Accelerator(gradient_accumulation_steps=accumulation, cpu=True)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(96, 8)), batch_size=4)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+mean = 0.0
+for (inputs,) in data:
+    with accelerator.accumulate(model):
+        loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(-1, keepdim=True))
+        mean += loss.item() / accumulation
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if accelerator.sync_gradients:
+        print(f"loss {mean:.4f}", flush=True)
+        mean = 0.0

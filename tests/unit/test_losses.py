@@ -1,0 +1,266 @@
+"""The loss of a step under `--attach auto`: the number that the trainer logs, read without waiting for a GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from miner_guard.attach.auto import Leader
+from miner_guard.attach.losses import Losses
+from miner_guard.rank.numbers import Loss
+from tests import needs
+
+
+class Graph:
+    """A node of autograd: `DivBackward0` and the like."""
+
+    def __init__(self, name: str = "MseLossBackward0", constant: float | None = None, before: Graph | None = None):
+        self._name = name
+        self._saved_other = None if constant is None else Tensor(constant)
+        self.next_functions = ((before, 0),)
+
+    def name(self) -> str:
+        return self._name
+
+
+class Device:
+    """`tensor.device`."""
+
+    def __init__(self, kind: str) -> None:
+        self.type = kind
+
+
+class Tensor:
+    """A scalar of torch. One on the GPU must not be asked for its value: that would wait for the GPU."""
+
+    requires_grad = False
+
+    def __init__(self, value: float, kind: str = "cpu", graph: Graph | None = None) -> None:
+        self.value = float(value)
+        self.device = Device(kind)
+        self.grad_fn = graph
+
+    def dim(self) -> int:
+        return 0
+
+    def detach(self) -> Tensor:
+        return self
+
+    def item(self) -> float:
+        assert self.device.type == "cpu", "a synchronisation"
+        return self.value
+
+    __float__ = item
+
+
+class Slot:
+    """Pinned memory: what was copied is there when the GPU has come so far."""
+
+    value = math.nan
+
+    def copy_(self, source: Any, non_blocking: bool) -> None:
+        assert non_blocking
+        self.value = source.value
+
+    def item(self) -> float:
+        return self.value
+
+
+class Event:
+    """Done when the test says so; whoever waits for it fails, as there is no method to."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._number = 0
+
+    def record(self, stream: Any) -> None:
+        self._gpu.recorded += 1
+        self._number = self._gpu.recorded
+
+    def query(self) -> bool:
+        assert not self._gpu.captures, "a query breaks the capture of a CUDA graph"
+        return self._number <= self._gpu.done
+
+
+class Gpu:
+    """A GPU that has finished the events up to number `done`."""
+
+    def __init__(self) -> None:
+        self.recorded = self.done = 0
+        self.captures = False
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def stream(self, device: Any) -> str:
+        return "stream"
+
+    def slots(self, count: int) -> list[Any]:
+        return [Slot() for _ in range(count)]
+
+    def event(self) -> Event:
+        return Event(self)
+
+
+def divided(value: float, by: float) -> Tensor:
+    return Tensor(value / by, graph=Graph("DivBackward0", by, Graph()))
+
+
+def test_micro_batches_divided_by_their_number_add_up_to_their_mean() -> None:
+    losses = Losses()
+    for value in (2.0, 4.0, 3.0, 7.0):
+        losses.note(divided(value, 4))
+    assert losses.take(1) == Loss(4.0)
+    assert losses.micro_batches == 4
+
+
+def test_a_reciprocal_counts_like_a_quotient() -> None:
+    losses = Losses()
+    for value in (2.0, 4.0, 6.0):
+        losses.note(Tensor(value / 3, graph=Graph("MulBackward0", 1 / 3, Graph())))
+    loss = losses.take(1)
+    assert loss is not None
+    assert loss.value == pytest.approx(4.0)
+    assert not loss.summed
+
+
+def test_losses_that_nothing_divides_say_that_they_are_a_sum() -> None:
+    """Guards against a number under `Loss:` that is four times the one that the trainer prints, without a word."""
+    losses = Losses()
+    losses.note(Tensor(0.7))
+    losses.note(Tensor(0.6))
+    assert losses.take(1) == Loss(pytest.approx(1.3), 0, summed=True)
+    assert losses.micro_batches is None
+    losses.note(Tensor(0.5))
+    assert losses.take(2) == Loss(0.5)
+
+
+def test_what_a_framework_adds_up_itself_is_its_loss() -> None:
+    losses = Losses()
+    for value in (1.1, 1.2, 1.3):
+        losses.note(Tensor(value), whole=True)
+    assert losses.take(1) == Loss(pytest.approx(3.6))
+
+
+def test_a_scaled_loss_is_read_before_its_scale() -> None:
+    """Guards against `Loss: 150956` for 2.30, which is times 65536 and halves when the scale does."""
+    losses = Losses()
+    raw = divided(2.3 * 2, 2)
+    for _ in range(2):
+        result = Tensor(raw.value * 65536)
+        losses.scaled(raw, result)
+        losses.note(result)
+    assert losses.take(1) == Loss(pytest.approx(4.6))
+    assert losses.micro_batches == 2
+
+
+def test_a_step_that_the_scaler_skips_leaves_its_loss_to_no_other() -> None:
+    losses = Losses()
+    losses.note(Tensor(math.inf))
+    losses.drop()
+    losses.note(Tensor(2.0))
+    assert losses.take(1) == Loss(2.0)
+
+
+def test_a_loss_on_a_gpu_comes_when_it_is_there_and_names_its_step() -> None:
+    gpu = Gpu()
+    losses = Losses(gpu)
+    answers = []
+    for step in range(1, 6):
+        losses.note(Tensor(float(step), "cuda"))
+        answers.append(losses.take(step))
+        gpu.done = max(0, step - 1)
+    assert answers == [None, None, Loss(1.0, 2), Loss(2.0, 2), Loss(3.0, 2)]
+
+
+def test_of_several_that_arrive_together_the_one_that_is_no_number_counts() -> None:
+    gpu = Gpu()
+    losses = Losses(gpu)
+    for step, value in enumerate((1.0, math.nan, 3.0), 1):
+        losses.note(Tensor(value, "cuda"))
+        assert losses.take(step) is None
+    gpu.done = 3
+    loss = losses.take(4)
+    assert loss is not None
+    assert math.isnan(loss.value)
+    assert loss.steps_ago == 2
+
+
+def test_a_gpu_that_falls_far_behind_costs_neither_memory_nor_waiting() -> None:
+    gpu = Gpu()
+    losses = Losses(gpu)
+    for step in range(1, 2001):
+        for _ in range(8):
+            losses.note(Tensor(0.25, "cuda"))
+        assert losses.take(step) is None
+    gpu.done = gpu.recorded
+    loss = losses.take(2001)
+    assert loss is not None
+    assert loss.value == 2.0
+    for step in range(2002, 2010):
+        losses.note(Tensor(float(step), "cuda"))
+        losses.take(step)
+        gpu.done = gpu.recorded
+    assert losses.take(2010) == Loss(2009.0, 1), "it catches up"
+
+
+def test_nothing_is_copied_or_queried_while_a_cuda_graph_is_captured() -> None:
+    gpu = Gpu()
+    losses = Losses(gpu)
+    losses.note(Tensor(1.0, "cuda"))
+    losses.take(1)
+    gpu.captures = True
+    losses.note(Tensor(2.0, "cuda"))
+    assert losses.take(2) is None
+    gpu.captures, gpu.done = False, 1
+    assert losses.take(3) == Loss(1.0, 2)
+
+
+def test_a_loss_that_can_not_be_read_is_unknown_with_all_that_belongs_to_it() -> None:
+    losses = Losses(Gpu())
+    losses.note(Tensor(1.0))
+    losses.note(Tensor(1.0, "mps"))
+    assert losses.take(1) is None
+    assert losses.take(2) is None, "no backward, no loss"
+
+
+class Optimizer:
+    """What steps."""
+
+
+def steps_counted(names: str) -> tuple[str, bool]:
+    """Which of the optimizers' steps end a training step, as letters; and whether each takes part in each."""
+    leader, optimizers = Leader(), {name: Optimizer() for name in names}
+    return "".join(name for name in names if leader.leads(optimizers[name])), leader.cyclic
+
+
+@pytest.mark.parametrize(
+    ("order", "counted", "cyclic"),
+    [
+        ("aaaa", "aaaa", False),
+        ("dgdgdgdg", "dggg", True),
+        ("mamama", "maa", True),
+        ("iiiioiiiio", "iiiiiiii", False),
+        ("ccccgccccg", "cccccccc", False),
+    ],
+)
+def test_one_of_several_optimizers_counts_the_steps(order: str, counted: str, cyclic: bool) -> None:
+    """A plain loop, a GAN, Muon beside Adam, DiLoCo's inner and outer optimizer, a critic with its generator."""
+    assert steps_counted(order) == (counted, cyclic)
+
+
+def test_torchs_own_tensors_are_understood() -> None:
+    needs.module("torch")
+    import torch
+
+    weights = torch.ones(3, requires_grad=True)
+    losses = Losses()
+    for share in (weights.sum() / 4, weights.sum() * 0.25, 0.25 * weights.sum(), weights.mean()):
+        losses.note(share)
+    assert losses.take(1) == Loss(pytest.approx(3.25), 0, summed=True)
+    for _ in range(4):
+        losses.note(weights.sum() / 4)
+    assert losses.take(2) == Loss(3.0)
+    assert losses.micro_batches == 4
