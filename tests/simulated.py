@@ -11,7 +11,7 @@ from miner_guard.clock import FakeClock
 from miner_guard.config import Config
 from miner_guard.events import Finding
 from miner_guard.flight_recorder.layout import FLAG_FIRST
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.supervisor.parts import Launch, Part
 from miner_guard.supervisor.parts.curves import Curves
 from miner_guard.supervisor.parts.ranks import Ranks
@@ -75,7 +75,7 @@ class Run:
                 "phases": {"data": 0.01 * seconds}, "nested_in_monitor_s": 0.0,
                 **extra, **(by_rank or {}).get(rank, {}),
             }  # fmt: skip
-            step = Step(number=self.number - 1, start=start, end=start + seconds, **values)
+            step = StepRecord(number=self.number - 1, start=start, end=start + seconds, **values)
             for part in self.parts:
                 self._take(part.on_steps(rank, [step]))
         for later in (0.0, 4.0):

@@ -11,7 +11,7 @@ import pytest
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.events import Finding, line
-from miner_guard.flight_recorder.records import Step
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import uploads as module
 from tests.idle import JobsAtOnce, context
@@ -64,9 +64,9 @@ class Bench:
     def step(self, inner: int, seconds: float, flags: int = 0) -> list[Finding]:
         self.clock.advance(seconds)
         end = self.clock.monotonic()
-        step = Step(
-            inner, 56, inner, inner, end - seconds, end, 0.0, 3.0, None, None, None, None, None, None, flags, {},
-            0.0,
+        step = StepRecord(
+            number=inner, outer_step=56, inner_step=inner, total_steps=inner, start=end - seconds, end=end, loss=3.0,
+            flags=flags,
         )  # fmt: skip
         return list(self.part.on_steps(0, [step]))
 

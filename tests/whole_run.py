@@ -10,7 +10,7 @@ from typing import Any
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, LogSettings
 from miner_guard.events import Finding
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.logs import ConsoleSink, Emitter, JsonlSink
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir
@@ -50,10 +50,11 @@ class WholeRun:
         self.steps += 1
         end, number = self.clock.monotonic(), self.steps
         for rank in range(RANKS):
-            step = Step(
-                number, number // 500, number % 500, number, end - seconds, end, self.clock.wall(),
-                3.0 + 1 / number, 1e-4, 1.0, 3.1, 2e10, 2.2e10, 4096, 0,
-                {"data": 1.0, "forward": 5.0, "backward": 7.0, f"phase {number % 9}": 0.5}, 0.0,
+            step = StepRecord(
+                number=number, outer_step=number // 500, inner_step=number % 500, total_steps=number,
+                start=end - seconds, end=end, wall=self.clock.wall(), loss=3.0 + 1 / number, lr=1e-4, grad_norm=1.0,
+                eval_loss=3.1, allocated_bytes=2e10, reserved_bytes=2.2e10, tokens=4096,
+                phases={"data": 1.0, "forward": 5.0, "backward": 7.0, f"phase {number % 9}": 0.5},
             )  # fmt: skip
             self.host.steps(rank, [step])
 

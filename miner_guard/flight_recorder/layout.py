@@ -52,12 +52,12 @@ PHASE = struct.Struct("<24sdd")
 """The part of NOW that changes with the phase: its name, since when, heartbeat."""
 PHASE_OFFSET = NOW_OFFSET + 16
 
-ALLOWANCE = struct.Struct("<d")
-ALLOWANCE_OFFSET = NOW_OFFSET + 104
-
 COUNTS = struct.Struct("<QQQQ")
 """The part of NOW that counts: steps written, journal entries written, datagrams dropped, journal entries lost."""
 COUNTS_OFFSET = NOW_OFFSET + 112
+
+LOCK, STATE, SINCE, ALLOWANCE, STEPS, ENTRIES, DROPPED, LOST = 0, 1, 5, 13, 14, 15, 16, 17
+"""Where in NOW, in words of eight bytes: what the writer changes by itself, without packing the rest."""
 
 PHASES = (
     "data", "forward", "backward", "optimizer", "inference", "val_loss", "example_loss",
@@ -67,6 +67,10 @@ PHASES = (
 
 SPECIAL_PHASES = ("inference", "val_loss", "upload", "allreduce", "load_state", "pause")
 """Phases that make a step another kind: it is compared with its like, not with plain training steps."""
+
+STEPPED = struct.Struct("<dqqqddd")
+"""The part of NOW that changes with each step: heartbeat, outer step, inner step, total steps, loss, lr, allocated."""
+STEPPED_OFFSET = NOW_OFFSET + 48
 
 STEP = struct.Struct("<QqqqdddddddddqII" + f"{len(PHASES)}f" + "f")
 """sequence number + 1, outer step, inner step, total steps, start (monotonic), end (monotonic), end (wall), loss, lr,
@@ -127,6 +131,9 @@ def check_of(number: int, inner_step: int, end: float) -> int:
 
 assert STEP.size <= STEP_SIZE
 assert IDENTITY.size <= ACK_OFFSET
+assert NOW_OFFSET + 8 * SINCE == PHASE_OFFSET + 24
+assert STEPPED_OFFSET + STEPPED.size == NOW_OFFSET + 8 * ALLOWANCE
+assert NOW_OFFSET + 8 * STEPS == COUNTS_OFFSET
 assert ACK_OFFSET + ACK.size <= REQUESTS_OFFSET
 assert REQUESTS_OFFSET + REQUESTS.size <= NOW_OFFSET
 assert COUNTS_OFFSET + COUNTS.size == NOW_OFFSET + NOW.size <= HEADER_SIZE

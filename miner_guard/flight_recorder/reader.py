@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.layout import (
-    FLAG_EVAL_LOSS_GIVEN,
-    FLAG_GRAD_NORM_GIVEN,
-    FLAG_LOSS_GIVEN,
-    known,
-    known_count,
-)
-from miner_guard.flight_recorder.records import Identity, Now, Step
+from miner_guard.flight_recorder.records import Identity, Now, StepRecord
+
+_TRIES = 50
+"""A rank writes its header in a few microseconds; one that was killed amid that stays torn."""
 
 
 class BadFlight(Exception):
@@ -39,14 +35,11 @@ class FlightReader:
         self.identity = self._read_identity()
 
     def _read_identity(self) -> Identity:
-        magic, version, pid, rank, local_rank, world_size, start, run_id, opened, of_host = layout.IDENTITY.unpack_from(
-            self._map, layout.IDENTITY_OFFSET
-        )
-        if magic != layout.MAGIC or version != layout.VERSION:
+        identity = Identity.unpack_from(self._map)
+        if identity is None:
             self._map.close()
             raise BadFlight(f"{self.path}: not a flight record of version {layout.VERSION}")
-        run = run_id.rstrip(b"\0").decode(errors="replace")
-        return Identity(pid, rank, local_rank, world_size, start, run, opened, of_host)
+        return identity
 
     def whole(self) -> bool:
         """Whether the file is as long as it was: who reads past the end of a mapped one is killed by SIGBUS."""
@@ -54,21 +47,17 @@ class FlightReader:
 
     def now(self) -> Now | None:
         """The header, or None while the rank has written none, or is writing it without pause."""
-        for _ in range(50):
-            values = layout.NOW.unpack_from(self._map, layout.NOW_OFFSET)
-            after = layout.ACK.unpack_from(self._map, layout.NOW_OFFSET)[0]
-            if values[0] == after and values[0] % 2 == 0:
-                return _now(values) if values[0] else None
+        for _ in range(_TRIES):
+            now = Now.unpack_from(self._map)
+            if now is not None:
+                return now
         return None
 
-    def step(self, number: int) -> Step | None:
+    def step(self, number: int) -> StepRecord | None:
         """Step record `number`, or None where it is torn, overwritten or not yet there."""
-        values = layout.STEP.unpack_from(self._map, layout.step_offset(number))
-        if values[0] != number + 1 or values[15] != layout.check_of(number, values[2], values[5]):
-            return None
-        return _step(number, values)
+        return StepRecord.unpack_from(self._map, number)
 
-    def steps(self, since: int = 0) -> Iterator[Step]:
+    def steps(self, since: int = 0) -> Iterator[StepRecord]:
         """All readable step records from number `since`, oldest first."""
         written, *_ = self._counts()
         for number in range(max(since, written - layout.RING_SLOTS), written):
@@ -116,23 +105,3 @@ class FlightReader:
     def close(self) -> None:
         """Unmap."""
         self._map.close()
-
-
-def _now(v: tuple[Any, ...]) -> Now:
-    state = layout.STATES[v[1]] if v[1] < len(layout.STATES) else "unknown"
-    return Now(
-        state, v[2].rstrip(b"\0").decode(errors="replace"), v[3], v[4], known_count(v[5]), known_count(v[6]),
-        max(v[7], 0), known(v[8]), known(v[9]), known(v[10]), known(v[11]), v[12], v[13], v[14], v[15],
-    )  # fmt: skip
-
-
-def _step(number: int, v: tuple[Any, ...]) -> Step:
-    flags = v[14]
-    columns = v[16 : 16 + len(layout.PHASES)]
-    return Step(
-        number, known_count(v[1]), known_count(v[2]), v[3], v[4], v[5], v[6],
-        v[7] if flags & FLAG_LOSS_GIVEN else None, known(v[8]), v[9] if flags & FLAG_GRAD_NORM_GIVEN else known(v[9]),
-        v[10] if flags & FLAG_EVAL_LOSS_GIVEN else None, known(v[11]), known(v[12]), known_count(v[13]), flags,
-        {name: seconds for name, seconds in zip(layout.PHASES, columns, strict=True) if seconds > 0},
-        v[16 + len(layout.PHASES)],
-    )  # fmt: skip

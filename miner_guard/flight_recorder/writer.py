@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import threading
 import time
 import zlib
 from collections.abc import Mapping
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.records import json_default
+from miner_guard.flight_recorder.layout import ALLOWANCE, LOCK, NAN, PHASE_OFFSET, SINCE, STATE, STEPS
+from miner_guard.flight_recorder.records import Identity, StepRecord, json_default
 from miner_guard.statedir import make_folder, open_private
+
+_RUNNING = layout.STATES.index("running")
 
 
 def process_start(pid: int) -> int:
@@ -23,7 +27,12 @@ def process_start(pid: int) -> int:
 
 
 class FlightWriter:
-    """The rank's side. Nothing here blocks; only the constructor makes system calls and may raise OSError."""
+    """The rank's side. Safe from any thread; nothing blocks. Only the constructor makes system calls.
+
+    The header is guarded by a sequence lock, its first word: odd while the header is being written. A reader that
+    sees an odd or a changed number tries again. All counts live in the file, so that the compiled hook, which
+    writes the same header, and this class share them.
+    """
 
     def __init__(
         self, path: Path, *, rank: int, local_rank: int, world_size: int, run_id: str, local_world_size: int = 0,
@@ -36,96 +45,105 @@ class FlightWriter:
             with open(open_private(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC), "w+b") as file:
                 # Allocated, not sparse: a full disk must show here, not as SIGBUS in the middle of a step.
                 os.posix_fallocate(file.fileno(), 0, layout.FILE_SIZE)
-                self._map = mmap.mmap(file.fileno(), layout.FILE_SIZE)
+                self.map = mmap.mmap(file.fileno(), layout.FILE_SIZE)
         except OSError:
             draft.unlink(missing_ok=True)
             raise
         pid = os.getpid() if pid is None else pid
-        layout.IDENTITY.pack_into(
-            self._map, layout.IDENTITY_OFFSET, layout.MAGIC, layout.VERSION, pid, rank, local_rank, world_size,
-            process_start(pid), run_id.encode()[:16], time.time(), local_world_size,
-        )  # fmt: skip
-        self._lock = 0
-        self.steps_written = 0
-        self.entries_written = 0
-        self.dropped = 0
-        self.lost = 0
+        start = process_start(pid)
+        Identity(pid, rank, local_rank, world_size, start, run_id, time.time(), local_world_size).pack_into(self.map)
+        layout.STEPPED.pack_into(self.map, layout.STEPPED_OFFSET, 0.0, -1, -1, 0, NAN, NAN, NAN)
+        header = memoryview(self.map)[layout.NOW_OFFSET : layout.NOW_OFFSET + layout.NOW.size]
+        # Native order is the file's: Linux runs torch on little-endian machines only.
+        self._words = header.cast("Q")
+        self._reals = header.cast("d")
+        # Reentrant: a signal handler of the miner's may close the guard in the middle of a step.
+        self._lock = threading.RLock()
         os.replace(draft, path)
 
-    def now(
-        self, *, state: int, phase: bytes, phase_since: float, heartbeat: float, outer_step: int, inner_step: int,
-        total_steps: int, loss: float, lr: float, allocated_bytes: float, allowance_s: float,
-    ) -> None:  # fmt: skip
-        """Replace the header. Unknown numbers are NaN, unknown counts -1."""
-        self._lock += 2
-        # Odd while it is being written: a reader that sees an odd or a changed number tries again.
-        layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock - 1)
-        layout.NOW.pack_into(
-            self._map, layout.NOW_OFFSET, self._lock - 1, state, phase[:24], phase_since, heartbeat, outer_step,
-            inner_step, total_steps, loss, lr, allocated_bytes, allowance_s, self.steps_written,
-            self.entries_written, self.dropped, self.lost,
-        )  # fmt: skip
-        layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock)
+    def show_state(self, state: str, now: float) -> None:
+        """Show one of `layout.STATES`, outside any phase."""
+        with self._lock:
+            words = self._words
+            words[LOCK] |= 1
+            words[STATE] = layout.STATES.index(state)
+            layout.PHASE.pack_into(self.map, PHASE_OFFSET, b"", now, now)
+            self._reals[ALLOWANCE] = NAN
+            words[LOCK] += 1
 
-    def phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
-        """Replace what the header says of the phase. `name` has at most 24 bytes."""
-        self._lock += 2
-        layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock - 1)
-        layout.PHASE.pack_into(self._map, layout.PHASE_OFFSET, name, since, heartbeat)
-        layout.ALLOWANCE.pack_into(self._map, layout.ALLOWANCE_OFFSET, allowance_s)
-        layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock)
+    def show_phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
+        """Show the innermost phase, `b""` between phases. `name` has at most 24 bytes; NaN: no allowance of its own."""
+        with self._lock:
+            words = self._words
+            words[LOCK] |= 1
+            layout.PHASE.pack_into(self.map, PHASE_OFFSET, name, since, heartbeat)
+            self._reals[ALLOWANCE] = allowance_s
+            words[LOCK] += 1
 
-    def step(
-        self, outer_step: int, inner_step: int, total_steps: int, start: float, end: float, wall: float,
-        loss: float, lr: float, grad_norm: float, eval_loss: float, allocated: float, reserved: float, tokens: int,
-        flags: int, phases: list[float], nested: float,
-    ) -> None:  # fmt: skip
-        """Append a step record; `phases` has one entry per `layout.PHASES`."""
-        number = self.steps_written
-        layout.STEP.pack_into(
-            self._map, layout.step_offset(number), number + 1, outer_step, inner_step, total_steps, start, end, wall,
-            loss, lr, grad_norm, eval_loss, allocated, reserved, tokens, flags,
-            layout.check_of(number, inner_step, end), *phases, nested,
-        )  # fmt: skip
-        self.steps_written = number + 1
-
-    def acknowledged(self) -> int:
-        """Journal entries that the supervisor has stored."""
-        count: int = layout.ACK.unpack_from(self._map, layout.ACK_OFFSET)[0]
-        return count
+    def append(self, record: StepRecord) -> None:
+        """Append a step, give it its number, and show it in the header; the phase that is open there stays."""
+        with self._lock:
+            words, end = self._words, record.end
+            record.number = number = words[STEPS]
+            record.pack_into(self.map)
+            words[LOCK] |= 1
+            words[STATE] = _RUNNING
+            record.show_in(self.map)
+            if not self.map[PHASE_OFFSET]:
+                self._reals[SINCE] = end
+            words[STEPS] = number + 1
+            words[LOCK] += 1
 
     def journal(self, document: Mapping[str, Any]) -> bool:
         """Append an entry that must not be lost. False where 64 unstored ones wait already, or it is too large."""
         payload = json.dumps(document, separators=(",", ":"), default=json_default).encode()
-        number = self.entries_written
-        if self.room() <= 0 or len(payload) > layout.SLOT_PAYLOAD:
-            self.lost += 1
-            self._publish_counts()
-            return False
-        offset = layout.slot_offset(number)
-        self._map[offset + layout.SLOT.size : offset + layout.SLOT.size + len(payload)] = payload
-        layout.SLOT.pack_into(self._map, offset, number + 1, len(payload), zlib.crc32(payload))
-        self.entries_written = number + 1
-        self._publish_counts()
+        with self._lock:
+            number = self.entries_written
+            if self.room() <= 0 or len(payload) > layout.SLOT_PAYLOAD:
+                self._count(layout.LOST, self.lost + 1)
+                return False
+            offset = layout.slot_offset(number)
+            self.map[offset + layout.SLOT.size : offset + layout.SLOT.size + len(payload)] = payload
+            layout.SLOT.pack_into(self.map, offset, number + 1, len(payload), zlib.crc32(payload))
+            self._count(layout.ENTRIES, number + 1)
         return True
+
+    def dropped(self, count: int) -> None:
+        """Show how many datagrams to the supervisor did not arrive."""
+        with self._lock:
+            self._count(layout.DROPPED, count)
+
+    def _count(self, word: int, value: int) -> None:
+        self._words[LOCK] |= 1
+        self._words[word] = value
+        self._words[LOCK] += 1
+
+    @property
+    def entries_written(self) -> int:
+        """Journal entries so far."""
+        return self._words[layout.ENTRIES]
+
+    @property
+    def lost(self) -> int:
+        """Journal entries that found no room."""
+        return self._words[layout.LOST]
+
+    def acknowledged(self) -> int:
+        """Journal entries that the supervisor has stored."""
+        count: int = layout.ACK.unpack_from(self.map, layout.ACK_OFFSET)[0]
+        return count
 
     def room(self) -> int:
         """Journal entries that still fit before the supervisor stores some."""
         return layout.JOURNAL_SLOTS - (self.entries_written - self.acknowledged())
 
-    def _publish_counts(self) -> None:
-        self._lock += 2
-        layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock - 1)
-        layout.COUNTS.pack_into(
-            self._map, layout.COUNTS_OFFSET, self.steps_written, self.entries_written, self.dropped, self.lost
-        )
-        layout.ACK.pack_into(self._map, layout.NOW_OFFSET, self._lock)
-
     def checkpoint_requests(self) -> int:
         """How many checkpoints the supervisor has asked for since the record was opened."""
-        count: int = layout.REQUESTS.unpack_from(self._map, layout.REQUESTS_OFFSET)[0]
+        count: int = layout.REQUESTS.unpack_from(self.map, layout.REQUESTS_OFFSET)[0]
         return count
 
     def close(self) -> None:
         """Unmap. The file stays for whoever reads it."""
-        self._map.close()
+        self._words.release()
+        self._reals.release()
+        self.map.close()

@@ -22,7 +22,8 @@ from miner_guard.blocks import gb
 from miner_guard.clock import iso_utc
 from miner_guard.config import LogSettings, StepSettings
 from miner_guard.events import CATALOGUE, Finding
-from miner_guard.flight_recorder.layout import known, known_count
+from miner_guard.flight_recorder.layout import FLAG_FIRST, SPECIAL_PHASES
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.lines import console_line, json_line, rotate
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir, make_folder, open_private, spelled
@@ -176,31 +177,34 @@ class StepLines:
         self._said = -math.inf
         self._left_out = 0
 
-    def of(
-        self, now: float, seconds: float, training: float, outer: int, inner: int, loss: float | None, lr: float,
-        allocated: float, eval_loss: float | None,
-    ) -> Iterator[Finding]:  # fmt: skip
-        """The findings of one step; step lines are limited to five a second. `training`: what may be slow of it, s."""
-        if now - self._said >= 1 / _STEP_LINES_PER_S:
-            self._said = now
+    def of(self, step: StepRecord) -> Iterator[Finding]:
+        """The findings of one step; step lines are limited to five a second."""
+        if step.end - self._said >= 1 / _STEP_LINES_PER_S:
+            self._said = step.end
             yield events.found(
-                "inner_step", rank=0, outer_step=known_count(outer), inner_step=known_count(inner), lr=known(lr),
-                loss=spelled(loss), step_time_s=seconds, gpu_mem_gb=gb(known(allocated)),
-                eval_loss=spelled(eval_loss),
-                left_out=self._left_out,
+                "inner_step", rank=0, outer_step=step.outer_step, inner_step=step.inner_step, lr=step.lr,
+                loss=spelled(step.loss), step_time_s=step.seconds, gpu_mem_gb=gb(step.allocated_bytes),
+                eval_loss=spelled(step.eval_loss), left_out=self._left_out,
             )  # fmt: skip
             self._left_out = 0
         else:
             self._left_out += 1
-        if training > self._settings.slow_s:
+        if _training_seconds(step) > self._settings.slow_s:
             yield events.found(
-                "slow_step", rank=0, step_time_s=seconds, expected=self._settings.expected,
-                inner_step=known_count(inner), limit_s=self._settings.slow_s, rule="absolute",
+                "slow_step", rank=0, step_time_s=step.seconds, expected=self._settings.expected,
+                inner_step=step.inner_step, limit_s=self._settings.slow_s, rule="absolute",
             )  # fmt: skip
-        if loss is not None and not math.isfinite(loss):
-            yield events.found("loss_nan", rank=0, step=known_count(inner), loss=str(loss))
-        elif eval_loss is not None and not math.isfinite(eval_loss):
-            yield events.found("eval_loss_nan", rank=0, step=known_count(inner), eval_loss=str(eval_loss))
+        if step.loss is not None and not math.isfinite(step.loss):
+            yield events.found("loss_nan", rank=0, step=step.inner_step, loss=str(step.loss))
+        elif step.eval_loss is not None and not math.isfinite(step.eval_loss):
+            yield events.found("eval_loss_nan", rank=0, step=step.inner_step, eval_loss=str(step.eval_loss))
+
+
+def _training_seconds(step: StepRecord) -> float:
+    """What may be slow of a step, as the supervisor's rule has it: neither compilation nor work beside training."""
+    if step.flags & FLAG_FIRST:
+        return 0.0
+    return step.seconds - sum(step.phases.get(name, 0.0) for name in SPECIAL_PHASES)
 
 
 def _own_descriptor(fd: int) -> int | None:

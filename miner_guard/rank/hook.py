@@ -26,7 +26,7 @@ from typing import IO, Any, ParamSpec, TypeVar
 
 from miner_guard.events import Finding
 from miner_guard.rank import collectives, environment, gating, stacks
-from miner_guard.rank.compiled import compiling, uncompiled
+from miner_guard.rank.compiled import compiling
 from miner_guard.rank.costs import Costs
 from miner_guard.rank.phases import Phases
 from miner_guard.rank.questions import Questions
@@ -42,19 +42,31 @@ R = TypeVar("R")
 
 
 def _harmless(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The method of `Guard`, with any exception turned into one `guard_degraded` and the fallback's value."""
+    """The method of `Guard`, with any exception turned into one `guard_degraded` and the fallback's value.
+
+    Run as it stands where a function that torch compiles calls it: the graph ends before it and continues after it.
+    Else torch would compile the hook as well, and again at each step, since its clocks and counters always differ.
+    As `torch.compiler.disable`, which would import dynamo, and that takes seconds. One frame for both: it is hot.
+    """
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def harmless(*args: P.args, **kwargs: P.kwargs) -> R:
+            modules = sys.modules
+            frames: Any = modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in modules else None
+            before = None if frames is None else frames.set_eval_frame(None)
             try:
                 return method(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
                 guard: Any = args[0]
                 guard._degraded(method.__name__, error)
                 return fallback()
+            finally:
+                if frames is not None:
+                    frames.set_eval_frame(before)
 
-        return uncompiled(harmless)
+        harmless._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return harmless
 
     return wrap
 
@@ -74,7 +86,7 @@ class Guard:
         self.place = place
         self._monotonic = monotonic
         self._recorder = Recorder(place, monotonic)
-        self._phases = Phases(self._recorder, monotonic, place.settings.hang.allowances)
+        self._phases = Phases(self._recorder.flight, monotonic, place.settings.hang.allowances)
         self._gate = gating.Gate(place, monotonic)
         self._costs = Costs(self._recorder, monotonic)
         self._stepper = Stepper(place, self._recorder, self._phases, self._degraded)
@@ -121,7 +133,7 @@ class Guard:
         if compiling():
             return nullcontext()
         try:
-            return self._phases.named(name, allowance_s)
+            return self._phases.known.get((name, allowance_s)) or self._phases.named(name, allowance_s)
         except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
             self._degraded("phase", error)
             return self._phases.named("other")
@@ -138,8 +150,12 @@ class Guard:
         """
         if self._closed:
             return
-        started = self._monotonic()
-        self._stepper.step(outer_step, inner_step, loss, lr, grad_norm, tokens, total_steps, eval_loss)
+        started, stepper = self._monotonic(), self._stepper
+        record = stepper.record
+        record.outer_step, record.inner_step, record.tokens = outer_step, inner_step, tokens
+        record.loss, record.lr, record.grad_norm, record.eval_loss = loss, lr, grad_norm, eval_loss
+        record.total_steps = stepper.count + 1 if total_steps is None else total_steps
+        stepper.end()
         if self._stacks is not None and stacks.taken():
             self._yield_signal(self._stacks)
         self._costs.own(self._monotonic() - started)
@@ -159,14 +175,15 @@ class Guard:
         """
         candidate, agreed = Candidate("gradient", -1, -1), None
         try:
+            base = self._stepper.whole("base_outer_step", base_outer_step)
             losses = tuple(self._stepper.losses)
             last = self._stepper.known("loss", loss)
             candidate = Candidate(
-                kind=kind, outer_step=self._stepper.whole("outer_step", outer_step),
-                inner_step=self._stepper.whole("inner_step", inner_step),
+                kind=kind, outer_step=self._stepped("outer_step", outer_step),
+                inner_step=self._stepped("inner_step", inner_step),
                 loss=last if last is not None else (losses[-1] if losses else None), recent_losses=losses,
-                base_outer_step=self._stepper.base(base_outer_step), files=files, config=config, metadata=metadata,
-                revision=revision,
+                base_outer_step=None if base is None or base < 0 else base, files=files, config=config,
+                metadata=metadata, revision=revision,
             )  # fmt: skip
             agreed, wrong = self._questions.may_upload(candidate, question)
             self._decided(agreed, wrong)
@@ -176,6 +193,11 @@ class Guard:
                 return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
         # What the ranks have agreed on holds in this one too, whatever failed after it: the others go by it.
         return agreed
+
+    def _stepped(self, name: str, given: Any) -> int:
+        """A candidate's step number; -1 where it is unknown."""
+        number = self._stepper.whole(name, given)
+        return -1 if number is None else number
 
     def _decided(self, decision: GateDecision, wrong: str | None) -> None:
         if wrong is not None:

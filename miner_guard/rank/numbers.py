@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from miner_guard.flight_recorder.layout import NAN
-
-LARGEST = 1 << 63
-"""Step numbers of a record lie below."""
+MAX_INT = 1 << 63
+"""Step numbers of a record lie below, and not below its negative."""
 
 
 class Loss(NamedTuple):
@@ -29,10 +27,8 @@ class NotRead(Exception):
 def number(name: str, value: Any) -> tuple[float, str | None]:
     """`value` as a float and, for a tensor, the type of its device.
 
-    Raises NotRead for what must not be read here, ValueError and TypeError for what is no number.
+    Raises NotRead for what must not be read here, ValueError and TypeError for what is not a number.
     """
-    if value is None:
-        return NAN, None
     device = getattr(getattr(value, "device", None), "type", None)
     if device is None:
         return float(value), None
@@ -46,17 +42,16 @@ def number(name: str, value: Any) -> tuple[float, str | None]:
 
 
 def whole(value: Any) -> int:
-    """A step number as a whole number, -1 where it is unknown.
+    """A step number as an int.
 
-    Raises ValueError, TypeError, OverflowError and NotRead; ValueError also for one that no record has room for.
+    Raises NotRead for a tensor on the GPU; ValueError, TypeError and OverflowError for what is not a whole number,
+    ValueError also for one that a record has no room for.
     """
-    if value is None:
-        return -1
     if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
         raise NotRead("a step number is a tensor on the GPU; pass an int")
     number = int(value)
-    if not -LARGEST <= number < LARGEST:
-        raise ValueError(f"a step number of {len(str(abs(number)))} digits is none")
+    if not -MAX_INT <= number < MAX_INT:
+        raise ValueError(f"step number too large: {len(str(abs(number)))} digits (max {len(str(MAX_INT))})")
     return number
 
 
@@ -67,30 +62,31 @@ class CudaMemory:
         self._device: int | None = None
         """None: the current one."""
 
-    def read(self) -> tuple[float, float]:
-        """Allocated and reserved bytes; NaN where CUDA is not in use.
+    def read(self) -> tuple[float | None, float | None]:
+        """Allocated and reserved bytes; None where CUDA is not in use.
 
         A program that names its device (`cuda:3`) need not make it the current one: where nothing is allocated
         there, it is the one with the most.
         """
         cuda = sys.modules.get("torch.cuda")
         if cuda is None or not cuda.is_initialized():
-            return NAN, NAN
+            return None, None
         memory = _memory_of(cuda, self._device)
         if memory[0] == 0:
             count = cuda.device_count()
-            used, fullest = max(((_memory_of(cuda, index), index) for index in range(count)), default=(memory, None))
-            if used[0] > 0:
-                self._device, memory = fullest, used
+            used = [_memory_of(cuda, index) for index in range(count)]
+            fullest = max(range(count), key=lambda index: used[index][0] or 0.0, default=None)
+            if fullest is not None and used[fullest][0]:
+                self._device, memory = fullest, used[fullest]
         return memory
 
 
-def _memory_of(cuda: Any, device: int | None) -> tuple[float, float]:
+def _memory_of(cuda: Any, device: int | None) -> tuple[float | None, float | None]:
     # The nested form skips the flattening and sorting that make `memory_allocated` take 80-100 us.
     stats = cuda.memory_stats_as_nested_dict(device)
     if not stats:
         # The caching allocator is off (PYTORCH_NO_CUDA_MEMORY_CACHING): nothing is counted.
-        return NAN, NAN
+        return None, None
     return float(stats["allocated_bytes"]["all"]["current"]), float(stats["reserved_bytes"]["all"]["current"])
 
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping
+from threading import get_ident
 from types import TracebackType
 from typing import Protocol
 
 from miner_guard.flight_recorder.layout import NAN, PHASES
 
-_COLUMNS = {name: column for column, name in enumerate(PHASES)}
-_COLUMNS["checkpoint"] = _COLUMNS["pause"]
-_OTHER = _COLUMNS["other"]
-_MONITOR = _COLUMNS["monitor"]
-_MOST_NAMES = 256
-"""Names that are remembered; a program that makes up new ones has the rest of them made afresh each time."""
+_COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
+_MAX_NAMES = 256
+"""Names that are remembered; for a program that makes up new ones the rest are made each time."""
 
-_DEEPEST = 64
+_MAX_OPEN = 64
 """Open phases; more of them were entered by hand and forgotten, and each step would take longer."""
 
 
 class Header(Protocol):
     """Where the current phase is shown."""
 
-    def phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None: ...
+    def show_phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None: ...
 
 
 class Phases:
@@ -34,86 +31,72 @@ class Phases:
     one that steps (a background upload) take no time of the step and are not shown.
     """
 
-    def __init__(self, header: Header, monotonic: Callable[[], float], allowances: Mapping[str, float]) -> None:
+    def __init__(self, header: Header | None, monotonic: Callable[[], float], allowances: Mapping[str, float]) -> None:
         """`allowances`: how long a phase may last by the settings, seconds, by name."""
         self.header = header
-        self._allowances = allowances
         self.monotonic = monotonic
-        self.seconds = [0.0] * len(PHASES)
-        """Per column of `layout.PHASES`, since the last `take`."""
+        self.seconds: dict[str, float] = {}
+        """By name of `layout.PHASES`, since the last `take`."""
 
         self.nested_in_monitor = 0.0
         """Seconds of the phases directly below `monitor`."""
 
         self.stack: list[Open] = []
-        self.owner = threading.get_ident()
+        self.owner = get_ident()
         self.live = True
         self.failed: Exception | None = None
-        """The first error inside a phase; the phases go on."""
+        """The first error inside a phase since the last step; phases keep working."""
 
-        self._known: dict[tuple[str, float | None], Phase] = {}
+        self.known: dict[tuple[str, float | None], Phase] = {}
+        """Phases by name and declared allowance, those that `named` remembers."""
+
+        self._allowances = allowances
 
     def named(self, name: str, allowance_s: float | None = None) -> Phase:
         """The context manager of a phase; the same object each time, entered as often as wanted."""
         key = (name, allowance_s)
-        phase = self._known.get(key)
+        phase = self.known.get(key)
         if phase is None:
             declared = NAN if allowance_s is None else float(allowance_s)
             longest = self._allowances.get(str(name), -math.inf) if allowance_s is None else declared
             phase = Phase(self, str(name), declared, longest)
-            if len(self._known) < _MOST_NAMES:
-                self._known[key] = phase
+            if len(self.known) < _MAX_NAMES:
+                self.known[key] = phase
         return phase
 
-    @property
-    def current(self) -> Open | None:
-        """The innermost open phase."""
-        return self.stack[-1] if self.stack else None
+    def adopt_thread(self) -> None:
+        """The thread that calls this between phases is the one that trains, wherever the guard was made."""
+        if not self.stack:
+            self.owner = get_ident()
 
-    def shown(self, now: float) -> tuple[bytes, float, float]:
-        """Name, since when and allowance of the innermost phase; an empty name between phases."""
-        frame = self.current
-        return (b"", now, NAN) if frame is None else (frame.phase.packed, frame.since, frame.allowance_s)
-
-    def take(self, now: float) -> tuple[list[float], float]:
+    def take(self, now: float) -> tuple[dict[str, float], float]:
         """The seconds since the last call, and those nested in monitor; open phases are counted up to now."""
         for depth, frame in enumerate(self.stack):
-            self._count(frame, depth, now)
+            self.count(frame, depth, now)
             frame.counted_to = now
         seconds, nested = self.seconds, self.nested_in_monitor
-        self.seconds, self.nested_in_monitor = [0.0] * len(PHASES), 0.0
+        if seconds:
+            self.seconds, self.nested_in_monitor = {}, 0.0
         return seconds, nested
 
-    def _count(self, frame: Open, depth: int, now: float) -> None:
+    def count(self, frame: Open, depth: int, now: float) -> None:
+        """Account for an open phase, the `depth`-th, up to now."""
         elapsed = now - frame.counted_to
         column = frame.phase.column
         if depth and any(outer.phase.column == column for outer in self.stack[:depth]):
             return
-        self.seconds[column] += elapsed
-        if depth and self.stack[depth - 1].phase.column == _MONITOR:
+        self.seconds[column] = self.seconds.get(column, 0.0) + elapsed
+        if depth and self.stack[depth - 1].phase.column == "monitor":
             self.nested_in_monitor += elapsed
 
-    def enter(self, phase: Phase, now: float) -> None:
-        if len(self.stack) >= _DEEPEST:
-            raise OverflowError(f"{_DEEPEST} phases are open, {phase.name} is not followed: they are never left")
-        frame = Open(phase, now, self.current)
-        self.stack.append(frame)
-        self.header.phase(phase.packed, now, now, frame.allowance_s)
-
-    def leave(self, phase: Phase, now: float) -> None:
+    def leave_to(self, phase: Phase, now: float) -> None:
+        """Leave `phase` and all that was entered inside it and never left; nothing where it is not open."""
         if not any(frame.phase is phase for frame in self.stack):
             return
-        while self.stack:
-            frame = self.stack[-1]
-            self._count(frame, len(self.stack) - 1, now)
-            self.stack.pop()
-            if frame.phase is phase:
-                break
-        outer = self.current
-        if outer is None:
-            self.header.phase(b"", now, now, NAN)
-        else:
-            self.header.phase(outer.phase.packed, outer.since, now, outer.allowance_s)
+        while True:
+            self.count(self.stack[-1], len(self.stack) - 1, now)
+            if self.stack.pop().phase is phase:
+                return
 
 
 class Open:
@@ -121,37 +104,47 @@ class Open:
 
     __slots__ = ("allowance_s", "counted_to", "phase", "since", "until")
 
-    def __init__(self, phase: Phase, now: float, outer: Open | None) -> None:
+    def __init__(self, phase: Phase, now: float, until: float, allowance_s: float) -> None:
         self.phase = phase
         self.since = now
         self.counted_to = now
-        self.until = now + phase.longest_s
-        self.allowance_s = phase.allowance_s
-        if outer is not None and outer.until > self.until:
-            # A long phase stays long inside: a validation goes through data and forward phases of its own.
-            self.until = outer.until
-            self.allowance_s = outer.until - now
+        self.until = until
+        self.allowance_s = allowance_s
 
 
 class Phase:
-    """`with guard.phase("data"): …`. Entering and leaving never raise."""
+    """`with guard.phase("data"): …`. Entering and leaving never raise.
 
-    __slots__ = ("_phases", "allowance_s", "column", "longest_s", "name", "packed")
+    Both run several times a step with cold caches, so they are written out: each frame costs more than what it does.
+    """
+
+    __slots__ = ("_packed", "_phases", "allowance_s", "column", "longest_s", "name")
 
     def __init__(self, phases: Phases, name: str, allowance_s: float, longest_s: float) -> None:
         """`allowance_s`: as declared, else NaN; `longest_s`: that, else the settings' of this name, else -inf."""
         self._phases = phases
+        self._packed = name.encode("utf-8", "replace")[:24]
         self.name = name
-        self.packed = name.encode("utf-8", "replace")[:24]
-        self.column = _COLUMNS.get(name, _OTHER)
+        self.column = _COLUMNS.get(name, "other")
         self.allowance_s = allowance_s
         self.longest_s = longest_s
 
     def __enter__(self) -> Phase:
         phases = self._phases
-        if phases.live and phases.owner == threading.get_ident():
+        if phases.owner == get_ident() and phases.live:
             try:
-                phases.enter(self, phases.monotonic())
+                now, stack = phases.monotonic(), phases.stack
+                until, allowance_s = now + self.longest_s, self.allowance_s
+                if stack:
+                    if len(stack) >= _MAX_OPEN:
+                        raise OverflowError(f"{_MAX_OPEN} phases are open, none is left; {self.name} is not counted")
+                    if stack[-1].until > until:
+                        # A long phase stays long inside: a validation goes through data and forward phases of its own.
+                        until = stack[-1].until
+                        allowance_s = until - now
+                stack.append(Open(self, now, until, allowance_s))
+                if phases.header is not None:
+                    phases.header.show_phase(self._packed, now, now, allowance_s)
             except Exception as error:  # noqa: BLE001 - the miner's step is sacred; the guard reports it at the next step
                 phases.failed = phases.failed or error
         return self
@@ -160,8 +153,20 @@ class Phase:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         phases = self._phases
-        if phases.live and phases.owner == threading.get_ident():
+        if phases.owner == get_ident() and phases.live:
             try:
-                phases.leave(self, phases.monotonic())
+                now, stack = phases.monotonic(), phases.stack
+                if len(stack) == 1 and (frame := stack[0]).phase is self:
+                    del stack[0]
+                    seconds, column = phases.seconds, self.column
+                    seconds[column] = seconds.get(column, 0.0) + now - frame.counted_to
+                else:
+                    phases.leave_to(self, now)
+                if phases.header is not None:
+                    if stack:
+                        outer = stack[-1]
+                        phases.header.show_phase(outer.phase._packed, outer.since, now, outer.allowance_s)
+                    else:
+                        phases.header.show_phase(b"", now, now, NAN)
             except Exception as failure:  # noqa: BLE001 - as above
                 phases.failed = phases.failed or failure

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from miner_guard.events import Finding, found
 from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.layout import NAN
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.rank.alone import OwnLog
 from miner_guard.rank.bell import Bell
 from miner_guard.rank.environment import Place
 
-STARTING, RUNNING, CLOSED, FINISHED = range(len(layout.STATES))
+STARTING, RUNNING, CLOSED, FINISHED = layout.STATES
 
 _RING_EVERY_S = 0.05
 _MOST_TROUBLES = 20
@@ -35,11 +34,7 @@ class Recorder:
         """Everything that went wrong in the hook, said or not."""
 
         self._said: set[str] = set()
-        # Reentrant: a signal handler of the miner's may close the guard in the middle of a step.
-        self._lock = threading.RLock()
         self._rung = -math.inf
-        self._state = STARTING
-        self._header: tuple[int, int, int, float, float, float] = (-1, -1, 0, NAN, NAN, NAN)
         self.flight: FlightWriter | None = None
         self._open()
 
@@ -62,55 +57,30 @@ class Recorder:
         """A supervisor reads the journal."""
         return self.flight is not None and not self.bell.alone
 
-    def show(self, state: int) -> None:
-        """Put the state and the last step's numbers into the header, outside any phase."""
-        self._state = state
+    def show(self, state: str) -> None:
+        """Put the state into the header, outside any phase."""
         if self.flight is not None:
-            now = self.monotonic()
-            self._write_header(self.flight, b"", now, now, NAN)
+            self.flight.dropped(self.bell.dropped)
+            self.flight.show_state(state, self.monotonic())
 
-    def _write_header(self, flight: FlightWriter, phase: bytes, since: float, now: float, allowance: float) -> None:
-        outer, inner, total, loss, lr, allocated = self._header
-        with self._lock:
-            flight.dropped = self.bell.dropped
-            flight.now(
-                state=self._state, phase=phase, phase_since=since, heartbeat=now, outer_step=outer, inner_step=inner,
-                total_steps=total, loss=loss, lr=lr, allocated_bytes=allocated, allowance_s=allowance,
-            )  # fmt: skip
+    def step(self, record: StepRecord) -> None:
+        """Append a step record, and tell the supervisor of it at most every 50 ms."""
+        if self.flight is not None:
+            self.flight.append(record)
+        if record.end - self._rung >= _RING_EVERY_S:
+            self.ring(record.end)
 
-    def phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
-        """Show the phase that the rank is in now."""
-        flight = self.flight
-        if flight is not None:
-            with self._lock:
-                flight.phase(name, since, heartbeat, allowance_s)
-
-    def step(
-        self, outer: int, inner: int, total: int, start: float, end: float, loss: float, lr: float, grad_norm: float,
-        eval_loss: float, memory: tuple[float, float], tokens: int, flags: int, phases: list[float], nested: float,
-        phase: bytes, since: float, allowance_s: float,
-    ) -> None:  # fmt: skip
-        """Append a step record and show it in the header; the last three are the phase that stays open."""
-        self._header = (outer, inner, total, loss, lr, memory[0])
-        self._state = RUNNING
-        flight = self.flight
-        if flight is not None:
-            with self._lock:
-                flight.step(
-                    outer, inner, total, start, end, time.time(), loss, lr, grad_norm, eval_loss, memory[0], memory[1],
-                    tokens, flags, phases, nested,
-                )  # fmt: skip
-                self._write_header(flight, phase, since, end, allowance_s)
-        if end - self._rung >= _RING_EVERY_S:
-            self._rung = end
-            self.bell.ring(self.place.rank)
+    def ring(self, now: float) -> None:
+        """Tell the supervisor that there are steps to read."""
+        self._rung = now
+        if not self.bell.ring(self.place.rank) and self.flight is not None:
+            self.flight.dropped(self.bell.dropped)
 
     def journal(self, document: Mapping[str, Any], /) -> bool:
         """Append an entry that must not be lost. False where there is no room or no flight record."""
         stored = False
         if self.flight is not None:
-            with self._lock:
-                stored = self.flight.journal({"t": self.monotonic(), **document})
+            stored = self.flight.journal({"t": self.monotonic(), **document})
         self.bell.ring(self.place.rank)
         return stored
 
@@ -137,7 +107,7 @@ class Recorder:
         self._said.add(where)
         self.emit(found("guard_degraded", rank=self.place.rank, what=what, where=where))
 
-    def close(self, state: int) -> None:
+    def close(self, state: str) -> None:
         """The last entry of the header. The file and the socket stay open until the process ends."""
         self.show(state)
         self.bell.ring(self.place.rank)

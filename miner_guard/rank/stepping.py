@@ -1,39 +1,44 @@
-"""The end of an inner step: what the training loop says of it, what was measured, and one record of both."""
+"""The end of an inner step: what the training loop gave, what was measured, and one record of both."""
 
 from __future__ import annotations
 
 import math
-import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.layout import NAN
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.rank import alone, numbers
 from miner_guard.rank.environment import Place
+from miner_guard.rank.numbers import MAX_INT
 from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import Recorder
 
 T = TypeVar("T")
 
 _RECENT_LOSSES = 64
-_EVALUATION = tuple(layout.PHASES.index(p) for p in ("inference", "val_loss", "example_loss", "monitor"))
-_SYNCHRONISING = tuple(layout.PHASES.index(p) for p in ("upload", "allreduce", "load_state", "pause"))
-_SCHEDULED = tuple(layout.PHASES.index(p) for p in layout.SPECIAL_PHASES)
+_PHASE_FLAGS = {
+    **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
+    **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
+}
 
 Report = Callable[[str, BaseException], None]
 
 
 class Stepper:
-    """Makes a record of each step. `report` hears of what could not be read; the rest is recorded all the same."""
+    """Makes a record of each step. `report` hears of what could not be read; the rest is recorded."""
 
     def __init__(self, place: Place, recorder: Recorder, phases: Phases, report: Report) -> None:
+        self.record = StepRecord()
+        """Filled at each step: what was given by the hook, what was measured by `end`."""
+
         self._recorder = recorder
         self._phases = phases
         self._report = report
-        self._rank = place.rank
-        self._lines = alone.StepLines(place.settings.steps)
+        self._lines = alone.StepLines(place.settings.steps) if place.rank == 0 else None
         self._memory = numbers.CudaMemory()
         self._started = recorder.monotonic()
         expect = place.settings.gpu.expect
@@ -42,79 +47,71 @@ class Stepper:
         self.count = 0
         """Steps of this process."""
 
-    def step(
-        self, outer_step: Any, inner_step: Any, loss: Any, lr: Any, grad_norm: Any, tokens: Any, total_steps: Any,
-        eval_loss: Any,
-    ) -> None:  # fmt: skip
-        """Record a step that ends now."""
-        now = self._recorder.monotonic()
-        given, loss_value, flags = self._loss(loss)
-        lr_value = self.number("lr", lr)
-        norm_value, norm_given = self._optional("grad_norm", grad_norm, layout.FLAG_GRAD_NORM_GIVEN)
-        eval_value, eval_given = self._optional("eval_loss", eval_loss, layout.FLAG_EVAL_LOSS_GIVEN)
-        flags |= norm_given | eval_given
-        if loss_value == 0.0 and norm_given and not math.isfinite(norm_value):
-            # HF Trainer shows a NaN loss as 0.0: the gate must not take it for a number.
-            self.losses[-1] = NAN
-        outer, inner = self.whole("outer_step", outer_step), self.whole("inner_step", inner_step)
-        self._adopt_thread()
-        seconds, nested = self._phases.take(now)
-        flags |= self._kind(seconds)
+    def end(self) -> None:
+        """Record the step whose given values are in `record`; it ends now. They may be anything at all."""
+        now, record = self._recorder.monotonic(), self.record
+        record.flags = 0 if self.count else layout.FLAG_FIRST
+        self._read(record)
+        self._phases.adopt_thread()
+        record.phases, record.nested_in_monitor_s = self._phases.take(now)
+        for name, seconds in record.phases.items():
+            if seconds:
+                record.flags |= _PHASE_FLAGS.get(name, 0)
         self.count += 1
-        total = self.count if total_steps is None else self.whole("total_steps", total_steps)
-        memory = self._attempt("cuda_memory", self._memory.read, (NAN, NAN))
-        self._recorder.step(
-            outer, inner, total, self._started, now, loss_value, lr_value, norm_value, eval_value,
-            memory, self.whole("tokens", tokens), flags, seconds, nested, *self._phases.shown(now),
-        )  # fmt: skip
-        if self._recorder.bell.alone and self._rank == 0:
-            said, evaluated = loss_value if given else None, eval_value if eval_given else None
-            length = now - self._started
-            # What the supervisor's rule leaves out as well: compilation, and what a step holds beside training.
-            training = 0.0 if flags & layout.FLAG_FIRST else length - sum(seconds[column] for column in _SCHEDULED)
-            lines = self._lines.of(now, length, training, outer, inner, said, lr_value, memory[0], evaluated)
-            for finding in lines:
+        record.start, record.end, record.wall = self._started, now, time.time()
+        self._started = now
+        try:
+            record.allocated_bytes, record.reserved_bytes = self._memory.read()
+        except Exception as error:  # noqa: BLE001 - CUDA may be broken; it is reported
+            record.allocated_bytes = record.reserved_bytes = None
+            self._report("cuda_memory", error)
+        self._recorder.step(record)
+        if self._lines is not None and self._recorder.bell.alone:
+            for finding in self._lines.of(record):
                 self._recorder.own_log.say(finding)
         if (failed := self._phases.failed) is not None:
             self._phases.failed = None
             self._report("phase", failed)
-        self._started = now
 
-    def _kind(self, seconds: list[float]) -> int:
-        flags = layout.FLAG_FIRST if self.count == 0 else 0
-        for column in _EVALUATION:
-            if seconds[column]:
-                flags |= layout.FLAG_EVAL
-        for column in _SYNCHRONISING:
-            if seconds[column]:
-                flags |= layout.FLAG_SYNC
-        return flags
+    def _read(self, record: StepRecord) -> None:
+        """Make numbers of what was given; what is a plain number already, as almost always, costs no call."""
+        if (lr := record.lr) is not None and type(lr) is not float:
+            record.lr = self.known("lr", lr)
+        if (norm := record.grad_norm) is not None and type(norm) is not float:
+            record.grad_norm = self.known("grad_norm", norm)
+        if (evaluated := record.eval_loss) is not None and type(evaluated) is not float:
+            record.eval_loss = self.known("eval_loss", evaluated)
+        if record.loss is not None:
+            self._read_loss(record)
+        if (outer := record.outer_step) is not None and not (type(outer) is int and -MAX_INT <= outer < MAX_INT):
+            record.outer_step = self.whole("outer_step", outer)
+        if (inner := record.inner_step) is not None and not (type(inner) is int and -MAX_INT <= inner < MAX_INT):
+            record.inner_step = self.whole("inner_step", inner)
+        if (tokens := record.tokens) is not None and not (type(tokens) is int and -MAX_INT <= tokens < MAX_INT):
+            record.tokens = self.whole("tokens", tokens)
+        if not (type(total := record.total_steps) is int and -MAX_INT <= total < MAX_INT):
+            record.total_steps = -1 if (read := self.whole("total_steps", total)) is None else read
 
-    def _loss(self, loss: Any) -> tuple[bool, float, int]:
-        if loss is None:
-            return False, NAN, 0
+    def _read_loss(self, record: StepRecord) -> None:
+        loss: Any = record.loss
+        device: str | None = None
         if isinstance(loss, numbers.Loss):
-            self.losses.append(loss.value)
-            summed = layout.FLAG_LOSS_SUMMED if loss.summed else 0
             lag = min(loss.steps_ago, layout.MAX_LOSS_LAG) << layout.LOSS_LAG_SHIFT
-            return True, loss.value, layout.FLAG_LOSS_GIVEN | summed | lag
-        unread: tuple[float | None, str | None] = (None, None)
-        value, device = self._attempt("loss", lambda: numbers.number("loss", loss), unread)
-        if value is None:
-            return False, NAN, 0
-        self.losses.append(value)
-        on_cpu = device == "cpu" and (self._cuda_expected or numbers.cuda_in_use())
-        return True, value, layout.FLAG_LOSS_GIVEN | (layout.FLAG_LOSS_ON_CPU if on_cpu else 0)
-
-    def _optional(self, name: str, given: Any, flag: int) -> tuple[float, int]:
-        """A number of which NaN is a value too, and `flag` where it could be read."""
-        value = self.known(name, given)
-        return (NAN, 0) if value is None else (value, flag)
-
-    def number(self, name: str, given: Any) -> float:
-        """`given` as a float, NaN where it is unknown or must not be read here."""
-        value = self.known(name, given)
-        return NAN if value is None else value
+            record.flags |= lag | (layout.FLAG_LOSS_SUMMED if loss.summed else 0)
+            record.loss = loss = loss.value
+        elif type(loss) is not float:
+            unread: tuple[float | None, str | None] = (None, None)
+            loss, device = self._attempt("loss", lambda: numbers.number("loss", record.loss), unread)
+            record.loss = loss
+        if loss is None:
+            return
+        norm = record.grad_norm
+        if loss == 0.0 and norm is not None and not math.isfinite(norm):
+            # HF Trainer shows a NaN loss as 0.0: the gate must not take it for a number.
+            loss = NAN
+        self.losses.append(loss)
+        if device == "cpu" and (self._cuda_expected or numbers.cuda_in_use()):
+            record.flags |= layout.FLAG_LOSS_ON_CPU
 
     def known(self, name: str, given: Any) -> float | None:
         """`given` as a float, of which NaN is one too; None where it is unknown or must not be read here."""
@@ -122,16 +119,11 @@ class Stepper:
             return given
         return self._attempt(name, lambda: numbers.number(name, given)[0], None)
 
-    def whole(self, name: str, value: Any) -> int:
-        """`value` as an int, -1 where it is unknown or no number."""
-        if type(value) is int and abs(value) < numbers.LARGEST:
-            return value
-        return -1 if value is None else self._attempt(name, lambda: numbers.whole(value), -1)
-
-    def base(self, outer_step: Any) -> int | None:
-        """The outer step that the state was loaded from; None where it is unknown or no number."""
-        base = self.whole("base_outer_step", outer_step)
-        return None if base < 0 else base
+    def whole(self, name: str, given: Any) -> int | None:
+        """`given` as an int that a record has room for; None where it is unknown or no number."""
+        if given is None:
+            return None
+        return self._attempt(name, lambda: numbers.whole(given), None)
 
     def _attempt(self, name: str, read: Callable[[], T], fallback: T) -> T:
         try:
@@ -139,8 +131,3 @@ class Stepper:
         except Exception as error:  # noqa: BLE001 - any object may be handed in, and CUDA may be broken; it is reported
             self._report(name, error)
             return fallback
-
-    def _adopt_thread(self) -> None:
-        # The thread that steps is the one that trains, wherever the guard was made.
-        if not self._phases.stack:
-            self._phases.owner = threading.get_ident()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from miner_guard.events import Finding, found
 from miner_guard.flight_recorder.reader import BadFlight, FlightReader
-from miner_guard.flight_recorder.records import Identity, Now, Step
+from miner_guard.flight_recorder.records import Identity, Now, StepRecord
 from miner_guard.flight_recorder.writer import process_start
 from miner_guard.statedir import StateDir, set_aside
 from miner_guard.supervisor.processes import Process, alive
@@ -25,7 +25,7 @@ _PATIENCE = 2
 class Reader(Protocol):
     """Who is told what the ranks wrote."""
 
-    def steps(self, rank: int, steps: Sequence[Step]) -> None: ...
+    def steps(self, rank: int, steps: Sequence[StepRecord]) -> None: ...
 
     def entry(self, rank: int, entry: Mapping[str, Any]) -> None: ...
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.events import Finding, found
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.supervisor.output import Output, Piece
 from miner_guard.supervisor.parts import Exit, Launch, Part
 
@@ -31,7 +31,7 @@ class Host:
         self._output = Output(self.parts)
         self._each("on_launch", launch)
 
-    def steps(self, rank: int, steps: Sequence[Step]) -> None:
+    def steps(self, rank: int, steps: Sequence[StepRecord]) -> None:
         self._each("on_steps", rank, steps)
 
     def entry(self, rank: int, entry: Mapping[str, Any]) -> None:

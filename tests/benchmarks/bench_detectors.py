@@ -20,7 +20,7 @@ from miner_guard.detectors.step_time import RegressionWatch, StepTimes
 from miner_guard.detectors.straggler import StragglerWatch
 from miner_guard.detectors.trace import reading
 from miner_guard.detectors.trace.judge import judge
-from miner_guard.flight_recorder.records import Step
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.supervisor.parts import Part
 from miner_guard.supervisor.parts.curves import Curves
 from miner_guard.supervisor.parts.ranks import Ranks
@@ -99,10 +99,10 @@ def _parts(clock: FakeClock) -> list[Part]:
     return [Steps(around), Curves(around), Ranks(around)]
 
 
-def _step(number: int, start: float, seconds: float, loss: float) -> Step:
-    return Step(
-        number, 1, number, number, start, start + seconds, 1e9, loss, 2e-4, None, None, 18 * 1024**3, None,
-        None, 0, {"data": 0.1, "forward": 5.0, "backward": 9.0}, 0.0,
+def _step(number: int, start: float, seconds: float, loss: float) -> StepRecord:
+    return StepRecord(
+        number=number, outer_step=1, inner_step=number, total_steps=number, start=start, end=start + seconds, wall=1e9,
+        loss=loss, lr=2e-4, allocated_bytes=18 * 1024**3, phases={"data": 0.1, "forward": 5.0, "backward": 9.0},
     )  # fmt: skip
 
 

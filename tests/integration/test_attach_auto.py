@@ -17,7 +17,7 @@ import pytest
 
 from miner_guard import attach
 from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.rank.reports import unpack
 from miner_guard.statedir import StateDir
 from tests import needs
@@ -32,7 +32,7 @@ class Run:
     state: StateDir
     printed: str
 
-    def steps(self, rank: int = 0) -> list[Step]:
+    def steps(self, rank: int = 0) -> list[StepRecord]:
         return list(FlightReader(self.state.flight_of(rank)).steps())
 
     def entries(self, kind: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import pytest
 
 from miner_guard import attach
 from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.flight_recorder.records import Step
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.rank.reports import unpack
 from miner_guard.statedir import StateDir
 from tests import needs
@@ -36,7 +36,7 @@ class Run:
     def reader(self, rank: int = 0) -> FlightReader:
         return FlightReader(self.state.flight_of(rank))
 
-    def steps(self, rank: int = 0) -> list[Step]:
+    def steps(self, rank: int = 0) -> list[StepRecord]:
         return list(self.reader(rank).steps())
 
     def entries(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:

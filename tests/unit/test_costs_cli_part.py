@@ -13,7 +13,7 @@ from miner_guard.cli.main import run
 from miner_guard.clock import FakeClock
 from miner_guard.costs import set_global_tracker
 from miner_guard.events import Finding
-from miner_guard.flight_recorder.records import Step
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.parts.costs import Costs
 from tests.idle import context
@@ -33,10 +33,10 @@ def part(tmp_path: Path, emitted: list[Finding]) -> Iterator[Costs]:
     set_global_tracker(None)
 
 
-def _step(number: int, seconds: float, phases: dict[str, float] | None = None, nested: float = 0.0) -> Step:
-    return Step(
-        number, 1, number, number, 0.0, seconds, 0.0, 1.0, None, None, None, None, None, None, 0,
-        phases or {}, nested,
+def _step(number: int, seconds: float, phases: dict[str, float] | None = None, nested: float = 0.0) -> StepRecord:
+    return StepRecord(
+        number=number, outer_step=1, inner_step=number, total_steps=number, end=seconds, loss=1.0,
+        phases=phases or {}, nested_in_monitor_s=nested,
     )  # fmt: skip
 
 

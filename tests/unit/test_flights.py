@@ -11,8 +11,8 @@ import pytest
 
 from miner_guard import events
 from miner_guard.events import Finding
-from miner_guard.flight_recorder.layout import ACK, IDENTITY, MAGIC, NOW_OFFSET, PHASES, VERSION
-from miner_guard.flight_recorder.records import Step
+from miner_guard.flight_recorder.layout import ACK, IDENTITY, MAGIC, NOW_OFFSET, VERSION
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter, process_start
 from miner_guard.rank.environment import find
 from miner_guard.rank.hook import Guard
@@ -21,7 +21,6 @@ from miner_guard.supervisor.flights import Flights
 from tests.unit.rank.helpers import place
 
 RUN = "r1"
-NAN = float("nan")
 
 
 class _Heard:
@@ -29,11 +28,17 @@ class _Heard:
         self.steps_of: list[tuple[int, int]] = []
         self.entries_of: list[tuple[int, Any]] = []
 
-    def steps(self, rank: int, steps: Sequence[Step]) -> None:
+    def steps(self, rank: int, steps: Sequence[StepRecord]) -> None:
         self.steps_of += [(rank, step.total_steps) for step in steps]
 
     def entry(self, rank: int, entry: Mapping[str, Any]) -> None:
         self.entries_of.append((rank, entry["n"]))
+
+
+def _record(total: int) -> StepRecord:
+    return StepRecord(
+        outer_step=1, inner_step=total, total_steps=total, start=total, end=total + 0.9, wall=1e9, loss=3.0
+    )
 
 
 class _Ranks:
@@ -48,21 +53,10 @@ class _Ranks:
         self.flights = Flights(self.state, RUN, lambda finding: pytest.fail(str(finding)))
         self.flights.launched(os.getpid())
         for writer in self.writers.values():
-            self._show(writer, 0)
-
-    @staticmethod
-    def _show(writer: FlightWriter, total: int) -> None:
-        writer.now(
-            state=1, phase=b"", phase_since=1.0, heartbeat=1.0, outer_step=1, inner_step=total, total_steps=total,
-            loss=NAN, lr=NAN, allocated_bytes=NAN, allowance_s=NAN,
-        )  # fmt: skip
+            writer.show_state("running", 1.0)
 
     def step(self, rank: int, total: int) -> None:
-        writer = self.writers[rank]
-        writer.step(
-            1, total, total, total, total + 0.9, 1e9, 3.0, NAN, NAN, NAN, NAN, NAN, -1, 0, [0.0] * len(PHASES), 0.0
-        )
-        self._show(writer, total)
+        self.writers[rank].append(_record(total))
 
     def bell(self, rank: int) -> None:
         self.flights.look_at(rank, self.heard)
@@ -137,12 +131,12 @@ def test_on_another_node_the_lowest_rank_there_leads(tmp_path: Path) -> None:
     node.flights.close()
 
 
-def _worker(state: StateDir, rank: int, local_rank: int, *, process: int, total: int = 1) -> FlightWriter:
+def _worker(state: StateDir, rank: int, local_rank: int, *, process: int) -> FlightWriter:
     """A worker of this launch, under the pid of a process that lives or is gone."""
     writer = FlightWriter(state.flight_of(rank), rank=rank, local_rank=local_rank, world_size=4, run_id=RUN)
     start = process_start(process) if process == os.getpid() else 2**40
-    IDENTITY.pack_into(writer._map, 0, MAGIC, VERSION, process, rank, local_rank, 4, start, RUN.encode(), 0.0, 0)
-    _Ranks._show(writer, total)
+    IDENTITY.pack_into(writer.map, 0, MAGIC, VERSION, process, rank, local_rank, 4, start, RUN.encode(), 0.0, 0)
+    writer.show_state("running", 1.0)
     return writer
 
 
@@ -187,8 +181,8 @@ def test_a_record_whose_file_number_was_used_before_is_read(tmp_path: Path) -> N
     _worker(state, 0, 0, process=os.getpid())
     flights.look(heard)
     start = process_start(os.getpid())
-    IDENTITY.pack_into(earlier._map, 0, MAGIC, VERSION, os.getpid(), 0, 0, 1, start, RUN.encode(), 0.0, 0)
-    _Ranks._show(earlier, 7)
+    IDENTITY.pack_into(earlier.map, 0, MAGIC, VERSION, os.getpid(), 0, 0, 1, start, RUN.encode(), 0.0, 0)
+    earlier.append(_record(7))
     os.replace(kept, state.flight_of(0))
     flights.look(heard)
     assert flights.now()[0].total_steps == 7
@@ -201,7 +195,7 @@ def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_r
     ranks.step(0, 1)
     writer = ranks.writers[0]
     writer.journal({"n": "its last words"})
-    ACK.pack_into(writer._map, NOW_OFFSET, writer._lock + 1)
+    ACK.pack_into(writer.map, NOW_OFFSET, 1)
     ranks.flights.last_look(ranks.heard)
     assert ranks.heard.steps_of == [(0, 1)]
     assert ranks.heard.entries_of == [(0, "its last words")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ import pytest
 from miner_guard import events, settings
 from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
-from miner_guard.flight_recorder.layout import FLAG_LOSS_GIVEN, JOURNAL_SLOTS, PHASES
+from miner_guard.flight_recorder.layout import JOURNAL_SLOTS
 from miner_guard.flight_recorder.reader import BadFlight, FlightReader
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.logs import ConsoleSink, Emitter, JsonlSink
 from miner_guard.redact import Redactor
-
-NAN = math.nan
 
 
 def test_slow_step_line_is_word_for_word() -> None:
@@ -113,14 +111,9 @@ def test_flight_record_survives_its_writer_and_refuses_foreign_files(tmp_path: P
     path = tmp_path / "flight" / "rank-0000.bin"
     writer = FlightWriter(path, rank=0, local_rank=0, world_size=2, run_id="r1")
     for number in range(5000):
-        writer.step(
-            1, number, number, number, number + 0.5, 1e9, 2.0, NAN, NAN, NAN, NAN, NAN, -1, FLAG_LOSS_GIVEN,
-            [0.0] * len(PHASES), 0.0,
-        )  # fmt: skip
-    writer.now(
-        state=1, phase=b"data", phase_since=1.0, heartbeat=2.0, outer_step=1, inner_step=4999, total_steps=5000,
-        loss=2.0, lr=NAN, allocated_bytes=NAN, allowance_s=NAN,
-    )  # fmt: skip
+        writer.append(StepRecord(
+            outer_step=1, inner_step=number, total_steps=number, start=number, end=number + 0.5, wall=1e9, loss=2.0,
+        ))  # fmt: skip
     reader = FlightReader(path)
     steps = list(reader.steps())
     assert [s.number for s in steps] == list(range(5000 - 4096, 5000))
@@ -136,10 +129,7 @@ def test_journal_keeps_what_is_not_stored_and_counts_what_it_refuses(tmp_path: P
     writer = FlightWriter(path, rank=0, local_rank=0, world_size=1, run_id="r1")
     assert all(writer.journal({"n": n}) for n in range(JOURNAL_SLOTS))
     assert not writer.journal({"n": "one too many"})
-    writer.now(
-        state=1, phase=b"", phase_since=0, heartbeat=0, outer_step=-1, inner_step=-1, total_steps=0, loss=NAN, lr=NAN,
-        allocated_bytes=NAN, allowance_s=NAN,
-    )  # fmt: skip
+    writer.show_state("running", 0.0)
     reader = FlightReader(path, acknowledge=True)
     assert [e["n"] for _, e in reader.entries()] == list(range(JOURNAL_SLOTS))
     reader.acknowledge(10)

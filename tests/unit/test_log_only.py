@@ -13,7 +13,7 @@ from miner_guard.config import Config, MinerSettings
 from miner_guard.events import Finding
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.flight_recorder.records import Step
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.parts.log_only import LogOnly
@@ -42,7 +42,7 @@ class Log:
         return FlightReader(self.state.flight_of(0))
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StepRecord]:
         return list(self.reader.steps())
 
 

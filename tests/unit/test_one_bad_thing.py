@@ -41,7 +41,6 @@ from miner_guard.supervisor.relay import Relay
 from miner_guard.supervisor.status import Status
 
 RUN = "r" * 12
-NAN = float("nan")
 
 _ODD = {"step_time_s": "245 s", "expected": "10-30s", "inner_step": 1, "limit_s": 60, "rule": "absolute"}
 
@@ -54,10 +53,7 @@ def state(tmp_path: Path) -> StateDir:
 def _rank_with_an_odd_entry(state: StateDir, run_id: str = RUN) -> FlightWriter:
     """A rank of another version: its `slow_step` has words where this one expects a number."""
     writer = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=run_id)
-    writer.now(
-        state=1, phase=b"", phase_since=1.0, heartbeat=1.0, outer_step=1, inner_step=1, total_steps=1, loss=NAN, lr=NAN,
-        allocated_bytes=NAN, allowance_s=NAN,
-    )  # fmt: skip
+    writer.show_state("running", 1.0)
     for event, fields in (("slow_step", _ODD), ("rank_message", {"text": "what came after it"})):
         assert writer.journal({"kind": "finding", "event": event, "level": None, "rank": 0, "fields": fields})
     return writer

@@ -22,7 +22,7 @@ from miner_guard.detectors.step_time import StepTimes, grade
 from miner_guard.events import Finding
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.health.snapshot import assemble, summary
 from miner_guard.lines import json_line
 from miner_guard.rank.environment import find
@@ -36,14 +36,14 @@ from tests.idle import context
 from tests.simulated import headers
 
 
-def make_step(number: int, start: float, seconds: float, **extra: Any) -> Step:
+def make_step(number: int, start: float, seconds: float, **extra: Any) -> StepRecord:
     """A step record; `phases` and whatever else the test is about in `extra`."""
     values: dict[str, Any] = {
         "outer_step": 5, "inner_step": number, "total_steps": number, "wall": 1e9, "loss": 3.0,
         "lr": 2.1e-5, "grad_norm": None, "eval_loss": None, "allocated_bytes": 18.45 * 1024**3, "reserved_bytes": None,
         "tokens": None, "flags": 0, "phases": {}, "nested_in_monitor_s": 0.0,
     }  # fmt: skip
-    return Step(number=number, start=start, end=start + seconds, **{**values, **extra})
+    return StepRecord(number=number, start=start, end=start + seconds, **{**values, **extra})
 
 
 def drive(part: Steps, clock: FakeClock, durations: Iterable[float], **extra: Any) -> list[Finding]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from miner_guard.clock import Clock
 from miner_guard.config import Config
 from miner_guard.events import Finding
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.redact import Redactor
 from miner_guard.statedir import StateDir
 
@@ -117,7 +117,7 @@ class Part:
         """The miner was started."""
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
         """New step records of one rank, oldest first."""
         return ()
 

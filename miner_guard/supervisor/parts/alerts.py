@@ -10,7 +10,7 @@ from typing import Any
 from miner_guard import extras, probe
 from miner_guard.config import AlertSettings
 from miner_guard.events import Finding, found
-from miner_guard.flight_recorder.records import Step
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.reporting import progress
 from miner_guard.reporting.alert_policy import Alert, AlertPolicy
 from miner_guard.supervisor import outbox
@@ -41,7 +41,7 @@ class Alerts(Part):
             self._put(self._policy.observe(finding))
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
         if self._settings.urls:
             self._put(self._policy.progressed())
         return ()

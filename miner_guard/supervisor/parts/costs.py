@@ -8,7 +8,7 @@ from typing import Any
 
 from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
 from miner_guard.events import Finding
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 
 GUARD = ("guard.", "job.")
@@ -65,7 +65,7 @@ class Costs(Part):
             )  # fmt: skip
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
         if self._lead is None or rank < self._lead:
             self._lead = rank
         if rank == self._lead:
@@ -74,7 +74,7 @@ class Costs(Part):
                 self._phases(step)
         return ()
 
-    def _phases(self, step: Step) -> None:
+    def _phases(self, step: StepRecord) -> None:
         for phase, operation in _EVALUATION.items():
             if (seconds := step.phases.get(phase, 0.0)) > 0:
                 self.tracker.record(operation, seconds)

@@ -14,7 +14,7 @@ from miner_guard.detectors.memory import MemoryWatch
 from miner_guard.detectors.trace.reading import EVALUATION_WORDS, evaluates, evaluation_in
 from miner_guard.detectors.window import SortedWindow
 from miner_guard.events import Finding, found
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.supervisor.parts import Context, Launch, Part
 
 _EVENTS = {
@@ -50,7 +50,7 @@ class Curves(Part):
         self._loss = LossWatch(self.context.config.loss)
         self._overfit = OverfitWatch(self.context.config.loss)
         self._recent = SortedWindow(16)
-        self._last_step: tuple[int, Step] | None = None
+        self._last_step: tuple[int, StepRecord] | None = None
         self._evaluations_come = False
         """With the steps; the miner's lines say nothing new then."""
 
@@ -68,7 +68,7 @@ class Curves(Part):
             self._facts = self._facts.with_entry(entry)
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
         for step in steps:
             for anomaly in self._judge(rank, step):
                 self._count(anomaly)
@@ -95,14 +95,14 @@ class Curves(Part):
                 self._count(anomaly)
                 yield to_finding(anomaly, rank, step)
 
-    def _judge_evaluation(self, step: Step, value: float) -> Anomaly | None:
+    def _judge_evaluation(self, step: StepRecord, value: float) -> Anomaly | None:
         return self._overfit.observe(step.total_steps, value, self._recent.median) if len(self._recent) else None
 
     def _count(self, anomaly: Anomaly) -> None:
         self._counts[anomaly.type] = self._counts.get(anomaly.type, 0) + 1
         self._last = {"type": anomaly.type, "at_step": anomaly.at_step, "detail": anomaly.detail}
 
-    def _judge(self, rank: int, step: Step) -> Iterator[Anomaly]:
+    def _judge(self, rank: int, step: StepRecord) -> Iterator[Anomaly]:
         number = _number(step)
         if step.loss is not None:
             yield from self._judge_loss(rank, step, number - step.loss_lag, step.loss)
@@ -112,7 +112,7 @@ class Curves(Part):
             if anomaly is not None:
                 yield anomaly
 
-    def _judge_loss(self, rank: int, step: Step, number: int, loss: float) -> Iterator[Anomaly]:
+    def _judge_loss(self, rank: int, step: StepRecord, number: int, loss: float) -> Iterator[Anomaly]:
         hidden = hides_nan(loss, step.grad_norm)
         if hidden or not math.isfinite(loss):
             # All ranks share the weights: one line for the first rank that shows it.
@@ -132,7 +132,7 @@ class Curves(Part):
             if step.eval_loss is not None:
                 yield from self._recorded_evaluation(step, step.eval_loss)
 
-    def _recorded_evaluation(self, step: Step, value: float) -> Iterator[Anomaly]:
+    def _recorded_evaluation(self, step: StepRecord, value: float) -> Iterator[Anomaly]:
         if not self._evaluations_come:
             # The same evaluation may have been read from the miner's lines: begin anew.
             self._evaluations_come = True
@@ -145,12 +145,12 @@ class Curves(Part):
         return {"anomalies": dict(self._counts), "last": self._last}
 
 
-def _number(step: Step) -> int:
+def _number(step: StepRecord) -> int:
     """The step's number as people know it: the inner step, else the count of the process."""
     return step.inner_step if step.inner_step is not None else step.total_steps
 
 
-def to_finding(anomaly: Anomaly, rank: int, step: Step) -> Finding:
+def to_finding(anomaly: Anomaly, rank: int, step: StepRecord) -> Finding:
     """The event of an anomaly, with its evidence, causes and fixes."""
     common: dict[str, Any] = {
         "detail": anomaly.detail, "cause": anomaly.cause, "fixes": list(anomaly.fixes), "step": anomaly.at_step,

@@ -8,7 +8,7 @@ from typing import Any
 from miner_guard.detectors.hang import Hang, HangDetector
 from miner_guard.events import Finding, found
 from miner_guard.exits import CRASH_LOOP
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.rank.agree import LATE
 from miner_guard.statedir import is_full
 from miner_guard.supervisor import evidence, evidence_folders
@@ -50,7 +50,7 @@ class HangWatch(Part):
         self._launched, self._said_blind = launch.started, False
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
         for step in steps:
             self._detector.stepped(step.end, step.seconds, step.phases)
         if self._hang is not None and not self._hang.lasting:

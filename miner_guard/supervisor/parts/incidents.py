@@ -9,7 +9,7 @@ from typing import Any
 
 from miner_guard import events, statedir
 from miner_guard.events import Finding, found
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.incidents import knowledge, lines, report
 from miner_guard.incidents.case import Case, Incident
 from miner_guard.incidents.oom import Training
@@ -117,7 +117,7 @@ class Incidents(Part):
             self._stopping = True
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
         loss = steps[-1].loss
         if loss is not None:
             self._finite[rank] = math.isfinite(loss)

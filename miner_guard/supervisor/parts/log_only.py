@@ -12,14 +12,14 @@ from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.events import Finding, found
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.layout import NAN
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter
-from miner_guard.rank.recorder import CLOSED, RUNNING, STARTING
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 
 _NUMBERED = {"step", "inner"}
 """A pattern without one of these groups never makes a step."""
 
-_ALLREDUCE = layout.PHASES.index("allreduce")
+STARTING, RUNNING, CLOSED, _ = layout.STATES
 _LONGEST_PARTIAL_LINE = 64 * 1024
 
 
@@ -85,7 +85,7 @@ class LogOnly(Part):
             self._blind = what
             return said
         self._blind = ""
-        self._show(STARTING, launch.started)
+        self._show(self._flight, STARTING, launch.started)
         return said
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
@@ -112,42 +112,33 @@ class LogOnly(Part):
             for step in self._steps.observe(said, now):
                 self._write(flight, step)
             self._allreduce_at = None
-            self._show(RUNNING, now)
+            self._show(flight, RUNNING, now)
         elif isinstance(said, AllReduceLine) and self._allreduce_at is None:
             self._allreduce_at = now
-            self._show(RUNNING, now)
+            self._show(flight, RUNNING, now)
 
     def _write(self, flight: FlightWriter, step: LoggedStep) -> None:
         line = step.line
         flags = layout.FLAG_FIRST if self._written == 0 else 0
-        phases = [0.0] * len(layout.PHASES)
+        phases: dict[str, float] = {}
         if self._allreduce_at is not None:
-            phases[_ALLREDUCE] = max(0.0, step.end - max(step.start, self._allreduce_at))
+            phases["allreduce"] = max(0.0, step.end - max(step.start, self._allreduce_at))
             flags |= layout.FLAG_SYNC
         self._written += 1
         self._last = step
         evaluated, self._evaluated = self._evaluated, None
-        flight.step(
-            _whole(line.outer), line.inner, self._written, step.start, step.end, self.context.clock.wall(),
-            _real(line.loss), _real(line.lr), _real(line.grad_norm), _real(evaluated),
-            NAN if line.gpu_gb is None else line.gpu_gb * 1024**3, NAN, -1,
-            flags | _given(line, evaluated), phases, 0.0,
-        )  # fmt: skip
+        flight.append(StepRecord(
+            outer_step=line.outer, inner_step=line.inner, total_steps=self._written, start=step.start, end=step.end,
+            wall=self.context.clock.wall(), loss=line.loss, lr=line.lr, grad_norm=line.grad_norm, eval_loss=evaluated,
+            allocated_bytes=None if line.gpu_gb is None else line.gpu_gb * 1024**3, flags=flags, phases=phases,
+        ))  # fmt: skip
 
-    def _show(self, state: int, now: float) -> None:
-        if self._flight is None:
-            return
-        line = self._last.line if self._last is not None else None
+    def _show(self, flight: FlightWriter, state: str, now: float) -> None:
         # A program that prints every hundredth step is not hanging in between. An AllReduce has its own allowance.
         inside = self._allreduce_at is not None
         allowance = 0.0 if inside else self._longest_gap * self.context.config.hang.factor
-        self._flight.now(
-            state=state, phase=b"allreduce" if inside else b"", phase_since=now, heartbeat=now,
-            outer_step=_whole(line.outer if line else None), inner_step=line.inner if line else -1,
-            total_steps=self._written,
-            loss=_real(line.loss if line else None), lr=_real(line.lr if line else None), allocated_bytes=NAN,
-            allowance_s=allowance or NAN,
-        )  # fmt: skip
+        flight.show_state(state, now)
+        flight.show_phase(b"allreduce" if inside else b"", now, now, allowance or NAN)
 
     def _upload_entry(self, push: PushLine, now: float) -> dict[str, Any]:
         line = self._last.line if self._last is not None else None
@@ -159,7 +150,7 @@ class LogOnly(Part):
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         if self._flight is not None:
-            self._show(CLOSED, self.context.clock.monotonic())
+            self._show(self._flight, CLOSED, self.context.clock.monotonic())
             self._flight.close()
             self._flight = None
         return ()
@@ -168,17 +159,3 @@ class LogOnly(Part):
         if not self._active:
             return {"active": False}
         return {"active": True, "steps": self._written}
-
-
-def _given(line: StepLine, evaluated: float | None) -> int:
-    loss = 0 if line.loss is None else layout.FLAG_LOSS_GIVEN
-    norm = 0 if line.grad_norm is None else layout.FLAG_GRAD_NORM_GIVEN
-    return loss | norm | (0 if evaluated is None else layout.FLAG_EVAL_LOSS_GIVEN)
-
-
-def _whole(value: int | None) -> int:
-    return -1 if value is None else value
-
-
-def _real(value: float | None) -> float:
-    return NAN if value is None else value

@@ -15,7 +15,7 @@ from miner_guard.detectors.slow_cause import explain
 from miner_guard.detectors.straggler import Straggler, StragglerWatch
 from miner_guard.events import Finding, found
 from miner_guard.flight_recorder.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.rank import reports
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 
@@ -45,7 +45,7 @@ class Ranks(Part):
     def _compare_anew(self) -> None:
         self._straggler = StragglerWatch(self.context.config.steps)
         self._last_straggler: Straggler | None = None
-        self._recent: deque[Step] = deque(maxlen=_SLOW_STEPS)
+        self._recent: deque[StepRecord] = deque(maxlen=_SLOW_STEPS)
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._reset()
@@ -67,7 +67,7 @@ class Ranks(Part):
             self._watches[rank] = RankWatch(self.context.config.gpu, self.context.config.steps)
         return self._watches[rank]
 
-    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
         for step in steps:
             watch = self._watch(rank)
             verdict = watch.observe(

@@ -11,7 +11,7 @@ from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.goodput import Goodput
 from miner_guard.events import Finding, found
 from miner_guard.flight_recorder.layout import FLAG_FIRST
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.statedir import spelled
 from miner_guard.supervisor.parts import Context, Exit, Launch, Part
 
@@ -28,7 +28,7 @@ class Steps(Part):
         super().__init__(context)
         self._facts = TrainingFacts.from_settings(context.config.miner, context.config.gate)
         self._goodput = Goodput()
-        self._last: dict[int, Step] = {}
+        self._last: dict[int, StepRecord] = {}
         self._steps: dict[int, int] = {}
         self._phase = ""
         self._loss_first: float | None = None
@@ -61,14 +61,14 @@ class Steps(Part):
             self._facts = self._facts.with_entry(entry)
         return ()
 
-    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
         for step in steps:
             self._last[rank] = step
             self._steps[rank] = self._steps.get(rank, 0) + 1
             if rank == min(self._last):
                 yield from self._lead_step(rank, step)
 
-    def _lead_step(self, rank: int, step: Step) -> Iterator[Finding]:
+    def _lead_step(self, rank: int, step: StepRecord) -> Iterator[Finding]:
         if self._loss_first is None:
             self._loss_first = step.loss
         self._goodput.step(step.start, step.end, step.phases, step.nested_in_monitor_s)
@@ -83,7 +83,7 @@ class Steps(Part):
             yield from self._time(rank, step)
         yield from self._timing_lines(rank, step)
 
-    def _time(self, rank: int, step: Step) -> Iterator[Finding]:
+    def _time(self, rank: int, step: StepRecord) -> Iterator[Finding]:
         if self._max is None or step.seconds > self._max[0]:
             self._max = (step.seconds, step.inner_step)
         kind = step_time.kind_of(step.phases)
@@ -100,7 +100,7 @@ class Steps(Part):
             )  # fmt: skip
         yield from self._summary(rank, step)
 
-    def _slow_line(self, rank: int, step: Step, slow: step_time.SlowStep) -> Iterator[Finding]:
+    def _slow_line(self, rank: int, step: StepRecord, slow: step_time.SlowStep) -> Iterator[Finding]:
         # Beyond 60 s each step has its line, as source 004 shows; short ones would flood the console. The report marks
         # them all.
         too_soon = step.end - self._slow_said < _SLOW_REPEAT_S or self._fallback_said
@@ -122,7 +122,7 @@ class Steps(Part):
             phases_s={name: round(seconds, 3) for name, seconds in phases},
         )  # fmt: skip
 
-    def _summary(self, rank: int, step: Step) -> Iterator[Finding]:
+    def _summary(self, rank: int, step: StepRecord) -> Iterator[Finding]:
         stretch = step.total_steps // self.context.config.steps.breakdown_every
         window = self._times.training_window()
         if stretch == self._summary_stretch or window is None or self._max is None:
@@ -133,7 +133,7 @@ class Steps(Part):
             grade=step_time.grade(window.median, self.context.config.steps), steps=self._steps[rank],
         )  # fmt: skip
 
-    def _timing_lines(self, rank: int, step: Step) -> Iterator[Finding]:
+    def _timing_lines(self, rank: int, step: StepRecord) -> Iterator[Finding]:
         seen = self._timing.observe(step.total_steps, step.phases, step.nested_in_monitor_s)
         if isinstance(seen, timing.FastLog):
             yield found(
@@ -211,7 +211,7 @@ class Steps(Part):
         }
 
 
-def _about_the_loss(step: Step) -> dict[str, Any]:
+def _about_the_loss(step: StepRecord) -> dict[str, Any]:
     """Fields for a loss that is not simply the step's own."""
     if step.loss is None:
         return {}
@@ -220,7 +220,7 @@ def _about_the_loss(step: Step) -> dict[str, Any]:
     return {**about, "loss_step": number - step.loss_lag} if step.loss_lag else about
 
 
-def _rank_row(step: Step, now: float) -> dict[str, Any]:
+def _rank_row(step: StepRecord, now: float) -> dict[str, Any]:
     return {
         "outer_step": step.outer_step,
         "inner_step": step.inner_step,

@@ -11,7 +11,7 @@ from typing import Any
 
 from miner_guard.events import Finding, found, unwritten
 from miner_guard.flight_recorder.layout import FLAG_FIRST
-from miner_guard.flight_recorder.records import Now, Step
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.supervisor.parts import Context, Exit, Part
 from uploads import audit, watched
 from uploads import inputs as gate_inputs
@@ -167,7 +167,7 @@ class Uploads(Part):
 
     # the ranks
 
-    def on_steps(self, rank: int, steps: Sequence[Step]) -> Iterable[Finding]:
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
         if rank != 0:
             return
         for step in steps:

@@ -13,7 +13,7 @@ from miner_guard import events
 from miner_guard.clock import FakeClock
 from miner_guard.config import Config, LogSettings, MinerSettings
 from miner_guard.events import Finding, found
-from miner_guard.flight_recorder.records import Step
+from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.statedir import StateDir
 from miner_guard.supervisor.parts import Exit, Launch
 from miner_guard.supervisor.parts.incidents import CAUSELESS_S, COOLDOWN_S, SETTLE_S, Incidents
@@ -62,8 +62,8 @@ class Live:
         self.said += self.part.on_tick(self.clock.monotonic(), {})
 
     def steps(self, rank: int, number: int, loss: float) -> None:
-        step = Step(
-            number, 1, number, number, 0.0, 1.0, 1e9, loss, None, None, None, None, None, None, 0, {}, 0.0
+        step = StepRecord(
+            number=number, outer_step=1, inner_step=number, total_steps=number, end=1.0, wall=1e9, loss=loss
         )  # fmt: skip
         self.said += self.part.on_steps(rank, [step])
 

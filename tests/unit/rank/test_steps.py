@@ -101,7 +101,7 @@ def test_a_number_without_room_in_the_record_is_unknown_and_the_step_is_recorded
     clock.now += 3
     guard.step(loss=1.4, inner_step=2)
     assert [(s.loss, s.seconds) for s in reader_of(state).steps()] == [(1.5, 2.0), (1.4, 3.0)]
-    assert "is none" in said(state)[0]
+    assert "too large" in said(state)[0]
     guard.close(finished=True)
     assert state_of(state) == "finished"
 
