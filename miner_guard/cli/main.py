@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from miner_guard import __version__, exits
+from miner_guard import __version__, exits, inherited
 
 COMMANDS = (
     "run", "doctor", "status", "top", "logs", "gate", "audit", "explain", "plan", "costs", "report", "bundle", "export",
@@ -66,6 +66,7 @@ def main() -> None:
     """Entry point. Exits with the codes of `miner_guard.exits`."""
     # What is imported lives to the end: to look for garbage in it every 700 objects is a tenth of the start.
     gc.set_threshold(_GC_EVERY)
+    inherited.open_standard_streams()
     sys.exit(run(sys.argv[1:]))
 
 
