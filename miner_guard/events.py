@@ -121,6 +121,7 @@ _SPECS = (
     Spec("guard_started", "info", "🛡️ ", "GUARD STARTED: version {version}, pid {pid}, state {state_dir}", ("version", "pid", "state_dir")),
     Spec("guard_stopped", "info", "🛡️ ", "GUARD STOPPED: exit code {exit_code}, {reason}", ("exit_code", "reason")),
     Spec("guard_degraded", "warning", _WARN, "GUARD DEGRADED: {what}", ("what",)),
+    Spec("guard_wedged", "critical", _BAD, "GUARD WEDGED: its loop has not turned for {seconds:.0f}s, at {where}; the miner keeps running", ("seconds", "where", "stack")),
     Spec("preflight", "info", "🔍", "PREFLIGHT: {ok} ok, {warn:~warning}, {critical} critical, {unknown} unknown", ("ok", "warn", "critical", "unknown")),
     Spec("preflight_waiting", "info", "🔍", "PREFLIGHT WAITING: up to {left_s:.0f}s, since this may mend: {what}", ("left_s", "what")),
     Spec("preflight_finding", "warning", _WARN, "PREFLIGHT {check}: {seen}; {next_step}", ("check", "seen", "limit", "next_step")),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard import __version__
+from miner_guard import __version__, inherited
 from miner_guard.clock import SystemClock
 from miner_guard.config import Config
 from miner_guard.events import Finding, found
@@ -33,7 +33,7 @@ from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.lock import Lock
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.manager import Manager, managers
-from miner_guard.supervisor.orders import Order, Wish
+from miner_guard.supervisor.orders import Order, Then, Wish
 from miner_guard.supervisor.parts import Context
 from miner_guard.supervisor.parts.health import Health
 from miner_guard.supervisor.processes import HELPER
@@ -41,9 +41,11 @@ from miner_guard.supervisor.reaper import Reaper
 from miner_guard.supervisor.relay import Relay
 from miner_guard.supervisor.scheduler import Scheduler
 from miner_guard.supervisor.startup import Startup
-from miner_guard.supervisor.status import Status
+from miner_guard.supervisor.status import Status, run_status
 from miner_guard.supervisor.steering import Steering
+from miner_guard.supervisor.teardown import Teardown
 from miner_guard.supervisor.tidy import tidy
+from miner_guard.supervisor.watchdog import Hands, Watchdog
 from uploads.repos.credentials import beside
 
 _LAST_WORDS_S = 2.0
@@ -53,9 +55,19 @@ look at a flood."""
 
 _SWEEP_GRACE_S = 5.0
 _GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
+_LEAVE_S = 5.0
+"""For the last words and the interpreter's own end, which waits for every thread of a job."""
+
 _FLUSH_S = 10.0
 _FLUSH_ASKED_S = 2.0
 """Whoever asked for the end needs no alert of it."""
+
+
+STOP_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGPWR, signal.SIGXCPU),
+    *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO),
+)
+"""All that would end the process otherwise: each is an orderly stop."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,7 @@ class Assembly:
         self.supervisor.before_first = self.startup.begin
         self.supervisor.on_stopping = self._stopping
         self.host.on_finding = self.supervisor.attribution.hear
+        self.watchdog = Watchdog(self.loop, request.config.miner.stop_timeout_s, Hands(self.log, self._own_teardown))
         self.jobs = Scheduler(self.clock, self.report)
         self.status = Status(request.state, self.clock, self.log)
         self.managers: list[Manager] = []
@@ -113,7 +126,15 @@ class Assembly:
         probes = {**env, HELPER: str(os.getpid())}
         return Question(request.config, request.state, request.command, probes, torch=False)
 
+    def _own_teardown(self) -> Teardown | None:
+        """For the watchdog, where the loop does not get to its own."""
+        launch = self.supervisor.launch
+        if launch is None:
+            return None
+        return Teardown(self.clock, launch.leftovers, launch.child.process, self.request.config.miner.stop_timeout_s)
+
     def _stopping(self) -> None:
+        self.watchdog.stop_asked()
         self.startup.cancel()
         self.lock.stopping()
         for manager in self.managers:
@@ -146,6 +167,7 @@ class Assembly:
 
     def run(self) -> int:
         """Supervise to the end; returns the exit code."""
+        inherited.settle_signals()
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
         misplaced = [*self.lock.findings, *tidy(state)]
@@ -157,9 +179,10 @@ class Assembly:
             code = self.supervisor.run()
         finally:
             self._take_apart()
+        self.watchdog.leaving(code, _LEAVE_S)
         self.log(found("guard_stopped", exit_code=code, reason=self.supervisor.reason))
         self.relay.finish(_LAST_WORDS_S)
-        self.supervisor.say_drops()
+        self.supervisor.pulse.say_drops()
         self.lock.release()
         return code
 
@@ -179,6 +202,7 @@ class Assembly:
         self._try("control.sock", self._open_control)
         self.loop.after(0.0, self._start_jobs)
         self.loop.after(0.0, self._pulse)
+        self.loop.every(1.0, self._pulse)
 
     def _watch_gpu_memory(self) -> None:
         health = next((part for part in self.host.parts if isinstance(part, Health)), None)
@@ -191,16 +215,17 @@ class Assembly:
         self._closers.append(gpus.close)
 
     def _hear_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 # Started by `nohup`: the end of the terminal is not the guard's.
                 continue
             self.loop.on_signal(number, functools.partial(self._stop, signal.Signals(number).name))
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             self.loop.on_signal(number, functools.partial(self._forward, number))
+        self.watchdog.start(STOP_SIGNALS)
 
     def _stop(self, why: str) -> None:
-        self.supervisor.want(Wish(why, "stop"))
+        self.supervisor.want(Wish(why, Then.STOP))
 
     def _context(self) -> Context:
         return Context(
@@ -257,7 +282,6 @@ class Assembly:
             self.log(found("guard_degraded", what=f"no schedule: {type(error).__name__}: {error}"))
 
     def _pulse(self) -> None:
-        self.loop.after(1.0, self._pulse)
         if not self._ended:
             self.jobs.tick()
             self._look_after_doors()
@@ -273,23 +297,25 @@ class Assembly:
     def _document(self) -> dict[str, Any]:
         # The command line may hold a secret, and what a part quotes may too.
         parts = {**self.host.snapshots(), "jobs": self.jobs.figures()}
-        document: dict[str, Any] = self.redactor.value({**self.supervisor.document(), **parts})
+        document: dict[str, Any] = self.redactor.value({**run_status(self.supervisor), **parts})
         return document
 
     def _take_apart(self) -> None:
         self.loop.drain()
         self._ended = True
         # The parts' last words, the final HEALTH line among them, are of how it ended, not of the last pulse.
-        self.status.update(self._document())
-        self.host.stop()
-        self._linger()
-        self.status.update(self._document())
-        self.jobs.close()
-        for _, close in self._doors.values():
-            close()
-        for close in reversed(self._closers):
-            close()
-        self.flights.close()
+        for work in (
+            lambda: self.status.update(self._document()),
+            self.host.stop,
+            self._linger,
+            lambda: self.status.update(self._document()),
+            self.jobs.close,
+            *(close for _, close in self._doors.values()),
+            *reversed(self._closers),
+            self.flights.close,
+        ):
+            self.loop.attempt(work)
+            self.loop.alive()
         self.loop.keep_signals()
         self.loop.close()
 

@@ -57,22 +57,32 @@ class GpuSettle:
             proceed()
 
     def _wait(self, before: Levels, proceed: Callable[[], None]) -> None:
+        try:
+            free = self._is_free(before)
+        except Exception as error:  # noqa: BLE001 - better started unexamined than never; it is reported
+            what = f"GPU memory can't be read: {type(error).__name__}: {error}; the miner is started unexamined"
+            self._report(found("guard_degraded", what=what))
+            free = True
+        if free:
+            self._soon(proceed)
+
+    def _is_free(self, before: Levels) -> bool:
+        """Wait until the memory is back, or time is up; False where the wait was closed."""
         deadline = self._clock.monotonic() + self._settle_s
         while True:
             now = self._read()
             over = {} if now is None else held(before, now)
             if now is None or not over:
-                break
+                return True
             if self._clock.monotonic() >= deadline:
                 listed = ", ".join(f"{uuid} {size / 1024**3:.1f} GB" for uuid, size in sorted(over.items()))
                 what = (
                     f"GPU memory is still held {self._settle_s:.0f}s after the stop, above the level before: {listed}"
                 )
                 self._report(found("guard_degraded", what=f"{what}; the miner is started all the same"))
-                break
+                return True
             if self._closed.wait(_LOOK_EVERY_S):
-                return
-        self._soon(proceed)
+                return False
 
     def close(self) -> None:
         """Stop waiting; nothing proceeds any more."""

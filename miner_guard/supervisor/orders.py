@@ -1,9 +1,10 @@
-"""What the supervisor is told: the order it works on, and the wishes that end a launch."""
+"""What the supervisor works on, and the requests that end a launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from miner_guard.config import Config
 from miner_guard.statedir import StateDir
@@ -24,12 +25,24 @@ class Order:
     """What the guard exits with when the miner has finished."""
 
 
+class Then(Enum):
+    """What follows the launch that a request ends."""
+
+    STOP = "stop"
+    """Nothing: the guard ends."""
+
+    RESTART = "restart"
+    """The next launch, when the restart policy allows it."""
+
+    RELAUNCH = "relaunch"
+    """The next launch at once; not counted as a failure, since a person or a setting asked for it."""
+
+
 @dataclass(frozen=True)
 class Wish:
-    """Why the current launch is being ended by the guard."""
+    """Why the guard ends the current launch, and what follows."""
 
     cause: str
-    then: str
-    """`stop`, `restart` (by the policy) or `relaunch` (a person asked: at once, not counted)."""
-
+    then: Then
     exit_code: int = 0
+    """Of the guard, where `then` is `STOP`."""

@@ -31,7 +31,12 @@ _BURST = 8 * 1024 * 1024
 """After the parts were so far behind, memory is given back."""
 
 _SLICE = 128 * 1024
-"""What the parts are shown before the pipes are looked at again: in less time than it takes to fill a pipe."""
+_SLICE_S = 0.05
+"""What the parts are shown before the pipes are read again: in less time than it takes to fill a pipe."""
+
+LAST_WORDS = 256 * 1024
+LAST_WORDS_S = 2.0
+"""The end of a launch's output, which the parts are shown in any case: the traceback stands there."""
 
 
 class Relay:
@@ -65,6 +70,11 @@ class Relay:
     def dropped_bytes(self) -> int:
         """Bytes of all streams that nobody read."""
         return sum(outlet.dropped for outlet in self.outlets)
+
+    @property
+    def unseen(self) -> int:
+        """Bytes that were passed on and that the parts have not been shown yet."""
+        return self._unseen_bytes
 
     @property
     def stuck(self) -> bool:
@@ -104,10 +114,6 @@ class Relay:
             self._burst = False
             _give_memory_back()
         self._resume()
-        for fd in self._sources.keys() - self._paused - self._napping:
-            # The loop lets go of a reader that failed; a pipe that nobody reads would stop the miner.
-            if not self._loop.watched(fd):
-                self._watch(fd)
 
     def _readable(self, fd: int) -> None:
         taken = self._take(fd)
@@ -181,18 +187,32 @@ class Relay:
                 self._loop.after(0.0, self._show)
             self._resume()
 
-    def _show_up_to(self, size: int) -> None:
-        while self._unseen and size > 0:
+    def _show_up_to(self, size: int, seconds: float = _SLICE_S) -> None:
+        over = time.monotonic() + seconds
+        while self._unseen and size > 0 and time.monotonic() < over:
             data = self._unseen.popleft()
             self._unseen_bytes -= len(data)
             size -= len(data)
             self._on_chunk(data)
 
-    def drain(self) -> None:
-        """Take what the pipes hold now, no more: a survivor may go on printing. The parts have seen all of it then."""
+    def end_sources(self) -> None:
+        """Take what the pipes hold now and close them: a process that survived could print for ever.
+
+        The parts are shown it in slices, as always; `unseen` tells when they have seen all.
+        """
         for fd in list(self._sources):
             self._take(fd)
-        self._show_up_to(self._unseen_bytes)
+        self.close_sources()
+
+    def show_rest(self) -> int:
+        """Show the parts the last of what they have not seen, `LAST_WORDS` at most; returns the bytes left out."""
+        left_out = 0
+        while self._unseen and self._unseen_bytes > LAST_WORDS:
+            size = len(self._unseen.popleft())
+            self._unseen_bytes -= size
+            left_out += size
+        self._show_up_to(self._unseen_bytes, LAST_WORDS_S)
+        return left_out
 
     def close_sources(self) -> None:
         """Forget the pipes of a launch that has ended."""

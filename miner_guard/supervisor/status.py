@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from miner_guard.clock import Clock, iso_utc
 from miner_guard.events import Finding, found, unwritten
 from miner_guard.statedir import StateDir, finite, write_json
+from miner_guard.supervisor.core import Supervisor
+from miner_guard.supervisor.states import State
+
+_LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
+
+
+def run_status(run: Supervisor) -> dict[str, Any]:
+    """The run's own part of status.json."""
+    launch, last = run.launch, run.last_exit
+    age = run.clock.monotonic() - launch.started if launch is not None and run.state in _LIVE else None
+    ended = last and {
+        "code": last.code,
+        "signal": last.signal,
+        "asked": last.asked,
+        "finished": last.finished,
+        "runtime_s": round(last.runtime_s, 3),
+    }
+    return {
+        "state": run.state.value,
+        "paused": run.paused,
+        "run_id": run.order.run_id,
+        "pid": os.getpid(),
+        "miner_pid": launch.child.pid if launch is not None else None,
+        "command": list(run.order.command),
+        "attempt": max(run.launches - 1, 0),
+        "restarts": run.policy.failures,
+        "started": None if age is None else iso_utc(run.clock.wall() - age),
+        "last_exit": ended,
+        "rank_processes": {
+            str(rank): {"pid": identity.pid, "local_rank": identity.local_rank}
+            for rank, identity in run.flights.identities().items()
+        },
+        "output_dropped_bytes": run.relay.dropped_bytes,
+    }
 
 
 class Status:

@@ -7,7 +7,7 @@ from typing import Any
 
 from miner_guard.supervisor.core import Supervisor
 from miner_guard.supervisor.flights import Flights
-from miner_guard.supervisor.orders import Wish
+from miner_guard.supervisor.orders import Then, Wish
 
 
 class Steering:
@@ -40,15 +40,15 @@ class Steering:
 
     def restart(self, cause: str) -> None:
         """Stop the miner and start it again by the restart policy."""
-        self._supervisor.want(Wish(cause, "restart"))
+        self._supervisor.want(Wish(cause, Then.RESTART))
 
     def relaunch(self, cause: str) -> None:
         """Stop the miner and start it again at once, not counted as a failure."""
-        self._supervisor.want(Wish(cause, "relaunch"))
+        self._supervisor.want(Wish(cause, Then.RELAUNCH))
 
     def stop(self, cause: str, exit_code: int) -> None:
         """Stop the miner and end the guard."""
-        self._supervisor.want(Wish(cause, "stop", exit_code))
+        self._supervisor.want(Wish(cause, Then.STOP, exit_code))
 
     def use_command(self, command: Sequence[str]) -> None:
         """The miner's command from the next launch on."""

@@ -44,6 +44,8 @@ class Guarded:
     def __init__(self, folder: Path) -> None:
         self.state = StateDir(folder / "state")
         self.python = sys.executable
+        self.entry: str | None = None
+        """A script in place of `-m miner_guard`: a guard with a defect built in."""
         self.token = uuid.uuid4().hex
         self.processes: list[subprocess.Popen[bytes]] = []
         self.output = folder / "output.log"
@@ -60,7 +62,8 @@ class Guarded:
         if "stdout" not in popen:
             popen["stdout"] = self.output.open("ab")
             popen["stderr"] = subprocess.STDOUT
-        line = [self.python, "-m", "miner_guard", "run", "--state-dir", str(self.state.root), *flags, "--", *command]
+        entry = ["-m", "miner_guard"] if self.entry is None else [self.entry]
+        line = [self.python, *entry, "run", "--state-dir", str(self.state.root), *flags, "--", *command]
         process = subprocess.Popen(line, env=env, stdin=subprocess.DEVNULL, **popen)
         self.processes.append(process)
         return process

@@ -101,8 +101,41 @@ def test_the_last_words_are_shown_before_the_end(stage: Open) -> None:
     shown: list[bytes] = []
     at = stage(shown.append)
     os.write(at.miner, OUTPUT)
-    at.relay.drain()
+    at.relay.end_sources()
+    at.turn(30)
     assert b"".join(shown) == OUTPUT
+    assert at.relay.show_rest() == 0
+
+
+def test_a_flood_that_the_parts_are_behind_with_is_cut_to_its_end(stage: Open) -> None:
+    """Guards against an end that waits half a minute for the monitors to read what nobody needs any more."""
+    shown: list[bytes] = []
+    at = stage(shown.append)
+    flood = OUTPUT
+    os.write(at.miner, flood)
+    at.relay.end_sources()
+    assert at.relay.unseen == len(flood)
+    left_out = at.relay.show_rest()
+    assert left_out == len(flood) - len(b"".join(shown)) > 0
+    assert len(b"".join(shown)) <= relay_module.LAST_WORDS
+    assert flood.endswith(b"".join(shown))
+    assert at.relay.unseen == 0
+    assert at.written() == flood
+
+
+def test_a_slow_part_is_shown_output_in_slices_of_time(stage: Open) -> None:
+    """Guards against one turn of the loop that lasts as long as the monitors need for a whole burst."""
+
+    def slow(_data: bytes) -> None:
+        time.sleep(0.06)
+
+    at = stage(slow)
+    os.write(at.miner, OUTPUT)
+    at.relay.end_sources()
+    at.turn()
+    before = at.relay.unseen
+    at.turn()
+    assert before - at.relay.unseen == relay_module.CHUNK
 
 
 def test_a_defect_while_looking_stops_neither_the_output_nor_the_next_look(stage: Open) -> None:

@@ -17,16 +17,17 @@ from miner_guard.config import Config, HangSettings
 from miner_guard.events import Finding
 from miner_guard.flight_recorder.records import Now
 from miner_guard.statedir import StateDir
-from miner_guard.supervisor import evidence
+from miner_guard.supervisor import evidence, processes
 from miner_guard.supervisor.core import FAILED, Supervisor
 from miner_guard.supervisor.evidence import Gathered
 from miner_guard.supervisor.host import Host
+from miner_guard.supervisor.launch import ActiveLaunch
 from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.orders import Order, Wish
+from miner_guard.supervisor.orders import Order, Then, Wish
 from miner_guard.supervisor.parts import Launch
 from miner_guard.supervisor.parts.hang import HangWatch
 from miner_guard.supervisor.processes import Process
-from miner_guard.supervisor.teardown import Teardown
+from miner_guard.supervisor.states import State
 from tests.idle import context
 
 
@@ -35,22 +36,91 @@ def said() -> list[Finding]:
     return []
 
 
-@pytest.fixture
-def supervisor(tmp_path: Path, said: list[Finding]) -> Iterator[Supervisor]:
-    """One without a miner: its pipes can't be had, so that every launch fails at once."""
+class Launcher:
+    """A child process that ends when the test says so."""
 
-    def no_pipes() -> tuple[int, int]:
+    def __init__(self) -> None:
+        self.process = Process(2**22 + 1, 1)
+        self.pid = self.process.pid
+        self.ended: int | None = None
+        self.signal: int | None = None
+
+    def code(self) -> int | None:
+        return self.ended
+
+
+class Pipes:
+    """A relay without pipes."""
+
+    unseen = 0
+    dropped_bytes = 0
+    stuck = False
+
+    def __init__(self) -> None:
+        self.failing = False
+
+    def open(self) -> tuple[int, int]:
         raise OSError(24, "Too many open files")
 
+    def close_sources(self) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def end_sources(self) -> None:
+        if self.failing:
+            raise ValueError("cannot convert float NaN to integer")
+
+    def show_rest(self) -> int:
+        self.end_sources()
+        return 0
+
+
+class Records:
+    """Flight records, each question to which fails when the test says so."""
+
+    def __init__(self) -> None:
+        self.failing = False
+
+    def launched(self, _pid: int) -> None: ...
+
+    def last_look(self, _host: object) -> None:
+        if self.failing:
+            raise ValueError("cannot convert float NaN to integer")
+
+    look = last_look
+
+    def all_finished(self) -> bool:
+        self.last_look(None)
+        return False
+
+    def now(self) -> dict[int, Now]:
+        self.last_look(None)
+        return {}
+
+
+@pytest.fixture
+def defects() -> list[Exception]:
+    return []
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, said: list[Finding], defects: list[Exception]) -> Iterator[Supervisor]:
+    """One without a miner: its pipes can't be had, so that every launch fails at once."""
     clock = FakeClock()
-    loop = Loop(clock, lambda error: pytest.fail(repr(error)))
+    loop = Loop(clock, defects.append)
     order = Order(("true",), lambda _launch: dict(os.environ), Config(), StateDir(tmp_path), "r1")
-    nothing: Any = SimpleNamespace(
-        open=no_pipes, close_sources=lambda: None, drain=lambda: True, last_look=lambda _host: None,
-        all_finished=lambda: False,
-    )  # fmt: skip
-    yield Supervisor(order, clock, loop, Host(said.append), nothing, nothing)
+    yield Supervisor(order, clock, loop, Host(said.append), cast(Any, Pipes()), cast(Any, Records()))
     loop.close()
+
+
+@pytest.fixture
+def launcher(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    """A launch that runs, with nothing below its launcher."""
+    launcher = Launcher()
+    now = supervisor.clock.monotonic()
+    supervisor.launch = ActiveLaunch(cast(Any, launcher), 0, now, supervisor.clock, set)
+    supervisor.state = State.RUNNING
+    return launcher
 
 
 def test_a_launch_without_descriptors_is_a_failure_that_is_tried_again(
@@ -58,7 +128,7 @@ def test_a_launch_without_descriptors_is_a_failure_that_is_tried_again(
 ) -> None:
     """Guards against a guard that waits for ever with nothing running and nothing planned."""
     supervisor._first_launch()
-    assert supervisor.state == "waiting"
+    assert supervisor.state is State.WAITING
     assert [finding.event for finding in said] == ["miner_exited", "miner_restarting"]
     assert "Too many open files" in said[0].fields["how"]
 
@@ -68,35 +138,39 @@ def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short
 ) -> None:
     """Guards against the watchdog of a hang whose miner gave up first: its wish came while the next start waited."""
     supervisor._first_launch()
-    supervisor.want(Wish("hang: rank 0 in data for 912s", "restart"))
-    supervisor.loop.drain()
-    assert (supervisor.state, len(said)) == ("waiting", 2)
+    supervisor.want(Wish("hang: rank 0 in data for 912s", Then.RESTART))
+    supervisor.step()
+    assert (supervisor.state, len(said)) == (State.WAITING, 2)
 
 
-def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(supervisor: Supervisor) -> None:
+def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
+    supervisor: Supervisor, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a stop that never comes: a process in D state is never reaped."""
-    launcher = Process(2**22 + 1, 1)
-    child: Any = SimpleNamespace(pid=launcher.pid, process=launcher, code=lambda: None, signal=None)
-    supervisor.child, supervisor.state, supervisor._wish = child, "stopping", Wish("SIGTERM", "stop")
-    supervisor._ended(child, Teardown(supervisor.clock, set, launcher, 1.0, stuck=[launcher]))
-    assert (supervisor.state, supervisor.exit_code) == ("done", 0)
+    monkeypatch.setattr(processes, "alive", lambda _process: True)
+    monkeypatch.setattr(processes, "send", lambda _process, _number: True)
+    supervisor.want(Wish("SIGTERM", Then.STOP))
+    for _ in range(200):
+        supervisor.step()
+        cast(FakeClock, supervisor.clock).advance(0.5)
+    assert (supervisor.state, supervisor.exit_code) == (State.DONE, 0)
     assert supervisor.last_exit is not None
     assert supervisor.last_exit.code == 137
     assert FAILED != 137
 
 
-def test_who_asks_again_for_the_end_is_told_what_it_waits_for(supervisor: Supervisor, said: list[Finding]) -> None:
+def test_who_asks_again_for_the_end_is_told_what_it_waits_for(
+    supervisor: Supervisor, launcher: Launcher, said: list[Finding]
+) -> None:
     """Guards against a second Ctrl-C that is swallowed for 45 s, so that the next one is SIGKILL to the guard."""
-    clock = cast(FakeClock, supervisor.clock)
-    launcher = Process(2**22 + 1, 1)
-    supervisor.child = cast(Any, SimpleNamespace(pid=launcher.pid, process=launcher, code=lambda: None, signal=None))
-    supervisor.state, supervisor._wish = "stopping", Wish("SIGINT", "stop")
-    supervisor._teardown = Teardown(clock, set, launcher, 45.0)
-    supervisor._teardown.ask()
-    clock.advance(15.0)
+    supervisor.want(Wish("SIGINT", Then.STOP))
+    supervisor.step()
+    assert supervisor.state is State.STOPPING
+    cast(FakeClock, supervisor.clock).advance(15.0)
+    said.clear()
     for _ in range(3):
-        supervisor.want(Wish("SIGINT", "stop"))
-    supervisor.loop.drain()
+        supervisor.want(Wish("SIGINT", Then.STOP))
+    supervisor.step()
     (finding,) = said
     assert events.line(finding) == (
         f"MINER STOPPING: SIGINT, and it is ending already: pid {launcher.pid} has had SIGTERM and has not ended; "
@@ -104,17 +178,88 @@ def test_who_asks_again_for_the_end_is_told_what_it_waits_for(supervisor: Superv
     )
 
 
-def test_a_stop_during_a_restart_is_heard(supervisor: Supervisor, said: list[Finding]) -> None:
+def test_a_stop_during_a_restart_is_heard(supervisor: Supervisor, launcher: Launcher, said: list[Finding]) -> None:
     """Guards against a first Ctrl-C without a word, because the guard was already ending the launch for a restart."""
-    launcher = Process(2**22 + 1, 1)
-    supervisor.child = cast(Any, SimpleNamespace(pid=launcher.pid, process=launcher, code=lambda: None, signal=None))
-    supervisor.state, supervisor._wish = "stopping", Wish("hang: rank 0 in data", "restart")
-    supervisor._teardown = Teardown(supervisor.clock, set, launcher, 45.0)
-    supervisor._teardown.ask()
-    supervisor.want(Wish("SIGTERM", "stop"))
-    supervisor.loop.drain()
+    supervisor.want(Wish("hang: rank 0 in data", Then.RESTART))
+    supervisor.step()
+    said.clear()
+    supervisor.want(Wish("SIGTERM", Then.STOP))
+    supervisor.step()
     assert [finding.event for finding in said] == ["miner_stopping"]
-    assert supervisor._wish.then == "stop"
+    launcher.ended = 0
+    supervisor.step()
+    assert (supervisor.state, supervisor.reason) == (State.DONE, "SIGTERM")
+
+
+def test_a_dead_launcher_is_noticed_without_any_signal(supervisor: Supervisor, launcher: Launcher) -> None:
+    """Guards against a lost or blocked SIGCHLD, which left a dead miner `running`."""
+    launcher.ended = 7
+    supervisor.step()
+    assert supervisor.state is State.WAITING
+    assert supervisor.last_exit is not None
+    assert supervisor.last_exit.code == 7
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_end_of_a_launch_survives_whatever_fails_in_it(
+    supervisor: Supervisor, launcher: Launcher, said: list[Finding], defects: list[Exception], asked: bool
+) -> None:
+    """Guards against a NaN in a ring record, which left the state `ending` for ever and every later SIGTERM unheard."""
+    cast(Any, supervisor.flights).failing = cast(Any, supervisor.relay).failing = True
+    if asked:
+        supervisor.want(Wish("SIGTERM", Then.STOP))
+        supervisor.step()
+    launcher.ended = 3
+    supervisor.step()
+    assert supervisor.state is (State.DONE if asked else State.WAITING)
+    assert "miner_exited" in [finding.event for finding in said]
+    assert defects
+
+
+def test_a_stop_is_honoured_after_a_failure_while_it_was_begun(
+    supervisor: Supervisor, launcher: Launcher, defects: list[Exception]
+) -> None:
+    """Guards against a request that is used up by a turn that failed."""
+
+    def fail() -> None:
+        raise RuntimeError("a defect")
+
+    supervisor.on_stopping = fail
+    supervisor.want(Wish("SIGTERM", Then.STOP))
+    supervisor.step()
+    launcher.ended = 0
+    supervisor.step()
+    assert supervisor.state is State.DONE
+    assert [str(error) for error in defects] == ["a defect"]
+
+
+def test_a_wait_for_gpu_memory_that_fails_does_not_keep_the_next_launch(
+    supervisor: Supervisor, launcher: Launcher
+) -> None:
+    """Guards against a guard that waits for ever for a look that broke."""
+
+    def fail(_proceed: object) -> None:
+        raise RuntimeError("a defect")
+
+    supervisor.before_next = fail
+    launcher.ended = 1
+    supervisor.step()
+    assert supervisor.state is State.WAITING
+    before = supervisor.policy.failures
+    cast(FakeClock, supervisor.clock).advance(3600.0)
+    supervisor.step()
+    assert supervisor.policy.failures == before + 1, "it was launched, and failed for want of pipes"
+
+
+def test_every_tick_reaches_the_monitors_though_the_records_cannot_be_read(
+    supervisor: Supervisor, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against one unreadable record that blinds the hang watch of all ranks."""
+    cast(Any, supervisor.flights).failing = True
+    ticks: list[float] = []
+    monkeypatch.setattr(supervisor.host, "tick", lambda now, _ranks: ticks.append(now))
+    supervisor.pulse.tick()
+    assert ticks
 
 
 class _Later:

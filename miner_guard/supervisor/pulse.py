@@ -1,0 +1,76 @@
+"""The supervisor's tick: the ranks' records, the monitors, the launch's health, dropped output, the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from miner_guard.events import found
+from miner_guard.flight_recorder.records import Now
+from miner_guard.supervisor.states import State
+
+if TYPE_CHECKING:
+    from miner_guard.supervisor.core import Supervisor
+
+DROPS_EVERY_S = 60.0
+
+
+class Pulse:
+    """What happens twice a second. Each step is attempted by itself: one that fails costs the others nothing."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._run = supervisor
+        self._blind_said = False
+        self._dropped_said = 0
+        self._drops_said_at = 0.0
+
+    def tick(self) -> None:
+        """All of it, for a loop that calls this again whatever happens here."""
+        run, attempt = self._run, self._run.loop.attempt
+        attempt(run.relay.tick)
+        if run.exit_code is not None:
+            # The monitors have ended; only their last words are waited for.
+            return
+        attempt(lambda: run.flights.look(run.host))
+        ranks: dict[int, Now] = {}
+        attempt(lambda: ranks.update(run.flights.now()))
+        attempt(lambda: run.host.tick(run.clock.monotonic(), ranks))
+        attempt(lambda: self._watch_health(ranks))
+        attempt(self._watch_drops)
+        attempt(self._watch_family)
+
+    def _watch_family(self) -> None:
+        child = self._run.child
+        try:
+            self._run.family.look(None if child is None else child.process)
+        except OSError as error:
+            self.say_blind(error)
+
+    def say_blind(self, error: OSError) -> None:
+        """Report once that the run's processes can't be read."""
+        if not self._blind_said:
+            self._blind_said = True
+            what = f"the miner's processes can't be inspected ({error.strerror}); tried again until they can"
+            self._run.host.finding(found("guard_degraded", what=what))
+
+    def _watch_health(self, ranks: Mapping[int, Now]) -> None:
+        run, launch = self._run, self._run.launch
+        stepping = any(now.total_steps > 0 for now in ranks.values())
+        if launch is None or run.state is not State.RUNNING or launch.healthy or not stepping:
+            return
+        if run.clock.monotonic() - launch.started >= run.order.config.restart.healthy_s:
+            launch.healthy = True
+            run.policy.healthy()
+
+    def _watch_drops(self) -> None:
+        due = self._run.clock.monotonic() - self._drops_said_at >= DROPS_EVERY_S
+        if due or not self._run.relay.stuck:
+            self.say_drops()
+
+    def say_drops(self) -> None:
+        """Report what was dropped since the last report, if anything."""
+        dropped = self._run.relay.dropped_bytes - self._dropped_said
+        if dropped > 0:
+            self._dropped_said += dropped
+            self._drops_said_at = self._run.clock.monotonic()
+            self._run.host.finding(found("output_dropped", dropped_bytes=dropped))

@@ -1,0 +1,72 @@
+"""The states of a run, and the only moves between them.
+
+    STARTING ─▶ RUNNING ─▶ STOPPING (the guard asked) ─▶ ENDING (what is left is ended) ─▶ WAITING ─▶ RUNNING …
+                   └──────────── (it ended by itself) ──────▲                               PAUSED
+
+`DONE` can be reached from every state.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class State(Enum):
+    """The values are what status.json shows."""
+
+    STARTING = "starting"
+    """Before the first launch: the preflight runs."""
+
+    RUNNING = "running"
+    STOPPING = "stopping"
+    """The guard asked the launcher to end."""
+
+    ENDING = "ending"
+    """The launcher has ended; the rest of its processes and output is dealt with."""
+
+    WAITING = "waiting"
+    """For the next launch: backoff, then the memory of the GPUs."""
+
+    PAUSED = "paused"
+    DONE = "done"
+
+
+class Event(Enum):
+    """What moves a run from one state to the next."""
+
+    LAUNCHED = "the miner was started"
+    LAUNCH_FAILED = "the miner could not be started"
+    STOP_BEGUN = "the launcher was asked to end"
+    LAUNCHER_GONE = "the launcher ended, or even SIGKILL does not end it"
+    RETRY_PLANNED = "another launch is planned"
+    HELD = "no launch until a person resumes"
+    FINISHED = "nothing follows"
+
+
+_MOVES: dict[tuple[State, Event], State] = {
+    (State.STARTING, Event.LAUNCHED): State.RUNNING,
+    (State.WAITING, Event.LAUNCHED): State.RUNNING,
+    (State.PAUSED, Event.LAUNCHED): State.RUNNING,
+    (State.STARTING, Event.LAUNCH_FAILED): State.ENDING,
+    (State.WAITING, Event.LAUNCH_FAILED): State.ENDING,
+    (State.PAUSED, Event.LAUNCH_FAILED): State.ENDING,
+    (State.RUNNING, Event.STOP_BEGUN): State.STOPPING,
+    (State.RUNNING, Event.LAUNCHER_GONE): State.ENDING,
+    (State.STOPPING, Event.LAUNCHER_GONE): State.ENDING,
+    (State.ENDING, Event.RETRY_PLANNED): State.WAITING,
+    (State.ENDING, Event.HELD): State.PAUSED,
+    (State.WAITING, Event.HELD): State.PAUSED,
+}
+TRANSITIONS = _MOVES | {(state, Event.FINISHED): State.DONE for state in State if state is not State.DONE}
+
+
+class IllegalTransition(Exception):
+    """An event that has no meaning in a state: a defect of the guard, never the miner's."""
+
+
+def after(state: State, event: Event) -> State:
+    """The state that follows. Raises IllegalTransition."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise IllegalTransition(f"{event.name} while {state.name}") from None

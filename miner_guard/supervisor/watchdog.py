@@ -1,0 +1,168 @@
+"""The guard's own watchdog: a stop is honoured within its grace, even where the supervisor's loop hangs.
+
+It is a thread that waits for two things: signals, whose numbers Python's C handler writes to a pipe that
+only this thread reads, and the loop's signs of life. Where the loop is silent after a stop was asked for, it ends
+the launch itself, leaves all threads' stacks on stderr and ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from miner_guard.events import Finding, found
+from miner_guard.exits import FAILED
+from miner_guard.supervisor import processes
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
+
+SILENT_S = 5.0
+"""The loop turns twice a second; under a load of 20 on 2 cores its longest turn was below one second."""
+
+_LAST_WORDS_S = 20.0
+"""After the miner's end: alerts, the final status, sockets and children closed (10 s of it for the alerts)."""
+
+_LOOK_EVERY_S = 0.5
+_PAUSED_S = 3.0
+_REPORT_S = 1.0
+"""How long a report may take before its thread is left behind: what hangs the loop may hang it too."""
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What the watchdog does to others; the tests have their own."""
+
+    report: Callable[[Finding], None]
+    teardown: Callable[[], Teardown | None]
+    """Of the current launch, with its whole grace; None where nothing runs. Called from this thread."""
+
+    leave: Callable[[int], object] = os._exit
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Watchdog:
+    """Watches one loop. `stop_asked` and `leaving` may be called from any thread."""
+
+    def __init__(self, loop: Loop, grace_s: float, hands: Hands) -> None:
+        self._loop, self._grace_s, self._hands = loop, grace_s, hands
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stop_signals: Collection[int] = ()
+        self._asked_at: float | None = None
+        self._leave_at: float | None = None
+        self._exit_code = FAILED
+        self._wedged = False
+        self._looked_at = self._resumed_at = hands.monotonic()
+        self._main = threading.main_thread().ident
+
+    def start(self, stop_signals: Collection[int]) -> None:
+        """From the main thread, after its signal handlers are in place: Python writes only those signals' numbers."""
+        self._stop_signals = stop_signals
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def stop_asked(self) -> None:
+        """From now on the grace runs."""
+        if self._asked_at is None:
+            self._asked_at = self._hands.monotonic()
+
+    def leaving(self, exit_code: int, within_s: float) -> None:
+        """The process is about to end with this code; it ends within so many seconds, whatever hangs."""
+        self._exit_code, self._leave_at = exit_code, self._hands.monotonic() + within_s
+
+    def _run(self) -> None:
+        while True:
+            readable, _, _ = select.select([self._read], [], [], _LOOK_EVERY_S)
+            if readable:
+                with contextlib.suppress(BlockingIOError):
+                    self._hear(os.read(self._read, 4096))
+                # The kernel may have interrupted another thread than the loop's.
+                self._loop.wake()
+            # What fails here must not leave the guard without its watchdog.
+            with contextlib.suppress(Exception):
+                self.look()
+
+    def _hear(self, numbers: bytes) -> None:
+        if any(number in self._stop_signals for number in numbers):
+            self.stop_asked()
+
+    def look(self) -> None:
+        """Compare the loop's last sign of life, and the time since a stop was asked for, with what they may be."""
+        now = self._hands.monotonic()
+        if now - self._looked_at > _PAUSED_S:
+            # The whole process was stopped, or the host: the loop had no turn either.
+            self._resumed_at = now
+        self._looked_at = now
+        silent = now - max(self._loop.turned_at, self._resumed_at)
+        if self._leave_at is not None:
+            if now >= self._leave_at:
+                self._leave("the guard did not end by itself")
+        elif silent >= SILENT_S:
+            self._say_wedged(silent)
+            if self._asked_at is not None:
+                self._end_launch()
+                if self._hands.monotonic() - self._loop.turned_at >= SILENT_S and self._leave_at is None:
+                    self._leave("the loop hangs")
+        else:
+            self._wedged = False
+            if self._asked_at is not None and now - self._asked_at >= self._longest_stop_s():
+                self._end_launch()
+                self._leave("the stop makes no progress")
+
+    def _longest_stop_s(self) -> float:
+        return self._grace_s + TERM_TO_KILL_S + UNKILLABLE_S + _LAST_WORDS_S
+
+    def _say_wedged(self, silent: float) -> None:
+        if self._wedged:
+            return
+        self._wedged = True
+        frame = sys._current_frames().get(self._main or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown"
+        finding = found("guard_wedged", seconds=round(silent, 1), where=where, stack=traceback.format_list(stack))
+        self._within_a_second(lambda: self._hands.report(finding))
+
+    def _end_launch(self) -> None:
+        """As the loop would have done it: SIGTERM, the grace, SIGKILL, until nothing of the launch is left."""
+        teardown = self._hands.teardown()
+        if teardown is None:
+            return
+        teardown.ask()
+        launcher_lives = True
+        while (again := self._step(teardown)) is not None:
+            self._hands.sleep(min(again, _LOOK_EVERY_S))
+            if launcher_lives and not processes.alive(teardown.launcher):
+                launcher_lives = False
+                teardown.ended()
+        self._looked_at = self._hands.monotonic()
+
+    def _step(self, teardown: Teardown) -> float | None:
+        try:
+            return teardown.step()
+        except OSError:
+            return _LOOK_EVERY_S
+
+    def _leave(self, why: str) -> None:
+        self._within_a_second(lambda: _dump(why))
+        self._hands.leave(self._exit_code)
+
+    def _within_a_second(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="watchdog-report", daemon=True)
+        thread.start()
+        thread.join(_REPORT_S)
+
+
+def _dump(why: str) -> None:
+    """To descriptor 2 and nothing else: Python's own streams and the log may be what hangs."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"miner-guard: {why}; the stacks of all threads:\n".encode())
+        faulthandler.dump_traceback(file=2, all_threads=True)

@@ -1,0 +1,28 @@
+"""A guard whose loop hangs some seconds after its miner has started."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from miner_guard.cli.main import main
+from miner_guard.supervisor.host import Host
+
+_launch = Host.launch
+
+
+def hang_here() -> None:
+    print("wedged now", flush=True)
+    while True:
+        time.sleep(600)
+
+
+def launch(self: Host, record: Any) -> None:
+    _launch(self, record)
+    hang_here()
+
+
+Host.launch = launch  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    main()

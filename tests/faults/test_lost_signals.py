@@ -1,0 +1,113 @@
+"""No signal is needed to notice what is, and none that comes is lost: whatever the guard's parent blocked or closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from miner_guard import inherited
+from tests.faults.guarded import Guarded, until
+
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+
+
+def block_all() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def start(guarded: Guarded, *flags: str, code: str = SLEEPER, **popen: object) -> None:
+    guarded.start([sys.executable, "-u", "-c", f"{code} # {guarded.token}"], *flags, settings=FAST, **popen)
+
+
+def test_a_miner_that_dies_is_noticed_though_the_parent_blocked_every_signal(guarded: Guarded) -> None:
+    """Guards against a dead miner that stays `running`: the mask is inherited, and SIGCHLD never came."""
+    start(guarded, "--max-restarts", "1", code="raise SystemExit(7)", preexec_fn=block_all)
+    assert guarded.processes[0].wait(60) == 75
+    assert [event["code"] for event in guarded.named("miner_exited")] == [7, 7]
+
+
+def test_a_miner_that_dies_is_noticed_though_the_parent_ignores_its_children(guarded: Guarded) -> None:
+    """Guards against a kernel that reaps the miner itself: its exit code read 0."""
+    start(
+        guarded,
+        "--no-restart",
+        code="raise SystemExit(7)",
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )
+    assert guarded.processes[0].wait(60) == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGXCPU])
+def test_a_stop_is_heard_though_the_parent_blocked_every_signal(guarded: Guarded, number: signal.Signals) -> None:
+    start(guarded, preexec_fn=block_all)
+    until(lambda: b"up" in guarded.output.read_bytes(), 60, guarded.tail)
+    assert guarded.stop(number, 30) == 0
+    assert number.name in guarded.named("guard_stopped")[0]["reason"]
+
+
+def test_a_guard_without_standard_streams_runs_and_logs_to_its_file(guarded: Guarded) -> None:
+    """Guards against a traceback instead of a start, and against a lock file that is descriptor 1."""
+
+    def close_all() -> None:
+        for fd in (0, 1, 2):
+            os.close(fd)
+
+    start(guarded, preexec_fn=close_all)
+    guarded.wait_for("miner_started")
+    assert b"\0" not in guarded.state.lock.read_bytes()
+    assert guarded.state.lock.read_text().startswith("{")
+    assert guarded.stop() == 0
+    assert guarded.named("guard_stopped")
+
+
+def test_a_guard_in_the_background_of_a_terminal_that_stops_writers_runs(guarded: Guarded) -> None:
+    """Guards against SIGTTOU: with `stty tostop` the first line stopped the guard, and with it the miner's output."""
+    script = Path(__file__).with_name("miners") / "background.py"
+    settings = {f"MINER_GUARD_{key.upper().replace('.', '__')}": str(value) for key, value in FAST.items()}
+    line = [
+        *(sys.executable, "-m", "miner_guard", "run", "--state-dir", str(guarded.state.root), "--"),
+        *(sys.executable, "-u", "-c", f"{SLEEPER} # {guarded.token}"),
+    ]
+    env = {**os.environ, "MINER_GUARD_GPU__PREFLIGHT": "false", **settings}
+    terminal = subprocess.Popen([sys.executable, str(script), *line], env=env, stdin=subprocess.DEVNULL)
+    guarded.processes.append(terminal)
+    started = guarded.wait_for("guard_started")
+    guarded.wait_for("miner_started")
+    os.kill(started["pid"], signal.SIGTERM)
+    guarded.wait_for("guard_stopped")
+    assert terminal.wait(60) == 0
+
+
+def test_all_signals_pass_after_settling() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGCHLD, signal.SIGTTOU, signal.SIGTTIN)}
+    try:
+        inherited.settle_signals()
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_a_stop_of_a_guard_whose_loop_hangs_ends_the_miner_and_leaves_the_stacks(guarded: Guarded) -> None:
+    """Guards against a wedged guard: state `ending` for ever, SIGTERM ignored, the miner kept alive with it."""
+    wedge = Path(__file__).with_name("miners") / "wedged_guard.py"
+    guarded.entry = str(wedge)
+    start(guarded)
+    until(lambda: b"wedged now" in guarded.output.read_bytes(), 60, guarded.tail)
+    time.sleep(0.5)
+    asked = time.monotonic()
+    assert guarded.stop(signal.SIGTERM, 60) == 1
+    assert time.monotonic() - asked < 30
+    guarded.assert_nothing_left()
+    printed = guarded.output.read_text()
+    assert "the loop hangs; the stacks of all threads" in printed
+    assert "hang_here" in printed

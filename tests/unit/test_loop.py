@@ -1,0 +1,125 @@
+"""The loop stays awake: no exception, no lost wake-up and no signal handler makes it deaf."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from miner_guard.clock import SystemClock
+from miner_guard.supervisor import loop as loop_module
+from miner_guard.supervisor.loop import Loop
+
+
+@pytest.fixture
+def errors() -> list[Exception]:
+    return []
+
+
+@pytest.fixture
+def loop(errors: list[Exception]) -> Iterator[Loop]:
+    made = Loop(SystemClock(), errors.append)
+    yield made
+    made.close()
+
+
+def turn(loop: Loop, times: int = 1) -> None:
+    for _ in range(times):
+        loop.after(0.01, lambda: None)
+        loop.turn()
+
+
+def fail() -> None:
+    raise RuntimeError("a defect")
+
+
+def test_a_signal_is_heard_after_its_handler_failed(loop: Loop, errors: list[Exception]) -> None:
+    """Guards against the deaf guard: one exception in any signal handler let go of the wake-up pipe."""
+    heard: list[int] = []
+
+    def once() -> None:
+        heard.append(len(heard))
+        if len(heard) == 1:
+            fail()
+
+    loop.on_signal(signal.SIGUSR1, once)
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        turn(loop)
+    assert heard == [0, 1, 2]
+    assert len(errors) == 1
+
+
+def test_a_signal_that_does_not_wake_the_loop_is_heard_at_its_next_turn(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a stop that waits for a byte in a pipe which never came."""
+    heard: list[str] = []
+    loop.on_signal(signal.SIGUSR1, lambda: heard.append("stop"))
+    monkeypatch.setattr(loop, "wake", lambda: None)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    turn(loop)
+    assert heard == ["stop"]
+
+
+def test_a_timer_that_fails_each_time_keeps_its_pace(loop: Loop, errors: list[Exception]) -> None:
+    loop.every(0.001, fail)
+    while len(errors) < 3:
+        loop.turn()
+
+
+def test_a_report_that_fails_as_well_ends_nothing(loop: Loop) -> None:
+    """Guards against a log that breaks and takes the miner with it."""
+
+    def broken(_error: Exception) -> None:
+        raise OSError(28, "No space left on device")
+
+    loop.on_error = broken
+    loop.soon(fail)
+    turn(loop)
+    done: list[bool] = []
+    loop.soon(lambda: done.append(True))
+    turn(loop)
+    assert done == [True]
+
+
+def test_a_descriptor_whose_handler_fails_rests_and_comes_back(
+    loop: Loop, errors: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against both: a control socket that nobody reads any more, and a loop that spins on one that fails."""
+    monkeypatch.setattr(loop_module, "REST_S", 0.2)
+    reading, writing = os.pipe()
+    os.write(writing, b"x")
+    loop.watch(reading, fail)
+    turn(loop, 5)
+    assert len(errors) == 1
+    assert not loop.watched(reading)
+    while len(errors) < 2:
+        turn(loop)
+    loop.unwatch(reading)
+    turn(loop, 30)
+    assert len(errors) == 2, "forgotten while it rested"
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_wait_that_fails_is_no_end(loop: Loop, errors: list[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a kernel call that fails once: OSError from epoll would have ended the guard, and the miner."""
+    whole = loop._selector.select
+    answers = iter([OSError(12, "Cannot allocate memory")])
+
+    def select(timeout: float | None = None) -> object:
+        for error in answers:
+            raise error
+        return whole(timeout)
+
+    monkeypatch.setattr(loop._selector, "select", select)
+    called = threading.Event()
+    loop.soon(called.set)
+    loop.turn()
+    loop.turn()
+    assert called.is_set()
+    assert [type(error) for error in errors] == [OSError]
