@@ -110,6 +110,7 @@ def text(report: Report, known: Mapping[str, Sequence[notes.Note]], file: str) -
         f"  Hypothesis  {root.cause}",
         f"  Change      {root.fixes[0]}",
     ]
+    rows += [f"  Source      {root.sources[0]}"] if root.sources[0] else []
     rows += [f"  If not      {fix}" for fix in root.fixes[1:]]
     rows += [f"  Helped      {n.text} ({n.when[:10]})" for n in list(known.get(root.label, ()))[:_NOTES_SHOWN]]
     others = [finding for finding in report.findings if not finding.root]

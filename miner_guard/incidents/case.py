@@ -107,7 +107,7 @@ class Case:
         """One entry a label in the order of the log, at most one of them the root; `lines` is the log's length."""
         trails = {
             key: trail for key, trail in self._trails.items()
-            if trail.count > 0 and trail.kept and not self._came_back(key[0], trail)
+            if trail.kept and trail.count >= min(s.least for s in trail.kept) and not self._came_back(key[0], trail)
         }  # fmt: skip
         if lines - self._last > _SURVIVED_AFTER and all(role in ("uncaught", "remark") for _, role in trails):
             survived = {("code_bug", "uncaught"), *(key for key in trails if key[1] == "remark")}

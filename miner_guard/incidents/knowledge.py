@@ -40,6 +40,9 @@ restart does not mend it. `hardware`: restart only where the startup checks pass
 change something first; tried once all the same, since a line may be misread. `never`: it was asked to stop.
 """
 
+_PATTERN_KEYS = frozenset(
+    {"has", "not", "regex", "frames", "role", "cause", "fix", "source", "restart", "least", "cancels", "roles"}
+)
 SEVERITIES = ("info", "warning", "error", "critical")
 APPLIES = ("rank", "node", "job")
 
@@ -74,10 +77,17 @@ class Pattern:
     """Said instead of the label's cause, where this line proves less or more."""
 
     fix: str = ""
-    """Put before the label's fixes, where this line says more exactly what to do."""
+    """Put before the label's fixes, where this line says more exactly what to do. `{path|default}` stands for a detail
+    of the line (`details.py`), and for the default where the line does not name it; so in the label's fixes."""
 
     restart: str = ""
     """Instead of the label's, where what this line shows passes by itself and the rest does not, or the reverse."""
+
+    source: str = ""
+    """Where the fix comes from: a thread in which it helped, or the vendor's page."""
+
+    least: int = 1
+    """Lines like this that must be seen before they count."""
 
     def matches(self, text: str) -> re.Match[str] | bool:
         """Whether `text`, lower-cased and cleaned, shows it; the match where there is a regex."""
@@ -106,6 +116,15 @@ class Benign:
 
 
 @dataclass(frozen=True)
+class Fix:
+    """One thing to do against an incident."""
+
+    do: str
+    source: str = ""
+    """Where it comes from: a thread in which it helped, or the vendor's page."""
+
+
+@dataclass(frozen=True)
 class Label:
     """One kind of incident."""
 
@@ -114,7 +133,7 @@ class Label:
     restart: str
     applies: str
     cause: str
-    fixes: tuple[str, ...]
+    fixes: tuple[Fix, ...]
     follows: frozenset[str]
     """Labels that this one is a consequence of, where both are seen."""
 
@@ -239,15 +258,24 @@ def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
         if not table.get(key):
             raise BadKnowledge(f"{where}: {key} is missing")
     return Label(
-        name, table["severity"], table["restart"], table["applies"], table["cause"], tuple(table["fixes"]),
+        name, table["severity"], table["restart"], table["applies"], table["cause"],
+        tuple(_fix(where, entry) for entry in table["fixes"]),
         frozenset(table.get("follows", ())), frozenset(table.get("events", ())),
         table.get("overcome_by_steps", False), table.get("undone_by_losses", False),
         table.get("moot_when_finished", False),
     )  # fmt: skip
 
 
+def _fix(where: str, entry: str | Mapping[str, str]) -> Fix:
+    if isinstance(entry, str):
+        return Fix(entry)
+    if set(entry) != {"do", "source"}:
+        raise BadKnowledge(f"{where}: a fix has the keys {sorted(entry)}; it needs do and source")
+    return Fix(entry["do"], entry["source"])
+
+
 def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pattern:
-    if unknown := set(entry) - {"has", "not", "regex", "frames", "role", "cause", "fix", "restart", "cancels", "roles"}:
+    if unknown := set(entry) - _PATTERN_KEYS:
         raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]} in a pattern")
     has, excludes = tuple(entry.get("has", ())), tuple(entry.get("not", ()))
     if not has or any(len(word) < 2 for word in has):
@@ -266,7 +294,7 @@ def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pat
         raise BadKnowledge(f"{where}: restart is {restart!r}; allowed: {', '.join(RESTARTS)}")
     return Pattern(
         label, role, has, excludes, regex, tuple(entry.get("frames", ())), entry.get("cause", ""),
-        entry.get("fix", ""), restart,
+        entry.get("fix", ""), restart, entry.get("source", ""), entry.get("least", 1),
     )  # fmt: skip
 
 

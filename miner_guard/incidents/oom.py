@@ -8,6 +8,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from miner_guard.incidents.knowledge import Fix
+
+_MEMORY_DOCS = "https://docs.pytorch.org/docs/stable/notes/cuda.html"
+"""How the allocator works, and what PYTORCH_CUDA_ALLOC_CONF and a limit per process do."""
+
 _UNITS = {"b": 1, "bytes": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = r"(\d+(?:\.\d+)?) ?(bytes|[kmgt]i?b|b)\b"
 
@@ -134,13 +139,14 @@ def meaning(oom: Oom) -> str:
     return _MEANING[oom.kind]
 
 
-def fixes(oom: Oom, usual: list[str], training: Training) -> list[str]:
+def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
     """The usual fixes, made concrete by the run's settings, with what the numbers point at put first."""
-    ordered = [_smaller_batch(training) or usual[0], *usual[1:]]
+    smaller = _smaller_batch(training)
+    ordered = [Fix(smaller, usual[0].source) if smaller else usual[0], *usual[1:]]
     first = {
         "fragmentation": f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {gib(oom.unallocated)} lie reserved "
         "but in pieces (before torch 2.1: max_split_size_mb:128).",
-        "others": f"End the other process: `nvidia-smi` shows who holds {gib(oom.others)} of GPU "
+        "others": f"End the other process: `nvidia-smi` shows which one holds {gib(oom.others)} of GPU "
         f"{'?' if oom.gpu is None else oom.gpu} (an orphan of an earlier run, or a second miner).",
         "capped": "Raise or remove the limit (torch.cuda.set_per_process_memory_fraction, --gpu-memory-utilization).",
         "one_tensor": f"Find the tensor of {gib(oom.tried)}: shorten the sequence, compute the loss over logits in "
@@ -148,7 +154,10 @@ def fixes(oom: Oom, usual: list[str], training: Training) -> list[str]:
     }.get(oom.kind)
     if first is None:
         return ordered
-    return [first, *(fix for fix in ordered if not (oom.kind == "others" and "nvidia-smi" in fix))]
+    return [
+        Fix(first, _MEMORY_DOCS),
+        *(fix for fix in ordered if not (oom.kind == "others" and "nvidia-smi" in fix.do)),
+    ]
 
 
 def _smaller_batch(training: Training) -> str | None:

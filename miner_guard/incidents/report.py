@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from miner_guard.incidents import lines, oom
+from miner_guard.incidents import details, lines, oom
 from miner_guard.incidents.case import Case, Incident
-from miner_guard.incidents.knowledge import Knowledge
+from miner_guard.incidents.knowledge import Fix, Knowledge
 from miner_guard.incidents.scanner import Scanner
 
 _CHUNK = 1 << 18
@@ -26,6 +26,9 @@ class Explained:
     excerpt: str
     cause: str
     fixes: tuple[str, ...]
+    sources: tuple[str, ...]
+    """Where each of the fixes comes from; empty where it is our own advice."""
+
     count: int
     ranks: tuple[int, ...]
     root: bool
@@ -34,7 +37,7 @@ class Explained:
         """As `explain --json` gives it."""
         return {
             "label": self.label, "line": self.line, "excerpt": self.excerpt, "cause": self.cause,
-            "fixes": list(self.fixes), "root": self.root,
+            "fixes": list(self.fixes), "sources": list(self.sources), "root": self.root,
         }  # fmt: skip
 
 
@@ -77,19 +80,24 @@ def in_words(
 ) -> Explained:
     """Cause and fixes of one incident, with its own numbers in them."""
     label, sighting = knowledge.labels[incident.label], incident.first
+    seen = (sighting, *incident.kept)
     # The reason often stands in the line after the one that names the error.
-    exact = next((s for s in (sighting, *incident.kept) if s.fix), sighting)
-    cause, fixes = sighting.cause or exact.cause or label.cause, [*filter(None, [exact.fix]), *label.fixes]
+    exact = next((s for s in seen if s.fix), sighting)
+    cause, fixes = sighting.cause or exact.cause or label.cause, list(label.fixes)
+    if exact.fix:
+        fixes.insert(0, Fix(exact.fix, exact.source))
     if incident.label == "cuda_oom":
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
+    texts = [s.text for s in seen]
     return Explained(
         incident.label, label.severity, sighting.restart or label.restart, label.applies, sighting.line,
-        lines.excerpt(redact(sighting.text)), f"{cause}{_where(incident)}", tuple(fixes), incident.count,
-        tuple(incident.ranks), incident.root,
+        lines.excerpt(redact(sighting.text)), f"{details.filled(cause, texts)}{_where(incident)}",
+        tuple(redact(details.filled(fix.do, texts)) for fix in fixes), tuple(fix.source for fix in fixes),
+        incident.count, tuple(incident.ranks), incident.root,
     )  # fmt: skip
 
 
-def _out_of_memory(incident: Incident, cause: str, fixes: list[str], training: oom.Training) -> tuple[str, list[str]]:
+def _out_of_memory(incident: Incident, cause: str, fixes: list[Fix], training: oom.Training) -> tuple[str, list[Fix]]:
     told = [oom.parse(f"{s.text} {s.more}") for s in (incident.first, *incident.kept)]
     numbers = next((numbers for numbers in told if numbers.kind != "unknown"), told[0])
     said = oom.describe(numbers)

@@ -85,9 +85,11 @@ class Sighting:
     """The lines after it, where the message goes on there."""
 
     fix: str = ""
-    """Of the pattern, like `restart`."""
+    """Of the pattern, like `restart`, `source` and `least`."""
 
     restart: str = ""
+    source: str = ""
+    least: int = 1
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,9 @@ class Scanner:
         if isinstance(matches, Benign) or not matches:
             return [Sighting("code_bug", "symptom", number, "a traceback that the log breaks off in", rank)]
         return [
-            Sighting(p.label, p.role, number, excerpt(raises, _TOLD), rank, p.cause, "", p.fix, p.restart)
+            Sighting(
+                p.label, p.role, number, excerpt(raises, _TOLD), rank, p.cause, "", p.fix, p.restart, p.source, p.least
+            )
             for p in matches
         ]
 
@@ -281,8 +285,9 @@ class Scanner:
             role = _role(pattern, matches, lowered)
             told = excerpt(text, _TOLD, pattern.first_word(lowered))
             sighting = Sighting(
-                pattern.label, role, number, told, rank, pattern.cause, "", pattern.fix, pattern.restart
-            )
+                pattern.label, role, number, told, rank, pattern.cause, "", pattern.fix, pattern.restart,
+                pattern.source, pattern.least,
+            )  # fmt: skip
             seen.append(sighting)
             if rank not in self._open and (ended is None or not ended.frames):
                 self._log(sighting)

@@ -47,7 +47,7 @@ def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture
     assert document["root_cause"] == "cuda_oom"
     assert set(document) == {"root_cause", "findings"}
     for finding in document["findings"]:
-        assert set(finding) == {"label", "line", "excerpt", "cause", "fixes", "root"}
+        assert set(finding) == {"label", "line", "excerpt", "cause", "fixes", "sources", "root"}
     assert [f["label"] for f in document["findings"] if f["root"]] == ["cuda_oom"]
     assert next(f["line"] for f in document["findings"] if f["root"]) == 5
 

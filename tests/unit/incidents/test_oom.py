@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miner_guard.incidents import oom
+from miner_guard.incidents.knowledge import Fix
 from miner_guard.incidents.oom import Training
 
 GIB = 1 << 30
@@ -88,25 +89,26 @@ def test_fragmented_full_or_held_by_others(era: str, kind: str) -> None:
 def test_a_message_without_numbers_is_unknown_and_keeps_the_usual_order() -> None:
     numbers = oom.parse("RuntimeError: CUDA error: out of memory")
     assert numbers.kind == "unknown"
-    assert oom.fixes(numbers, ["a", "b"], Training()) == ["a", "b"]
+    usual = [Fix("a", "one"), Fix("b", "two")]
+    assert oom.fixes(numbers, usual, Training()) == usual
 
 
 def test_fragmentation_is_mended_before_the_batch_is_made_smaller() -> None:
     numbers = oom.parse(MESSAGES["torch 1.13"][0])
-    first, second, *_ = oom.fixes(numbers, ["smaller batch", "b"], Training())
-    assert "expandable_segments:True" in first
-    assert "5.00 GiB" in first
-    assert second == "smaller batch"
+    first, second, *_ = oom.fixes(numbers, [Fix("smaller batch"), Fix("b")], Training())
+    assert "expandable_segments:True" in first.do
+    assert "5.00 GiB" in first.do
+    assert second.do == "smaller batch"
 
 
 def test_the_runs_own_settings_are_in_the_fix() -> None:
     """Source 004's run: batch 2, effective 512, 4 GPUs: 64 accumulation steps each become 128."""
     numbers = oom.parse(MESSAGES["torch 2.0"][0])
-    fix = oom.fixes(numbers, ["usual"], Training(batch_size=2, effective_batch_size=512, world_size=4))[0]
-    assert "from 2 to 1" in fix
-    assert "from 64 to 128" in fix
+    fix = oom.fixes(numbers, [Fix("usual")], Training(batch_size=2, effective_batch_size=512, world_size=4))[0]
+    assert "from 2 to 1" in fix.do
+    assert "from 64 to 128" in fix.do
 
 
 def test_a_micro_batch_of_one_is_not_halved() -> None:
-    fix = oom.fixes(oom.parse(MESSAGES["torch 2.0"][0]), ["usual"], Training(batch_size=1))[0]
-    assert "1 already" in fix
+    fix = oom.fixes(oom.parse(MESSAGES["torch 2.0"][0]), [Fix("usual")], Training(batch_size=1))[0]
+    assert "1 already" in fix.do
