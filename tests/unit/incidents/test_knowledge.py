@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.incidents import knowledge
+from miner_guard.incidents import details, knowledge
 from miner_guard.incidents.knowledge import BadKnowledge
 
 GOOD = """
@@ -26,6 +26,20 @@ def test_every_label_has_a_cause_fixes_and_a_class_for_the_restart_policy() -> N
         assert label.restart in knowledge.RESTARTS
 
 
+def test_what_a_fix_asks_of_the_line_can_be_found_in_lines() -> None:
+    for label in knowledge.load().labels.values():
+        for text in (label.cause, *(fix.do for fix in label.fixes)):
+            assert not details.unknown(text), (label.name, text)
+    for pattern in knowledge.load().patterns:
+        assert not details.unknown(pattern.cause + pattern.fix), pattern.fix
+
+
+def test_a_fix_of_a_line_says_where_it_comes_from() -> None:
+    known = knowledge.load()
+    assert not [p.fix for p in known.patterns if p.source and not p.source.startswith("https://")]
+    assert not [p.source for p in known.patterns if p.source and not p.fix]
+
+
 def test_a_word_that_is_enough_by_itself_holds_a_trigger() -> None:
     """Otherwise the line would never be looked at."""
     known = knowledge.load()
@@ -42,6 +56,7 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         "dataset_fetch_failed", "too_many_open_files", "shm_exhausted", "chain_unreachable", "wallet_permission",
         "dht_unreachable", "hotkey_not_registered", "training_loop_failed", "upload_failed", "upload_worker_died",
         "upload_cancelled", "allreduce_failed", "state_load_failed", "chain_frozen", "collective_desync",
+        "checkpoint_corrupt", "compile_failed", "tracker_unavailable", "crash_loop", "fabric_manager",
     } <= knowledge.load().labels.keys()  # fmt: skip
 
 
