@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import needs
+from tests import diagnosis, needs
 from tests.unit.incidents.helpers import root
 
 if sys.version_info >= (3, 11):
@@ -78,3 +78,12 @@ def test_root_causes_of_our_own_excerpts() -> None:
         if (answer := root(row["text"]) or BENIGN) != row["label"]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_root_causes_of_the_public_threads() -> None:
+    """Guards the share that docs/diagnosis.md publishes for the threads that rules were written against."""
+    excerpts = diagnosis.load(EXCERPTS.with_name("threads.toml"))
+    for setting in diagnosis.SETTINGS.values():
+        answered = diagnosis.answers(excerpts, setting)
+        right = sum(e.label == answer for e, answer in zip(excerpts, answered, strict=True))
+        assert right / len(excerpts) >= 0.85, diagnosis.summary(excerpts, answered)
