@@ -52,9 +52,12 @@ def _send(request: Mapping[str, Any]) -> dict[str, str]:
     failed = {
         str(letter["id"]): f"{_name(letter)} gave no answer within {within_s:g} s" for letter in request["letters"]
     }
+    # Here, not in the threads: the first address makes Apprise import its plugins, and a second thread that arrives
+    # meanwhile finds a list without the one it needs.
+    services = {target: _service(apprise, letters[0]["url"]) for target, letters in by_target.items()}
     threads = [
-        threading.Thread(target=_deliver, args=(apprise, letters, failed), daemon=True)
-        for letters in by_target.values()
+        threading.Thread(target=_deliver, args=(services[target], letters, failed), daemon=True)
+        for target, letters in by_target.items()
     ]
     deadline = time.monotonic() + within_s
     for thread in threads:
@@ -68,15 +71,22 @@ def _name(letter: Mapping[str, Any]) -> str:
     return f"target {letter['target']} ({str(letter['url']).partition(':')[0]})"
 
 
-def _deliver(apprise: Any, letters: Sequence[Mapping[str, Any]], failed: dict[str, str]) -> None:
+def _service(apprise: Any, url: str) -> Any:
+    """What delivers to `url`; None for an address that Apprise does not know."""
+    target = apprise.Apprise.instantiate(url)
+    if target is None:
+        return None
+    service = apprise.Apprise()
+    service.add(target)
+    return service
+
+
+def _deliver(service: Any, letters: Sequence[Mapping[str, Any]], failed: dict[str, str]) -> None:
     for letter in letters:
         number = str(letter["id"])
-        target = apprise.Apprise.instantiate(letter["url"])
-        if target is None:
+        if service is None:
             failed[number] = f"{_name(letter)} is not an address that Apprise knows"
             continue
-        service = apprise.Apprise()
-        service.add(target)
         level = _TYPES.get(str(letter["level"]), "info")
         if service.notify(title=letter["title"], body=letter["body"], notify_type=level):
             failed.pop(number, None)

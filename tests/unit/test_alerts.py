@@ -152,6 +152,38 @@ def test_a_dead_webhook_delays_neither_the_other_target_nor_the_next_alert(
     assert len(webhook.bodies) == 2, "a target that took it does not get it twice"
 
 
+_LOADS_AT_THE_FIRST_ADDRESS = """
+import time
+_plugins, _loading = {}, False
+
+class Apprise:
+    @staticmethod
+    def instantiate(url):
+        global _loading
+        if not _loading:
+            _loading = True
+            time.sleep(0.5)
+            _plugins["json"] = object()
+        return _plugins.get(url.partition(":")[0])
+
+    def add(self, target):
+        pass
+
+    def notify(self, **letter):
+        return True
+"""
+
+
+def test_no_target_is_lost_while_the_first_one_loads_the_plugins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a second thread that finds Apprise's list of plugins half filled: seen in a new container."""
+    (tmp_path / "apprise.py").write_text(_LOADS_AT_THE_FIRST_ADDRESS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    answer = send_test(AlertSettings(urls=("json://127.0.0.1:1/a", "json://127.0.0.1:1/b")))
+    assert (answer.value, answer.reason) == (2, None)
+
+
 def test_what_waits_at_the_end_is_tried_once_more_and_lingering_ends_when_it_arrived(
     tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
