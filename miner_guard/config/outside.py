@@ -135,7 +135,10 @@ class HttpSettings:
     """Anything but loopback needs a token."""
 
     token: str | None = None
-    """Bearer token; better given through MINER_GUARD_HTTP__TOKEN."""
+    """Bearer token; better given through MINER_GUARD_HTTP__TOKEN. Off loopback at least 16 characters."""
+
+    trusted_hosts: tuple[str, ...] = ()
+    """Names under which browsers may ask where no token is set, besides `localhost` and any IP address."""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,16 @@ it answers one line, the port, and ends when stdin does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import ipaddress
 import json
 import os
 import resource
 import sys
 import threading
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -60,11 +63,31 @@ class Order:
     host: str
     port: int
     token: str | None = None
+    trusted_hosts: Sequence[str] = ()
+    """Names, besides `localhost` and IP addresses, that a request may ask for where there is no token."""
+
     hang: dict[str, Any] = field(default_factory=dict)
 
 
 def _template(name: str) -> str:
     return (resources.files("miner_guard.reporting") / "templates" / name).read_text(encoding="utf-8")
+
+
+def host_is_trusted(header: str, names: Collection[str]) -> bool:
+    """Whether a `Host` header is `localhost`, an IP address or one of `names` (lower case), with or without a port.
+
+    A web page can point a name of its own at this port (DNS rebinding) and read what it answers: the browser takes it
+    for the page's own site. It cannot make the browser send another name, or an address, in `Host`.
+    """
+    host = header.strip().lower()
+    if host.startswith("["):
+        host = host[1:].partition("]")[0]
+    else:
+        host = host.rpartition(":")[0] if ":" in host else host
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return host.rstrip(".") in names
 
 
 class Site:
@@ -73,6 +96,7 @@ class Site:
     def __init__(self, order: Order) -> None:
         self._state = statedir.StateDir(Path(order.state))
         self._token = order.token
+        self._names = {"localhost", *(name.lower() for name in order.trusted_hosts)}
         self._hang = HangSettings(**order.hang)
         self._page: tuple[float, str] | None = None
         self._page_mutex = threading.Lock()
@@ -90,7 +114,9 @@ class Site:
         return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=self._guarded)])
 
     async def _guarded(self, request: Request, answer: RequestResponseEndpoint) -> Response:
-        if request.url.path in _OPEN or self._admitted(request):
+        if self._token is None and not host_is_trusted(request.headers.get("host", ""), self._names):
+            response = self._misdirected(request)
+        elif request.url.path in _OPEN or self._admitted(request):
             response = await answer(request)
         else:
             response = self._refusal(request)
@@ -103,6 +129,12 @@ class Site:
         # Header bytes come as latin-1, whatever they were sent as.
         given = request.headers.get("authorization", "").encode("latin-1")
         return hmac.compare_digest(given, f"Bearer {self._token}".encode())
+
+    def _misdirected(self, request: Request) -> Response:
+        name = request.headers.get("host", "").encode("ascii", "replace").decode()[:100]
+        return PlainTextResponse(
+            f"this port does not answer to the name {name!r}: list it in [http] trusted_hosts, or set a token\n", 421
+        )
 
     def _refusal(self, request: Request) -> Response:
         challenge = {"WWW-Authenticate": "Bearer"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -30,8 +31,9 @@ from tests.waiting import until
 TOKEN = "token-of-the-test"
 
 
-def _ask(url: str, token: str | None = None) -> tuple[int, str]:
-    request = urllib.request.Request(url, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+def _ask(url: str, token: str | None = None, host: str | None = None) -> tuple[int, str]:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(url, headers=headers if host is None else {**headers, "Host": host})
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.status, answer.read().decode()
@@ -42,9 +44,9 @@ def _ask(url: str, token: str | None = None) -> tuple[int, str]:
 class Port:
     """The port's process alone, over a state directory that the test writes."""
 
-    def __init__(self, state: Path, token: str | None = None) -> None:
+    def __init__(self, state: Path, token: str | None = None, **further: Any) -> None:
         self.state = state
-        order = {"state": str(state), "host": "127.0.0.1", "port": 0, "token": token, "hang": {}}
+        order = {"state": str(state), "host": "127.0.0.1", "port": 0, "token": token, "hang": {}, **further}
         self.child = subprocess.Popen(
             [sys.executable, "-m", "miner_guard.supervisor.http"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -149,6 +151,39 @@ def test_with_a_token_only_health_is_open(tmp_path: Path) -> None:
         port.close()
 
 
+def test_a_web_page_that_points_its_own_name_at_the_port_reads_nothing(port: Port) -> None:
+    """Guards against DNS rebinding: the browser of somebody with a tunnel would show the page all of /status."""
+    port.status(command=["python", "miner.py", "--wallet", "planted"])
+    hosts = ("evil.example", "evil.example:9123", "127.0.0.1.evil.example", "", "x" * 300)
+    for host, path in itertools.product(hosts, ("/", "/metrics", "/status", "/healthz", "/live.js")):
+        code, words = _ask(port.url + path, host=host)
+        assert code == 421
+        assert "planted" not in words
+        assert "[http] trusted_hosts" in words
+
+
+def test_addresses_localhost_and_trusted_names_are_answered(tmp_path: Path) -> None:
+    needs.module("uvicorn")
+    port = Port(tmp_path, trusted_hosts=["Miner.lan"])
+    try:
+        port.status()
+        for host in ("localhost", "LOCALHOST:80", "127.0.0.1:9123", "[::1]:9123", "10.0.0.7", "miner.lan"):
+            assert _ask(f"{port.url}/status", host=host)[0] == 200, host
+    finally:
+        port.close()
+
+
+def test_with_a_token_any_name_will_do(tmp_path: Path) -> None:
+    """No page knows the token, and Prometheus may reach a miner by any name."""
+    needs.module("uvicorn")
+    port = Port(tmp_path, TOKEN)
+    try:
+        port.status()
+        assert _ask(f"{port.url}/status", TOKEN, host="miner-7.example")[0] == 200
+    finally:
+        port.close()
+
+
 def _attack(number: int) -> list[socket.socket]:
     """200 connections: garbage, half a request, an endless header, nothing at all."""
     attacks = (b"\x00\xff\xfe garbage \r\n\r\n", b"GET /metrics HT", b"GET / HTTP/1.1\r\nX: " + b"a" * 60_000, b"")
@@ -229,6 +264,14 @@ def test_no_port_is_opened_to_the_world_without_a_token(tmp_path: Path) -> None:
     assert part.snapshot()["url"] is None
     assert [finding.event for finding in said] == ["guard_degraded"]
     assert "not loopback and no token" in said[0].fields["what"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
+def test_no_port_is_opened_to_the_world_with_a_token_that_can_be_guessed(tmp_path: Path, host: str) -> None:
+    part, said, _ = _part(tmp_path, HttpSettings(port=0, host=host, token="s3cret-of-mine!"))
+    assert part.snapshot()["url"] is None
+    assert "the token has 15 characters; give one of at least 16" in said[0].fields["what"]
+    assert "s3cret" not in said[0].fields["what"]
 
 
 def test_a_port_in_use_is_said_once_and_tried_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import json
 import os
 import select
@@ -17,9 +18,18 @@ from miner_guard.events import CATALOGUE, Finding, found
 from miner_guard.flight_recorder.records import Now
 from miner_guard.supervisor.parts import Context, Part
 
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+MIN_TOKEN_LENGTH = 16
+"""Off loopback. 64 bits if it is random hexadecimal: guessing it over the network is hopeless."""
+
 _START_S = 20.0
 _AGAIN_S = 30.0
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Metrics(Part):
@@ -44,16 +54,23 @@ class Metrics(Part):
 
     def _problem(self) -> str | None:
         http = self.context.config.http
-        if http.host not in LOOPBACK and not http.token:
-            return f"host {http.host} is not loopback and no token is set; set MINER_GUARD_HTTP__TOKEN"
+        if not _is_loopback(http.host):
+            if not http.token:
+                return f"host {http.host} is not loopback and no token is set; set MINER_GUARD_HTTP__TOKEN"
+            if len(http.token) < MIN_TOKEN_LENGTH:
+                return (
+                    f"host {http.host} is not loopback and the token has {len(http.token)} characters; give one of at "
+                    f"least {MIN_TOKEN_LENGTH}, for example MINER_GUARD_HTTP__TOKEN=$(openssl rand -hex 32)"
+                )
         return extras.problem("http")
 
     def _open(self) -> None:
         config = self.context.config
         order = {
-            "state": str(self.context.state.root), "host": config.http.host, "port": config.http.port,
-            "token": config.http.token, "hang": dataclasses.asdict(config.hang),
-        }  # fmt: skip
+            "state": str(self.context.state.root),
+            **dataclasses.asdict(config.http),
+            "hang": dataclasses.asdict(config.hang),
+        }
         child = subprocess.Popen(
             [sys.executable, "-m", "miner_guard.supervisor.http"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ,
