@@ -28,11 +28,18 @@ look() {
         echo "update: ${ours:-no version} is current"
         return
     fi
+    before=$(git rev-parse HEAD)
     if ! git merge --quiet --ff-only FETCH_HEAD; then
         echo "update: $theirs is there, but the clone has changes of its own; not updated"
         return
     fi
-    pip install --quiet -e . || echo "update: pip install failed; the miner goes on with what is installed"
+    if ! pip install --quiet -e .; then
+        # Back to the version that runs: a restart would load code whose dependencies are missing, and a clone that is
+        # at the new version already would never be tried again.
+        git reset --quiet --keep "$before"
+        echo "update: pip install of $theirs failed; the clone is back at $ours, the miner was not restarted, trying again in ${every}s"
+        return
+    fi
     echo "update: $ours -> $theirs, restarting the miner"
     miner-guard ctl restart --name "$name"
 }

@@ -66,6 +66,22 @@ def test_a_newer_version_is_pulled_and_the_guard_asked_to_restart(clone: Clone) 
     assert clone.look()[1] == called, "once"
 
 
+def test_an_update_that_cannot_be_installed_changes_nothing_and_is_tried_again(clone: Clone) -> None:
+    """Guards against a restart into code whose dependencies are missing: the miner that ran would be gone."""
+    clone.release("1.2.10")
+    pip = clone.bin / "pip"
+    works = pip.read_text()
+    pip.write_text(f"{works}exit 1\n")
+    printed, called = clone.look()
+    assert "pip install of 1.2.10 failed; the clone is back at 1.2.7, the miner was not restarted" in printed
+    assert called == ["pip install --quiet -e ."]
+    assert "1.2.7" in (clone.here / "distributed_training" / "__init__.py").read_text()
+    pip.write_text(works)
+    printed, called = clone.look()
+    assert "1.2.7 -> 1.2.10" in printed
+    assert called[-1] == "miner-guard ctl restart --name sn38"
+
+
 def test_a_clone_with_commits_of_its_own_is_not_touched(clone: Clone) -> None:
     (clone.here / "mine").write_text("x")
     clone.git(clone.here, "add", "-A")
