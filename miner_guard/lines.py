@@ -12,12 +12,24 @@ from typing import Any
 from miner_guard.events import CATALOGUE, LEVELS, Spec
 from miner_guard.statedir import finite
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the order of the characters around them
+    r"\u2028\u2029]"  # end a line
+)
 
 
 def visible(text: str) -> str:
-    """`text` with control characters but tab and newline as `\\x1b`: a log may hold what steers a terminal."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    """`text` with control characters as `\\x1b` or `\\u202e`, but tab and newline as they are; JSON stays valid JSON.
+
+    A log may hold what steers a terminal, or what shows its reader other words than it says.
+    """
+    return _CONTROL.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
 
 
 def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
@@ -44,7 +56,7 @@ def _milder(spec: Spec, record: Mapping[str, Any]) -> bool:
 
 def json_line(record: Mapping[str, Any]) -> str:
     """The record as one line of JSON; non-finite numbers are null."""
-    return json.dumps(finite(record), ensure_ascii=False, default=str, separators=(", ", ": "))
+    return visible(json.dumps(finite(record), ensure_ascii=False, default=str, separators=(", ", ": ")))
 
 
 def rotated(path: Path, number: int) -> Path:

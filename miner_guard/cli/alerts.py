@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_place
 from miner_guard.events import counted
 from miner_guard.exits import FAILED, USAGE, Refused
@@ -34,4 +35,4 @@ def command(
     if not answer.known:
         words = Redactor(settings.urls).text(answer.reason or "")
         raise Refused(f"the test message did not arrive everywhere: {words}", FAILED)
-    typer.echo(f"sent to {counted(answer.value, 'target')} in {answer.seconds:.1f} s")
+    echo(f"sent to {counted(answer.value, 'target')} in {answer.seconds:.1f} s")

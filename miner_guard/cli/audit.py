@@ -8,6 +8,7 @@ import typer
 
 from miner_guard import events, statedir
 from miner_guard.cli import options
+from miner_guard.cli.echo import echo
 from miner_guard.exits import FAILED, OK, UNAVAILABLE
 from uploads import audit, watched
 from uploads.watched import Watched
@@ -27,11 +28,11 @@ def command(
     what = _what(place)
     report = audit.look(what.repo, what.chain, Limits.of(what.gate, what.limits), shapes.read(place.state.shapes))
     if as_json:
-        typer.echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
+        echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:
-        typer.echo(events.line(report.finding()))
+        echo(events.line(report.finding()))
         for verdict in report.verdicts:
-            typer.echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
+            echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
     raise typer.Exit(_EXITS[report.outcome])
 
 
@@ -42,5 +43,5 @@ def _what(place: options.Place) -> Watched:
     if known is None or known.repo.kind == "none":
         return Watched(own.repo, own.chain, own.gate, limits_of(own.miner))
     where = known.repo.path or known.repo.bucket or known.repo.repo_id
-    typer.echo(f"no [repo] in the settings here: auditing {where}, as the guard of {place.state.root} does", err=True)
+    echo(f"no [repo] in the settings here: auditing {where}, as the guard of {place.state.root} does", err=True)
     return known

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from miner_guard.cli import options
+from miner_guard.cli.echo import echo
 from miner_guard.exits import FAILED, Refused
 
 
@@ -34,5 +35,5 @@ def command(
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     for row in manifest["files"]:
-        typer.echo(f"{row['bytes']:>9}  {row['name']}  {row['what']}")
-    typer.echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KB); look at it before you share it")
+        echo(f"{row['bytes']:>9}  {row['name']}  {row['what']}")
+    echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KB); look at it before you share it")

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
 from miner_guard.redact import MASK, Redactor
 
@@ -28,20 +29,20 @@ def command(
     place = open_place(config, name, state_dir)
     rows = [row for row in _rows(place) if not changed or row[2] != "default"]
     if as_json:
-        typer.echo(json.dumps(_document(place, rows), indent=1, ensure_ascii=False))
+        echo(json.dumps(_document(place, rows), indent=1, ensure_ascii=False))
         return
-    typer.echo(f"# state directory: {place.state.root}")
-    typer.echo(f"# profile: {place.profile or 'none'}")
+    echo(f"# state directory: {place.state.root}")
+    echo(f"# profile: {place.profile or 'none'}")
     if unread := credentials.problem(place.settings.config.repo):
-        typer.echo(f"# left out: {unread}")
+        echo(f"# left out: {unread}")
     section = ""
     for dotted, value, origin in rows:
         head, key = dotted.split(".", 1)
         if head != section:
             section = head
-            typer.echo(f"\n[{section}]")
+            echo(f"\n[{section}]")
         setting = f"{key} = {_toml(value)}" if value is not None else f"# {key} is not set"
-        typer.echo(f"{setting:<{_COLUMN}}  # {origin}")
+        echo(f"{setting:<{_COLUMN}}  # {origin}")
 
 
 def _rows(place: Place) -> Iterator[tuple[str, Any, str]]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard import statedir
+from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, Place, State, a_number, open_place
 from miner_guard.costs import PRESETS, Budget, estimate, table
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
@@ -45,12 +46,12 @@ def command(
     if what == "":
         _ledger(place, as_json=as_json)
     elif what == "presets":
-        typer.echo(json.dumps(PRESETS, indent=1))
+        echo(json.dumps(PRESETS, indent=1))
     elif what == "estimate":
         if every is None or seconds is None:
             raise Refused("estimate needs --every STEPS and --seconds TIME_OF_ONE_CALL", USAGE)
         answer = _estimate(place, operation, steps, every, seconds, step_time)
-        typer.echo(json.dumps(answer, indent=1) if as_json else _words(answer))
+        echo(json.dumps(answer, indent=1) if as_json else _words(answer))
         if answer["budget_status"] != "ok":
             raise typer.Exit(FAILED)
     else:
@@ -69,7 +70,7 @@ def _ledger(place: Place, *, as_json: bool) -> None:
             f"{place.state.costs} is no ledger: {error!r}; the running guard writes it anew", FAILED
         ) from error
     report = statedir.finite(report)
-    typer.echo(json.dumps(report, indent=1, ensure_ascii=False) if as_json else words)
+    echo(json.dumps(report, indent=1, ensure_ascii=False) if as_json else words)
     if report["budget_status"] != "ok":
         raise typer.Exit(FAILED)
 

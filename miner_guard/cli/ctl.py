@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from miner_guard.cli import options
+from miner_guard.cli.echo import echo
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
 
 
@@ -38,4 +39,4 @@ def command(
         raise Refused(f"the guard in {state.root} does not answer: {error}", FAILED) from error
     if "error" in answer:
         raise Refused(str(answer["error"]), FAILED)
-    typer.echo(answer["done"])
+    echo(answer["done"])

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard.cli import options
+from miner_guard.cli.echo import echo
 from miner_guard.config import Config
 from miner_guard.demo.faults import KINDS
 from miner_guard.exits import CONFIG, UNAVAILABLE, USAGE, Refused
@@ -159,7 +160,7 @@ def _summary(state: StateDir, wall_s: float) -> None:
     found = summary.summarise(
         summary.read_log(state.log), costs if isinstance(costs, dict) else None, usage, _blocked(state)
     )
-    typer.echo("\n".join(summary.lines(found)))
+    echo("\n".join(summary.lines(found)))
 
 
 def _blocked(state: StateDir) -> int:

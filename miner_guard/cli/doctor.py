@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -13,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from miner_guard.cli import options
+from miner_guard.cli.echo import echo
 from miner_guard.events import counted
 from miner_guard.exits import OK, UNAVAILABLE
+from miner_guard.lines import visible
 
 if TYPE_CHECKING:
     from miner_guard.diagnosis.check import Check, Snapshot
@@ -52,8 +53,7 @@ def command(
     critical = any(c.level == "critical" for c in checks)
     seconds = time.monotonic() - start
     if as_json:
-        json.dump(document(snapshot, checks, seconds), sys.stdout, indent=1, ensure_ascii=False, default=str)
-        print()  # noqa: T201  the document's end
+        echo(json.dumps(document(snapshot, checks, seconds), indent=1, ensure_ascii=False, default=str))
     else:
         _table(checks, seconds)
     raise typer.Exit(UNAVAILABLE if critical else OK)
@@ -119,7 +119,11 @@ def _table(checks: Sequence[Check], seconds: float) -> None:
     from miner_guard.diagnosis.check import counts
     from miner_guard.redact import Redactor
 
-    redact = Redactor.from_environment(os.environ).text
+    secrets = Redactor.from_environment(os.environ)
+
+    def redact(text: str) -> str:
+        return visible(secrets.text(text))
+
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)

@@ -13,6 +13,7 @@ from typing import Annotated, BinaryIO, cast
 
 import typer
 
+from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
 from miner_guard.clock import SystemClock
 from miner_guard.config import MinerSettings
@@ -21,11 +22,15 @@ from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.incidents import knowledge, notes
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained, Report, explain
-from miner_guard.lines import visible
 from miner_guard.redact import Redactor
 
 _GZIP = b"\x1f\x8b"
 _NOTES_SHOWN = 3
+_MAX_RATIO = 200
+"""Logs shrink to a tenth, repetitive ones to a fiftieth; zeros to a thousandth."""
+
+_UNPACKED_AT_ONCE = 8 * 1024 * 1024
+"""Bytes that may come out of the first few."""
 
 
 def command(
@@ -51,9 +56,9 @@ def command(
         return
     report = _read(file, place)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
+        echo(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
     else:
-        typer.echo(visible(text(report, notes.read(place.state), file)))
+        echo(text(report, notes.read(place.state), file))
     if note:
         _remember(place, report, note)
     if report.root is None:
@@ -80,9 +85,29 @@ def _opened(file: str) -> Iterator[BinaryIO]:
     with Path(file).open("rb") as log:
         if log.peek(2)[:2] == _GZIP:
             with gzip.open(log) as unpacked:
-                yield cast(BinaryIO, unpacked)
+                yield cast(BinaryIO, _Bounded(unpacked, log, file))
         else:
             yield log
+
+
+class _Bounded:
+    """A gzip that is read no further than a log can reach: 300 KB of it may unpack to 300 MB of zeros, or to more."""
+
+    def __init__(self, unpacked: BinaryIO | gzip.GzipFile, packed: BinaryIO, name: str) -> None:
+        self._unpacked, self._packed, self._name = unpacked, packed, name
+        self._size = 0
+
+    def read(self, size: int) -> bytes:
+        """Raises Refused (64) where so much comes out of so little that it is no log."""
+        data = self._unpacked.read(size)
+        self._size += len(data)
+        if self._size > _UNPACKED_AT_ONCE + _MAX_RATIO * self._packed.tell():
+            raise Refused(
+                f"{self._name} unpacks to more than {_MAX_RATIO} times its size, which no log does; if it is one, give "
+                f"its end: zcat {self._name} | tail -n 100000 | miner-guard explain -",
+                USAGE,
+            )
+        return data
 
 
 def _training(miner: MinerSettings) -> Training:

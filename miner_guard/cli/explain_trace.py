@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import typer
 
 from miner_guard import events, exits
+from miner_guard.cli.echo import echo
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.trace import judge, reading
@@ -40,10 +41,10 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
         )
     found = judge.judge(trace, facts)
     if as_json:
-        typer.echo(json.dumps({"findings": [document(a) for a in found]}, ensure_ascii=False))
+        echo(json.dumps({"findings": [document(a) for a in found]}, ensure_ascii=False))
     else:
         for line in report(trace, found):
-            typer.echo(line)
+            echo(line)
     if all(a.severity == "info" for a in found):
         raise typer.Exit(exits.FAILED)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from miner_guard import logquery
+from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, check_there, choose_state
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
 from miner_guard.logquery import Follower
@@ -54,6 +55,6 @@ def command(
                 count += 1
     finally:
         close()
-    typer.echo(f"wrote {count} points below {output}")
+    echo(f"wrote {count} points below {output}")
     if not count:
         raise typer.Exit(FAILED)

@@ -12,6 +12,7 @@ import typer
 
 from miner_guard import events, statedir
 from miner_guard.cli import options
+from miner_guard.cli.echo import echo
 from miner_guard.config import GateSettings
 from miner_guard.exits import CONFIG, FAILED, OK, USAGE, Refused
 from uploads import inputs as gate_inputs
@@ -86,7 +87,7 @@ def _settings(place: options.Place) -> GateSettings:
     there = watched.read(place.state)
     if there is None or there.gate == own.config.gate:
         return own.config.gate
-    typer.echo(f"no [gate] in the settings here: asking as the guard of {place.state.root} does", err=True)
+    echo(f"no [gate] in the settings here: asking as the guard of {place.state.root} does", err=True)
     return there.gate
 
 
@@ -94,7 +95,7 @@ def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -
     """Into the ledger, as a rank's; where no guard watches there is none."""
     if not state.gate_inputs.is_file():
         return
-    ledger = Ledger(state.ledger, lambda finding: typer.echo(events.line(finding), err=True))
+    ledger = Ledger(state.ledger, lambda finding: echo(events.line(finding), err=True))
     ledger.decision(decision.as_dict(), gate_inputs.as_document(known))
     ledger.close()
 
@@ -110,11 +111,11 @@ def _document(path: Path | None) -> dict[str, Any] | None:
 
 def _show(decision: GateDecision, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(statedir.finite(decision.as_dict()), ensure_ascii=False))
+        echo(json.dumps(statedir.finite(decision.as_dict()), ensure_ascii=False))
         return
-    typer.echo(f"UPLOAD {'ALLOWED' if decision.allowed else 'BLOCKED'}: {decision.reason}")
+    echo(f"UPLOAD {'ALLOWED' if decision.allowed else 'BLOCKED'}: {decision.reason}")
     for verdict in decision.verdicts:
-        typer.echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
+        echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
 
 
 def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
@@ -141,10 +142,10 @@ def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
         raise Refused(f"decision {decision_id}: its record cannot be replayed: {error!r}", FAILED) from error
     equal = _plain(again.as_dict()) == _plain(document)
     if as_json:
-        typer.echo(json.dumps({"equal": equal, "decision": _plain(again.as_dict()), "stored": _plain(document)}))
+        echo(json.dumps({"equal": equal, "decision": _plain(again.as_dict()), "stored": _plain(document)}))
     else:
         _show(again, as_json=False)
-        typer.echo("replay: the same decision" if equal else "replay: DIFFERENT from what is stored")
+        echo("replay: the same decision" if equal else "replay: DIFFERENT from what is stored")
     return OK if equal and again.allowed else FAILED
 
 

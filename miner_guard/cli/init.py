@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
 from miner_guard.commandline import value_of
 from miner_guard.exits import FAILED, USAGE, Refused
@@ -51,10 +52,10 @@ def command(
     except OSError as error:
         raise Refused(f"{directory} cannot be written: {error.strerror}", FAILED) from error
     for path in texts:
-        typer.echo(f"wrote {path}")
-    typer.echo("next: fill in [repo], then `miner-guard doctor`, then `pm2 start ecosystem.config.js`")
+        echo(f"wrote {path}")
+    echo("next: fill in [repo], then `miner-guard doctor`, then `pm2 start ecosystem.config.js`")
     if place := _place(name, state_dir):
-        typer.echo(f"later: `miner-guard status {place}`; the other commands take {place} too")
+        echo(f"later: `miner-guard status {place}`; the other commands take {place} too")
 
 
 def guard_toml(cmd: Sequence[str]) -> str:

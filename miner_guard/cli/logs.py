@@ -14,9 +14,11 @@ import typer
 
 from miner_guard import logquery
 from miner_guard.cli import options
+from miner_guard.cli.echo import echo
 from miner_guard.clock import iso_utc
 from miner_guard.events import CATALOGUE, LEVELS, counted
 from miner_guard.exits import FAILED, USAGE, Refused
+from miner_guard.lines import visible
 from miner_guard.logquery import Follower, Hit, Query, Seen
 from miner_guard.statedir import StateDir
 
@@ -69,7 +71,7 @@ def command(
     else:
         _write(f"{hit.console(emoji=emoji)}\n".encode("utf-8", "replace") for hit in hits)
     if seen.unreadable:
-        typer.echo(f"miner-guard: {counted(seen.unreadable, 'line')} passed over: no events", err=True)
+        echo(f"miner-guard: {counted(seen.unreadable, 'line')} passed over: no events", err=True)
     if seen.hits == 0:
         raise typer.Exit(FAILED)
 
@@ -90,11 +92,11 @@ def _ledger(state: StateDir, table: str, since: str, lines: int | None, *, as_js
     # A decision's whole document is for the replay: `miner-guard gate --replay ID`.
     shown = [{key: value for key, value in row.items() if key not in _FOR_REPLAY} for row in rows]
     if as_json:
-        yield (json.dumps(shown, ensure_ascii=False, indent=1) + "\n").encode()
+        yield (visible(json.dumps(shown, ensure_ascii=False, indent=1)) + "\n").encode()
         return
     for row in shown:
         told = " ".join(f"{key}={value}" for key, value in row.items() if value is not None and key != "wall")
-        yield f"{iso_utc(row['wall'])} {told}\n".encode("utf-8", "replace")
+        yield f"{iso_utc(row['wall'])} {visible(told)}\n".encode("utf-8", "replace")
 
 
 def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query:

@@ -96,5 +96,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _refused(why: str, code: int) -> int:
-    typer.echo(f"miner-guard: {why}", err=True)
+    # Late: a command that succeeds may need none of what it imports.
+    from miner_guard.cli.echo import echo
+
+    echo(f"miner-guard: {why}", err=True)
     return code

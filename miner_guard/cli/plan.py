@@ -11,6 +11,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from miner_guard import planning
+from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, State, a_number, open_place
 from miner_guard.detectors.step_time import grade
 from miner_guard.exits import USAGE, Refused
@@ -84,10 +85,10 @@ def command(
     except planning.BadPlan as error:
         raise Refused(str(error), USAGE) from error
     if as_json:
-        typer.echo(json.dumps(document(plan)))
+        echo(json.dumps(document(plan)))
         return
     for line in text(plan, known.steps):
-        typer.echo(line)
+        echo(line)
 
 
 def document(plan: planning.Plan) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import typer
 
 from miner_guard import statedir
 from miner_guard.cli import options
+from miner_guard.cli.echo import echo
 from miner_guard.exits import FAILED, Refused
 
 
@@ -32,4 +33,4 @@ def command(
         statedir.write_atomic(output, text, 0o666)
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
-    typer.echo(f"wrote {output} ({len(text.encode()) / 1024:.0f} KB)")
+    echo(f"wrote {output} ({len(text.encode()) / 1024:.0f} KB)")

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from miner_guard import logquery
 from miner_guard.cli import options, screen
+from miner_guard.cli.echo import echo
 from miner_guard.cli.screen import Curves
 from miner_guard.cli.top import curves_of
 from miner_guard.clock import iso_utc
@@ -42,12 +41,12 @@ def command(
     except (OSError, KeyError, ValueError) as error:
         raise Refused(f"the guard in {place.state.root} does not answer: {error!r}", FAILED) from error
     if as_json:
-        typer.echo(json.dumps(document, ensure_ascii=False, indent=1))
+        echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
     hits = logquery.last(place.state.log, Query(least_level="warning"), _EVENTS)
     told = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
     document = {"updated": iso_utc(time.time()), **document}
-    typer.echo("\n".join(_lines(document, curves_of(place.state), told, place.settings.config.gate.min_inner_step)))
+    echo("\n".join(_lines(document, curves_of(place.state), told, place.settings.config.gate.min_inner_step)))
 
 
 def _last_end(log: Path) -> str:

@@ -17,6 +17,7 @@ import typer
 
 from miner_guard import logquery, statedir
 from miner_guard.cli import screen
+from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, a_number, open_place, start_or_name
 from miner_guard.events import CATALOGUE
 from miner_guard.exits import NOT_RUNNING, Refused
@@ -48,7 +49,7 @@ def command(
     ascii_only = plain or "utf" not in (sys.stdout.encoding or "").lower()
     view = View(place.state, place.settings.config.gate.min_inner_step, ascii_only=ascii_only)
     if once or not sys.stdout.isatty():
-        typer.echo("\n".join(line.rstrip() for line in view.lines(*_size())).rstrip())
+        echo("\n".join(line.rstrip() for line in view.lines(*_size())).rstrip())
         return
     with _full_screen(), contextlib.suppress(KeyboardInterrupt):
         _paint(view.lines(*_size()))

@@ -9,6 +9,7 @@ from miner_guard import events
 from miner_guard.clock import Clock
 from miner_guard.config import AlertSettings
 from miner_guard.events import LEVELS, Finding
+from miner_guard.lines import visible
 
 OVERNIGHT = frozenset({
     "hang_detected", "miner_exited", "crash_loop", "slow_step", "steps_regressed", "straggler",
@@ -66,7 +67,7 @@ class AlertPolicy:
     def observe(self, finding: Finding) -> Iterator[Alert]:
         """The alerts that a finding leads to: itself, or the end of earlier ones."""
         for event in _ENDS.get(finding.event, ()):
-            yield from self._ended(event, events.line(finding), _key(finding)[1])
+            yield from self._ended(event, visible(events.line(finding)), _key(finding)[1])
         if self._wanted(finding) and (alert := self._problem(finding)) is not None:
             yield alert
 
@@ -88,7 +89,7 @@ class AlertPolicy:
         if now - self._told.get(key, float("-inf")) < self._settings.cooldown_s:
             self._held_back[key] = self._held_back.get(key, 0) + 1
             return None
-        line = events.line(finding)
+        line = visible(events.line(finding))
         if len(self._told) >= _MOST_OPEN:
             oldest = next(iter(self._told))
             del self._told[oldest]

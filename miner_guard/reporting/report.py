@@ -12,6 +12,7 @@ from miner_guard import statedir
 from miner_guard.config import GateSettings
 from miner_guard.events import counted
 from miner_guard.health.snapshot import part
+from miner_guard.lines import visible
 from miner_guard.reporting.report_data import Data, Mark, Series, gather
 from miner_guard.reporting.report_milestones import milestones
 from miner_guard.reporting.report_svg import Dots, Lines, Plot, draw
@@ -41,7 +42,7 @@ def render(
         [_head(data, title), _tiles(data), _plots(data, rules), _goodput(data), _milestones(data, rules), _costs(data),
          _events("Incidents and alarms", _alarms(data)), _events("Uploads", _fates(data)), _pushes(pushes), _foot(data)]
     )  # fmt: skip
-    return (
+    return visible(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>{reload}'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{css}</style></head>'
         f"<body>{body}</body></html>\n"

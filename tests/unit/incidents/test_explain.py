@@ -28,6 +28,35 @@ def write(tmp_path: Path, content: bytes) -> str:
     return str(path)
 
 
+def test_a_few_kilobytes_of_gzip_that_unpack_to_gigabytes_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a helper's machine that is kept busy for minutes by an attachment of 300 KB."""
+    zeros = gzip.compress(bytes(1 << 20), 9)
+    assert main.run(["explain", write(tmp_path, zeros * 2000)]) == 64
+    assert "unpacks to more than 200 times its size" in capsys.readouterr().err
+
+
+def test_a_repetitive_log_is_unpacked_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = b"".join(b"12:%02d:%02d Inner Step: %d | Loss: 3.40\n" % (n // 60 % 60, n % 60, n) for n in range(200_000))
+    assert main.run(["explain", write(tmp_path, gzip.compress(lines + CASCADE))]) == 0
+    assert "ROOT CAUSE cuda_oom" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_no_character_of_a_log_turns_what_its_reader_sees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """Guards against a line that reads as another one (Trojan Source), or that clears the screen."""
+    log = write(tmp_path, "RuntimeError: CUDA out of memory \u202eegarots eht dna\x9b2J\u2066\u2028".encode())
+    assert main.run(["explain", log, *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "\\u202eegarots" in printed
+    assert not set(printed) & set("\u202e\u2066\u2028\x9b")
+    if arguments:
+        assert "\u202eegarots" in json.loads(printed)["findings"][0]["excerpt"]
+
+
 def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     code = main.run(["explain", "--json", *arguments])
     return code, json.loads(capsys.readouterr().out)

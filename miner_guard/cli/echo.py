@@ -1,0 +1,12 @@
+"""What the commands print: all of it through here, so that nothing in a log or a state file steers a terminal."""
+
+from __future__ import annotations
+
+import typer
+
+from miner_guard.lines import visible
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print `text` and a newline on stdout (`err`: on stderr), control characters made visible. JSON stays valid."""
+    typer.echo(visible(text), err=err)
