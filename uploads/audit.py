@@ -19,13 +19,14 @@ from miner_guard.config import ChainSettings, RepoSettings
 from miner_guard.events import Finding, found
 from miner_guard.health import chain
 from miner_guard.redact import without_secrets
-from uploads.commitments import commitment_of, configured, keys_of
+from uploads.commitments import commitment_of, configured, keys_of, placeholder
 from uploads.network import network_of, progress
 from validators import audit
 from validators.commitment import fingerprint
 from validators.facts import Candidate, Facts, Network, Published
 from validators.inspection import inspect_file
-from validators.limits import Limits
+from validators.limits import Limits, in_force
+from validators.metadata import read_inner_step
 from validators.shapes import Shapes
 from validators.verdict import Verdict
 
@@ -34,9 +35,6 @@ FETCH_S = 600.0
 
 MOST_BYTES = 2 * 1024**3
 """A larger gradients.pt is not fetched: it passes through memory."""
-
-REFUSED_KEYS = "refuses the keys"
-"""As `uploads.repos.s3_errors` says it."""
 
 _FOLDER = "miner-guard-audit-"
 _ABANDONED_S = 6 * 3600.0
@@ -77,7 +75,8 @@ def look(repo: RepoSettings, on: ChainSettings, limits: Limits, model: Shapes | 
         return run(repo, limits, Network(reason="no [chain] configured"), model=model)
     seen = chain.look(on)
     ahead = progress(repo, limits, seen.master_commitment)
-    return run(repo, limits, network_of(seen, ahead, time.monotonic()), seen.commitment, model=model)
+    network = network_of(seen, ahead, time.monotonic(), limits.commitment_form, on.blocks_per_allreduce)
+    return run(repo, limits, network, seen.commitment, model=model)
 
 
 def run(
@@ -92,7 +91,10 @@ def run(
     if repo.kind == "none":
         return Report("unknown", "no repo is configured; give -c or --state-dir as `run` had it, or set [repo] kind")
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
-    whose = "configured" if keys is None else "commitment"
+    access = _Access(keys, (configured(repo) or {}).get("R2_ACCOUNT_ID"))
+    if keys is not None and placeholder(commitment or "", limits.commitment_form):
+        words = "the commitment on chain is filled with x, which validators read as no keys; the miner has to commit"
+        return Report("rejected", words, (Verdict("commitment", "block", None, None, words),), credentials="commitment")
     try:
         _sweep()
         with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
@@ -100,9 +102,9 @@ def run(
             def inspect(file: Path) -> Mapping[str, Any]:
                 return inspect_file(file, limits, shapes=model, python=python)
 
-            return _audited(repo, limits, network, keys, whose, Path(folder), start, deadline_s, inspect)
+            return _audited(repo, limits, network, access, Path(folder), start, deadline_s, inspect)
     except OSError as error:
-        return Report("unknown", f"no place for the files: {error.strerror or error}", credentials=whose)
+        return Report("unknown", f"no place for the files: {error.strerror or error}", credentials=access.whose)
 
 
 def _sweep() -> None:
@@ -114,33 +116,65 @@ def _sweep() -> None:
                 shutil.rmtree(left)
 
 
+@dataclass(frozen=True)
+class _Access:
+    """Whose read keys open the repo."""
+
+    keys: Mapping[str, str] | None
+    """Those committed on chain; None where none are known."""
+
+    own_account: str | None
+    """The account in the settings."""
+
+    @property
+    def whose(self) -> str:
+        return "configured" if self.keys is None else "commitment"
+
+    def rejected(self, refused: str | None, reason: str | None) -> str | None:
+        """Why no validator can open the bucket; None where it may be our network that is down."""
+        if self.keys is None:
+            return None
+        if refused is not None:
+            return f"the keys committed on chain open nothing ({refused}); commit those in use"
+        if self.own_account is not None and self.keys["R2_ACCOUNT_ID"] != self.own_account:
+            return f"the account committed on chain is not the one in use and gives no answer ({reason}); commit again"
+        return None
+
+
 def _audited(
-    repo: RepoSettings, limits: Limits, network: Network, keys: Mapping[str, str] | None, whose: str, folder: Path,
-    start: float, deadline_s: float, inspect: Inspect,
+    repo: RepoSettings, limits: Limits, network: Network, access: _Access, folder: Path, start: float,
+    deadline_s: float, inspect: Inspect,
 ) -> Report:  # fmt: skip
+    def ended(outcome: str, rule: str, words: str) -> Report:
+        verdicts = () if outcome == "unknown" else (Verdict(rule, "block", None, None, words),)
+        return Report(outcome, words, verdicts, seconds=round(time.monotonic() - start, 2), credentials=access.whose)
+
+    limits = in_force(limits, network)
     epoch = audit.epoch_scored(None, network.outer_step, network.blocks_since_allreduce, limits)
-    answer = _fetch(repo, limits, network, keys, None if epoch is None else epoch.outer_step, folder, deadline_s)
-    if keys is not None and answer.reason is not None and REFUSED_KEYS in answer.reason:
-        words = f"the keys committed on chain open nothing ({answer.reason}); commit those in use"
-        refused = Verdict("commitment", "block", None, None, words)
-        return Report("rejected", words, (refused,), seconds=time.monotonic() - start, credentials=whose)
-    if answer.reason is not None or not isinstance(answer.value, Mapping):
-        words = f"could not look: {answer.reason or 'no answer'}"
-        return Report("unknown", words, seconds=time.monotonic() - start, credentials=whose)
-    fetched = answer.value
+    answer = _fetch(repo, limits, network, access.keys, None if epoch is None else epoch.outer_step, folder, deadline_s)
+    fetched = answer.value if isinstance(answer.value, Mapping) else {}
+    refused = fetched.get("refused")
+    if refused is not None or answer.reason is not None or not fetched:
+        reason = refused or answer.reason or "no answer"
+        if (why := access.rejected(refused, answer.reason)) is not None:
+            return ended("rejected", "commitment", why)
+        return ended("unknown", "", f"could not look: {reason}")
     if (damage := fetched.get("damaged")) is not None:
-        unread = Verdict("metadata", "block", None, None, damage)
-        return Report("rejected", damage, (unread,), seconds=time.monotonic() - start, credentials=whose)
+        return ended("rejected", "metadata", damage)
     epoch = epoch or audit.epoch_scored(fetched.get("outer_step"), None, None, limits)
     if epoch is None:
-        empty = Verdict("repo_age", "block", None, None, "metadata.json is missing or names no outer step")
-        return Report("rejected", f"nothing is published: {empty.sentence}; upload", (empty,), credentials=whose)
+        return ended(
+            "rejected", "repo_age", "nothing is published: metadata.json is missing or names no outer step; upload"
+        )
     facts = _facts(fetched, epoch.outer_step, limits, network, repo, inspect)
+    facts = dataclasses.replace(facts, tried=access.keys is not None)
     verdicts = audit.judge(facts, limits)
     outcome = audit.outcome_of(verdicts)
     seconds, size = time.monotonic() - start, int(fetched.get("fetched_bytes") or 0)
     words = audit.detail(outcome, verdicts, epoch, seconds, size)
-    return Report(outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, whose)
+    if limits.read_from is not None:
+        words += f"; by {limits.read_from}"
+    return Report(outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, access.whose)
 
 
 def _fetch(
@@ -175,23 +209,21 @@ def _facts(
     inspect: Inspect,
 ) -> Facts:  # fmt: skip
     metadata = fetched.get("metadata")
-    inner = metadata.get("inner_step") if metadata else None
-    inner = inner if isinstance(inner, int) else None
+    inner = read_inner_step(metadata)
     now = time.monotonic()
     published = Published(
         age_s=fetched.get("age_s"), reason=None, empty=bool(fetched.get("empty")), seen_at=now, outer_step=outer_step,
         inner_step=inner, size_bytes=fetched.get("size_bytes"), checksum=fetched.get("checksum"), metadata=metadata,
         config=fetched.get("config"),
     )  # fmt: skip
-    run_name, named = (metadata.get("run"), metadata.get("outer_step")) if metadata else (None, None)
+    named = metadata.get("outer_step") if metadata else None
     # The root metadata names the newest step; the epoch that is scored may be the one before.
-    outer = named if isinstance(named, int) else outer_step
+    outer = named if isinstance(named, int) and not isinstance(named, bool) else outer_step
     # Of the epoch before nothing is said by the inner step that the root metadata names.
     kind = "archive" if inner == 0 and outer == outer_step else "gradient"
     candidate = Candidate(
         kind, outer, inner if inner is not None else 0, files=_inspected(fetched, limits, inspect),
         config=fetched.get("config") or {}, metadata=metadata or {},
-        revision=None if None in (run_name, inner) else f"{run_name}.{named}.{inner}",
     )  # fmt: skip
     own = fingerprint(commitment_of(configured(repo)))
     return Facts(candidate, published, network, now, own, repo.bucket)

@@ -37,3 +37,12 @@ def keys_of(commitment: str, form: Sequence[int]) -> dict[str, str] | None:
         found[name] = commitment[start : start + length]
         start += length
     return found
+
+
+def placeholder(commitment: str, form: Sequence[int]) -> bool:
+    """Whether a part of it is all x: what validators start with, and take for no credentials."""
+    parts, start = [], 0
+    for length in form:
+        parts.append(commitment[start : start + length])
+        start += length
+    return any(part and set(part) == {"x"} for part in parts)

@@ -8,7 +8,8 @@ from typing import Any
 from miner_guard import probe
 from miner_guard.config import RepoSettings
 from uploads.repos import open_repo
-from uploads.repos.base import LOOKS, Damaged, Entry, Missing, Repo, RepoError, parsed
+from uploads.repos.base import LOOKS, Damaged, Entry, Missing, Refused, Repo, RepoError, Unreadable, parsed
+from validators import block_list
 from validators.metadata import mixed
 
 _WILDCARD = "*"
@@ -47,8 +48,15 @@ def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], Entry 
         return {"metadata": metadata, "outer_step": None, "fetched_bytes": size}, None
     names = {**request["names"], "outer_step": outer}
     config, more = _document(repo, _filled(keys.get("config"), names))
-    entry = _newest(repo, _filled(keys["gradients"], names) or "")
-    answer = {"metadata": metadata, "config": config, "outer_step": outer, "fetched_bytes": size + more}
+    gradients = _filled(keys["gradients"], names) or ""
+    try:
+        entry = _newest(repo, gradients)
+    except Unreadable as refusal:
+        raise Damaged(f"{gradients}: {refusal}") from refusal
+    answer = {
+        "metadata": metadata, "config": _read_of(config, names.get("uid")), "outer_step": outer,
+        "fetched_bytes": size + more,
+    }  # fmt: skip
     if entry is None:
         return {**answer, "empty": True, "key": _filled(keys["gradients"], names)}, None
     answer |= {"key": entry.key, "age_s": entry.age_s, "size_bytes": entry.size_bytes, "checksum": entry.checksum}
@@ -62,7 +70,17 @@ def _document(repo: Repo, key: str | None) -> tuple[dict[str, Any] | None, int]:
         data = repo.get(key)
     except Missing:
         return None, 0
+    except Unreadable as refusal:
+        raise Damaged(f"{key}: {refusal}") from refusal
     return parsed(key, data), len(data)
+
+
+def _read_of(config: dict[str, Any] | None, uid: int | None) -> dict[str, Any] | None:
+    """Of config.json what is read of it here: a block list may be long."""
+    reduced = block_list.reduced(config, uid)
+    if config is None or reduced is None:
+        return None
+    return {**reduced, "last_allreduce_block": config.get("last_allreduce_block")}
 
 
 def _filled(pattern: str | None, names: dict[str, Any]) -> str | None:
@@ -81,13 +99,15 @@ def _newest(repo: Repo, key: str) -> Entry | None:
 
 
 def main() -> None:
-    """Answer with what `fetch` says; `damaged` where a document is no JSON object."""
+    """Answer with what `fetch` says; `damaged` where a document is unreadable, `refused` where the bucket is."""
     request = probe.request()
     settings = request["repo"]
     try:
         probe.reply(fetch(open_repo(RepoSettings(**settings)), request))
     except Damaged as damage:
         probe.reply({"damaged": str(damage)})
+    except Refused as refusal:
+        probe.reply({"refused": str(refusal)})
     except RepoError as error:
         probe.reply(error=str(error))
 

@@ -17,7 +17,7 @@ from uploads.decision import GateDecision
 from uploads.inputs import GateInputs, canonical
 from validators import block_list, gradients, loss, metadata, repo_age, rules
 from validators.facts import Candidate, Facts
-from validators.limits import Limits
+from validators.limits import Limits, in_force
 from validators.verdict import Verdict, worst
 
 _LONGEST = 240
@@ -73,7 +73,7 @@ def _spelled(value: Any) -> Any:
 def _facts(candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float) -> tuple[Facts, Limits]:
     known = inputs.aged(now, settings.inputs_max_age_s)
     facts = Facts(candidate, known.published, known.network, now, known.credentials, known.bucket)
-    return facts, Limits.of(settings, known.limits)
+    return facts, in_force(Limits.of(settings, known.limits), known.network)
 
 
 def _said(verdict: Verdict, kind: str) -> Verdict:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from miner_guard import probe
 from miner_guard.config import RepoSettings
 from miner_guard.health.chain import ChainLook
 from miner_guard.redact import without_secrets
-from uploads.commitments import keys_of
+from uploads.commitments import keys_of, placeholder
 from validators.commitment import fingerprint
 from validators.facts import Network
 from validators.limits import Limits
@@ -55,22 +55,36 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         return Progress(reason=f"the master's repo: {answer.reason or 'no answer'}")
     outer = answer.value.get("outer_step")
     if not isinstance(outer, int):
-        why = answer.value.get("damaged") or "metadata.json is missing or names no outer step"
+        why = (
+            answer.value.get("damaged")
+            or answer.value.get("refused")
+            or "metadata.json is missing or names no outer step"
+        )
         return Progress(reason=f"the master's {why}")
     block = (answer.value.get("config") or {}).get("last_allreduce_block")
     return Progress(outer, block if isinstance(block, int) else None)
 
 
-def network_of(look: ChainLook, ahead: Progress, seen_at: float) -> Network:
-    """What the rules need of a look at the chain, whose block was first seen at `seen_at`, and at the master's repo."""
+def _told(commitment: str | None, form: Sequence[int]) -> str:
+    return "" if commitment is None or placeholder(commitment, form) else commitment
+
+
+def network_of(
+    look: ChainLook, ahead: Progress, seen_at: float, form: Sequence[int] = (), per_allreduce: int | None = None
+) -> Network:
+    """What the rules need of a look at the chain, whose block was first seen at `seen_at`, and at the master's repo.
+
+    `form` is the commitment's, `per_allreduce` the blocks per AllReduce where the operator has set them.
+    """
     since = None
     if look.block is not None and ahead.last_allreduce_block is not None:
         since = look.block - ahead.last_allreduce_block
     told = bool(look.registered) and "commitment" not in (look.errors or {})
     return Network(
         block=look.block, outer_step=ahead.outer_step, blocks_since_allreduce=since,
-        commitment=fingerprint(look.commitment or "") if told else None, registered=look.registered, uid=look.uid,
-        reason=look.reason, seen_at=seen_at,
+        commitment=fingerprint(_told(look.commitment, form)) if told else None,
+        registered=look.registered, uid=look.uid, reason=look.reason, seen_at=seen_at,
+        blocks_per_allreduce=per_allreduce,
     )  # fmt: skip
 
 

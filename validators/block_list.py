@@ -1,11 +1,14 @@
 """block_list: config.json names the blocks the miner trained in; an old newest one is rejected.
 
-Subnet 38: the reward code rejects `current_block - max(block_list) > blocks_per_allreduce / 2`, and an empty
-list raises there and resets the scores.
+Subnet 38: the reward code rejects `current_block - max(block_list) > blocks_per_allreduce / 2`; a list that is empty
+or holds what has no maximum raises there and resets the scores. It then draws one of the blocks, by the miner's uid,
+to advance a random generator, which takes whole numbers only.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +19,13 @@ from validators.verdict import Verdict
 RULE = "block_list"
 
 
+def age_limit(limits: Limits) -> float | None:
+    """Blocks that the newest may be old: half of those between two AllReduces (R:320)."""
+    if limits.blocks_per_allreduce is not None and limits.block_list_max_age is not None:
+        return limits.blocks_per_allreduce / 2
+    return limits.block_list_max_age
+
+
 def current_block(network: Network, now: float, block_s: float) -> int | None:
     """The block at `now` (monotonic): the one that was read and those due since. None where unknown."""
     if network.block is None:
@@ -24,26 +34,37 @@ def current_block(network: Network, now: float, block_s: float) -> int | None:
     return network.block + int(since / block_s)
 
 
-def reduced(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Of config.json only what this rule reads: its newest block."""
+def reduced(config: Mapping[str, Any] | None, uid: int | None = None) -> Mapping[str, Any] | None:
+    """Of config.json only what this rule reads: the newest block, in a list, or what is wrong with the list."""
     if config is None:
         return None
     blocks = config.get("block_list")
-    if isinstance(blocks, (list, tuple)) and blocks and _are_blocks(blocks):
-        return {"block_list": [max(blocks)]}
-    return {"block_list": [] if blocks in ([], ()) else None}
+    if not isinstance(blocks, (list, tuple)):
+        return {"block_list": None}
+    if not blocks:
+        return {"block_list": []}
+    return {"block_list": None if (newest := _newest(blocks, uid)) is None else [newest]}
+
+
+def _newest(blocks: Sequence[Any], uid: int | None) -> float | None:
+    """The newest block; None where validators can't compare the blocks or use the one that they draw."""
+    if not set(map(type, blocks)) <= {int, float, bool}:
+        return None
+    drawn = blocks if uid is None else random.Random(uid).sample(list(blocks), 1)
+    newest = max(blocks) if all(isinstance(block, int) for block in drawn) else None
+    return None if newest is None or not math.isfinite(newest) else newest
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block an empty or missing list, and one whose newest block is older than `block_list_max_age` blocks."""
-    limit = limits.block_list_max_age
+    limit = age_limit(limits)
     if facts.candidate.config is None:
         return Verdict(RULE, "unknown", None, limit, "config.json was not handed in")
-    blocks = facts.candidate.config.get("block_list")
-    if not isinstance(blocks, (list, tuple)) or not _are_blocks(blocks):
-        return Verdict(
-            RULE, "block", None, limit, "config.json has no block_list of numbers: validators read it; add it"
-        )
+    known = reduced(facts.candidate.config, facts.network.uid)
+    blocks = None if known is None else known["block_list"]
+    if blocks is None:
+        words = "config.json has no block_list of whole numbers, and validators draw one of it; add it"
+        return Verdict(RULE, "block", None, limit, words)
     if not blocks:
         words = "block_list is empty: it raises in the validator and resets scores; wait for the chain to be read"
         return Verdict(RULE, "block", 0, limit, words)
@@ -52,15 +73,9 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         why = facts.network.reason or "the block was not read"
         return Verdict(RULE, "unknown", max(blocks), limit, f"the current block is unknown: {why}")
     age = block - max(blocks)
+    old = f"newest block of block_list is {age if isinstance(age, int) else round(age, 1)} blocks old"
     if limit is not None and age > limit:
-        return Verdict(
-            RULE, "block", age, limit,
-            f"newest block of block_list is {age} blocks old > {limit}: rejected. Is the chain frozen here?",
-        )  # fmt: skip
+        return Verdict(RULE, "block", age, limit, f"{old} > {limit:.0f}: rejected. Is the chain frozen here?")
     if limit is not None and age > 0.75 * limit:
-        return Verdict(RULE, "warn", age, limit, f"newest block of block_list is {age} blocks old, limit {limit}")
-    return Verdict(RULE, "pass", age, limit, f"newest block of block_list is {age} blocks old")
-
-
-def _are_blocks(values: Sequence[Any]) -> bool:
-    return set(map(type, values)) <= {int}
+        return Verdict(RULE, "warn", age, limit, f"{old}, limit {limit:.0f}")
+    return Verdict(RULE, "pass", age, limit, old)

@@ -12,7 +12,7 @@ RULE = "bucket"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block another form than `bucket_pattern` or another uid than the chain's, which is written with three digits.
+    """Block another form than `bucket_pattern`, another model, or another uid than the chain's, of three digits.
 
     Subnet 38: `{global_model_name}-{uid:03d}`.
     """
@@ -26,7 +26,10 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(
             RULE, "block", seen, pattern, f"bucket {seen!r} is not of the form {pattern}; nobody looks there"
         )
-    named = match.groupdict().get("uid")
+    named, model = match.groupdict().get("uid"), match.groupdict().get("model")
+    if model is not None and limits.global_model is not None and model != limits.global_model:
+        words = f"bucket {seen!r} is of model {model}, validators score {limits.global_model} and look for its buckets"
+        return Verdict(RULE, "block", model, limits.global_model, f"{words}; rename the bucket")
     if named is None:
         return Verdict(RULE, "pass", seen, pattern, f"bucket {seen}")
     if uid is None:

@@ -18,8 +18,20 @@ def fingerprint(commitment: str | None) -> str | None:
     return f"{len(commitment)}:{hashlib.sha256(commitment.encode()).hexdigest()[:16]}"
 
 
+def judge_tried(facts: Facts, limits: Limits) -> Verdict:
+    """As `judge`, after the committed keys have opened the bucket."""
+    verdict = judge(facts, limits)
+    if verdict.outcome != "warn":
+        return verdict
+    words = "the commitment on chain is of other read keys than those in use; they open the bucket all right"
+    return Verdict(RULE, "warn", verdict.seen, verdict.limit, words)
+
+
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block a commitment of another length (subnet 38: exactly 128 characters) or of other credentials."""
+    """Block where nothing, or another length (subnet 38: exactly 128 characters), is committed.
+
+    Keys other than those in use are warned of: whether they open the bucket, only the audit can try.
+    """
     seen, chars = facts.network.commitment, limits.commitment_chars
     if seen is None:
         why = facts.network.reason or "the chain was read, the commitment was not"
@@ -36,6 +48,6 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             RULE, "unknown", length, chars, f"a commitment of {length} characters; the read keys are not known"
         )
     if facts.credentials != seen:
-        words = "the commitment on chain is of other read keys than those in use: validators look into another bucket"
-        return Verdict(RULE, "block", "other keys", "the keys in use", f"{words}; commit again")
+        words = "the commitment on chain is of other read keys than those in use; `miner-guard audit` tries them"
+        return Verdict(RULE, "warn", "other keys", "the keys in use", words)
     return Verdict(RULE, "pass", length, chars, f"the commitment of {length} characters is of the keys in use")

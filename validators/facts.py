@@ -78,6 +78,9 @@ class Network:
     seen_at: float | None = None
     """Monotonic time when it was read."""
 
+    blocks_per_allreduce: int | None = None
+    """Where it differs from the profile's: the master's own grows with its first success."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -94,3 +97,6 @@ class Facts:
 
     bucket: str | None = None
     """Name of the bucket in use."""
+
+    tried: bool = False
+    """The keys committed on chain have opened the bucket."""

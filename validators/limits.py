@@ -6,8 +6,10 @@ Standard library only: rules also run inside rank 0. A limit that is None is not
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
+
+from validators.facts import Network
 
 
 class OwnLimits(Protocol):
@@ -60,7 +62,10 @@ class Limits:
     """Regular expression of a revision, with the groups `outer` and `inner` where it has them."""
 
     bucket_pattern: str | None = None
-    """Regular expression of the bucket's name; a group `uid` must be the miner's."""
+    """Regular expression of the bucket's name; a group `uid` must be the miner's, one `model` the `global_model`."""
+
+    global_model: str | None = None
+    """The model that validators score; buckets are named after it."""
 
     gradients_key: str | None = None
     """Where the gradients file lies, with `{outer_step}` in it."""
@@ -103,6 +108,9 @@ class Limits:
     gradients_max_bytes: int | None = None
     """Sizes outside are not plausible."""
 
+    read_from: str | None = None
+    """The version of the validators that the numbers were read from."""
+
     @classmethod
     def of(cls, settings: OwnLimits, numbers: Mapping[str, Any]) -> Limits:
         """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for a name that no rule has."""
@@ -112,6 +120,13 @@ class Limits:
         for name in _OWN:
             values[name] = getattr(settings, name)
         return cls(**values)
+
+
+def in_force(limits: Limits, network: Network) -> Limits:
+    """The limits as the validators that `network` tells of have them now."""
+    if network.blocks_per_allreduce is None:
+        return limits
+    return replace(limits, blocks_per_allreduce=network.blocks_per_allreduce)
 
 
 _NAMES = frozenset(f.name for f in fields(Limits))

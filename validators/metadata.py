@@ -23,28 +23,41 @@ def reduced(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return {k: v[:80] if isinstance(v, str) else v for k, v in list(scalars.items())[:12]}
 
 
-def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block where a field that validators read is missing, is no step, or names another outer step.
+def read_inner_step(metadata: Mapping[str, Any] | None) -> int | None:
+    """The inner step that validators read: `int()` of what follows the last dot of it. None where that raises.
 
-    Another inner step is warned of: upstream writes the one of the upload's end, and it is the one that counts.
+    They put it into a revision and take it out again (R:433), so 84.5 is 5, 84.0 is 0 and "84" is 84.
+    """
+    if metadata is None or "inner_step" not in metadata:
+        return None
+    try:
+        return int(f"{metadata['inner_step']}".split(".")[-1])
+    except ValueError:
+        return None
+
+
+def judge(facts: Facts, limits: Limits) -> Verdict:
+    """Block where a field that validators read is missing, whatever its value, or the inner step can't be read.
+
+    Other steps than the candidate's are warned of: validators take the outer step from the network, and upstream
+    writes the inner step of the upload's end.
     """
     seen, needed = facts.candidate.metadata, list(limits.metadata_fields)
     if seen is None:
         return Verdict(RULE, "unknown", None, needed, "metadata.json was not handed in")
-    if missing := [name for name in needed if seen.get(name) is None]:
-        return Verdict(RULE, "block", sorted(seen), needed, f"metadata.json lacks {', '.join(missing)}; write them")
-    for name in ("outer_step", "inner_step"):
-        value = seen.get(name)
-        if name in seen and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            return Verdict(RULE, "block", value, "a step", f"metadata.json: {name} is {value!r}, not a step")
-    outer = seen.get("outer_step")
-    if outer is not None and outer != facts.candidate.outer_step:
-        ours = facts.candidate.outer_step
-        return Verdict(RULE, "block", outer, ours, f"metadata.json names outer step {outer}, the gradient is of {ours}")
-    inner = seen.get("inner_step")
-    if inner is not None and inner != facts.candidate.inner_step:
-        ours = facts.candidate.inner_step
-        return Verdict(RULE, "warn", inner, ours, f"metadata.json names inner step {inner}, the gradient is of {ours}")
+    if missing := [name for name in needed if name not in seen]:
+        words = f"metadata.json lacks {', '.join(missing)}: validators read inner step 0 then, and reset scores"
+        return Verdict(RULE, "block", sorted(map(str, seen)), needed, f"{words}; write them")
+    inner = read_inner_step(seen)
+    if inner is None and "inner_step" in needed:
+        value = _short(seen["inner_step"])
+        return Verdict(RULE, "block", value, "a step", f"metadata.json: inner_step is {value}, not a step; write one")
+    for name, ours in (("outer_step", facts.candidate.outer_step), ("inner_step", facts.candidate.inner_step)):
+        told: Any = inner if name == "inner_step" else seen.get(name)
+        if name in seen and told != ours:
+            named = _short(told)
+            words = f"metadata.json names {name.replace('_', ' ')} {named}, the gradient is of {ours}"
+            return Verdict(RULE, "warn", named, ours, words)
     return Verdict(
         RULE, "pass", sorted(seen), needed, f"metadata.json has {', '.join(needed) or 'nothing that is needed'}"
     )
@@ -75,6 +88,10 @@ def mixed(metadata: Mapping[str, Any] | None, size_bytes: int | None, checksum: 
     if checksum is None or not isinstance(other, str) or _form(checksum) != _form(other) or checksum == other:
         return None
     return f"gradients.pt has checksum {checksum[:12]}, metadata.json goes with {other[:12]}"
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:40]
 
 
 def _named(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -31,8 +31,9 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     """What validators say of the inner step in the published metadata (subnet 38: 0 is rejected)."""
     seen, least = facts.published.inner_step, limits.validator_min_inner_step
     if seen is None:
-        return Verdict(RULE, "unknown", None, least, "the published inner step is not known: metadata.json lacks it")
-    if least is not None and seen < least:
+        words = "the published inner step is not known: metadata.json does not name one"
+        return Verdict(RULE, "unknown", None, least, words)
+    if least is not None and 0 <= seen < least:
         return Verdict(
             RULE, "block", seen, least,
             f"published inner_step {seen} < {least}: validators reject it; publish again after more inner steps",

@@ -44,7 +44,9 @@ def for_gate(facts: Facts, limits: Limits) -> Iterator[Rule]:
         yield metadata.RULE, metadata.judge
     if candidate.revision is not None and limits.revision_pattern is not None:
         yield revision.RULE, revision.judge
-    yield from _of_the_place(facts, limits)
+    yield from _of_the_bucket(facts, limits)
+    if limits.commitment_chars is not None and facts.network.reason is None:
+        yield commitment.RULE, commitment.judge
     if limits.window_blocks is not None:
         yield window.RULE, window.judge
 
@@ -58,16 +60,14 @@ def for_audit(facts: Facts, limits: Limits) -> Iterator[Rule]:
         yield block_list.RULE, block_list.judge
     if limits.metadata_fields:
         yield metadata.RULE, metadata.judge_published
-    if limits.revision_pattern is not None:
-        yield revision.RULE, revision.judge
-    yield from _of_the_place(facts, limits)
+    yield from _of_the_bucket(facts, limits)
+    if limits.commitment_chars is not None and facts.network.reason is None:
+        yield commitment.RULE, commitment.judge_tried if facts.tried else commitment.judge
 
 
-def _of_the_place(facts: Facts, limits: Limits) -> Iterator[Rule]:
+def _of_the_bucket(facts: Facts, limits: Limits) -> Iterator[Rule]:
     if limits.bucket_pattern is not None and facts.bucket is not None:
         yield bucket.RULE, bucket.judge
-    if limits.commitment_chars is not None and facts.network.reason is None:
-        yield commitment.RULE, commitment.judge
 
 
 def all_of(rules: Iterator[Rule], facts: Facts, limits: Limits) -> list[Verdict]:

@@ -91,6 +91,10 @@ class ChainSettings:
     master_uid: Annotated[int, Range(ge=0)] | None = None
     """uid whose repo says the network's outer step."""
 
+    blocks_per_allreduce: Annotated[int, Range(ge=1)] | None = None
+    """Blocks between two AllReduces, by which the gate and the audit judge. None: the profile's (subnet 38: 400; its
+    master has 750 from its first successful AllReduce on)."""
+
     refresh_every_s: Positive = 120.0
     """Seconds between two looks."""
 

@@ -80,7 +80,6 @@ def test_what_validators_accept_passes_and_says_what_was_checked(tmp_path: Path)
         "gradients",
         "block_list",
         "metadata",
-        "revision",
     }
     assert line(report.finding()).startswith("AUDIT PASSED: epoch 56 (the network's: 300 blocks since the AllReduce)")
     assert report.fetched_bytes > (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
@@ -120,7 +119,7 @@ def test_the_archive_after_an_outer_step_is_rejected_only_where_validators_do(tm
     assert "warning: this is the archive after an outer step (inner_step 0), no gradient yet" in report.detail
     rejected = look(tmp_path).detail
     assert "published inner_step 0 < 1: validators reject it" in rejected
-    assert rejected.endswith("this is the upload after an AllReduce; the next gradient's upload mends it")
+    assert "this is the upload after an AllReduce; the next gradient's upload mends it" in rejected
     assert "all values are zero" not in rejected
     # Neither is a gradient excused, nor anything but zeros in an archive.
     publish(tmp_path, inner=60, wvals=torch.zeros(2))
@@ -197,15 +196,28 @@ def test_an_empty_repo_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("inspected_here")
-def test_a_commitment_of_other_keys_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commitment_of_other_keys_is_warned_of_where_it_was_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(tmp_path)
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     ours = fingerprint("".join(KEYS.values()))
     good = Network(1100, 56, 300, ours, True, 7, None, time.monotonic())
     assert look(tmp_path, good).outcome == "accepted"
-    other = Network(1100, 56, 300, fingerprint("x" * 128), True, 7, None, time.monotonic())
-    assert "commitment: the commitment on chain is of other read keys" in look(tmp_path, other).detail
+    other = Network(1100, 56, 300, fingerprint("z" * 128), True, 7, None, time.monotonic())
+    report = look(tmp_path, other)
+    assert report.outcome == "accepted"
+    assert "warning: the commitment on chain is of other read keys than those in use" in report.detail
+
+
+def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None:
+    """Validators start with x for every miner, and take it for no credentials."""
+    publish(tmp_path)
+    for commitment in ("x" * 128, "a" * 32 + "x" * 32 + "c" * 64):
+        report = audit.run(RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), commitment)
+        assert report.outcome == "rejected"
+        assert "filled with x" in report.detail
 
 
 @pytest.mark.usefixtures("inspected_here")

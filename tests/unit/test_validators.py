@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,9 @@ from validators import (
     revision,
     window,
 )
+from validators.audit import epoch_scored
 from validators.facts import Candidate, Facts, Network, Published
-from validators.limits import Limits
+from validators.limits import Limits, in_force
 from validators.profiles import load_profile, names
 from validators.rules import for_audit, for_gate
 from validators.verdict import OUTCOMES, Verdict
@@ -120,10 +122,12 @@ CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("revision not handed in", revision.judge, facts(), SN38, "unknown"),
     ("revision without a profile", revision.judge, facts(revision="5.56.84"), Limits(), "unknown"),
     ("metadata", metadata.judge, facts(metadata=META), SN38, "pass"),
-    ("metadata lacks peer_id", metadata.judge, facts(metadata={**META, "peer_id": None}), SN38, "block"),
-    ("metadata with a word as step", metadata.judge, facts(metadata={**META, "inner_step": "84"}), SN38, "block"),
+    ("metadata lacks peer_id", metadata.judge, facts(metadata={"outer_step": 56, "inner_step": 84}), SN38, "block"),
+    ("metadata with an empty peer_id", metadata.judge, facts(metadata={**META, "peer_id": None}), SN38, "pass"),
+    ("metadata with a number in quotes", metadata.judge, facts(metadata={**META, "inner_step": "84"}), SN38, "pass"),
+    ("metadata with a word as step", metadata.judge, facts(metadata={**META, "inner_step": "x"}), SN38, "block"),
     ("metadata of a later inner step", metadata.judge, facts(metadata={**META, "inner_step": 86}), SN38, "warn"),
-    ("metadata of another epoch", metadata.judge, facts(metadata={**META, "outer_step": 55}), SN38, "block"),
+    ("metadata of another epoch", metadata.judge, facts(metadata={**META, "outer_step": 55}), SN38, "warn"),
     ("metadata not handed in", metadata.judge, facts(), SN38, "unknown"),
     ("published metadata", metadata.judge_published, named(56, "a" * 32), SN38, "pass"),
     ("gradients of another revision", metadata.judge_published, named(56, "b" * 32), SN38, "warn"),
@@ -139,7 +143,7 @@ CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("file not inspected", gradients.judge, facts(), SN38, "unknown"),
     ("inspection late", gradients.judge, facts(files={"reason": "no answer within 9 s"}), SN38, "unknown"),
     ("same keys", commitment.judge, facts(network=chain(commitment=OURS), credentials=OURS), SN38, "pass"),
-    ("other keys", commitment.judge, facts(network=chain(commitment=OURS), credentials="128:ff"), SN38, "block"),
+    ("other keys", commitment.judge, facts(network=chain(commitment=OURS), credentials="128:ff"), SN38, "warn"),
     ("short commitment", commitment.judge, facts(network=chain(commitment="127:ff"), credentials=OURS), SN38, "block"),
     ("nothing committed", commitment.judge, facts(network=chain(commitment="0:e3b0"), credentials=OURS), SN38, "block"),
     ("commitment not told", commitment.judge, facts(network=chain(), credentials=OURS), SN38, "unknown"),
@@ -148,6 +152,7 @@ CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("bucket", bucket.judge, facts(name="llama-4b-ws-4-007", network=chain(uid=7)), SN38, "pass"),
     ("bucket of another uid", bucket.judge, facts(name="llama-4b-ws-4-007", network=chain(uid=8)), SN38, "block"),
     ("bucket with a fourth digit", bucket.judge, facts(name="llama-4b-ws-4-0007", network=chain(uid=7)), SN38, "block"),
+    ("bucket of another model", bucket.judge, facts(name="llama-1b-007", network=chain(uid=7)), SN38, "block"),
     ("bucket of another form", bucket.judge, facts(name="my-bucket", network=chain(uid=8)), SN38, "block"),
     ("bucket, uid unread", bucket.judge, facts(name="llama-4b-ws-4-007"), SN38, "unknown"),
     ("bucket not known", bucket.judge, facts(network=chain(uid=8)), SN38, "unknown"),
@@ -194,6 +199,32 @@ def test_whether_shapes_were_compared_is_said() -> None:
     assert said[True].endswith("of the model's shapes")
     assert "shapes unknown" in said[False]
     assert said[None].endswith("all finite")
+
+
+def test_the_inner_step_is_read_as_validators_read_it() -> None:
+    """Guards against a state that we accept and they reset: they put it into a revision, and take it out again."""
+    written = [84, 84.0, 84.5, "84", " 84 ", "", None, True, "0", -1]
+    read = [metadata.read_inner_step({"inner_step": value}) for value in written]
+    assert read == [84, 0, 5, 84, 84, None, None, None, 0, -1]
+    assert metadata.read_inner_step({}) is None
+
+
+def test_the_drawn_block_alone_has_to_be_a_whole_number() -> None:
+    """Validators draw one block by the miner's uid; the others are only compared."""
+    mixed = [950.5, 990, 960.0]
+    drawn = {uid: random.Random(uid).sample(mixed, 1)[0] for uid in range(9)}
+    for uid, block in drawn.items():
+        verdict = block_list.judge(facts(config={"block_list": mixed}, network=chain(block=1000, uid=uid)), SN38)
+        assert verdict.outcome == ("pass" if block == 990 else "block")
+
+
+def test_blocks_per_allreduce_of_the_master_change_the_epoch_and_the_age_limit() -> None:
+    known = in_force(SN38, chain(blocks_per_allreduce=750))
+    ages = {age: facts(config={"block_list": [1000 - age]}, network=chain(block=1000)) for age in (201, 375, 376)}
+    assert [block_list.judge(ages[age], known).outcome for age in ages] == ["pass", "warn", "block"]
+    assert [block_list.judge(ages[age], SN38).outcome for age in ages] == ["block", "block", "block"]
+    scored = [epoch_scored(None, 56, since, known) for since in (374, 375)]
+    assert [epoch.outer_step for epoch in scored if epoch is not None] == [55, 56]
 
 
 def test_a_block_says_when_asking_again_can_help() -> None:

@@ -28,7 +28,7 @@ METADATA = "metadata.json"
 LOOKS = 3
 """A look that falls between two revisions is repeated; the switch takes a few short requests."""
 
-DOCUMENT_LIMIT = 4 * 1024 * 1024
+DOCUMENT_LIMIT = 16 * 1024 * 1024
 """A JSON document larger than this is refused unread."""
 
 Progress = Callable[[int], None]
@@ -55,6 +55,14 @@ class RepoError(Exception):
 
 class Missing(RepoError):
     """The repo was read, and holds no such object."""
+
+
+class Refused(RepoError):
+    """The storage's definite answer to these keys is no: repeating the request changes nothing."""
+
+
+class Unreadable(RepoError):
+    """The storage keeps this object from every reader: encrypted with a customer's key, or archived."""
 
 
 class Damaged(RepoError):
@@ -152,9 +160,12 @@ def document(repo: Repo, key: str) -> dict[str, Any] | None:
 
 
 def parsed(key: str, data: bytes) -> dict[str, Any]:
-    """The JSON object that `data` of `key` is. Raises Damaged."""
+    """The JSON object that `data` of `key` is. Raises Damaged.
+
+    Read as validators do: bytes of metadata.json in any of JSON's encodings, of others as a file of UTF-8.
+    """
     try:
-        found = json.loads(data)
+        found = json.loads(data if key.rpartition("/")[2] == METADATA else data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{key} is not JSON ({error}); publish again") from error
     if not isinstance(found, dict):

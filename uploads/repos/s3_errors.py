@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from uploads.repos.base import Missing, RepoError
+from uploads.repos.base import Missing, Refused, RepoError, Unreadable
 
 
 class Unsupported(RepoError):
@@ -13,6 +13,8 @@ class Unsupported(RepoError):
 
 _MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
 _REFUSED = {"403", "AccessDenied", "Unauthorized", "401", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Forbidden"}
+_UNREADABLE = {"400", "InvalidRequest", "BadRequest", "InvalidObjectState"}
+_FULL = {"QuotaExceeded", "InsufficientCapacity", "InsufficientStorage", "StorageQuotaExceeded"}
 _SKEWED = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
 _TRANSIENT = {
     "SlowDown", "503", "500", "502", "504", "429", "ServiceUnavailable", "InternalError", "RequestTimeout",
@@ -40,13 +42,17 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
     status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
     said = response["Error"].get("Message") or code
     if code == "NoSuchBucket":
-        return RepoError(f"bucket {bucket} does not exist; create it, or correct repo.bucket and repo.endpoint")
+        return Refused(f"bucket {bucket} does not exist; create it, or correct repo.bucket and repo.endpoint")
     if code in _MISSING:
         return Missing(f"bucket {bucket} has no such object ({code})")
     if code in _SKEWED:
         return RepoError(f"the storage refuses this host's clock ({said}); set the clock: timedatectl set-ntp true")
+    if code in _UNREADABLE:
+        return Unreadable(f"bucket {bucket} gives nobody this object ({code}: {said}); upload it unencrypted")
+    if code in _FULL:
+        return RepoError(f"the storage of bucket {bucket} takes no more data ({code}); free space or raise its quota")
     if code in _REFUSED or status in ("401", "403"):
-        return RepoError(f"the storage refuses the keys for bucket {bucket} ({code}); check the keys and their rights")
+        return Refused(f"the storage refuses the keys for bucket {bucket} ({code}); check the keys and their rights")
     if code == "BadDigest":
         return RepoError(f"what arrived in bucket {bucket} is not what was sent ({code})", transient=True)
     if code in _TRANSIENT or status in ("429", "500", "502", "503", "504"):

@@ -90,7 +90,7 @@ def _profile(document: Mapping[str, Any], path: Path) -> Profile:
     for table in _TABLES:
         if not isinstance(document.get(table, {}), Mapping):
             raise ValueError(f"{path}: {table} is not a table")
-    limits = document.get("limits", {})
+    limits = {"read_from": str(document["read_from"]), **document.get("limits", {})}
     try:
         Limits.of(GateSettings(), limits)
     except TypeError as error:
@@ -101,5 +101,5 @@ def _profile(document: Mapping[str, Any], path: Path) -> Profile:
         document["dated"],
         str(document["read_from"]),
         path,
-        **{table: document.get(table, {}) for table in _TABLES},
+        **{**{table: document.get(table, {}) for table in _TABLES}, "limits": limits},
     )

@@ -51,7 +51,9 @@ class Chain(Part):
         """What is to be said of one look, at `now` (monotonic). Its `network` field is for the gate."""
         frozen = self._frozen_s(look, now)
         # A block counts from when it was first seen: behind a node that stands still the chain goes on.
-        network = network_of(look, ahead, now if self._moved is None else self._moved[1])
+        seen_at = now if self._moved is None else self._moved[1]
+        form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
+        network = network_of(look, ahead, seen_at, form, per_allreduce)
         self._latest = (look, network)
         if look.reason is not None:
             level = "warning" if self._unknown.ask(look.reason, now) else "debug"
