@@ -36,7 +36,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks
 
 screens: $(VENV)/.dev
-	$(BIN)/python -m tests.screens
+	$(BIN)/python -m tests.support.screens
 
 clean:
 	rm -rf $(VENV) .demo build dist *.egg-info

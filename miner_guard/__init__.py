@@ -11,17 +11,17 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "GateDecision": "uploads.decision",
-    "Guard": "miner_guard.rank.hook",
+    "Guard": "miner_guard.rank.guard",
     "MonitoringCostTracker": "miner_guard.costs.tracker",
     "get_global_tracker": "miner_guard.costs.tracker",
-    "init": "miner_guard.rank.hook",
+    "init": "miner_guard.rank.guard",
 }
 
 __all__ = ["GateDecision", "Guard", "MonitoringCostTracker", "__version__", "get_global_tracker", "init"]
 
 if TYPE_CHECKING:
     from miner_guard.costs.tracker import MonitoringCostTracker, get_global_tracker
-    from miner_guard.rank.hook import Guard, init
+    from miner_guard.rank.guard import Guard, init
     from uploads.decision import GateDecision
 
 

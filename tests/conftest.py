@@ -9,8 +9,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import needs
 from tests.servers.webhook import Webhook
+from tests.support import requires
 
 # A loaded machine is no defect: how long one example takes is judged by the benchmarks alone.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture
 def webhook() -> Iterator[Webhook]:
-    needs.module("apprise")
+    requires.module("apprise")
     made = Webhook()
     yield made
     made.close()
@@ -31,8 +31,8 @@ def webhook() -> Iterator[Webhook]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    needs.module("playwright")
-    chromium = needs.tool("chromium")
+    requires.module("playwright")
+    chromium = requires.tool("chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard import probe
 from miner_guard.config import ChainSettings, RepoSettings
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.redact import without_secrets
 from miner_guard.health import chain
-from miner_guard.redact import without_secrets
+from miner_guard.system import probe
 from uploads.commitments import commitment_of, configured, keys_of, placeholder
 from uploads.network import network_of, progress
 from validators import audit
@@ -33,7 +33,7 @@ from validators.verdict import Verdict
 FETCH_S = 600.0
 """Deadline of fetching everything; gradients.pt may be large."""
 
-MOST_BYTES = 2 * 1024**3
+MAX_BYTES = 2 * 1024**3
 """A larger gradients.pt is not fetched: it passes through memory."""
 
 _FOLDER = "miner-guard-audit-"
@@ -46,7 +46,7 @@ _EVENTS = {"accepted": "audit_passed", "rejected": "audit_failed", "unknown": "a
 
 
 @dataclass(frozen=True)
-class Report:
+class AuditReport:
     """What an audit found."""
 
     outcome: str
@@ -66,10 +66,10 @@ class Report:
     def finding(self) -> Finding:
         """The report as an event."""
         fields = {k: v for k, v in self.as_dict().items() if k != "outcome"}
-        return found(_EVENTS[self.outcome], **fields)
+        return make_finding(_EVENTS[self.outcome], **fields)
 
 
-def look(repo: RepoSettings, on: ChainSettings, limits: Limits, model: Shapes | None) -> Report:
+def look(repo: RepoSettings, on: ChainSettings, limits: Limits, model: Shapes | None) -> AuditReport:
     """Look at the chain, where one is configured, and audit the repo by what it says. Never raises."""
     if on.network is None:
         return run(repo, limits, Network(reason="no [chain] configured"), model=model)
@@ -82,19 +82,23 @@ def look(repo: RepoSettings, on: ChainSettings, limits: Limits, model: Shapes | 
 def run(
     repo: RepoSettings, limits: Limits, network: Network, commitment: str | None = None, *,
     model: Shapes | None = None, deadline_s: float = FETCH_S, python: str = sys.executable,
-) -> Report:  # fmt: skip
+) -> AuditReport:  # fmt: skip
     """Audit the repo. `commitment` is what the hotkey has committed on chain, where that is known. Never raises.
 
     `model`: the shapes that the gradients must fit, where they are known.
     """
     start = time.monotonic()
     if repo.kind == "none":
-        return Report("unknown", "no repo is configured; give -c or --state-dir as `run` had it, or set [repo] kind")
+        return AuditReport(
+            "unknown", "no repo is configured; give -c or --state-dir as `run` had it, or set [repo] kind"
+        )
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
     access = _Access(keys, (configured(repo) or {}).get("R2_ACCOUNT_ID"))
     if keys is not None and placeholder(commitment or "", limits.commitment_form):
         words = "the commitment on chain is filled with x, which validators read as no keys; the miner has to commit"
-        return Report("rejected", words, (Verdict("commitment", "block", None, None, words),), credentials="commitment")
+        return AuditReport(
+            "rejected", words, (Verdict("commitment", "block", None, None, words),), credentials="commitment"
+        )
     try:
         _sweep()
         with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
@@ -104,7 +108,7 @@ def run(
 
             return _audited(repo, limits, network, access, Path(folder), start, deadline_s, inspect)
     except OSError as error:
-        return Report("unknown", f"no place for the files: {error.strerror or error}", credentials=access.whose)
+        return AuditReport("unknown", f"no place for the files: {error.strerror or error}", credentials=access.whose)
 
 
 def _sweep() -> None:
@@ -144,10 +148,12 @@ class _Access:
 def _audited(
     repo: RepoSettings, limits: Limits, network: Network, access: _Access, folder: Path, start: float,
     deadline_s: float, inspect: Inspect,
-) -> Report:  # fmt: skip
-    def ended(outcome: str, rule: str, words: str) -> Report:
+) -> AuditReport:  # fmt: skip
+    def ended(outcome: str, rule: str, words: str) -> AuditReport:
         verdicts = () if outcome == "unknown" else (Verdict(rule, "block", None, None, words),)
-        return Report(outcome, words, verdicts, seconds=round(time.monotonic() - start, 2), credentials=access.whose)
+        return AuditReport(
+            outcome, words, verdicts, seconds=round(time.monotonic() - start, 2), credentials=access.whose
+        )
 
     limits = in_force(limits, network)
     epoch = audit.epoch_scored(None, network.outer_step, network.blocks_since_allreduce, limits)
@@ -174,7 +180,7 @@ def _audited(
     words = audit.detail(outcome, verdicts, epoch, seconds, size)
     if limits.read_from is not None:
         words += f"; by {limits.read_from}"
-    return Report(outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, access.whose)
+    return AuditReport(outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, access.whose)
 
 
 def _fetch(
@@ -191,7 +197,7 @@ def _fetch(
     window = None
     if limits.window_blocks is not None and network.block is not None:
         window = network.block // limits.window_blocks - 1
-    most = min(limits.gradients_max_bytes or MOST_BYTES, MOST_BYTES)
+    most = min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
     request = {
         "repo": dataclasses.asdict(repo), "outer_step": window if window is not None else outer_step,
         "names": {"window": window, "uid": network.uid}, "folder": str(folder), "max_bytes": most,
@@ -201,7 +207,7 @@ def _fetch(
             "gradients": limits.gradients_key or "epoch-{outer_step}/gradients.pt",
         },
     }  # fmt: skip
-    return probe.ask("uploads.fetch", request, deadline_s, env=env)
+    return probe.ask("uploads.audit_probe", request, deadline_s, env=env)
 
 
 def _facts(
@@ -236,5 +242,5 @@ def _inspected(fetched: Mapping[str, Any], limits: Limits, inspect: Inspect) -> 
         size, most = int(fetched.get("size_bytes") or 0), limits.gradients_max_bytes
         if most is not None and size > most:
             return {"size_bytes": size, "problems": [f"{size} bytes, more than a plausible {most}"]}
-        return {"size_bytes": size, "reason": f"{size} bytes, more than the {MOST_BYTES} that an audit fetches"}
+        return {"size_bytes": size, "reason": f"{size} bytes, more than the {MAX_BYTES} that an audit fetches"}
     return inspect(Path(str(fetched["file"])))

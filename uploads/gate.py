@@ -20,7 +20,7 @@ from validators.facts import Candidate, Facts
 from validators.limits import Limits, in_force
 from validators.verdict import Verdict, worst
 
-_LONGEST = 240
+_MAX_LENGTH = 240
 """Characters of a sentence: a decision with all its verdicts must fit into one entry of the journal (4080 bytes)."""
 
 
@@ -33,11 +33,13 @@ def decide(
         candidate = reduced(candidate)
         record = recorded(candidate, inputs, settings, now)
         facts, limits = _facts(candidate, inputs, settings, now)
-        verdicts = tuple(_said(v, candidate.kind) for v in rules.all_of(rules.for_gate(facts, limits), facts, limits))
+        verdicts = tuple(
+            _said(v, candidate.kind) for v in rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
+        )
     except Exception as error:  # noqa: BLE001 -- an error in the gate must block on every rank alike, not raise in rank 0
         facts = Facts(candidate, now=now)
         limits = Limits()
-        verdicts = (_said(rules.failed("gate", error), candidate.kind),)
+        verdicts = (_said(rules.rule_error("gate", error), candidate.kind),)
     return _concluded(facts, limits, verdicts, settings, record, wall)
 
 
@@ -60,7 +62,7 @@ def recorded(candidate: Candidate, inputs: GateInputs, settings: GateSettings, n
         if name in stated:
             stated[name] = _spelled(stated[name])
     record = {"candidate": stated, "settings": dict(vars(settings)), "inputs": inputs.digest, "now": now}
-    return record if inputs.reason is None else {**record, "inputs_unknown": inputs.reason[:_LONGEST]}
+    return record if inputs.reason is None else {**record, "inputs_unknown": inputs.reason[:_MAX_LENGTH]}
 
 
 def _spelled(value: Any) -> Any:
@@ -82,9 +84,9 @@ def _said(verdict: Verdict, kind: str) -> Verdict:
     The upload after an AllReduce starts at inner step 0 and is needed by the miner's own reload.
     """
     outcome = "warn" if kind == "archive" and verdict.outcome == "block" else verdict.outcome
-    if outcome == verdict.outcome and len(verdict.sentence) <= _LONGEST:
+    if outcome == verdict.outcome and len(verdict.sentence) <= _MAX_LENGTH:
         return verdict
-    return replace(verdict, outcome=outcome, sentence=verdict.sentence[:_LONGEST])
+    return replace(verdict, outcome=outcome, sentence=verdict.sentence[:_MAX_LENGTH])
 
 
 def _concluded(

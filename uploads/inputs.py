@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from miner_guard.statedir import finite, write_atomic
+from miner_guard.state_dir import finite, write_atomic
 from validators.facts import Network, Published
 
 _Known = TypeVar("_Known", Published, Network)

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from miner_guard.statedir import make_folder, open_private
-from uploads.repos.base import Notes, Ticket
+from miner_guard.state_dir import make_folder, open_private
+from uploads.repos.base import Notes, StagedObject
 
 STAGING = "staging"
 COMMITTING = "committing"
 """From here on there is no way back: everything is with the repo, and the rest is to show it."""
 
 
-class Busy(Exception):
+class PublishInProgress(Exception):
     """Another publisher holds the journal."""
 
 
@@ -46,7 +46,7 @@ class Journal:
         """A new publication; `notes` are those of the same revision's earlier attempt, if there was one."""
         self._set(phase=STAGING, tag=tag, tickets=[], notes=dict(notes))
 
-    def committing(self, tickets: list[Ticket]) -> None:
+    def committing(self, tickets: list[StagedObject]) -> None:
         """Everything is staged. Synced before the first object is shown."""
         self._set(phase=COMMITTING, tickets=[t.as_dict() for t in tickets])
 
@@ -94,9 +94,9 @@ class _Kept(dict[str, Any]):
         self._journal.sync()
 
 
-def tickets_of(document: Mapping[str, Any]) -> list[Ticket]:
+def tickets_of(document: Mapping[str, Any]) -> list[StagedObject]:
     """The staged objects that a journal names."""
-    return [Ticket(**t) for t in document.get("tickets", [])]
+    return [StagedObject(**t) for t in document.get("tickets", [])]
 
 
 def journal_path(folder: Path, label: str) -> Path:
@@ -113,7 +113,7 @@ def exclusively(path: Path) -> Iterator[int]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Busy("Previous upload still in progress, skipping new upload") from error
+            raise PublishInProgress("Previous upload still in progress, skipping new upload") from error
         yield fd
     finally:
         # Closed, not unlocked: a companion that still has work to do inherited it, and keeps the others out.

@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miner_guard.clock import parse_iso_utc
-from miner_guard.events import Finding, found
-from miner_guard.statedir import has_room, make_folder, open_private, set_aside
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.state_dir import has_room, make_folder, open_private, set_aside
+from miner_guard.system.clock import parse_iso_utc
 
 KEPT_S = 90 * 86400.0
 """Older rows are deleted when the ledger is opened, and now and then while it is written."""
 
-MOST_DECISIONS = 200_000
+MAX_DECISIONS = 200_000
 """The newest decisions are kept, about 0.5 GB of them: a miner may ask at every step."""
 
 _FORGET_EVERY = 4096
@@ -65,7 +65,7 @@ _RETRY_S = 5.0
 _LAST_S = 5.0
 """For what still waits when the guard ends."""
 
-_MOST_WAITING = 4096
+_MAX_WAITING = 4096
 
 _FULL, _STUCK = "full", "stuck"
 
@@ -195,7 +195,7 @@ class Ledger:
         with self._mutex:
             finding = self._write_waiting(_LAST_S) if self._waiting else None
             if self._waiting:
-                finding = found("ledger_stuck", reason=f"{len(self._waiting)} rows were never written")
+                finding = make_finding("ledger_stuck", reason=f"{len(self._waiting)} rows were never written")
             self._disconnect()
         if finding is not None:
             self._report(finding)
@@ -210,7 +210,7 @@ class Ledger:
 
     def _do(self, work: _Work) -> None:
         with self._mutex:
-            if len(self._waiting) == _MOST_WAITING:
+            if len(self._waiting) == _MAX_WAITING:
                 self._waiting.popleft()
                 self._lost += 1
             self._waiting.append(work)
@@ -248,20 +248,20 @@ class Ledger:
             self._trouble = _FULL
             self._lost += len(self._waiting)
             self._waiting.clear()
-            return None if before == _FULL else found("disk_full", what="ledger.sqlite3", reason=str(error))
+            return None if before == _FULL else make_finding("disk_full", what="ledger.sqlite3", reason=str(error))
         self._trouble = before or _STUCK
         self._retry_at = self._monotonic() + _RETRY_S
         if not isinstance(error, (sqlite3.OperationalError, OSError)):
             # This very row is no good.
             self._lost += 1
-        return found("ledger_stuck", reason=str(error)) if before is None else None
+        return make_finding("ledger_stuck", reason=str(error)) if before is None else None
 
     def _recovered(self) -> Finding:
         trouble, lost = self._trouble, self._lost
         self._trouble, self._lost = None, 0
         if trouble == _FULL:
-            return found("disk_recovered", what="ledger.sqlite3", lost=lost)
-        return found("ledger_recovered", lost=lost)
+            return make_finding("disk_recovered", what="ledger.sqlite3", lost=lost)
+        return make_finding("ledger_recovered", lost=lost)
 
     def _read(self, query: str, values: Sequence[Any]) -> list[dict[str, Any]]:
         with self._mutex:
@@ -289,7 +289,9 @@ class Ledger:
             self._disconnect()
             aside = set_aside(self.path)
             self._leave()
-            self._report(found("file_set_aside", path=str(self.path), reason=f"damaged ({error})", aside=str(aside)))
+            self._report(
+                make_finding("file_set_aside", path=str(self.path), reason=f"damaged ({error})", aside=str(aside))
+            )
             return self._done(work)
 
     def _done(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
@@ -325,7 +327,7 @@ class Ledger:
                 newest = f"SELECT MIN(wall) FROM (SELECT wall FROM {table} ORDER BY rowid DESC LIMIT 100)"
                 db.execute(f"DELETE FROM {table} WHERE wall < ({newest}) - ?", (KEPT_S,))
             last = "SELECT MAX(rowid) FROM decisions"
-            db.execute(f"DELETE FROM decisions WHERE rowid <= ({last}) - ?", (MOST_DECISIONS,))
+            db.execute(f"DELETE FROM decisions WHERE rowid <= ({last}) - ?", (MAX_DECISIONS,))
             # A day more: inputs bear the time of the first decision that named them.
             db.execute("DELETE FROM inputs WHERE wall < (SELECT MIN(wall) FROM decisions) - 86400")
 

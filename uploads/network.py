@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from miner_guard import probe
 from miner_guard.config import RepoSettings
+from miner_guard.eventlog.redact import without_secrets
 from miner_guard.health.chain import ChainLook
-from miner_guard.redact import without_secrets
+from miner_guard.system import probe
 from uploads.commitments import keys_of, placeholder
 from validators.commitment import fingerprint
 from validators.facts import Network
@@ -50,7 +50,7 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         "repo": dataclasses.asdict(settings), "outer_step": None, "names": {}, "folder": "", "max_bytes": -1,
         "keys": {"metadata": limits.metadata_key, "config": limits.config_key, "gradients": limits.gradients_key},
     }  # fmt: skip
-    answer = probe.ask("uploads.fetch", request, repo.timeout_s, env=env)
+    answer = probe.ask("uploads.audit_probe", request, repo.timeout_s, env=env)
     if answer.reason is not None or not isinstance(answer.value, Mapping):
         return Progress(reason=f"the master's repo: {answer.reason or 'no answer'}")
     outer = answer.value.get("outer_step")

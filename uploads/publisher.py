@@ -2,7 +2,7 @@
 
 Everything is with the repo, unseen, before the first object is shown; then the objects are shown in order, the root
 metadata last. A publisher that dies before that point has changed nothing; one that dies after it is finished by its
-companion (`uploads.companion`), or, where that died too, by the next publisher.
+companion (`uploads.recovery_process`), or, where that died too, by the next publisher.
 
 What a reader sees in between depends on the storage. The Hub shows a revision at once. A folder and S3 show one object
 at once, under names that validators prescribe and that two revisions of an outer step share, so no order of requests
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from uploads.journal import COMMITTING, Journal, tickets_of
-from uploads.repos.base import CONFIG, GRADIENTS, METADATA, Repo, RepoError, Ticket, epoch_key
+from uploads.repos.base import CONFIG, GRADIENTS, METADATA, Repo, RepoError, StagedObject, epoch_key
 from validators.metadata import FILES
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ class Publisher:
     def _effort(self) -> _Effort:
         return _Effort(self._retry, self._say, self.cancelled)
 
-    def _staged(self, revision: Revision, effort: _Effort) -> list[Ticket]:
+    def _staged(self, revision: Revision, effort: _Effort) -> list[StagedObject]:
         files = revision.files()
         earlier = self._journal.read()
         same = earlier is not None and earlier["tag"] == revision.tag
@@ -205,14 +205,14 @@ class Publisher:
 
     def _together(
         self, files: Sequence[tuple[str, Path]], effort: _Effort, meter: _Meter
-    ) -> tuple[list[Ticket], BaseException | None]:
+    ) -> tuple[list[StagedObject], BaseException | None]:
         """Stage in parallel: what was staged, in order, and what went wrong. Nothing is under way when it returns."""
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="stage") as pool:
             waiting = [pool.submit(self._stage, key, path, effort, meter) for key, path in files]
         failed = [error for w in waiting if (error := w.exception()) is not None]
         return [w.result() for w in waiting if w.exception() is None], next(iter(failed), None)
 
-    def _metadata(self, revision: Revision, tickets: Sequence[Ticket]) -> Path:
+    def _metadata(self, revision: Revision, tickets: Sequence[StagedObject]) -> Path:
         """The miner's metadata.json, and in it what it goes with. Anything but a JSON object goes as it is."""
         own = revision.folder / METADATA
         try:
@@ -226,15 +226,15 @@ class Publisher:
         path.write_text(json.dumps({**document, FILES: described}))
         return path
 
-    def _stage(self, key: str, path: Path, effort: _Effort, meter: _Meter) -> Ticket:
+    def _stage(self, key: str, path: Path, effort: _Effort, meter: _Meter) -> StagedObject:
         notes = self._journal.notes_of(key)
 
-        def staged() -> Ticket:
+        def staged() -> StagedObject:
             return self._repo.stage(key, path, meter.add, notes)
 
         return effort.of(f"sending {key}", staged, may_cancel=True)
 
-    def _undo(self, tickets: Sequence[Ticket]) -> None:
+    def _undo(self, tickets: Sequence[StagedObject]) -> None:
         try:
             self._repo.abort(tickets)
             self._repo.sweep()

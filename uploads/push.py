@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import RepoSettings
-from miner_guard.redact import Redactor
-from uploads.companion import start as start_companion
-from uploads.journal import Busy, Journal, exclusively, journal_path
+from miner_guard.eventlog.redact import Redactor
+from uploads.journal import Journal, PublishInProgress, exclusively, journal_path
 from uploads.publisher import Cancelled, Publisher, PublishError, Result, Retry, Revision
+from uploads.recovery_process import start as start_companion
 from uploads.repos import open_repo
 from uploads.repos.base import RepoError
 
@@ -90,7 +90,7 @@ def main() -> None:
 
     try:
         answer: dict[str, Any] = {"result": dataclasses.asdict(_publish(request, say))}
-    except (Busy, Cancelled, PublishError, RepoError, OSError) as error:
+    except (PublishInProgress, Cancelled, PublishError, RepoError, OSError) as error:
         answer = {"error": redactor.text(str(error))}
         say(f"Model state upload failed: {error}")
     # Not through the redactor, which takes a sha256 for a key; an error in it is redacted already.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miner_guard.redact import MASK
+from miner_guard.eventlog.redact import MASK
 from validators.facts import Published
 from validators.metadata import mixed
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miner_guard.config import GateSettings
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
 from uploads.forecast import Forecast, forecast
 from validators.facts import Published
 from validators.repo_age import age_now
@@ -22,7 +22,7 @@ STEPS_KEPT = 20
 """Recent steps whose median is the step time of the forecast."""
 
 
-class Spaced:
+class RateLimiter:
     """Says yes when what is said changes, and else once in `every_s`."""
 
     def __init__(self, every_s: float) -> None:
@@ -58,9 +58,9 @@ class RepoWatch:
     def __init__(self, settings: GateSettings) -> None:
         self._gate = settings
         self._known: Published | None = None
-        self._age = Spaced(AGE_EVERY_S)
-        self._stale = Spaced(STALE_EVERY_S)
-        self._unknown = Spaced(UNKNOWN_EVERY_S)
+        self._age = RateLimiter(AGE_EVERY_S)
+        self._stale = RateLimiter(STALE_EVERY_S)
+        self._unknown = RateLimiter(UNKNOWN_EVERY_S)
         self.latest = Published()
 
     def age(self, now: float) -> float | None:
@@ -78,7 +78,7 @@ class RepoWatch:
         if published.age_s is None:
             reason = self._emptied() if published.empty else published.reason or "no reason was given"
             if reason is not None and self._unknown.ask(reason, now):
-                yield found("repo_unknown", reason=reason)
+                yield make_finding("repo_unknown", reason=reason)
             # When it can be read again that is said at once: the line that it is unknown is the last one until then.
             self._age.forget()
             return
@@ -87,7 +87,7 @@ class RepoWatch:
         age = age_now(published, now)
         due = age is not None and age > self._gate.repo_age_target_s
         if self._age.ask((published.revision, due), now):
-            yield found(
+            yield make_finding(
                 "repo_age", age_s=age, target_s=self._gate.repo_age_target_s, revision=published.revision, due=due
             )
         yield from self.tick(now)
@@ -102,7 +102,7 @@ class RepoWatch:
         if age is None or not self.is_stale(now):
             self._stale.forget()
         elif self._stale.ask("stale", now):
-            yield found("repo_stale", age_s=age, limit_s=self._gate.repo_age_limit_s, reason=self.latest.reason)
+            yield make_finding("repo_stale", age_s=age, limit_s=self._gate.repo_age_limit_s, reason=self.latest.reason)
 
 
 class ForecastWatch:
@@ -111,7 +111,7 @@ class ForecastWatch:
     def __init__(self, settings: GateSettings) -> None:
         self._gate = settings
         self._recent: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._said = Spaced(FORECAST_EVERY_S)
+        self._said = RateLimiter(FORECAST_EVERY_S)
         self.latest: Forecast | None = None
 
     def step(
@@ -133,17 +133,17 @@ class ForecastWatch:
             # Stale already: that is said by itself, and no forecast.
             return
         if self._said.ask(outer_step, now):
-            yield found(
+            yield make_finding(
                 "upload_forecast", min_inner_step=ahead.min_inner_step, eta_min=ahead.eta_s / 60,
                 stale_min=ahead.stale_s / 60, inner_step=inner_step, outer_step=outer_step, step_time_s=step_s,
             )  # fmt: skip
 
 
-class DecisionVoice:
+class DecisionNotifier:
     """Decisions as events. The first block is said, then what changes, then the same once in five minutes."""
 
     def __init__(self) -> None:
-        self._blocked = Spaced(BLOCKED_EVERY_S)
+        self._blocked = RateLimiter(BLOCKED_EVERY_S)
 
     def say(self, decision: Mapping[str, Any], now: float) -> Finding | None:
         """The decision's event, or None for a block that was said already."""
@@ -157,9 +157,9 @@ class DecisionVoice:
         }  # fmt: skip
         if decision.get("allowed") and not decision.get("shadow"):
             self._blocked.forget()
-            return found("upload_allowed", **fields, left_out=self._blocked.take_left_out())
+            return make_finding("upload_allowed", **fields, left_out=self._blocked.take_left_out())
         rules = frozenset(v.get("rule") for v in verdicts if v.get("outcome") == "block")
         if not self._blocked.ask((rules, fields["kind"], fields["outer_step"], bool(decision.get("shadow"))), now):
             return None
         event = "upload_allowed" if decision.get("allowed") else "upload_blocked"
-        return found(event, level="warning", **fields, left_out=self._blocked.take_left_out())
+        return make_finding(event, level="warning", **fields, left_out=self._blocked.take_left_out())

@@ -9,7 +9,7 @@ from typing import Any
 from validators import min_inner_step
 from validators.facts import Facts
 from validators.limits import Limits
-from validators.rules import all_of, for_audit
+from validators.rules import audit_rules, evaluate_all
 from validators.verdict import Verdict
 
 
@@ -41,7 +41,7 @@ def epoch_scored(
 
 def judge(facts: Facts, limits: Limits) -> tuple[Verdict, ...]:
     """Every rule's verdict on what was fetched."""
-    return tuple(all_of(for_audit(facts, limits), facts, limits))
+    return tuple(evaluate_all(audit_rules(facts, limits), facts, limits))
 
 
 def detail(outcome: str, verdicts: Sequence[Verdict], epoch: Epoch, seconds: float, fetched_bytes: int) -> str:

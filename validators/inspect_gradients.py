@@ -12,17 +12,17 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from miner_guard import probe
+from miner_guard.system import probe
 from validators.decoding import SQUARE_OVERFLOWS, Decoded, Format, Unusable, decode, stored
 from validators.gradients import ALL_ZERO
 from validators.shapes import Shapes, plain_name
 
-_MOST_PROBLEMS = 8
-_LONGEST = 200
+_MAX_PROBLEMS = 8
+_MAX_LENGTH = 200
 """Characters of a problem."""
 
 
-class Refused(Exception):
+class RejectedFile(Exception):
     """The file is not one that validators accept; the message says why."""
 
 
@@ -57,7 +57,7 @@ def examine(
             _restrict(memory_bytes + 3 * size, cpu_s)
         _check_claims(path, size)
         return {**report, **_look(torch, _load(torch, path), limits, shapes, size)}
-    except Refused as refusal:
+    except RejectedFile as refusal:
         return {**report, "problems": [str(refusal)]}
     except MemoryError:
         return {**report, "problems": [f"needs more memory than is allowed for a file of {size} bytes"]}
@@ -68,9 +68,9 @@ def examine(
 
 def _check_size(size: int, most: int | None) -> None:
     if size == 0:
-        raise Refused("the file is empty")
+        raise RejectedFile("the file is empty")
     if most is not None and size > most:
-        raise Refused(f"{size} bytes, more than a plausible {most}")
+        raise RejectedFile(f"{size} bytes, more than a plausible {most}")
 
 
 def _check_claims(path: str, size: int) -> None:
@@ -80,10 +80,10 @@ def _check_claims(path: str, size: int) -> None:
         with zipfile.ZipFile(path) as archive:
             claimed = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise Refused(f"truncated or damaged: {error}") from error
+        raise RejectedFile(f"truncated or damaged: {error}") from error
     # torch stores without compression, so contents beyond the file's own size are a bomb or a lie.
     if claimed > size:
-        raise Refused(f"claims {claimed} bytes inside a file of {size}")
+        raise RejectedFile(f"claims {claimed} bytes inside a file of {size}")
 
 
 def _restrict(memory_bytes: int, cpu_s: float) -> None:
@@ -103,10 +103,10 @@ def _load(torch: Any, path: str) -> Mapping[str, Any]:
         # A hostile file may raise anything; all of it means refused.
         words = _gist(str(error))
         if "alloc" in words or "memory" in words.lower():
-            raise Refused(f"needs more memory than allowed: {words}") from error
-        raise Refused(f"does not load with weights_only=True: {type(error).__name__}: {words}") from error
+            raise RejectedFile(f"needs more memory than allowed: {words}") from error
+        raise RejectedFile(f"does not load with weights_only=True: {type(error).__name__}: {words}") from error
     if not isinstance(document, dict):
-        raise Refused(f"holds a {type(document).__name__}, not a dictionary")
+        raise RejectedFile(f"holds a {type(document).__name__}, not a dictionary")
     return document
 
 
@@ -140,8 +140,8 @@ def _look(
     unnamed, missing = _compared(named, applied, shapes)
     return {
         "params": len(applied) or (len(named) if wrong else 0),
-        "problems": [*map(_shown, problems[:_MOST_PROBLEMS]), *_further(problems)],
-        "warnings": [*map(_shown, [*_summed(unnamed), *missing, *warned[:_MOST_PROBLEMS]])],
+        "problems": [*map(_shown, problems[:_MAX_PROBLEMS]), *_further(problems)],
+        "warnings": [*map(_shown, [*_summed(unnamed), *missing, *warned[:_MAX_PROBLEMS]])],
         "shapes_known": shapes is not None,
     }
 
@@ -206,12 +206,12 @@ def _summed(unnamed: Sequence[str]) -> Iterator[str]:
 
 def _shown(words: str) -> str:
     """Of any length and with any characters are a file's names: here they are short, and can be written anywhere."""
-    return words[:_LONGEST].encode("utf-8", "backslashreplace").decode()
+    return words[:_MAX_LENGTH].encode("utf-8", "backslashreplace").decode()
 
 
 def _further(problems: Sequence[str]) -> Iterator[str]:
-    if len(problems) > _MOST_PROBLEMS:
-        yield f"and {len(problems) - _MOST_PROBLEMS} more"
+    if len(problems) > _MAX_PROBLEMS:
+        yield f"and {len(problems) - _MAX_PROBLEMS} more"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from miner_guard import probe
+from miner_guard.system import probe
 from validators.limits import Limits
 from validators.shapes import Shapes
 

@@ -28,7 +28,7 @@ Judge = Callable[[Facts, Limits], Verdict]
 Rule = tuple[str, Judge]
 
 
-def for_gate(facts: Facts, limits: Limits) -> Iterator[Rule]:
+def gate_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
     """Rules for a candidate, in the order in which they are said."""
     candidate = facts.candidate
     yield min_inner_step.RULE, min_inner_step.judge
@@ -51,7 +51,7 @@ def for_gate(facts: Facts, limits: Limits) -> Iterator[Rule]:
         yield window.RULE, window.judge
 
 
-def for_audit(facts: Facts, limits: Limits) -> Iterator[Rule]:
+def audit_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
     """Rules for what is published; `facts.candidate` is what was fetched."""
     yield min_inner_step.RULE, min_inner_step.judge_published
     yield repo_age.RULE, repo_age.judge_published
@@ -70,20 +70,20 @@ def _of_the_bucket(facts: Facts, limits: Limits) -> Iterator[Rule]:
         yield bucket.RULE, bucket.judge
 
 
-def all_of(rules: Iterator[Rule], facts: Facts, limits: Limits) -> list[Verdict]:
+def evaluate_all(rules: Iterator[Rule], facts: Facts, limits: Limits) -> list[Verdict]:
     """Every rule's verdict; an error inside one is a block that says so."""
-    return [judged(name, judge, facts, limits) for name, judge in rules]
+    return [evaluate(name, judge, facts, limits) for name, judge in rules]
 
 
-def judged(name: str, judge: Judge, facts: Facts, limits: Limits) -> Verdict:
+def evaluate(name: str, judge: Judge, facts: Facts, limits: Limits) -> Verdict:
     """One rule's verdict. Never raises."""
     try:
         return judge(facts, limits)
     except Exception as error:  # noqa: BLE001 -- a defect in one rule must not let an upload pass unjudged
-        return failed(name, error)
+        return rule_error(name, error)
 
 
-def failed(name: str, error: Exception) -> Verdict:
+def rule_error(name: str, error: Exception) -> Verdict:
     """The verdict of a rule that raised: it blocks."""
     words = f"the rule {name} failed: {type(error).__name__}: {error}"
     return Verdict(name, "block", None, None, f"{words[:180]}; nothing goes out unjudged")

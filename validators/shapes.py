@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miner_guard.statedir import read_json, write_atomic
+from miner_guard.state_dir import read_json, write_atomic
 
-MOST_PARAMETERS = 200_000
+MAX_PARAMETERS = 200_000
 """A model with more is not written down: the file is read whole."""
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -37,7 +37,7 @@ def plain_name(name: str) -> str:
 
 def write(path: Path, shapes: Shapes | None) -> None:
     """Replace the file; None, or too many parameters: there is none from now on. Raises OSError."""
-    if shapes is None or len(shapes.of) > MOST_PARAMETERS:
+    if shapes is None or len(shapes.of) > MAX_PARAMETERS:
         path.unlink(missing_ok=True)
         return
     write_atomic(path, json.dumps({"shapes": dict(shapes.of), "optional": sorted(shapes.optional)}))

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from miner_guard.attach import ATTACHED
-from miner_guard.events import Finding, found, line
-from miner_guard.rank import hook
+from miner_guard.eventlog.catalog import Finding, make_finding, message
+from miner_guard.rank import guard
 from miner_guard.rank.recorder import describe
 
 NO_PHASE: AbstractContextManager[Any] = contextlib.nullcontext()
@@ -52,7 +52,7 @@ class Adapter:
 
     def __init__(self, way: str) -> None:
         self.way = way
-        self.guard: hook.Guard | None = None
+        self.guard: guard.Guard | None = None
         self._pending: list[Finding] = []
 
     def begin(self, *, agree: bool) -> None:
@@ -61,7 +61,7 @@ class Adapter:
             return
         # What this process starts from now on (upload workers, dataloaders) is no rank of its own.
         os.environ[ATTACHED] = str(os.getpid())
-        self.guard = hook.init(agree=agree)
+        self.guard = guard.init(agree=agree)
         for finding in self._pending:
             self.guard.emit(finding)
         self._pending.clear()
@@ -79,11 +79,11 @@ class Adapter:
         """The process ends and no guard has begun: what was found out must not be lost with it."""
         for finding in self._pending:
             with contextlib.suppress(OSError):
-                os.write(2, f"{line(finding)}\n".encode("utf-8", "replace"))
+                os.write(2, f"{message(finding)}\n".encode("utf-8", "replace"))
 
     def degraded(self, what: str) -> None:
         """Something does not fit; the program goes on untouched there."""
-        self.say(found("guard_degraded", what=f"attach {self.way}: {what}"))
+        self.say(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """The guard's phase, or none while there is no guard."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from miner_guard.attach.adapter import NO_PHASE, Adapter, in_phase
 from miner_guard.attach.losses import Losses
-from miner_guard.rank.compiled import uncompiled
+from miner_guard.rank.introspection.compiled import uncompiled
 
 _OTHERS_IN_A_ROW = 64
 """Steps of other optimizers after which the one that counts the steps is taken for gone."""

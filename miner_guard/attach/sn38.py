@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from miner_guard.attach.adapter import Adapter, followed, in_phase
-from miner_guard.attach.sn38_uploads import Uploads, paused
-from miner_guard.events import found
+from miner_guard.attach.sn38_uploads import Sn38Uploads, paused
+from miner_guard.eventlog.catalog import make_finding
 
 _PHASES = {
     "fetch_training_data": "data",
@@ -37,7 +37,7 @@ class Subnet38:
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
-        self.uploads = Uploads(adapter)
+        self.uploads = Sn38Uploads(adapter)
         self._diagnosed = False
         self._failure_said = False
         self._by_optimizer = False
@@ -192,7 +192,7 @@ class Subnet38:
         self._failure_said = True
         # Not an incident: what rank 0 prints of it is one already, and this comes from every rank.
         text = f"training loop failed, the miner swallows it and will exit with code 0: {what[:500]}"
-        self.adapter.say(found("rank_message", level="error", text=text))
+        self.adapter.say(make_finding("rank_message", level="error", text=text))
 
     def _loop_ended(self, miner: Any, error: BaseException | None) -> None:
         said = getattr(miner, "training_error", None)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from miner_guard.attach.adapter import Adapter
-from miner_guard.events import found
-from miner_guard.redact import SECRET_NAME
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.eventlog.redact import SECRET_NAME
 from uploads.decision import GateDecision
 
 _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
@@ -24,7 +24,7 @@ _UNREAD = {"outer_step": -1, "inner_step": -1}
 _REVISION = re.compile(r"\w+\.\d+\.\d+")
 
 
-class Uploads:
+class Sn38Uploads:
     """What the miner publishes. The gate is asked on every rank; the worker's exit code is the truth of an upload."""
 
     def __init__(self, adapter: Adapter) -> None:
@@ -109,7 +109,7 @@ class Uploads:
         if self._keys_said or not any(_is_key(str(word)) for word in words):
             return
         self._keys_said = True
-        self._adapter.say(found(
+        self._adapter.say(make_finding(
             "secret_exposed", where="the upload worker's command line", kind="the bucket's write keys",
             next_step="every user of this host can read them while it runs: give the miner a host or container of its "
             "own, or mount /proc with hidepid=2",

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_place
-from miner_guard.events import counted
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, open_context
+from miner_guard.eventlog.catalog import counted
+from miner_guard.eventlog.redact import Redactor
 from miner_guard.exits import FAILED, USAGE, Refused
-from miner_guard.redact import Redactor
 
 
 def command(
@@ -20,12 +20,12 @@ def command(
     state_dir: State = None,
 ) -> None:
     """Send a test message. Exit 1: not every target took it."""
-    from miner_guard.supervisor.parts.alerts import send_test
+    from miner_guard.monitors.alerts import send_test
     from uploads.repos import credentials
 
     if what != "test":
         raise Refused(f"alerts takes `test`, not {what!r}", USAGE)
-    known = open_place(config, name, state_dir).settings.config
+    known = open_context(config, name, state_dir).settings.config
     settings = known.alerts
     if not settings.urls:
         unread = credentials.problem(known.repo)

@@ -6,12 +6,13 @@ import json
 
 import typer
 
-from miner_guard import events, statedir
+from miner_guard import state_dir as statedir
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
+from miner_guard.eventlog import catalog
 from miner_guard.exits import FAILED, OK, UNAVAILABLE
-from uploads import audit, watched
-from uploads.watched import Watched
+from uploads import audit, remembered_settings
+from uploads.remembered_settings import Watched
 from validators import shapes
 from validators.limits import Limits
 from validators.profiles import limits_of
@@ -24,22 +25,22 @@ def command(
     state_dir: options.State = None,
 ) -> None:  # fmt: skip
     """Would validators accept what is published? Exit 0: accepted, 1: rejected, 69: could not look."""
-    place = options.open_place(config, name, state_dir)
+    place = options.open_context(config, name, state_dir)
     what = _what(place)
     report = audit.look(what.repo, what.chain, Limits.of(what.gate, what.limits), shapes.read(place.state.shapes))
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:
-        echo(events.line(report.finding()))
+        echo(catalog.message(report.finding()))
         for verdict in report.verdicts:
             echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
     raise typer.Exit(_EXITS[report.outcome])
 
 
-def _what(place: options.Place) -> Watched:
+def _what(place: options.CommandContext) -> Watched:
     """What the settings here name; where they name no repo, what the guard of the state directory watches."""
     own = place.settings.config
-    known = watched.read(place.state) if own.repo.kind == "none" else None
+    known = remembered_settings.read(place.state) if own.repo.kind == "none" else None
     if known is None or known.repo.kind == "none":
         return Watched(own.repo, own.chain, own.gate, limits_of(own.miner))
     where = known.repo.path or known.repo.bucket or known.repo.repo_id

@@ -21,11 +21,11 @@ def command(
     state_dir: options.State = None,
 ) -> None:
     """Collect what a helper asks for, from diagnostics to settings, in one redacted archive with a manifest."""
-    from miner_guard.redact import Redactor
+    from miner_guard.eventlog.redact import Redactor
     from miner_guard.reporting.bundle import collect, pack
     from uploads.repos.credentials import beside
 
-    place = options.open_place(config, name, state_dir)
+    place = options.open_context(config, name, state_dir)
     earliest = options.earliest(since)
     options.check_there(place.state)
     files = collect(place.state, earliest, place.settings)

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
-from miner_guard.redact import MASK, Redactor
+from miner_guard.cli.options import DEFAULT_NAME, CommandContext, Config, Json, Name, State, open_context
+from miner_guard.eventlog.redact import MASK, Redactor
 
 _COLUMN = 44
 
@@ -26,7 +26,7 @@ def command(
     """Show the settings in force and where each came from; secrets are masked."""
     from uploads.repos import credentials
 
-    place = open_place(config, name, state_dir)
+    place = open_context(config, name, state_dir)
     rows = [row for row in _rows(place) if not changed or row[2] != "default"]
     if as_json:
         echo(json.dumps(_document(place, rows), indent=1, ensure_ascii=False))
@@ -45,7 +45,7 @@ def command(
         echo(f"{setting:<{_COLUMN}}  # {origin}")
 
 
-def _rows(place: Place) -> Iterator[tuple[str, Any, str]]:
+def _rows(place: CommandContext) -> Iterator[tuple[str, Any, str]]:
     """`section.key`, masked value, origin; in the order of the settings."""
     redactor = Redactor.from_environment(os.environ)
     for dotted, value, origin in place.settings.rows():
@@ -54,14 +54,14 @@ def _rows(place: Place) -> Iterator[tuple[str, Any, str]]:
 
 def _masked(dotted: str, value: Any, redactor: Redactor) -> Any:
     # Late, as in `open_place`: most of the start-up time of a command.
-    from miner_guard.settings import SECRET
+    from miner_guard.config.loading import SECRET
 
     if dotted in SECRET and value:
         return [MASK for _ in value] if isinstance(value, tuple) else MASK
     return redactor.value(list(value) if isinstance(value, tuple) else value)
 
 
-def _document(place: Place, rows: list[tuple[str, Any, str]]) -> Mapping[str, Any]:
+def _document(place: CommandContext, rows: list[tuple[str, Any, str]]) -> Mapping[str, Any]:
     settings: dict[str, dict[str, Any]] = {}
     for dotted, value, origin in rows:
         section, key = dotted.split(".", 1)

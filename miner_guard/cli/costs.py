@@ -8,9 +8,19 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from miner_guard import statedir
+from miner_guard import state_dir as statedir
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, Place, State, a_number, open_place
+from miner_guard.cli.options import (
+    DEFAULT_NAME,
+    MAX_COUNT,
+    CommandContext,
+    Config,
+    Json,
+    Name,
+    State,
+    a_number,
+    open_context,
+)
 from miner_guard.costs import PRESETS, Budget, estimate, table
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
@@ -19,19 +29,19 @@ def command(
     what: Annotated[str, typer.Argument(metavar="estimate|presets", help="Neither: what was spent so far.")] = "",
     operation: Annotated[str, typer.Argument(help="estimate: a name for the operation.")] = "this operation",
     every: Annotated[
-        Optional[int], typer.Option("--every", min=1, max=MOST, help="estimate: steps between two calls.")
+        Optional[int], typer.Option("--every", min=1, max=MAX_COUNT, help="estimate: steps between two calls.")
     ] = None,
     seconds: Annotated[
         Optional[float],
-        typer.Option("--seconds", min=0, max=MOST, callback=a_number, help="estimate: time of one call."),
+        typer.Option("--seconds", min=0, max=MAX_COUNT, callback=a_number, help="estimate: time of one call."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=MOST, help="estimate: steps of training.")] = 1000,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=MAX_COUNT, help="estimate: steps of training.")] = 1000,
     step_time: Annotated[
         Optional[float],
         typer.Option(
             "--step-time",
             min=0.001,
-            max=MOST,
+            max=MAX_COUNT,
             callback=a_number,
             help="estimate: seconds a step; else the running miner's.",
         ),
@@ -42,7 +52,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """What monitoring costs, or would cost. Exit 1: over budget."""
-    place = open_place(config, name, state_dir)
+    place = open_context(config, name, state_dir)
     if what == "":
         _ledger(place, as_json=as_json)
     elif what == "presets":
@@ -58,7 +68,7 @@ def command(
         raise Refused(f"costs takes `estimate` or `presets`, not {what!r}", USAGE)
 
 
-def _ledger(place: Place, *, as_json: bool) -> None:
+def _ledger(place: CommandContext, *, as_json: bool) -> None:
     report = statedir.read_json(place.state.costs)
     if not isinstance(report, dict) or "operations" not in report:
         why = "what is there can't be read" if place.state.costs.exists() else "no guard has run there yet"
@@ -76,7 +86,7 @@ def _ledger(place: Place, *, as_json: bool) -> None:
 
 
 def _estimate(
-    place: Place, operation: str, steps: int, every: int, seconds: float, step_time: float | None
+    place: CommandContext, operation: str, steps: int, every: int, seconds: float, step_time: float | None
 ) -> dict[str, Any]:
     budget = Budget.from_settings(place.settings.config.costs)
     step_time_s = step_time if step_time is not None else _step_time(place)
@@ -102,7 +112,7 @@ def _fitting(seconds: float, step_time_s: float, budget_pct: float) -> int:
     return max(1, -int(-100 * seconds // (budget_pct * step_time_s)))
 
 
-def _step_time(place: Place) -> float:
+def _step_time(place: CommandContext) -> float:
     status = statedir.read_json(place.state.status)
     steps = status.get("steps") if isinstance(status, dict) else None
     median = steps.get("p50_s") if isinstance(steps, dict) else None

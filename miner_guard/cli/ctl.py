@@ -12,7 +12,7 @@ from miner_guard.cli.echo import echo
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
 
 
-class Order(str, Enum):
+class ControlAction(str, Enum):
     """What can be asked of a running guard."""
 
     checkpoint = "checkpoint"
@@ -22,13 +22,13 @@ class Order(str, Enum):
 
 
 def command(
-    order: Annotated[Order, typer.Argument(metavar="checkpoint|restart|pause|resume", help="What to do.")],
+    order: Annotated[ControlAction, typer.Argument(metavar="checkpoint|restart|pause|resume", help="What to do.")],
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
 ) -> None:
     """Tell the running guard: write a checkpoint, restart the miner, leave it down, start it again."""
-    from miner_guard.supervisor.control import NotRunning, ask
+    from miner_guard.supervisor.control.control_socket import NotRunning, ask
 
     state = options.choose_state(name, state_dir)
     try:

@@ -21,7 +21,7 @@ from miner_guard.cli.echo import echo
 from miner_guard.config import Config
 from miner_guard.demo.faults import KINDS
 from miner_guard.exits import CONFIG, UNAVAILABLE, USAGE, Refused
-from miner_guard.statedir import StateDir, read_json
+from miner_guard.state_dir import StateDir, read_json
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "health": {"snapshot_every_s": 10.0, "disk_min_free_gb": 1.0},
@@ -92,12 +92,12 @@ def _check(faults: list[str], steps: int, ranks: int) -> None:
 
 
 def _settings(config: Path | None, state: StateDir) -> Config:
-    from miner_guard import settings
+    from miner_guard.config import loading
 
     defaults = {**DEFAULTS, "repo": {**DEFAULTS["repo"], "path": str(state.root / _WORK / "published")}}
     try:
-        return settings.load(config, profile=defaults, profile_origin="the demo's defaults").config
-    except settings.BadConfig as error:
+        return loading.load(config, profile=defaults, profile_origin="the demo's defaults").config
+    except loading.BadConfig as error:
         raise Refused(str(error), CONFIG) from error
 
 
@@ -106,21 +106,21 @@ def _default_ranks() -> int:
 
 
 def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_code: int) -> int:
-    from miner_guard.supervisor.assemble import Assembly, Request
-    from miner_guard.supervisor.child import keep_files_private
-    from miner_guard.supervisor.lock import Busy, Lock
+    from miner_guard.supervisor.app import GuardApp, Request
+    from miner_guard.supervisor.process.child import keep_files_private
+    from miner_guard.supervisor.startup.lock import Lock, LockHeld
 
     keep_files_private()
     lock = Lock(state, settings.miner.stop_timeout_s)
     try:
         lock.acquire()
         start_fresh(state)
-    except Busy as problem:
+    except LockHeld as problem:
         raise Refused(str(problem), CONFIG) from problem
     except OSError as error:
         raise Refused(f"state directory {state.root} can't be cleared: {error}; give another", CONFIG) from error
     start = time.monotonic()
-    code = Assembly(Request(miner, settings, state, finished_code), lock).run()
+    code = GuardApp(Request(miner, settings, state, finished_code), lock).run()
     _summary(state, time.monotonic() - start)
     return code
 

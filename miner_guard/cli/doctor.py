@@ -13,9 +13,9 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
-from miner_guard.events import counted
+from miner_guard.eventlog.catalog import counted
+from miner_guard.eventlog.rendering import visible
 from miner_guard.exits import OK, UNAVAILABLE
-from miner_guard.lines import visible
 
 if TYPE_CHECKING:
     from miner_guard.diagnosis.check import Check, Snapshot
@@ -39,16 +39,16 @@ def command(
 ) -> None:
     """Check GPUs, driver, torch, node, environment and repo. Exit 0, or 69 where something is critical."""
     flags: dict[str, Any] = {} if expect_gpus is None else {"gpu.expect": expect_gpus}
-    place = options.open_place(config, name, state_dir, flags)
+    place = options.open_context(config, name, state_dir, flags)
     if miner:
         options.check_command(miner[0])
     # Late: `--help` and a bad configuration need none of it.
     from miner_guard.diagnosis.judge import judge
-    from miner_guard.supervisor.gather import Question, gather
+    from miner_guard.supervisor.startup.collect import PreflightRequest, collect_snapshot
 
     start = time.monotonic()
-    question = Question(place.settings.config, place.state, tuple(miner or ()), dict(os.environ), deep=deep)
-    snapshot = gather(question, _pause)
+    question = PreflightRequest(place.settings.config, place.state, tuple(miner or ()), dict(os.environ), deep=deep)
+    snapshot = collect_snapshot(question, _pause)
     checks = judge(snapshot)
     critical = any(c.level == "critical" for c in checks)
     seconds = time.monotonic() - start
@@ -67,8 +67,8 @@ def _pause(seconds: float) -> bool:
 def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dict[str, Any]:
     """Everything that was read and judged. The environment and the command stay out: they may hold secrets."""
     from miner_guard.diagnosis.check import counts
-    from miner_guard.redact import Redactor
-    from miner_guard.statedir import finite
+    from miner_guard.eventlog.redact import Redactor
+    from miner_guard.state_dir import finite
 
     whole = {
         "verdict": "critical" if any(c.level == "critical" for c in checks) else "ok",
@@ -117,7 +117,7 @@ def _table(checks: Sequence[Check], seconds: float) -> None:
     from rich.table import Table
 
     from miner_guard.diagnosis.check import counts
-    from miner_guard.redact import Redactor
+    from miner_guard.eventlog.redact import Redactor
 
     secrets = Redactor.from_environment(os.environ)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from miner_guard.lines import visible
+from miner_guard.eventlog.rendering import visible
 
 
 def echo(text: str, *, err: bool = False) -> None:

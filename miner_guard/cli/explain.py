@@ -14,15 +14,15 @@ from typing import Annotated, BinaryIO, cast
 import typer
 
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, Config, Json, Name, Place, State, open_place
-from miner_guard.clock import SystemClock
+from miner_guard.cli.options import DEFAULT_NAME, CommandContext, Config, Json, Name, State, open_context
 from miner_guard.config import MinerSettings
-from miner_guard.events import counted
+from miner_guard.eventlog.catalog import counted
+from miner_guard.eventlog.redact import Redactor
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.incidents import knowledge, notes
 from miner_guard.incidents.oom import Training
-from miner_guard.incidents.report import Explained, Report, explain
-from miner_guard.redact import Redactor
+from miner_guard.incidents.report import Explained, LogExplanation, explain
+from miner_guard.system.clock import SystemClock
 
 _GZIP = b"\x1f\x8b"
 _NOTES_SHOWN = 3
@@ -45,7 +45,7 @@ def command(
     """Root cause and fixes from any log. Exit 1: nothing wrong."""
     if trace and note:
         raise Refused("--note goes with a log, not with --trace: notes are kept by the label of an incident", USAGE)
-    place = open_place(config, name, state_dir)
+    place = open_context(config, name, state_dir)
     if trace:
         # Late: a log needs none of it.
         from miner_guard.cli.explain_trace import explain_trace
@@ -65,7 +65,7 @@ def command(
         raise typer.Exit(FAILED)
 
 
-def _read(file: str, place: Place) -> Report:
+def _read(file: str, place: CommandContext) -> LogExplanation:
     redactor = Redactor.from_environment(os.environ)
     try:
         with _opened(file) as log:
@@ -114,7 +114,7 @@ def _training(miner: MinerSettings) -> Training:
     return Training(batch_size=miner.batch_size, effective_batch_size=miner.effective_batch_size)
 
 
-def _remember(place: Place, report: Report, note: str) -> None:
+def _remember(place: CommandContext, report: LogExplanation, note: str) -> None:
     if report.root is None:
         raise Refused("there is nothing to note: this log shows no error", FAILED)
     try:
@@ -123,7 +123,7 @@ def _remember(place: Place, report: Report, note: str) -> None:
         raise Refused(f"the note can't be stored in {place.state.root}: {error.strerror or error}", FAILED) from error
 
 
-def text(report: Report, known: Mapping[str, Sequence[notes.Note]], file: str) -> str:
+def text(report: LogExplanation, known: Mapping[str, Sequence[notes.Note]], file: str) -> str:
     """The report for people: observed, hypothesis, the one change to make."""
     root = report.root
     if root is None:

@@ -11,12 +11,13 @@ from typing import Any, TextIO
 
 import typer
 
-from miner_guard import events, exits
+from miner_guard import exits
 from miner_guard.cli.echo import echo
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.trace import judge, reading
 from miner_guard.detectors.trace.series import Trace
+from miner_guard.eventlog import catalog
 
 _ALIKE = 3
 """So many findings of one type are printed in full; the rest as a list of steps."""
@@ -34,7 +35,7 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
         trace = reading.read(lines)
     if not trace.used:
         raise exits.Refused(
-            f"{source}: none of {events.counted(trace.lines, 'line')} is a trace line; give JSON lines such as "
+            f"{source}: none of {catalog.counted(trace.lines, 'line')} is a trace line; give JSON lines such as "
             '{"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a first line such as '
             "`step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
             exits.USAGE,

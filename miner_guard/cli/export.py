@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from miner_guard import logquery
 from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, check_there, choose_state
+from miner_guard.eventlog import query
+from miner_guard.eventlog.query import Follower
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
-from miner_guard.logquery import Follower
 
 _KINDS = ("tensorboard", "wandb")
 
@@ -47,7 +47,7 @@ def command(
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     count = 0
-    hits = chain(logquery.search(log, export.QUERY), follower.hits() if follow else ())
+    hits = chain(query.search(log, export.QUERY), follower.hits() if follow else ())
     try:
         with contextlib.suppress(KeyboardInterrupt):
             for point in export.points(hits):

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from miner_guard import events, statedir
+from miner_guard import state_dir as statedir
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
 from miner_guard.config import GateSettings
+from miner_guard.eventlog import catalog
 from miner_guard.exits import CONFIG, FAILED, OK, USAGE, Refused
 from uploads import inputs as gate_inputs
-from uploads import watched
+from uploads import remembered_settings
 from uploads.decision import GateDecision
 from uploads.gate import decide, replay
 from uploads.inputs import GateInputs
@@ -47,7 +48,7 @@ def command(
     state_dir: options.State = None,
 ) -> None:  # fmt: skip
     """May this upload go out? Exit 0: allowed, 1: blocked."""
-    place = options.open_place(config, name, state_dir)
+    place = options.open_context(config, name, state_dir)
     if replay_id is not None:
         raise typer.Exit(_replayed(place.state, replay_id, as_json))
     if outer_step is None or inner_step is None:
@@ -70,7 +71,7 @@ def command(
     raise typer.Exit(OK if decision.allowed else FAILED)
 
 
-def _inputs(place: options.Place) -> GateInputs:
+def _inputs(place: options.CommandContext) -> GateInputs:
     """What the guard wrote; without one, the profile's limits are known nevertheless."""
     known = gate_inputs.read(place.state.gate_inputs)
     if known.reason is None:
@@ -79,12 +80,12 @@ def _inputs(place: options.Place) -> GateInputs:
     return GateInputs(known.published, known.network, limits=limits, reason=known.reason)
 
 
-def _settings(place: options.Place) -> GateSettings:
+def _settings(place: options.CommandContext) -> GateSettings:
     """[gate] as it is set here; where nothing of it is, that of the guard of the state directory."""
     own = place.settings
     if any(name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()):
         return own.config.gate
-    there = watched.read(place.state)
+    there = remembered_settings.read(place.state)
     if there is None or there.gate == own.config.gate:
         return own.config.gate
     echo(f"no [gate] in the settings here: asking as the guard of {place.state.root} does", err=True)
@@ -95,7 +96,7 @@ def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -
     """Into the ledger, as a rank's; where no guard watches there is none."""
     if not state.gate_inputs.is_file():
         return
-    ledger = Ledger(state.ledger, lambda finding: echo(events.line(finding), err=True))
+    ledger = Ledger(state.ledger, lambda finding: echo(catalog.message(finding), err=True))
     ledger.decision(decision.as_dict(), gate_inputs.as_document(known))
     ledger.close()
 

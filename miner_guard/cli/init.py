@@ -15,9 +15,9 @@ import typer
 
 from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, choose_state
-from miner_guard.commandline import value_of
 from miner_guard.exits import FAILED, USAGE, Refused
-from miner_guard.statedir import write_atomic
+from miner_guard.state_dir import write_atomic
+from miner_guard.system.launcher_args import value_of
 
 CONTEXT = {"allow_interspersed_args": False}
 

@@ -12,15 +12,15 @@ from typing import Annotated, Optional
 
 import typer
 
-from miner_guard import logquery
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
-from miner_guard.clock import iso_utc
-from miner_guard.events import CATALOGUE, LEVELS, counted
+from miner_guard.eventlog import query as logquery
+from miner_guard.eventlog.catalog import CATALOGUE, LEVELS, counted
+from miner_guard.eventlog.query import Follower, Hit, Query, Seen
+from miner_guard.eventlog.rendering import visible
 from miner_guard.exits import FAILED, USAGE, Refused
-from miner_guard.lines import visible
-from miner_guard.logquery import Follower, Hit, Query, Seen
-from miner_guard.statedir import StateDir
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import iso_utc
 
 _TAIL_OF_FOLLOW = 10
 _BATCH = 1024

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from miner_guard import statedir
+from miner_guard import state_dir as statedir
 from miner_guard.exits import CONFIG, FAILED, USAGE, Refused
 
 if TYPE_CHECKING:
     from miner_guard.config import RepoSettings
-    from miner_guard.settings import Settings
+    from miner_guard.config.loading import Settings
 
 DEFAULT_NAME = "miner"
 
-MOST = 10**15
+MAX_COUNT = 10**15
 """The greatest number that a flag takes where it has no limit of its own; infinity is no number that JSON knows."""
 
 
@@ -48,7 +48,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout,
 
 
 @dataclass(frozen=True)
-class Place:
+class CommandContext:
     """What a command works with: checked settings and the state directory, which nobody has touched yet."""
 
     settings: Settings
@@ -56,23 +56,25 @@ class Place:
     profile: str | None
 
 
-def open_place(config: Path | None, name: str, state_dir: str | None, flags: Mapping[str, Any] | None = None) -> Place:
+def open_context(
+    config: Path | None, name: str, state_dir: str | None, flags: Mapping[str, Any] | None = None
+) -> CommandContext:
     """Load the settings and choose the state directory. Raises Refused: 64 for a bad flag, 78 for bad settings."""
     # Here, not above: it is most of the start-up time of commands that read no settings, such as `logs`.
-    from miner_guard import settings
+    from miner_guard.config import loading
     from validators.profiles import chosen
 
     try:
         # Twice: the first pass only says which profile lies below the rest.
-        first = settings.load(config, flags=flags).config
+        first = loading.load(config, flags=flags).config
         profile = chosen(first.miner)
         document = None if profile is None else _of_profile(profile)
-        loaded = settings.load(
+        loaded = loading.load(
             config, profile=document, profile_origin=f"profile {profile}", dotenv=_dotenv(first.repo), flags=flags
         )
-    except settings.BadConfig as error:
-        raise Refused(str(error), USAGE if isinstance(error, settings.BadFlag) else CONFIG) from error
-    return Place(loaded, choose_state(name, state_dir), profile)
+    except loading.BadConfig as error:
+        raise Refused(str(error), USAGE if isinstance(error, loading.BadFlag) else CONFIG) from error
+    return CommandContext(loaded, choose_state(name, state_dir), profile)
 
 
 def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
@@ -135,10 +137,10 @@ def check_there(state: statedir.StateDir) -> None:
 
 def earliest(since: str) -> str:
     """The ISO time that `--since` names; empty for all. Raises Refused (64)."""
-    from miner_guard import logquery
+    from miner_guard.eventlog import query
 
     try:
-        return logquery.since_text(since, time.time()) if since else ""
+        return query.since_text(since, time.time()) if since else ""
     except ValueError as error:
         raise Refused(f"--since: {error}", USAGE) from error
 

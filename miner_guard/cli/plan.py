@@ -1,4 +1,4 @@
-"""`miner-guard plan`: what the training settings imply; the reckoning is `miner_guard.planning`."""
+"""`miner-guard plan`: what the training settings imply; the reckoning is `miner_guard.cli.plan_model`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from miner_guard import planning
+from miner_guard.cli import plan_model
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, MOST, Config, Json, Name, State, a_number, open_place
+from miner_guard.cli.options import DEFAULT_NAME, MAX_COUNT, Config, Json, Name, State, a_number, open_context
 from miner_guard.detectors.step_time import grade
 from miner_guard.exits import USAGE, Refused
 
@@ -26,37 +26,38 @@ def _params(text: str) -> float:
         count = float(text[:-1]) * factor if factor else float(text)
     except ValueError:
         count = math.nan
-    if not 1 <= count <= MOST:
+    if not 1 <= count <= MAX_COUNT:
         raise Refused(f"--params {text!r} is no number of parameters; such as 4e9 or 4B", USAGE)
     return count
 
 
 def command(
-    gpus: Annotated[int, typer.Option(min=1, max=MOST, help="GPUs of the miner (world size).")] = 4,
+    gpus: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="GPUs of the miner (world size).")] = 4,
     batch: Annotated[
-        Optional[int], typer.Option(min=1, max=MOST, help="Samples per micro-batch; else [miner] batch_size, else 2.")
+        Optional[int],
+        typer.Option(min=1, max=MAX_COUNT, help="Samples per micro-batch; else [miner] batch_size, else 2."),
     ] = None,
     effective: Annotated[
         Optional[int],
-        typer.Option(min=1, max=MOST, help="Effective batch size; else [miner] effective_batch_size, else 512."),
+        typer.Option(min=1, max=MAX_COUNT, help="Effective batch size; else [miner] effective_batch_size, else 512."),
     ] = None,
     params: Annotated[str, typer.Option(metavar="N", help="Parameters, such as 4e9 or 4B.")] = "4e9",
-    seq: Annotated[int, typer.Option(min=1, max=MOST, help="Sequence length.")] = 1024,
+    seq: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Sequence length.")] = 1024,
     upload_steps: Annotated[
         Optional[int],
-        typer.Option(min=1, max=MOST, help="Inner steps between uploads; else [miner] upload_steps, else 3."),
+        typer.Option(min=1, max=MAX_COUNT, help="Inner steps between uploads; else [miner] upload_steps, else 3."),
     ] = None,
     micro_batch_ms: Annotated[
         Optional[float],
-        typer.Option(min=0.001, max=MOST, callback=a_number, help="Time of one micro-batch, measured or assumed."),
+        typer.Option(min=0.001, max=MAX_COUNT, callback=a_number, help="Time of one micro-batch, measured or assumed."),
     ] = None,
     step_s: Annotated[
         Optional[float],
-        typer.Option(min=0.001, max=MOST, callback=a_number, help="Measured time of an inner step, instead."),
+        typer.Option(min=0.001, max=MAX_COUNT, callback=a_number, help="Measured time of an inner step, instead."),
     ] = None,
     gpu_memory_gb: Annotated[
         Optional[float],
-        typer.Option(min=0.1, max=MOST, callback=a_number, help="Memory of one GPU, to say whether it fits."),
+        typer.Option(min=0.1, max=MAX_COUNT, callback=a_number, help="Memory of one GPU, to say whether it fits."),
     ] = None,
     config: Config = None,
     name: Name = DEFAULT_NAME,
@@ -64,10 +65,10 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Batch, accumulation, memory, step time, upload cadence: what the settings imply."""
-    known = open_place(config, name, state_dir).settings.config
+    known = open_context(config, name, state_dir).settings.config
     try:
-        plan = planning.plan(
-            planning.Settings(
+        plan = plan_model.plan(
+            plan_model.PlanSettings(
                 gpus=gpus,
                 batch=batch or known.miner.batch_size or 2,
                 effective=effective or known.miner.effective_batch_size or 512,
@@ -82,7 +83,7 @@ def command(
                 gpu_memory_gb=gpu_memory_gb,
             )
         )
-    except planning.BadPlan as error:
+    except plan_model.BadPlan as error:
         raise Refused(str(error), USAGE) from error
     if as_json:
         echo(json.dumps(document(plan)))
@@ -91,7 +92,7 @@ def command(
         echo(line)
 
 
-def document(plan: planning.Plan) -> dict[str, Any]:
+def document(plan: plan_model.Plan) -> dict[str, Any]:
     """The plan for `--json`; the document's reckoning at the top, what the miner does under `actual`."""
     return {
         **_way(plan.document),
@@ -103,20 +104,20 @@ def document(plan: planning.Plan) -> dict[str, Any]:
     }
 
 
-def _way(way: planning.Way) -> dict[str, Any]:
+def _way(way: plan_model.PlanEstimate) -> dict[str, Any]:
     return {
         "accumulation_steps": way.accumulation_steps, "micro_batches": way.micro_batches, "samples": way.samples,
         "memory_gb": way.memory.as_dict(), "inner_step_s": way.inner_step_s, "upload": asdict(way.upload),
     }  # fmt: skip
 
 
-def fits(plan: planning.Plan) -> bool | None:
+def fits(plan: plan_model.Plan) -> bool | None:
     """Whether what the miner needs fits the GPU; None where its memory was not given."""
     memory = plan.settings.gpu_memory_gb
     return None if memory is None else plan.actual.memory.total <= memory
 
 
-def text(plan: planning.Plan, steps: Any) -> Iterator[str]:
+def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
     """The plan for people."""
     s, doc, actual = plan.settings, plan.document, plan.actual
     batches = f"batch {s.batch}, effective batch {s.effective}"
@@ -158,7 +159,7 @@ def text(plan: planning.Plan, steps: Any) -> Iterator[str]:
         )
 
 
-def _memory_rows(one: planning.Memory, two: planning.Memory) -> Iterator[tuple[str, str, str]]:
+def _memory_rows(one: plan_model.MemoryPlan, two: plan_model.MemoryPlan) -> Iterator[tuple[str, str, str]]:
     for title, name in (
         ("Memory: weights (bf16)", "weights"), ("  optimizer (AdamW)", "optimizer"), ("  gradients", "gradients"),
         ("  activations", "activations"), ("  FSDP overhead", "fsdp"), ("  total per GPU", "total"),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from miner_guard import statedir
+from miner_guard import state_dir as statedir
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
 from miner_guard.exits import FAILED, Refused
@@ -24,7 +24,7 @@ def command(
     from miner_guard.reporting.report import render
     from uploads import ledger
 
-    place = options.open_place(config, name, state_dir)
+    place = options.open_context(config, name, state_dir)
     earliest = options.earliest(since)
     options.check_there(place.state)
     pushes = ledger.read(place.state.ledger, "uploads", since=earliest)

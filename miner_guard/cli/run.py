@@ -47,22 +47,22 @@ def command(
     }
     if not miner:
         raise Refused("no command to run; write it after `--`: miner-guard run -- torchrun … train.py", USAGE)
-    place = options.open_place(config, name, state_dir, {k: v for k, v in flags.items() if v is not None})
+    place = options.open_context(config, name, state_dir, {k: v for k, v in flags.items() if v is not None})
     options.check_command(miner[0])
     raise typer.Exit(_supervise(miner, place, finished_code))
 
 
-def _supervise(miner: list[str], place: options.Place, finished_code: int) -> int:
+def _supervise(miner: list[str], place: options.CommandContext, finished_code: int) -> int:
     # Late: `--help` and a refused command line need none of it.
-    from miner_guard.supervisor.assemble import Assembly, Request
-    from miner_guard.supervisor.child import keep_files_private
-    from miner_guard.supervisor.lock import Busy, Lock
+    from miner_guard.supervisor.app import GuardApp, Request
+    from miner_guard.supervisor.process.child import keep_files_private
+    from miner_guard.supervisor.startup.lock import Lock, LockHeld
 
     keep_files_private()
     lock = Lock(place.state, place.settings.config.miner.stop_timeout_s)
     try:
         lock.acquire()
-    except Busy as problem:
+    except LockHeld as problem:
         raise Refused(str(problem), CONFIG) from problem
     sys.stdout.flush()
-    return Assembly(Request(tuple(miner), place.settings.config, place.state, finished_code), lock).run()
+    return GuardApp(Request(tuple(miner), place.settings.config, place.state, finished_code), lock).run()

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miner_guard.clock import parse_iso_utc
+from miner_guard.eventlog.rendering import visible
 from miner_guard.health.snapshot import number, part
-from miner_guard.lines import visible
+from miner_guard.system.clock import parse_iso_utc
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*%#"
@@ -19,7 +19,7 @@ _CELLS = 9
 
 
 @dataclass
-class Curves:
+class CurveHistory:
     """Loss and step time by step, as seen by whoever watches."""
 
     loss: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -67,7 +67,7 @@ def duration(seconds: Any) -> str:
 
 
 def lines(
-    status: Mapping[str, Any] | None, curves: Curves, events: Sequence[str], width: int, height: int, *, age_s: float,
+    status: Mapping[str, Any] | None, curves: CurveHistory, events: Sequence[str], width: int, height: int, *, age_s: float,
     min_inner_step: int, ascii_only: bool = False,
 ) -> list[str]:  # fmt: skip
     """Exactly `height` lines of at most `width` columns; the events fill what is left."""
@@ -90,7 +90,7 @@ def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
 
 
 def overview(
-    status: Mapping[str, Any], curves: Curves, width: int, *, min_inner_step: int, ascii_only: bool = False
+    status: Mapping[str, Any], curves: CurveHistory, width: int, *, min_inner_step: int, ascii_only: bool = False
 ) -> list[str]:
     """Steps, uploads, ranks, GPUs, host; `status` shows the same lines."""
     steps = part(status, "steps")
@@ -110,7 +110,7 @@ def head(status: Mapping[str, Any], age_s: float) -> str:
     return "  ".join(words)
 
 
-def _steps(steps: Mapping[str, Any], curves: Curves, width: int, ascii_only: bool) -> list[str]:
+def _steps(steps: Mapping[str, Any], curves: CurveHistory, width: int, ascii_only: bool) -> list[str]:
     room = max(10, min(60, width - 34))
     place = f"outer {number(steps.get('outer_step'))} inner {number(steps.get('inner_step'))}"
     speed = f"p50 {number(steps.get('p50_s'), '.3g', 's')} p95 {number(steps.get('p95_s'), '.3g', 's')}"

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from miner_guard import logquery
 from miner_guard.cli import options, screen
 from miner_guard.cli.echo import echo
-from miner_guard.cli.screen import Curves
+from miner_guard.cli.screen import CurveHistory
 from miner_guard.cli.top import curves_of
-from miner_guard.clock import iso_utc
+from miner_guard.eventlog import query
+from miner_guard.eventlog.query import Query
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
 from miner_guard.health.snapshot import part
-from miner_guard.logquery import Query
+from miner_guard.system.clock import iso_utc
 
 _WIDTH = 120
 _EVENTS = 8
@@ -30,9 +30,9 @@ def command(
     as_json: options.Json = False,
 ) -> None:
     """What the running guard knows. Exit code 3 where none runs."""
-    from miner_guard.supervisor.control import NotRunning, ask
+    from miner_guard.supervisor.control.control_socket import NotRunning, ask
 
-    place = options.open_place(config, name, state_dir)
+    place = options.open_context(config, name, state_dir)
     try:
         document: Mapping[str, Any] = ask(place.state, {"do": "status"})["status"]
     except NotRunning as problem:
@@ -43,7 +43,7 @@ def command(
     if as_json:
         echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
-    hits = logquery.last(place.state.log, Query(least_level="warning"), _EVENTS)
+    hits = query.last(place.state.log, Query(least_level="warning"), _EVENTS)
     told = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
     document = {"updated": iso_utc(time.time()), **document}
     echo("\n".join(_lines(document, curves_of(place.state), told, place.settings.config.gate.min_inner_step)))
@@ -51,14 +51,14 @@ def command(
 
 def _last_end(log: Path) -> str:
     """`the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit code 75, …; `, empty where none has run."""
-    for hit in logquery.last(log, Query(events=frozenset({"guard_started", "guard_stopped"})), 1):
+    for hit in query.last(log, Query(events=frozenset({"guard_started", "guard_stopped"})), 1):
         if hit.event == "guard_stopped":
             return f"the last one: {hit.ts[:19]}Z {hit.headline}; "
         return f"the last one started {hit.ts[:19]}Z and was killed: it has not said why it ended; "
     return ""
 
 
-def _lines(document: Mapping[str, Any], curves: Curves, events: list[str], min_inner_step: int) -> list[str]:
+def _lines(document: Mapping[str, Any], curves: CurveHistory, events: list[str], min_inner_step: int) -> list[str]:
     """One screen: the run, then what `top` shows, then the last warnings."""
     paused = "  restarts paused" if document.get("paused") else ""
     since = f" since {str(document.get('started'))[:19]}Z" if document.get("started") else ""

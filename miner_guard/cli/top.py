@@ -15,14 +15,15 @@ from typing import Annotated, Any
 
 import typer
 
-from miner_guard import logquery, statedir
+from miner_guard import state_dir as statedir
 from miner_guard.cli import screen
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, a_number, open_place, start_or_name
-from miner_guard.events import CATALOGUE
+from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, a_number, open_context, start_or_name
+from miner_guard.eventlog import query
+from miner_guard.eventlog.catalog import CATALOGUE
+from miner_guard.eventlog.query import Follower, Hit, Query
 from miner_guard.exits import NOT_RUNNING, Refused
 from miner_guard.health.snapshot import part
-from miner_guard.logquery import Follower, Hit, Query
 
 _LAST_EVENTS = 40
 _SHOWN = frozenset(CATALOGUE) - {"inner_step", "health_snapshot"}
@@ -43,7 +44,7 @@ def command(
     state_dir: State = None,
 ) -> None:
     """What the running guard knows, live: the way to the next upload, ranks, GPUs, curves, events. q ends it."""
-    place = open_place(config, name, state_dir)
+    place = open_context(config, name, state_dir)
     if not isinstance(statedir.read_json(place.state.status), dict):
         raise Refused(f"no guard has run in {place.state.root}; {start_or_name(place.state)}", NOT_RUNNING)
     ascii_only = plain or "utf" not in (sys.stdout.encoding or "").lower()
@@ -65,7 +66,7 @@ class View:
         self._curves = curves_of(state)
         self._follower = Follower(state.log, Query(least_level="info"))
         self._events: list[str] = []
-        self._take(logquery.last(state.log, Query(least_level="info"), _LAST_READ))
+        self._take(query.last(state.log, Query(least_level="info"), _LAST_READ))
 
     def _take(self, hits: list[Hit]) -> None:
         wanted = [hit for hit in hits if hit.event in _SHOWN]
@@ -85,10 +86,10 @@ class View:
         )  # fmt: skip
 
 
-def curves_of(state: statedir.StateDir) -> screen.Curves:
+def curves_of(state: statedir.StateDir) -> screen.CurveHistory:
     """The last steps that were logged."""
-    curves = screen.Curves()
-    for hit in logquery.last(state.log, Query(events=frozenset({"inner_step"})), _STEPS_READ):
+    curves = screen.CurveHistory()
+    for hit in query.last(state.log, Query(events=frozenset({"inner_step"})), _STEPS_READ):
         curves.take(hit.record())
     return curves
 

@@ -2,7 +2,7 @@
 
 Standard library only, so that the hook inside a rank can read its share of the settings without
 importing anything that the miner does not already have. Reading files and the environment, checking
-and remembering where each value came from is the work of `miner_guard.settings`.
+and remembering where each value came from is the work of `miner_guard.config.loading`.
 
 Units are in the names: `_s` seconds, `_gb` GiB, `_pct` per cent, `_ratio` a share of one.
 """

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from miner_guard import events, statedir
-from miner_guard.clock import Clock, SystemClock, iso_utc
+from miner_guard import state_dir
 from miner_guard.costs import table
 from miner_guard.costs.operation import Operation, fair_cap, percent
 from miner_guard.costs.presets import Budget
-from miner_guard.events import Finding, found, unwritten
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.system.clock import Clock, SystemClock, iso_utc
 
 FILE = "monitoring_costs.json"
-_MOST_OPERATIONS = 256
+_MAX_OPERATIONS = 256
 _WRITE_EVERY_S = 5.0
 _EVIDENCE_S = 3.0
 """Less than this was never called over budget: 5 % of one minute, below which a share says little."""
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 def say_on_stderr(finding: Finding) -> None:
     """Where warnings go without a guard."""
-    sys.stderr.write(f"{finding.severity.upper()} | {events.line(finding)}\n")
+    sys.stderr.write(f"{finding.severity.upper()} | {catalog.message(finding)}\n")
 
 
 class MonitoringCostTracker:
@@ -92,7 +93,7 @@ class MonitoringCostTracker:
             account.last_done = self._clock.monotonic()
             if blocking and account.last_s > self.budget.operation_warn_s:
                 said.append(
-                    found(
+                    make_finding(
                         "monitoring_operation_slow", operation=operation, seconds=account.last_s,
                         limit_s=self.budget.operation_warn_s,
                     )
@@ -105,7 +106,7 @@ class MonitoringCostTracker:
         self._write_now_and_then()
 
     def _account(self, operation: str) -> Operation:
-        if operation not in self._operations and len(self._operations) >= _MOST_OPERATIONS:
+        if operation not in self._operations and len(self._operations) >= _MAX_OPERATIONS:
             operation = "other"
         return self._operations.setdefault(operation, Operation())
 
@@ -119,7 +120,7 @@ class MonitoringCostTracker:
             return []
         limit = self.budget.critical_pct if level == "critical" else self.budget.budget_pct
         dearest = max(self._operations, key=lambda name: self._operations[name].blocking_s)
-        return [found("monitoring_over_budget", level=level, share_pct=share, limit_pct=limit, dearest=dearest)]
+        return [make_finding("monitoring_over_budget", level=level, share_pct=share, limit_pct=limit, dearest=dearest)]
 
     # budget
 
@@ -204,7 +205,7 @@ class MonitoringCostTracker:
         asked = account.asked_s
         if account.throttled and sum(planned.values()) <= _RELAX_RATIO * self.budget.budget_pct:
             account.throttled = False
-            return True, found("monitoring_relaxed", operation=operation, interval_s=asked)
+            return True, make_finding("monitoring_relaxed", operation=operation, interval_s=asked)
         if not account.recent_s or planned[operation] <= cap:
             return True, None
         after = percent(self.blocking_s() + account.recent_s, self.training_s())
@@ -214,7 +215,7 @@ class MonitoringCostTracker:
             return False, None
         account.throttled = True
         stretched = 100 * account.recent_s / cap
-        return False, found("monitoring_throttled", operation=operation, interval_s=stretched, asked_s=asked)
+        return False, make_finding("monitoring_throttled", operation=operation, interval_s=stretched, asked_s=asked)
 
     def _planned_pct(self) -> dict[str, float]:
         """What each operation would take of training time if it ran as asked; what has no plan, as measured."""
@@ -244,7 +245,7 @@ class MonitoringCostTracker:
         """The account as monitoring_costs.json holds it; `budget_status` is `unknown` where there is none."""
         with self._mutex:
             if not self._operations and self._ledger is not None:
-                stored = statedir.read_json(self._ledger)
+                stored = state_dir.read_json(self._ledger)
                 if isinstance(stored, dict) and isinstance(stored.get("operations"), dict):
                     return stored
             known = bool(self._operations) or self._ledger is None
@@ -268,7 +269,9 @@ class MonitoringCostTracker:
         """The cost table, as text; where there is no account, where it was looked for."""
         report = self.get_report()
         if report["budget_status"] == "unknown":
-            words = f"no ledger at {self._ledger}: no guard runs there. Set {statedir.STATE_DIR} to its state directory"
+            words = (
+                f"no ledger at {self._ledger}: no guard runs there. Set {state_dir.STATE_DIR} to its state directory"
+            )
         else:
             words = table.text(report)
         (file or sys.stdout).write(words + "\n")
@@ -278,15 +281,15 @@ class MonitoringCostTracker:
         if self._file is None:
             return
         try:
-            statedir.write_json(self._file, self.get_report())
+            state_dir.write_json(self._file, self.get_report())
         except OSError as error:
             if not self._write_failed:
-                self._report(unwritten(self._file.name, error))
+                self._report(write_failed(self._file.name, error))
             self._write_failed = True
             return
         if self._write_failed:
             self._write_failed = False
-            self._report(found("disk_recovered", what=self._file.name, lost=0))
+            self._report(make_finding("disk_recovered", what=self._file.name, lost=0))
 
     def _write_now_and_then(self) -> None:
         now = self._clock.monotonic()
@@ -320,7 +323,7 @@ def get_global_tracker(env: Mapping[str, str] | None = None) -> MonitoringCostTr
 
 def _ledger_of(env: Mapping[str, str]) -> Path | None:
     try:
-        return statedir.choose("miner", env.get(statedir.STATE_DIR), env).costs
+        return state_dir.choose("miner", env.get(state_dir.STATE_DIR), env).costs
     except RuntimeError:
         # No state directory is named and there is no home: the account is this process's own.
         return None
@@ -328,7 +331,7 @@ def _ledger_of(env: Mapping[str, str]) -> Path | None:
 
 def _of_this_rank(ledger: Path | None) -> MonitoringCostTracker | None:
     # Not imported here: a process that has no hook must not get one by asking for costs.
-    hook = sys.modules.get("miner_guard.rank.hook")
+    hook = sys.modules.get("miner_guard.rank.guard")
     guard = None if hook is None else hook.current()
     if guard is None:
         return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from miner_guard.demo.corpus import Corpus
-from miner_guard.demo.lines import Lines
+from miner_guard.demo.miner_log import MinerLog
 
 _PROMPT = b"import "
 _GENERATED = 8
@@ -18,7 +18,7 @@ _VALIDATION_BATCHES = 2
 class Evaluation:
     """Looks at the model between two inner steps. Every rank takes part: a forward pass of FSDP is collective."""
 
-    def __init__(self, model: Any, corpus: Corpus, guard: Any, lines: Lines, device: torch.device) -> None:
+    def __init__(self, model: Any, corpus: Corpus, guard: Any, lines: MinerLog, device: torch.device) -> None:
         """`corpus` is held out from training."""
         self._model = model
         self._corpus = corpus

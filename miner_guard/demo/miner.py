@@ -25,12 +25,12 @@ from miner_guard.demo import faults
 from miner_guard.demo.corpus import Corpus, standard_library
 from miner_guard.demo.evaluation import Evaluation
 from miner_guard.demo.faults import FaultPlan
-from miner_guard.demo.lines import Lines
+from miner_guard.demo.miner_log import MinerLog
 from miner_guard.demo.model import ByteGPT, Shape
 from miner_guard.demo.options import Options
 from miner_guard.demo.outer import OuterOptimizer
-from miner_guard.demo.uploading import Uploader
-from miner_guard.events import found
+from miner_guard.demo.upload import Uploader
+from miner_guard.eventlog.catalog import make_finding
 
 
 class Miner:
@@ -42,7 +42,7 @@ class Miner:
         self.guard = guard
         self.device = device
         self.rank = dist.get_rank()
-        self.lines = Lines(self.rank)
+        self.lines = MinerLog(self.rank)
         self.shape = Shape()
         self.total_steps = 0
         self.outer_step = 1
@@ -83,7 +83,7 @@ class Miner:
         self.total_steps, self.outer_step, self.inner_step = (int(counters[k]) for k in ("total", "outer", "inner"))
         self.first_loss = float(counters["first_loss"])
         if self.rank == 0:
-            self.guard.emit(found("checkpoint_resumed", rank=0, path=str(path), step=self.total_steps))
+            self.guard.emit(make_finding("checkpoint_resumed", rank=0, path=str(path), step=self.total_steps))
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -234,7 +234,7 @@ class Miner:
             self.guard.checkpoint_saved(saved.path, step=saved.step, seconds=saved.seconds, size_bytes=saved.size_bytes)
 
     def _checkpoint_skipped(self, skipped: Skipped) -> None:
-        self.guard.emit(found("checkpoint_skipped", rank=0, path=str(skipped.path), reason=skipped.reason))
+        self.guard.emit(make_finding("checkpoint_skipped", rank=0, path=str(skipped.path), reason=skipped.reason))
 
 
 def _sharded(model: ByteGPT, device: torch.device) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from miner_guard.config import RepoSettings
 from miner_guard.demo import faults
 from miner_guard.demo.faults import Fault
-from miner_guard.statedir import STATE_DIR
+from miner_guard.state_dir import STATE_DIR
 
 
 @dataclass(frozen=True)

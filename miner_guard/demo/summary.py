@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.blocks import known
+from miner_guard.eventlog.formatters import known
 
 _AVERAGED = 5
 """Steps at either end that a loss is averaged over: one batch of the demo is small, and its loss noisy."""

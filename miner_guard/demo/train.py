@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from miner_guard.demo.faults import FaultPlan
-from miner_guard.demo.lines import Lines
 from miner_guard.demo.miner import Miner
+from miner_guard.demo.miner_log import MinerLog
 from miner_guard.demo.options import Options, parse
 
 
@@ -34,7 +34,7 @@ def _train(options: Options, plan: FaultPlan, guard: Any, device: torch.device) 
     try:
         return Miner(options, plan, guard, device).run()
     except Exception as error:
-        Lines(dist.get_rank()).error(f"Training Loop Failed with error: {error}")
+        MinerLog(dist.get_rank()).error(f"Training Loop Failed with error: {error}")
         if plan.swallow:
             # What upstream's `except … break` comes to: the launcher sees success on every rank.
             guard.close()

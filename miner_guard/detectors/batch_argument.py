@@ -40,7 +40,7 @@ def _place(command: Sequence[str], argument: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Change:
+class BatchChange:
     """A new value and why."""
 
     old: int
@@ -57,7 +57,7 @@ class BatchPolicy:
         self._too_large: int | None = None
         self._last_good: int | None = None
 
-    def larger(self, current: int, factor: float, why: str) -> Change | None:
+    def larger(self, current: int, factor: float, why: str) -> BatchChange | None:
         """The next batch, None where the number of relaunches is used up or the next one is known not to fit."""
         new = max(int(current * factor), current + 1)
         if self._too_large is not None:
@@ -67,12 +67,14 @@ class BatchPolicy:
             return None
         self._done += 1
         self._last_good = current
-        return Change(current, new, f"{why} (relaunch {self._done} of {self._most})")
+        return BatchChange(current, new, f"{why} (relaunch {self._done} of {self._most})")
 
-    def out_of_memory(self, current: int) -> Change | None:
+    def out_of_memory(self, current: int) -> BatchChange | None:
         """It does not fit: never so large again. Back to the last batch that did, where this guard had raised it."""
         self._too_large = current if self._too_large is None else min(self._too_large, current)
         self._done = self._most
         if self._last_good is None or self._last_good >= current:
             return None
-        return Change(current, self._last_good, f"batch {current} ran out of memory; no further increase in this run")
+        return BatchChange(
+            current, self._last_good, f"batch {current} ran out of memory; no further increase in this run"
+        )

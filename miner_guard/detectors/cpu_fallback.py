@@ -35,8 +35,8 @@ _EACH_FACTOR = 2.0
 """A CPU is 10-20 times slower than a GPU (source 004: 240 s for 15 s); a busy host makes one step in hundreds
 four times as long. The median of the lasting steps must be, and each of them twice: one quick step is no recovery."""
 
-_LEAST_EXCESS_S = 0.25
-_LEAST_SLOWED_S = 5.0
+_MIN_EXCESS_S = 0.25
+_MIN_SLOWED_S = 5.0
 """Steps of a fraction of a second are held up by anything: they must be slow for this long together."""
 
 _KEPT = 64
@@ -59,7 +59,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FallbackVerdict:
     """What is thought of one rank, and why."""
 
     verdict: str
@@ -83,9 +83,9 @@ class RankWatch:
         self.unused: str | None = None
         """What NVML says where it shows that no GPU is used."""
 
-        self.verdict: Verdict | None = None
+        self.verdict: FallbackVerdict | None = None
 
-    def observe(self, seen: Observation) -> Verdict | None:
+    def observe(self, seen: Observation) -> FallbackVerdict | None:
         """Judge one step. A verdict where it is new or has changed."""
         self._seen += 1
         self._recent.append(seen)
@@ -107,12 +107,12 @@ class RankWatch:
             return
         excess = core - base.median
         waited = sum(seen.phases.get(name, 0.0) for name in _WAITING)
-        slowed = core > _EACH_FACTOR * base.median and excess > _LEAST_EXCESS_S and waited < _EXPLAINING * excess
+        slowed = core > _EACH_FACTOR * base.median and excess > _MIN_EXCESS_S and waited < _EXPLAINING * excess
         self._slowed = [*self._slowed, core][-_KEPT:] if slowed else []
         if core <= _EACH_FACTOR * base.median:
             base.add(core)
 
-    def _changed(self) -> Verdict | None:
+    def _changed(self) -> FallbackVerdict | None:
         judged = self._judge()
         before = self.verdict
         if judged is None:
@@ -120,14 +120,14 @@ class RankWatch:
                 return None
             last = self._recent[-1]
             memory = "memory unknown" if last.allocated_gb is None else f"{last.allocated_gb:.2f} GB allocated"
-            self.verdict = Verdict(CLEARED, (f"{memory}, step {last.seconds:.1f}s",))
+            self.verdict = FallbackVerdict(CLEARED, (f"{memory}, step {last.seconds:.1f}s",))
             return self.verdict
         if before is not None and before.verdict == judged.verdict:
             return None
         self.verdict = judged
         return judged
 
-    def _judge(self) -> Verdict | None:
+    def _judge(self) -> FallbackVerdict | None:
         if self._gpu.expect == 0 or not self._recent:
             return None
         last = self._recent[-1]
@@ -135,22 +135,22 @@ class RankWatch:
         memory = [f"{last.allocated_gb:.2f} GB allocated on the GPU"] if last.allocated_gb is not None else []
         certain = self._certain(last, low)
         if certain:
-            return Verdict(CERTAIN, (*certain, *memory, f"step {last.seconds:.1f}s"))
+            return FallbackVerdict(CERTAIN, (*certain, *memory, f"step {last.seconds:.1f}s"))
         slow = [s for s in self._recent if s.seconds - scheduled_seconds(s.phases) > self._steps.slow_s]
         idle = [self.unused] if self.unused is not None and not self._on_gpu(last) else []
         if (low or idle) and len(slow) >= 2:
             how_slow = f"step {last.seconds:.1f}s (slow above {self._steps.slow_s:g}s)"
-            return Verdict(SUSPECTED, (*memory, *idle, how_slow))
+            return FallbackVerdict(SUSPECTED, (*memory, *idle, how_slow))
         if self._lastingly_slowed() and not self._on_gpu(last):
             times = last.seconds / self._baseline.median
-            return Verdict(SUSPECTED, (
+            return FallbackVerdict(SUSPECTED, (
                 *(memory or ["no GPU memory is known"]), f"steps take {times:.1f} times as long as before "
                 f"({self._baseline.median:.2f}s to {last.seconds:.2f}s)", "no waiting phase explains it",
             ))  # fmt: skip
         return None
 
     def _lastingly_slowed(self) -> bool:
-        if len(self._slowed) < _LASTING or sum(self._slowed) < _LEAST_SLOWED_S:
+        if len(self._slowed) < _LASTING or sum(self._slowed) < _MIN_SLOWED_S:
             return False
         return statistics.median(self._slowed[-_LASTING:]) > _FACTOR * self._baseline.median
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from miner_guard.config import GpuSettings
 from miner_guard.detectors.model_sizes import LARGE, SMALL, UNKNOWN
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
 
 MIDDLE_PCT = 60.0
 """Source 002's matrix splits 50-70 % here."""
@@ -73,7 +73,7 @@ def described(size: str, name: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class Reading:
+class MemoryReading:
     """Memory of one GPU at one check."""
 
     gpu: str
@@ -97,11 +97,11 @@ class GpuUse:
         self._history: dict[str, deque[float]] = {}
 
     def check(
-        self, readings: Sequence[Reading], size: str, name: str | None, step: int | None, seconds: float
+        self, readings: Sequence[MemoryReading], size: str, name: str | None, step: int | None, seconds: float
     ) -> Iterator[Finding]:
         """One check. `seconds` since the launch; without a reading that is a finding of its own."""
         if not readings:
-            yield found(
+            yield make_finding(
                 "gpu_usage", level="warning", used_gb=None, total_gb=None, share_pct=None, source=None, factor=None,
                 verdict=f"no reading {seconds:.0f} s after the launch: neither the hook, nor the miner's lines, "
                 "nor NVML gave one; call guard.diagnose or print GPU memory",
@@ -115,16 +115,16 @@ class GpuUse:
         words = row.verdict.format(model=described(size, name), goal=f"{self._settings.optimal_pct:.0f}%+")
         trend = self.trend(least.gpu)
         verdict = f"GPU at {least.share_pct:.0f}% {words}." + (f" {trend}." if trend else "")
-        yield found(
+        yield make_finding(
             "gpu_usage", level=row.level if row.level != "info" else None, used_gb=least.used_gb,
             total_gb=least.total_gb, share_pct=least.share_pct, verdict=verdict, gpu=least.gpu, source=least.source,
             factor=row.factor, model_size=size, step=step,
         )  # fmt: skip
 
-    def _dropped(self, reading: Reading, step: int | None) -> Iterator[Finding]:
+    def _dropped(self, reading: MemoryReading, step: int | None) -> Iterator[Finding]:
         history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))
         if history and history[-1] - reading.share_pct >= self._settings.drop_pct:
-            yield found(
+            yield make_finding(
                 "gpu_drop", from_pct=history[-1], to_pct=reading.share_pct, step=step, gpu=reading.gpu,
                 detail="a sudden drop: did the code free a model or change the batch size?",
             )  # fmt: skip

@@ -15,7 +15,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _EVALUATION = re.compile(r"\b(?:eval\w*|val|valid\w*|test)[\s:|\])-]*$", re.IGNORECASE)
 """What stands before a step's line where its loss is not the training's (torchtitan's `validate step: 10  loss: …`)."""
 
-_LONGEST_LINE = 2000
+_MAX_LINE_LENGTH = 2000
 _REMEMBERED = 16
 """Steps that a repeated line (another rank, a second handler) is recognised by."""
 
@@ -75,7 +75,7 @@ class LoggedStep:
 
 def read(line: str, patterns: Patterns) -> StepLine | PushLine | AllReduceLine | None:
     """What a line says, None where it is about something else or another rank."""
-    text = _ANSI.sub("", line[:_LONGEST_LINE])
+    text = _ANSI.sub("", line[:_MAX_LINE_LENGTH])
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
             return None if _EVALUATION.search(text, 0, match.start()) else _step(match.groupdict())
@@ -86,7 +86,7 @@ def read(line: str, patterns: Patterns) -> StepLine | PushLine | AllReduceLine |
 
 def read_push(line: str, patterns: Patterns) -> PushLine | None:
     """What a line says of a push, None where it is about something else."""
-    text = _ANSI.sub("", line[:_LONGEST_LINE])
+    text = _ANSI.sub("", line[:_MAX_LINE_LENGTH])
     for pattern in patterns.push:
         if (match := pattern.search(text)) is not None:
             return PushLine(match.groupdict().get("tag"), None)

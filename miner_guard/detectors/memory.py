@@ -18,7 +18,7 @@ from miner_guard.detectors.window import SortedWindow
 _BLOCKS = 8
 _BLOCK_STEPS = 50
 _RISING = 6
-_LEAST_GROWTH = 0.005
+_MIN_GROWTH = 0.005
 _DROP_SHARE = 0.5
 _DROP_STEPS = 3
 
@@ -50,7 +50,7 @@ class MemoryWatch:
             return None
         growth = minima[-1] - minima[0]
         rising = sum(later > earlier for earlier, later in itertools.pairwise(minima))
-        if rising < _RISING or growth <= max(self._floor_gb, _LEAST_GROWTH * minima[0]):
+        if rising < _RISING or growth <= max(self._floor_gb, _MIN_GROWTH * minima[0]):
             return None
         self._minima.clear()
         cause, fixes = advice.for_leak()

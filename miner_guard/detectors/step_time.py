@@ -22,7 +22,7 @@ TRAINING = "training"
 _EVALUATION = {"inference", "val_loss"}
 
 _RECENT = 32
-_LEAST = 5
+_MIN_COUNT = 5
 """Steps of a kind before one of them is judged against the others."""
 
 _MAX_KINDS = 64
@@ -103,7 +103,7 @@ class StepTimes:
         if self._seen <= self._settings.warmup:
             self._early[kind].add(seconds)
             return self._absolute(seconds, scheduled_s, kind)
-        known = window if len(window) >= _LEAST else self._early[kind]
+        known = window if len(window) >= _MIN_COUNT else self._early[kind]
         relative = self._relative(seconds, kind, known) or self._beside_evaluation(seconds, kind, scheduled_s, known)
         self._admit(seconds, kind, window, outlier=relative is not None)
         return self._absolute(seconds, scheduled_s, kind) or relative
@@ -116,7 +116,7 @@ class StepTimes:
         return window or early or None
 
     def _relative(self, seconds: float, kind: str, window: SortedWindow) -> SlowStep | None:
-        if len(window) < _LEAST:
+        if len(window) < _MIN_COUNT:
             return None
         limit = window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio)
         limit = max(limit, window.median + self._settings.min_excess_s)
@@ -125,7 +125,7 @@ class StepTimes:
     def _beside_evaluation(self, seconds: float, kind: str, scheduled_s: float, own: SortedWindow) -> SlowStep | None:
         """An evaluation step without enough of its like: the rest of it is an ordinary training step."""
         training = self.training_window()
-        if len(own) >= _LEAST or training is None or not set(kind.split("+")) <= _EVALUATION:
+        if len(own) >= _MIN_COUNT or training is None or not set(kind.split("+")) <= _EVALUATION:
             return None
         slow = self._relative(seconds - scheduled_s, kind, training)
         return None if slow is None else replace(slow, seconds=seconds, limit_s=slow.limit_s + scheduled_s)
@@ -145,7 +145,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class PerToken:
+class TokenRate:
     """A training step by what it had to do."""
 
     seconds: float
@@ -155,7 +155,7 @@ class PerToken:
     """Per token it was as fast as the recent ones."""
 
 
-class Work:
+class TokenNormalizer:
     """Tells a step that is slow from one that has more to do: longer sequences, a larger batch after a warm-up."""
 
     def __init__(self, settings: StepSettings) -> None:
@@ -163,16 +163,16 @@ class Work:
         self._per_token = SortedWindow(settings.window)
         self._first: int | None = None
 
-    def observe(self, seconds: float, tokens: int | None) -> PerToken | None:
+    def observe(self, seconds: float, tokens: int | None) -> TokenRate | None:
         """Take one training step; None where its tokens are not known."""
         if not tokens:
             return None
         self._first = self._first or tokens
         each, window = seconds / tokens, self._per_token
         limit = window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio) if window else 0.0
-        explains = len(window) >= _LEAST and each <= limit
+        explains = len(window) >= _MIN_COUNT and each <= limit
         window.add(each)
-        return PerToken(min(seconds, each * self._first), explains)
+        return TokenRate(min(seconds, each * self._first), explains)
 
 
 class RegressionWatch:

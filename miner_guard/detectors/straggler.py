@@ -19,7 +19,7 @@ from miner_guard.config import StepSettings
 _WAITS: tuple[tuple[str, ...], ...] = (("collective",), ("collective", "forward", "backward"))
 _OWN = ("data", "forward", "backward", "optimizer", "monitor", "inference", "val_loss", "other")
 _WINDOWS_IN_ROW = 2
-_MOST_PENDING = 256
+_MAX_PENDING = 256
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StragglerWatch:
         row = self._pending.setdefault(step, {})
         row[rank] = (seconds, phases)
         if len(row) < ranks:
-            if len(self._pending) > _MOST_PENDING:
+            if len(self._pending) > _MAX_PENDING:
                 del self._pending[min(self._pending)]
             return
         del self._pending[step]

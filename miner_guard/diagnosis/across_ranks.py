@@ -1,6 +1,6 @@
 """What the ranks' reports say together. Pure; standard library only, since a rank without a supervisor uses it too.
 
-A report is a mapping as `miner_guard.rank.diagnose` makes it; a silent rank's has `rank` and `error`.
+A report is a mapping as `miner_guard.rank.introspection.diagnose` makes it; a silent rank's has `rank` and `error`.
 Findings follow source 004: its block, its red flags, then what one rank alone can't see.
 """
 
@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from miner_guard.diagnosis.expectation import Expectation, expected
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
 
 Report = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ def findings(
     """Everything to say about a gathered diagnosis, the block first. `expect` is None where nobody says."""
     answered = [r for r in reports if not r.get("error")]
     wanted = expectation_of(answered, expect)
-    said = [found("gpu_diagnostics", ranks=[dict(r) for r in reports], expected=wanted.count, by=wanted.origin)]
+    said = [make_finding("gpu_diagnostics", ranks=[dict(r) for r in reports], expected=wanted.count, by=wanted.origin)]
     if wanted.wanted:
         said += _red_flags(answered, low_memory_bytes)
     said += (f for check in _CHECKS for f in check(reports if check is _silent else answered))
@@ -52,15 +52,15 @@ def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectatio
 
 def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[Finding]:
     if blind := [r for r in answered if r.get("cuda_available") is False]:
-        yield found("cuda_unavailable", ranks=_ranks(blind))
+        yield make_finding("cuda_unavailable", ranks=_ranks(blind))
     if astray := [r for r in answered if _on_cpu(r)]:
-        yield found("model_on_cpu", ranks=_ranks(astray))
+        yield make_finding("model_on_cpu", ranks=_ranks(astray))
     for r in answered:
         allocated = r.get("allocated_bytes")
         # A small model that is seen to be on its GPU is no red flag, whatever it takes.
         on_gpu = str(r.get("model_device", "")).startswith("cuda")
         if allocated is not None and allocated < low_memory_bytes and not on_gpu and not r.get("offload"):
-            yield found("low_gpu_memory", rank=r["rank"], gpu_mem_gb=allocated / 1024**3)
+            yield make_finding("low_gpu_memory", rank=r["rank"], gpu_mem_gb=allocated / 1024**3)
 
 
 def _on_cpu(r: Report) -> bool:
@@ -242,7 +242,9 @@ _CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Finding]], ...] = (
 
 
 def _say(check: str, level: str, seen: str, limit: Any, next_step: str, *, rank: int | None = None) -> Finding:
-    return found("rank_finding", rank=rank, level=level, check=check, seen=seen, limit=limit, next_step=next_step)
+    return make_finding(
+        "rank_finding", rank=rank, level=level, check=check, seen=seen, limit=limit, next_step=next_step
+    )
 
 
 def _grouped(reports: Sequence[Report], key: Callable[[Report], Any]) -> dict[Any, list[int]]:

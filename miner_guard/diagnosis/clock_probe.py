@@ -8,8 +8,8 @@ import urllib.request
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
-from miner_guard import probe
 from miner_guard.config import RepoSettings
+from miner_guard.system import probe
 from uploads.repos.base import RepoError
 from uploads.repos.credentials import find, first
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from miner_guard.config.loading import read_toml
 from miner_guard.diagnosis.check import Check, Snapshot
-from miner_guard.settings import read_toml
 
 SIBLING_SHARE = 0.9
 """A GPU 10 % under its siblings is the straggler (superbench)."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from miner_guard.config.loading import read_toml
+from miner_guard.config.optional_deps import EXTRAS, install, not_installed
 from miner_guard.diagnosis.check import Check, Snapshot
-from miner_guard.extras import EXTRAS, install, not_installed
-from miner_guard.redact import Redactor
-from miner_guard.settings import read_toml
+from miner_guard.eventlog.redact import Redactor
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 
 from miner_guard.diagnosis.check import Check
 from miner_guard.diagnosis.gpu_rows import BAD_THROTTLE, links_down, of_row
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
 
 Row = Mapping[str, Any]
 
@@ -55,7 +55,7 @@ class Faults:
         """NVML as a whole: `reason` why there is no sample, None where there is one. Only where there were GPUs."""
         if reason is None:
             if self._silence_said:
-                yield found("gpu_recovered", gpu="all", what="NVML answers again")
+                yield make_finding("gpu_recovered", gpu="all", what="NVML answers again")
             self._silent_since, self._silence_said = None, False
             return
         if not had_gpus:
@@ -65,7 +65,7 @@ class Faults:
         if now - self._silent_since >= DRIVER_SILENT_S and not self._silence_said:
             self._silence_said = True
             step = "look at dmesg; in a container its access was revoked: restart the container"
-            yield found(
+            yield make_finding(
                 "gpu_fault", gpu="all", what=f"can't be read any more: {reason}", next_step=step, check="driver.nvml"
             )
 
@@ -85,7 +85,7 @@ class Faults:
             return
         self._suspected.discard(key)
         if self._standing.pop(key, None) is not None:
-            yield found(
+            yield make_finding(
                 "gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what=f"{name.partition('.')[2]} is well again"
             )
 
@@ -104,7 +104,7 @@ class Faults:
             by, seconds = ", ".join(row["throttle"]), now - times[0]
             seen = f"is throttled ({by}) in {len(times)} samples of the last {seconds:.0f} s"
             step = "check cooling, power supply and power cables; it sets the pace of all ranks"
-            yield found(
+            yield make_finding(
                 "gpu_fault",
                 level="warning",
                 gpu=row["index"],
@@ -114,7 +114,7 @@ class Faults:
                 check="gpu.throttle",
             )
         elif not times and self._standing.pop(key, None) is not None:
-            yield found("gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="throttle is well again")
+            yield make_finding("gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="throttle is well again")
 
 
 def of_events(rows: Iterable[Row]) -> Iterator[Finding]:
@@ -127,7 +127,7 @@ def of_events(rows: Iterable[Row]) -> Iterator[Finding]:
 
 def _fault(row: Row, check: Check) -> Finding:
     what = check.seen.removeprefix(f"GPU {row['index']}").lstrip(": ")
-    return found(
+    return make_finding(
         "gpu_fault", level="warning" if check.level == "warn" else None, gpu=row["index"], uuid=row.get("uuid"),
         what=what, next_step=check.next_step or "look at dmesg", check=check.check,
     )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from miner_guard.commandline import number_of
 from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.system.launcher_args import number_of
 
 
 def checks(s: Snapshot) -> Iterator[Check]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from miner_guard import probe
 from miner_guard.health.host import existing, read_cgroup_memory
+from miner_guard.system import probe
 
 _LAST_XIDS = 5
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miner_guard.blocks import gb
 from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.eventlog.formatters import gb
 
 
 def checks(s: Snapshot) -> Iterator[Check]:

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from miner_guard import probe
 from miner_guard.config import RepoSettings
+from miner_guard.system import probe
 from uploads.repos import open_repo
 from uploads.repos.base import Repo, RepoError
 from uploads.repos.credentials import find, first

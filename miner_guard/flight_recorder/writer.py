@@ -15,7 +15,7 @@ from typing import Any
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.layout import ALLOWANCE, LOCK, NAN, PHASE_OFFSET, SINCE, STATE, STEPS
 from miner_guard.flight_recorder.records import Identity, StepRecord, json_default
-from miner_guard.statedir import make_folder, open_private
+from miner_guard.state_dir import make_folder, open_private
 
 _RUNNING = layout.STATES.index("running")
 

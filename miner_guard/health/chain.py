@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miner_guard import probe
 from miner_guard.config import ChainSettings
-from miner_guard.redact import without_secrets
+from miner_guard.eventlog.redact import without_secrets
+from miner_guard.system import probe
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from miner_guard import extras, probe
+from miner_guard.config import optional_deps
+from miner_guard.system import probe
 
 
-class Chain(Protocol):
+class ChainClient(Protocol):
     """The same questions to every generation of bittensor. Any of them may raise anything."""
 
     def block(self) -> int: ...
@@ -91,7 +92,7 @@ class Eleven:
         ]  # fmt: skip
 
 
-def connect(network: str) -> tuple[Chain, str]:
+def connect(network: str) -> tuple[ChainClient, str]:
     """A connection and bittensor's version. Raises whatever bittensor raises; ImportError where it is not there."""
     # 9.x parses the command line when imported and again in Subtensor(): `--help` there would end this process.
     sys.argv = sys.argv[:1]
@@ -103,7 +104,7 @@ def connect(network: str) -> tuple[Chain, str]:
     return (Eleven if generation >= 11 else Ten if generation == 10 else BeforeEleven)(subtensor), version
 
 
-def look(chain: Chain, netuid: int, hotkey: str | None, master_uid: int | None) -> dict[str, Any]:
+def look(chain: ChainClient, netuid: int, hotkey: str | None, master_uid: int | None) -> dict[str, Any]:
     """What the chain says; what could not be read is null and its reason stands under `errors`."""
     errors: dict[str, str] = {}
 
@@ -127,7 +128,7 @@ def look(chain: Chain, netuid: int, hotkey: str | None, master_uid: int | None) 
 
 
 def _own(
-    chain: Chain, netuid: int, hotkey: str, rows: Mapping[int, Mapping[str, Any]],
+    chain: ChainClient, netuid: int, hotkey: str, rows: Mapping[int, Mapping[str, Any]],
     ask: Callable[[str, Callable[[], Any]], Any], errors: Mapping[str, str],
 ) -> dict[str, Any]:  # fmt: skip
     uid = ask("uid", lambda: chain.uid(netuid, hotkey))
@@ -196,7 +197,7 @@ def main() -> None:
     try:
         chain, version = connect(request["network"])
     except ImportError as error:
-        probe.reply(error=f"bittensor is not there ({error}); {extras.install('chain')}")
+        probe.reply(error=f"bittensor is not there ({error}); {optional_deps.install('chain')}")
         return
     except Exception as error:  # noqa: BLE001 -- bittensor raises anything when imported or connected; it is the answer
         probe.reply(error=f"no connection to {request['network']}: {type(error).__name__}: {error}"[:400])

@@ -64,7 +64,7 @@ class Worker:
                 self._idle.set()
 
 
-class Gpu:
+class GpuHandle:
     """One GPU: its handle, its constants, its last row."""
 
     def __init__(self, index: int) -> None:
@@ -178,7 +178,7 @@ class System:
             }
         self.facts = facts
 
-    def watch(self, gpus: Mapping[int, Gpu]) -> None:
+    def watch(self, gpus: Mapping[int, GpuHandle]) -> None:
         """Ask for the Xid events of those GPUs that are not asked yet; one that refuses is asked again next time."""
         if not gpus:
             return
@@ -226,7 +226,7 @@ class Probe:
 
     def __init__(self) -> None:
         self._system = System()
-        self._gpus: dict[int, Gpu] = {}
+        self._gpus: dict[int, GpuHandle] = {}
 
     def sample(self, until: float) -> dict[str, Any]:
         """Everything that answers by `until` (monotonic); the rest is named as hanging."""
@@ -250,12 +250,12 @@ class Probe:
 
     def _rows(self, count: int, until: float) -> list[dict[str, Any]]:
         for index in range(count):
-            gpu = self._gpus.setdefault(index, Gpu(index))
+            gpu = self._gpus.setdefault(index, GpuHandle(index))
             gpu.worker.do(gpu.sample)
         gpus = [self._gpus[i] for i in range(count)]
         return [dict(gpu.row) if gpu.worker.done_by(until) else gpu.hanging() for gpu in gpus]
 
-    def _xids(self, watch: Mapping[int, Gpu], until: float) -> dict[str, list[int]]:
+    def _xids(self, watch: Mapping[int, GpuHandle], until: float) -> dict[str, list[int]]:
         """Those that came, by UUID; from now on also of `watch`."""
         system = self._system
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from miner_guard.clock import Clock
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.system.clock import Clock
 
 Read = Callable[[], Mapping[str, Any]]
 
@@ -102,8 +102,8 @@ class Samplers:
         self._readings[name] = reading
         if reading.reason is not None and name not in self._bad:
             self._bad.add(name)
-            return [found("sampler_failed", sampler=name, reason=reading.reason)]
+            return [make_finding("sampler_failed", sampler=name, reason=reading.reason)]
         if reading.reason is None and name in self._bad:
             self._bad.discard(name)
-            return [found("sampler_recovered", sampler=name)]
+            return [make_finding("sampler_recovered", sampler=name)]
         return []

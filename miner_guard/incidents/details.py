@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 _PLACE = re.compile(r"\{(\w+)\|([^{}]*)\}")
-_LONGEST = 4096
+_MAX_LENGTH = 4096
 """Characters of a line that are searched."""
 
 _QUOTED_PATH = r"['\"](/?[\w.@+~-]+(?:/[\w.@+~ -]+)*)['\"]"
@@ -101,7 +101,7 @@ def named(detail: str, texts: Iterable[str]) -> str:
     """The first `detail` (a key of the patterns) that one of `texts` names; empty where none does."""
     for text in texts:
         for pattern in _COMPILED[detail]:
-            match = pattern.search(text[:_LONGEST])
+            match = pattern.search(text[:_MAX_LENGTH])
             if match is None:
                 continue
             found = match[1].rstrip(".")

@@ -50,8 +50,8 @@ APPLIES = ("rank", "node", "job")
 _NEAR = 300
 """Characters of a line that are shown with what comes after them."""
 
-_MOST_ANSWERS = 4096
-_LONGEST_ANSWERED = 400
+_MAX_ANSWERS = 4096
+_MAX_ANSWERED_LENGTH = 400
 
 
 class BadKnowledge(Exception):
@@ -188,9 +188,9 @@ class Knowledge:
         answer = self._answers.get(text)
         if answer is None:
             answer = self._look_up(text)
-            if len(self._answers) >= _MOST_ANSWERS:
+            if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
-            if len(text) <= _LONGEST_ANSWERED:
+            if len(text) <= _MAX_ANSWERED_LENGTH:
                 self._answers[text] = answer
         return answer
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from miner_guard import statedir
-from miner_guard.clock import Clock, iso_utc
+from miner_guard import state_dir
+from miner_guard.system.clock import Clock, iso_utc
 
 _FILE = "explain-notes.json"
-_MOST = 20
+_MAX_COUNT = 20
 """Notes kept a label; the oldest go first."""
 
 
@@ -22,9 +22,9 @@ class Note:
     text: str
 
 
-def read(state: statedir.StateDir) -> Mapping[str, Sequence[Note]]:
+def read(state: state_dir.StateDir) -> Mapping[str, Sequence[Note]]:
     """All notes, newest first. A damaged file counts as none; `add` sets it aside."""
-    document = statedir.read_json(_path(state))
+    document = state_dir.read_json(_path(state))
     labels = document.get("notes") if isinstance(document, dict) else None
     if not isinstance(labels, dict):
         return {}
@@ -35,16 +35,16 @@ def read(state: statedir.StateDir) -> Mapping[str, Sequence[Note]]:
     }
 
 
-def add(state: statedir.StateDir, label: str, text: str, clock: Clock) -> None:
+def add(state: state_dir.StateDir, label: str, text: str, clock: Clock) -> None:
     """Remember what helped against `label`. Raises OSError where the state directory can't be written."""
     path = _path(state)
-    if path.exists() and not isinstance(statedir.read_json(path), dict):
-        statedir.set_aside(path)
+    if path.exists() and not isinstance(state_dir.read_json(path), dict):
+        state_dir.set_aside(path)
     notes = {name: list(entries) for name, entries in read(state).items()}
-    notes[label] = [Note(iso_utc(clock.wall()), text), *notes.get(label, [])][:_MOST]
+    notes[label] = [Note(iso_utc(clock.wall()), text), *notes.get(label, [])][:_MAX_COUNT]
     document = {name: [{"when": n.when, "text": n.text} for n in entries] for name, entries in notes.items()}
-    statedir.write_json(path, {"notes": document})
+    state_dir.write_json(path, {"notes": document})
 
 
-def _path(state: statedir.StateDir) -> Path:
+def _path(state: state_dir.StateDir) -> Path:
     return state.root / _FILE

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from miner_guard.incidents import details, lines, oom
-from miner_guard.incidents.case import Case, Incident
+from miner_guard.incidents import details, log_text, oom
 from miner_guard.incidents.knowledge import Fix, Knowledge
+from miner_guard.incidents.root_cause import Incident, RootCauseAnalyzer
 from miner_guard.incidents.scanner import Scanner
 
 _CHUNK = 1 << 18
@@ -42,7 +42,7 @@ class Explained:
 
 
 @dataclass(frozen=True)
-class Report:
+class LogExplanation:
     """What a log says went wrong."""
 
     findings: tuple[Explained, ...]
@@ -63,16 +63,18 @@ class Report:
         }
 
 
-def explain(log: BinaryIO, knowledge: Knowledge, training: oom.Training, redact: Callable[[str], str] = str) -> Report:
+def explain(
+    log: BinaryIO, knowledge: Knowledge, training: oom.Training, redact: Callable[[str], str] = str
+) -> LogExplanation:
     """Read `log` to its end. Raises OSError where it can't be read, nothing else."""
-    scanner, case, size, unfinished = Scanner(knowledge), Case(knowledge), 0, False
+    scanner, case, size, unfinished = Scanner(knowledge), RootCauseAnalyzer(knowledge), 0, False
     while chunk := log.read(_CHUNK):
         size += len(chunk)
         unfinished = not chunk.endswith(b"\n")
         case.add(scanner.feed(chunk))
     case.add(scanner.finish())
     found = [in_words(incident, knowledge, training, redact) for incident in case.incidents(scanner.line)]
-    return Report(tuple(found), scanner.line - 1 + unfinished, size)
+    return LogExplanation(tuple(found), scanner.line - 1 + unfinished, size)
 
 
 def in_words(
@@ -91,7 +93,7 @@ def in_words(
     texts = [s.text for s in seen]
     return Explained(
         incident.label, label.severity, sighting.restart or label.restart, label.applies, sighting.line,
-        lines.excerpt(redact(sighting.text)), f"{details.filled(cause, texts)}{_where(incident)}",
+        log_text.excerpt(redact(sighting.text)), f"{details.filled(cause, texts)}{_where(incident)}",
         tuple(redact(details.filled(fix.do, texts)) for fix in fixes), tuple(fix.source for fix in fixes),
         incident.count, tuple(incident.ranks), incident.root,
     )  # fmt: skip

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Union
 
-from miner_guard.incidents.course import Course, Trouble
+from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, template
 from miner_guard.incidents.knowledge import Benign, Knowledge, Pattern
-from miner_guard.incidents.lines import MAX_LINE, OVERLAP, clean, excerpt, unwrapped
-from miner_guard.shapes import Lines, Sieve, shape
+from miner_guard.incidents.log_text import MAX_LINE, OVERLAP, clean, excerpt, unwrapped
+from miner_guard.incidents.recovery import PendingError, RecoveryTracker
 
 _EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
@@ -53,14 +53,14 @@ _NAN = re.compile(
 
 _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
 _LAUNCHERS = frozenset({"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"})
-_MOST_STREAMS = 256
+_MAX_STREAMS = 256
 _TRACEBACK_LINES = 2000
 """A traceback that is still open after so many lines was cut off."""
 
 _TOLD = 800
 """Characters kept of a line: an out-of-memory message has its numbers within them."""
 
-_MOST_FRAMES = 8192
+_MAX_FRAMES = 8192
 """Characters kept of the paths in one traceback."""
 
 _TAIL_LINES = 3
@@ -106,7 +106,7 @@ class Retraction:
 
 
 @dataclass(frozen=True)
-class Passed:
+class Superseded:
     """Training went on after these labels were tried again or warned of: whatever ends it later, they don't."""
 
     labels: tuple[str, ...]
@@ -133,7 +133,7 @@ class _Ended:
 _UNCAUGHT = Pattern("code_bug", "uncaught", (), (), None)
 _LAUNCHED = Pattern("code_bug", "symptom", (), (), None)
 
-Seen = Union[Sighting, Retraction, Passed]
+Seen = Union[Sighting, Retraction, Superseded]
 
 
 class Scanner:
@@ -154,15 +154,15 @@ class Scanner:
 
         self._tail: Sighting | None = None
         self._tail_line = 0
-        self._sieve = Sieve(knowledge.triggers)
-        self._course = Course()
+        self._sieve = TemplateFilter(knowledge.triggers)
+        self._course = RecoveryTracker()
 
         self.line = 1
         """The line that comes next."""
 
     def feed(self, chunk: bytes) -> list[Seen]:
         """What the next piece of the log shows, as far as its lines are complete."""
-        if isinstance(chunk, Lines) and not self._carry:
+        if isinstance(chunk, LineChunk) and not self._carry:
             return self._block(chunk)
         data = self._carry + chunk if self._carry else chunk
         cut = data.rfind(b"\n") + 1
@@ -198,7 +198,7 @@ class Scanner:
     def _block(self, block: bytes) -> list[Seen]:
         """Look at whole lines. The text after the last newline is a piece of a line whose number stays the same."""
         seen: list[Seen] = []
-        known = block if isinstance(block, Lines) else Lines(block)
+        known = block if isinstance(block, LineChunk) else LineChunk(block)
         shapes, loud = known.shapes, self._sieve.loud(known)
         hits = {index for index, text in enumerate(shapes) if text in loud} if loud else set()
         wanted = hits | self._tails(shapes, hits)
@@ -213,7 +213,7 @@ class Scanner:
             for trouble in troubles:
                 roles = ("cause", "remark", "warned") if trouble.loss else ("remark", "warned")
                 past = Retraction((trouble.label,), number, None, roles)
-                seen.append(past if trouble.needed else Passed((trouble.label,), number))
+                seen.append(past if trouble.needed else Superseded((trouble.label,), number))
         self._course.pass_by(shapes)
         self.line += len(shapes) - 1
         return seen
@@ -223,23 +223,23 @@ class Scanner:
         moot = [s for s in found if isinstance(s, Sighting) and self._knowledge.labels[s.label].moot_when_finished]
         return [s for s in found if s not in moot] if moot and self._course.finished(shapes, index) else found
 
-    def _tried(self, seen: list[Seen]) -> dict[int, set[Trouble]]:
+    def _tried(self, seen: list[Seen]) -> dict[int, set[PendingError]]:
         """What was seen in this block, by line, with what steps that go on would show to be past."""
-        tried: dict[int, set[Trouble]] = {}
+        tried: dict[int, set[PendingError]] = {}
         for s in seen:
             if isinstance(s, Sighting) and s.line >= self.line:
                 trouble = self._trouble(s)
                 tried.setdefault(s.line, set()).update(() if trouble is None else (trouble,))
         return tried
 
-    def _trouble(self, sighting: Sighting) -> Trouble | None:
+    def _trouble(self, sighting: Sighting) -> PendingError | None:
         label, text = self._knowledge.labels[sighting.label], sighting.text.lower()
         if sighting.role in ("remark", "warned"):
             needed = label.overcome_by_steps and not _UPLOADS.search(text)
-            return Trouble(label.name, needed) if label.overcome_by_steps or label.restart == "outage" else None
+            return PendingError(label.name, needed) if label.overcome_by_steps or label.restart == "outage" else None
         # An exception is how a run ends, whatever the other ranks still print.
         printed = sighting.role == "cause" and not _EXCEPTION.match(sighting.text)
-        return Trouble(label.name, loss=True) if label.undone_by_losses and printed and _NAN.search(text) else None
+        return PendingError(label.name, loss=True) if label.undone_by_losses and printed and _NAN.search(text) else None
 
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
         """Which lines may go on with an out-of-memory message."""
@@ -249,7 +249,7 @@ class Scanner:
     def _line(self, line: bytes, number: int, seen: list[Seen]) -> None:
         pieces = [piece for part in _pieces(line) for piece in part.split(b"\r") if piece]
         for piece in pieces:
-            if len(pieces) == 1 or self._sieve.holds(shape(piece)):
+            if len(pieces) == 1 or self._sieve.holds(template(piece)):
                 self._piece(piece, number, seen)
 
     def _piece(self, raw: bytes, number: int, seen: list[Seen]) -> None:
@@ -291,13 +291,13 @@ class Scanner:
             seen.append(sighting)
             if rank not in self._open and (ended is None or not ended.frames):
                 self._log(sighting)
-            if ended is not None and (rank in self._raised or len(self._raised) < _MOST_STREAMS):
+            if ended is not None and (rank in self._raised or len(self._raised) < _MAX_STREAMS):
                 self._raised[rank] = sighting
             if pattern.label == "cuda_oom" and "total" not in lowered:
                 self._tail = sighting
 
     def _log(self, sighting: Sighting) -> None:
-        known = sighting.rank in self._logged or len(self._logged) < _MOST_STREAMS
+        known = sighting.rank in self._logged or len(self._logged) < _MAX_STREAMS
         if known and sighting.role in ("cause", "remark") and self._knowledge.labels[sighting.label].overcome_by_steps:
             self._logged[sighting.rank] = sighting
 
@@ -328,9 +328,9 @@ class Scanner:
         opened = self._open.get(rank)
         ignored = _IGNORED in lowered or (opened is not None and opened.ignored and starts)
         begins = starts or ignored or (frame is not None and opened is None)
-        if begins and (opened is not None or len(self._open) < _MOST_STREAMS):
+        if begins and (opened is not None or len(self._open) < _MAX_STREAMS):
             self._open[rank] = opened = _Traceback(number, ignored)
-        if frame and opened is not None and len(opened.frames) < _MOST_FRAMES:
+        if frame and opened is not None and len(opened.frames) < _MAX_FRAMES:
             opened.frames += frame[1] + " "
         own = lowered.lstrip()
         if opened is not None and own.startswith("raise "):

@@ -15,10 +15,10 @@ _FLUSH_EVERY_S = 10.0
 _ROOM_LEFT = 32
 """Slots of the journal that are left for decisions and uploads."""
 
-_MOST_OPERATIONS = 64
+_MAX_OPERATIONS = 64
 
 
-class Costs:
+class RankCosts:
     """Sums by operation. Entries have `operation`, `seconds`, `blocking`, `count`."""
 
     def __init__(self, recorder: Recorder, monotonic: Callable[[], float]) -> None:
@@ -34,7 +34,7 @@ class Costs:
         if not 0.0 <= seconds < math.inf:
             raise ValueError(f"{operation} took {seconds} s: not a time; it would spoil the whole account")
         key = (operation, blocking)
-        if key not in self._sums and len(self._sums) >= _MOST_OPERATIONS:
+        if key not in self._sums and len(self._sums) >= _MAX_OPERATIONS:
             key = ("others", blocking)
         total, count = self._sums.get(key, (0.0, 0))
         self._sums[key] = (total + seconds, count + 1)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from miner_guard.config import CostSettings, GateSettings, GpuSettings, HangSettings, StepSettings
 from miner_guard.flight_recorder.writer import process_start
-from miner_guard.statedir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
+from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class RankSettings:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """This rank among the others, and where it writes."""
 
     rank: int
@@ -53,7 +53,7 @@ class Place:
     """Ranks of this host; 0 where nobody told."""
 
 
-def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = None) -> Place:
+def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = None) -> RankContext:
     """The place by torch.distributed where it is initialised, else by torchrun's variables, else rank 0 of 1."""
     remarks: list[str] = []
     rank, world_size = _number(env, "RANK", 0, remarks), _number(env, "WORLD_SIZE", 1, remarks)
@@ -61,7 +61,7 @@ def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = Non
     if dist is not None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
     folder = None if _is_of_a_rank(env, rank, world_size) else _folder(env, state_dir, remarks)
-    return Place(
+    return RankContext(
         rank=rank,
         local_rank=_number(env, "LOCAL_RANK", 0, remarks),
         world_size=world_size,
@@ -83,7 +83,7 @@ def _folder(env: Mapping[str, str], given: str | Path | None, remarks: list[str]
         return None
 
 
-def mark(place: Place) -> None:
+def mark(place: RankContext) -> None:
     """Let what this process starts know whose it is: a spawned dataloader worker runs the script's top level again."""
     if place.state is not None:
         os.environ[RANK_ABOVE] = f"{os.getpid()} {process_start(os.getpid())} {place.rank} {place.world_size}"

@@ -7,29 +7,29 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter
-from miner_guard.rank.alone import OwnLog
-from miner_guard.rank.bell import Bell
-from miner_guard.rank.environment import Place
+from miner_guard.rank.environment import RankContext
+from miner_guard.rank.notify import Notifier
+from miner_guard.rank.standalone_log import StandaloneLog
 
 STARTING, RUNNING, CLOSED, FINISHED = layout.STATES
 
 _RING_EVERY_S = 0.05
-_MOST_TROUBLES = 20
+_MAX_TROUBLES = 20
 """Different troubles that are said; the rest are counted."""
 
 
 class Recorder:
     """Keeps and announces what happens in this rank. Safe from any thread of it; nothing here raises or waits."""
 
-    def __init__(self, place: Place, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, place: RankContext, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.place = place
         self.monotonic = monotonic
-        self.bell = Bell(place.state.socket if place.state is not None else None)
-        self.own_log = OwnLog(place.rank, place.run_id, place.state)
+        self.bell = Notifier(place.state.socket if place.state is not None else None)
+        self.own_log = StandaloneLog(place.rank, place.run_id, place.state)
         self.troubles = 0
         """Everything that went wrong in the hook, said or not."""
 
@@ -102,10 +102,10 @@ class Recorder:
     def trouble(self, where: str, what: str) -> None:
         """Say once that something of the guard does not work; a bounded number of different ones."""
         self.troubles += 1
-        if where in self._said or len(self._said) >= _MOST_TROUBLES:
+        if where in self._said or len(self._said) >= _MAX_TROUBLES:
             return
         self._said.add(where)
-        self.emit(found("guard_degraded", rank=self.place.rank, what=what, where=where))
+        self.emit(make_finding("guard_degraded", rank=self.place.rank, what=what, where=where))
 
     def close(self, state: str) -> None:
         """The last entry of the header. The file and the socket stay open until the process ends."""
@@ -114,11 +114,11 @@ class Recorder:
         if self.bell.alone:
             self.own_log.flush()
 
-    def forsake(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a forked child: the record is the parent's, so write nothing more."""
         self.flight = None
         self.bell.close()
-        self.own_log.forsake()
+        self.own_log.detach_after_fork()
 
 
 def describe(error: BaseException) -> str:

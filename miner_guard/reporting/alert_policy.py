@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from miner_guard import events
-from miner_guard.clock import Clock
 from miner_guard.config import AlertSettings
-from miner_guard.events import LEVELS, Finding
-from miner_guard.lines import visible
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import LEVELS, Finding
+from miner_guard.eventlog.rendering import visible
+from miner_guard.system.clock import Clock
 
 OVERNIGHT = frozenset({
     "hang_detected", "miner_exited", "crash_loop", "slow_step", "steps_regressed", "straggler",
@@ -40,7 +40,7 @@ BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
 _SAME = ("label", "sampler", "check", "gpu", "node", "what")
 """Fields that tell two findings of one event apart."""
 
-_MOST_OPEN = 256
+_MAX_OPEN = 256
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AlertPolicy:
     def observe(self, finding: Finding) -> Iterator[Alert]:
         """The alerts that a finding leads to: itself, or the end of earlier ones."""
         for event in _ENDS.get(finding.event, ()):
-            yield from self._ended(event, visible(events.line(finding)), _key(finding)[1])
+            yield from self._ended(event, visible(catalog.message(finding)), _key(finding)[1])
         if self._wanted(finding) and (alert := self._problem(finding)) is not None:
             yield alert
 
@@ -89,8 +89,8 @@ class AlertPolicy:
         if now - self._told.get(key, float("-inf")) < self._settings.cooldown_s:
             self._held_back[key] = self._held_back.get(key, 0) + 1
             return None
-        line = visible(events.line(finding))
-        if len(self._told) >= _MOST_OPEN:
+        line = visible(catalog.message(finding))
+        if len(self._told) >= _MAX_OPEN:
             oldest = next(iter(self._told))
             del self._told[oldest]
             self._open.pop(oldest, None)

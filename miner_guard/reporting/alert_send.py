@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miner_guard import extras, probe
+from miner_guard.config import optional_deps
+from miner_guard.system import probe
 
 _TIMEOUT_S = 10.0
 _TYPES = {"critical": "failure", "error": "failure", "warning": "warning"}
@@ -26,7 +27,7 @@ def main() -> None:
         done = _ping(request["heartbeat_url"]) if "heartbeat_url" in request else _send(request)
     except ImportError as error:
         # Or Apprise is there and lacks something of its own.
-        probe.reply(error=extras.problem("alerts") or f"apprise can't be imported: {error}")
+        probe.reply(error=optional_deps.problem("alerts") or f"apprise can't be imported: {error}")
         return
     except (OSError, ValueError) as error:
         probe.reply(error=f"{type(error).__name__}: {getattr(error, 'reason', None) or error}")

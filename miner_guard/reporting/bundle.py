@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard import __version__, logquery, statedir
-from miner_guard.clock import iso_utc
-from miner_guard.logquery import Hit, Query
-from miner_guard.redact import MASK, Redactor
-from miner_guard.settings import SECRET, Settings
+from miner_guard import __version__, state_dir
+from miner_guard.config.loading import SECRET, Settings
+from miner_guard.eventlog import query
+from miner_guard.eventlog.query import Hit, Query
+from miner_guard.eventlog.redact import MASK, Redactor
+from miner_guard.system.clock import iso_utc
 
 _COMMAND_S = 20.0
-_MOST_EVENTS = 20_000
-_LARGEST = 5_000_000
+_MAX_EVENTS = 20_000
+_MAX_SIZE = 5_000_000
 _INCIDENTS = 10
 
 _QUESTIONS = (
@@ -55,10 +56,10 @@ class Item:
     text: str
 
 
-def collect(state: statedir.StateDir, since: str, settings: Settings) -> Iterator[Item]:
+def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterator[Item]:
     """All items. What can't be had says why instead."""
     for name, what, events, level, count in _QUESTIONS:
-        hits = logquery.last(state.log, Query(frozenset(events), level), count)
+        hits = query.last(state.log, Query(frozenset(events), level), count)
         yield Item(name, what, _lines(hits) or "none in the log\n")
     yield Item("5-cuda.txt", "what torch says of CUDA", run([sys.executable, "-c", _CUDA]))
     yield Item("6-nvidia-smi.txt", "nvidia-smi", run(["nvidia-smi"]))
@@ -67,7 +68,7 @@ def collect(state: statedir.StateDir, since: str, settings: Settings) -> Iterato
         state.status: "status.json",
         state.costs: "what monitoring costs",
         state.gate_inputs: "what the gate knew",
-        state.host_memory: "what this host had",
+        state.host_facts: "what this host had",
     }
     for path, what in files.items():
         yield Item(path.name, what, _file(path))
@@ -80,14 +81,14 @@ def _lines(hits: Iterable[Hit]) -> str:
     return "".join(hit.console(emoji=True) + "\n" for hit in hits)
 
 
-def _events(state: statedir.StateDir, since: str) -> str:
-    hits = logquery.last(state.log, Query(since=since), _MOST_EVENTS)
+def _events(state: state_dir.StateDir, since: str) -> str:
+    hits = query.last(state.log, Query(since=since), _MAX_EVENTS)
     return "".join(hit.raw.decode("utf-8", "replace") + "\n" for hit in hits)
 
 
 def _file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")[-_LARGEST:]
+        return path.read_text(encoding="utf-8", errors="replace")[-_MAX_SIZE:]
     except OSError as error:
         return f"not there: {error.strerror}\n"
 
@@ -132,7 +133,7 @@ def _system() -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def _incidents(state: statedir.StateDir) -> Iterator[Item]:
+def _incidents(state: state_dir.StateDir) -> Iterator[Item]:
     folders = sorted(state.incidents.iterdir()) if state.incidents.is_dir() else []
     for folder in folders[-_INCIDENTS:]:
         for path in sorted(folder.rglob("*")):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.clock import parse_iso_utc
-from miner_guard.logquery import Hit, Query
+from miner_guard.eventlog.query import Hit, Query
+from miner_guard.system.clock import parse_iso_utc
 
 QUERY = Query(events=frozenset({"inner_step", "health_snapshot"}))
 """What is exported."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miner_guard.clock import parse_iso_utc
 from miner_guard.config import HangSettings
+from miner_guard.system.clock import parse_iso_utc
 
 _STATUS_MAX_AGE_S = 60.0
 

@@ -8,14 +8,14 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from miner_guard import statedir
+from miner_guard import state_dir
 from miner_guard.config import GateSettings
-from miner_guard.events import counted
+from miner_guard.eventlog.catalog import counted
+from miner_guard.eventlog.rendering import visible
 from miner_guard.health.snapshot import part
-from miner_guard.lines import visible
-from miner_guard.reporting.report_data import Data, Mark, Series, gather
+from miner_guard.reporting.report_data import Data, Mark, TimeSeries, gather
 from miner_guard.reporting.report_milestones import milestones
-from miner_guard.reporting.report_svg import Dots, Lines, Plot, draw
+from miner_guard.reporting.report_svg import Dots, EventLines, Plot, draw
 
 _WORST = ("critical", "error")
 _TABLE_ROWS = 40
@@ -27,7 +27,7 @@ _SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("",
 
 
 def render(
-    state: statedir.StateDir, *, gate: GateSettings | None = None, since: str = "", refresh_s: int = 0,
+    state: state_dir.StateDir, *, gate: GateSettings | None = None, since: str = "", refresh_s: int = 0,
     pushes: Sequence[Mapping[str, Any]] = (),
 ) -> str:  # fmt: skip
     """The page. `since` leaves out earlier events; `refresh_s` makes it reload itself.
@@ -114,15 +114,15 @@ def _plots(data: Data, gate: GateSettings) -> str:
     if data.first is None or data.last is None:
         return "<h2>Curves</h2><p class='none'>no events in the log yet</p>"
     ends = [mark.time for mark in data.of("miner_restarting")]
-    restarts = Lines("bad", "restart", ends)
+    restarts = EventLines("bad", "restart", ends)
     slow = [(mark.time, float(mark.fields.get("step_time_s") or 0.0)) for mark in data.of("slow_step")]
     strange = [
         (mark.time, _near(data.loss, mark.time)) for mark in data.of("loss_nan", "loss_spike", "loss_divergence")
     ]
     fates = [
-        Lines("good", "verified", [mark.time for mark in data.of("upload_succeeded")]),
-        Lines("bad", "failed", [mark.time for mark in data.of("upload_failed")]),
-        Lines("warn", "blocked", [mark.time for mark in data.of("upload_blocked")]),
+        EventLines("good", "verified", [mark.time for mark in data.of("upload_succeeded")]),
+        EventLines("bad", "failed", [mark.time for mark in data.of("upload_failed")]),
+        EventLines("warn", "blocked", [mark.time for mark in data.of("upload_blocked")]),
     ]
     age = data.repo_age if data.repo_age.values else _nothing_over(data, fates)
     memory = data.gpu_memory if data.gpu_memory.values else data.step_memory
@@ -148,17 +148,17 @@ def _plots(data: Data, gate: GateSettings) -> str:
     return "<h2>Curves</h2>" + "".join(draw(plot, data.first, data.last) for plot in plots)
 
 
-def _near(series: Series, time: float) -> float:
+def _near(series: TimeSeries, time: float) -> float:
     """The value at or before a time; a NaN has none of its own."""
     before = [value for t, value in zip(series.times, series.values, strict=True) if t <= time]
     return before[-1] if before else 0.0
 
 
-def _nothing_over(data: Data, fates: Iterable[Lines]) -> Series:
+def _nothing_over(data: Data, fates: Iterable[EventLines]) -> TimeSeries:
     """A flat line to hang the uploads on, where the repo's age was never read but there were uploads."""
     if data.first is None or data.last is None or not any(lines.times for lines in fates):
-        return Series()
-    return Series([data.first, data.last], [0.0, 0.0])
+        return TimeSeries()
+    return TimeSeries([data.first, data.last], [0.0, 0.0])
 
 
 def _goodput(data: Data) -> str:

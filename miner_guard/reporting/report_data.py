@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from miner_guard import logquery, statedir
-from miner_guard.clock import parse_iso_utc
-from miner_guard.logquery import Hit, Query
+from miner_guard import state_dir
+from miner_guard.eventlog import query
+from miner_guard.eventlog.query import Hit, Query
+from miner_guard.system.clock import parse_iso_utc
 
 _STEP = "inner_step"
 _SNAPSHOT = "health_snapshot"
@@ -28,7 +29,7 @@ _Kept = tuple[int, float, Hit]
 
 
 @dataclass
-class Series:
+class TimeSeries:
     """Values over time: seconds since 1970 and the value, in order."""
 
     times: list[float] = field(default_factory=list)
@@ -57,15 +58,15 @@ class Data:
     """Everything that the report draws."""
 
     status: Mapping[str, Any]
-    loss: Series = field(default_factory=Series)
-    step_time: Series = field(default_factory=Series)
-    step_memory: Series = field(default_factory=Series)
-    inner_step: Series = field(default_factory=Series)
-    repo_age: Series = field(default_factory=Series)
-    gpu_use: Series = field(default_factory=Series)
-    gpu_memory: Series = field(default_factory=Series)
-    goodput: Series = field(default_factory=Series)
-    monitoring: Series = field(default_factory=Series)
+    loss: TimeSeries = field(default_factory=TimeSeries)
+    step_time: TimeSeries = field(default_factory=TimeSeries)
+    step_memory: TimeSeries = field(default_factory=TimeSeries)
+    inner_step: TimeSeries = field(default_factory=TimeSeries)
+    repo_age: TimeSeries = field(default_factory=TimeSeries)
+    gpu_use: TimeSeries = field(default_factory=TimeSeries)
+    gpu_memory: TimeSeries = field(default_factory=TimeSeries)
+    goodput: TimeSeries = field(default_factory=TimeSeries)
+    monitoring: TimeSeries = field(default_factory=TimeSeries)
     marks: list[Mark] = field(default_factory=list)
     """Oldest first."""
 
@@ -81,13 +82,13 @@ class Data:
         return [mark for mark in self.marks if mark.event in events]
 
 
-def gather(state: statedir.StateDir, since: str = "") -> Data:
+def gather(state: state_dir.StateDir, since: str = "") -> Data:
     """Read the state directory; what is missing or torn is left out."""
-    status, costs = statedir.read_json(state.status), statedir.read_json(state.costs)
+    status, costs = state_dir.read_json(state.status), state_dir.read_json(state.costs)
     data = Data(status if isinstance(status, dict) else {})
     data.costs = costs if isinstance(costs, dict) and "operations" in costs else None
-    seen, kept = logquery.Seen(), dict[str, list[_Kept]]()
-    for hit in logquery.search(state.log, Query(since=since), seen):
+    seen, kept = query.Seen(), dict[str, list[_Kept]]()
+    for hit in query.search(state.log, Query(since=since), seen):
         _take(data, hit, kept)
     data.unreadable += seen.unreadable
     for _, time, hit in sorted(each for of_kind in kept.values() for each in of_kind):

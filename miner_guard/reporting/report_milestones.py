@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.config import GateSettings
-from miner_guard.reporting.report_data import Data, Mark, Series
+from miner_guard.reporting.report_data import Data, Mark, TimeSeries
 
 _UNREADABLE = "only validators know"
 _STEP_S = 30.0
@@ -36,7 +36,7 @@ def _at(stage: str, title: str, time: float | None, otherwise: str) -> Milestone
     return Milestone(stage, title, time, "no" if time is None else "yes", "" if time is not None else otherwise)
 
 
-def _first_time(series: Series, true: Callable[[float], bool]) -> float | None:
+def _first_time(series: TimeSeries, true: Callable[[float], bool]) -> float | None:
     return next((t for t, v in zip(series.times, series.values, strict=True) if true(v)), None)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
 
-from miner_guard.reporting.report_data import Series
+from miner_guard.reporting.report_data import TimeSeries
 
 WIDTH, HEIGHT = 1000, 220
 _COLUMNS = 500
@@ -35,7 +35,7 @@ class Dots:
 
 
 @dataclass(frozen=True)
-class Lines:
+class EventLines:
     """Times to be marked over the whole height."""
 
     kind: str
@@ -49,9 +49,9 @@ class Plot:
 
     title: str
     unit: str
-    series: Series
+    series: TimeSeries
     dots: Sequence[Dots] = ()
-    lines: Sequence[Lines] = ()
+    lines: Sequence[EventLines] = ()
     limit: float | None = None
     zero: bool = True
     """The axis starts at 0."""
@@ -105,14 +105,14 @@ def draw(plot: Plot, first: float, last: float) -> str:
 
 
 def _legend(plot: Plot) -> str:
-    marks: list[Dots | Lines] = [*(d for d in plot.dots if d.points), *(v for v in plot.lines if v.times)]
+    marks: list[Dots | EventLines] = [*(d for d in plot.dots if d.points), *(v for v in plot.lines if v.times)]
     words = [f'<span class="key {mark.kind}">{escape(mark.words)}</span>' for mark in marks]
     if plot.limit is not None:
         words.append(f'<span class="key limit">limit {escape(short(plot.limit))}</span>')
     return "".join(words)
 
 
-def _verticals(lines: Lines, x: Scale) -> str:
+def _verticals(lines: EventLines, x: Scale) -> str:
     places = sorted({x(time) for time in lines.times})
     return f'<path class="vertical {lines.kind}" d="{"".join(f"M{place} 0V{HEIGHT}" for place in places)}"/>'
 
@@ -129,7 +129,7 @@ def _path(points: Iterable[tuple[float, float] | None], x: Scale, y: Scale) -> s
 
 
 def thinned(
-    series: Series, first: float, span: float, breaks: Sequence[float] = ()
+    series: TimeSeries, first: float, span: float, breaks: Sequence[float] = ()
 ) -> list[tuple[float, float] | None]:
     """Points to draw, None where the line breaks. Extremes survive the thinning."""
     pairs = list(zip(series.times, series.values, strict=True))

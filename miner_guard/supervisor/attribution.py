@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from miner_guard.clock import Clock
-from miner_guard.events import Finding
-from miner_guard.supervisor import processes
-from miner_guard.supervisor.parts import Exit
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.monitors.base import Exit
 from miner_guard.supervisor.restart import Failure
+from miner_guard.system import processes
+from miner_guard.system.clock import Clock
 
 _BLAME_S = 300.0
 """An incident longer before the end is not what it ended of."""

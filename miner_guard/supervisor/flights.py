@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.reader import BadFlight, FlightReader
 from miner_guard.flight_recorder.records import Identity, Now, StepRecord
 from miner_guard.flight_recorder.writer import process_start
-from miner_guard.statedir import StateDir, set_aside
-from miner_guard.supervisor.processes import Process, alive
+from miner_guard.state_dir import StateDir, set_aside
+from miner_guard.system.processes import Process, alive
 
-_MOST_STEPS_A_LOOK = 1024
+_MAX_STEPS_A_LOOK = 1024
 
 _PATIENCE = 2
 """Looks for which the other ranks' steps wait for the lead rank's: ranks end a step milliseconds apart."""
@@ -125,8 +125,8 @@ class Flights:
         if steps:
             current.next_step = steps[-1].number + 1
             current.total_steps = steps[-1].total_steps
-        for start in range(0, len(steps), _MOST_STEPS_A_LOOK):
-            reader.steps(rank, steps[start : start + _MOST_STEPS_A_LOOK])
+        for start in range(0, len(steps), _MAX_STEPS_A_LOOK):
+            reader.steps(rank, steps[start : start + _MAX_STEPS_A_LOOK])
         for number, entry in list(current.reader.entries(current.next_entry)):
             current.next_entry = number + 1
             try:
@@ -230,7 +230,7 @@ class Flights:
             aside = set_aside(path)
         except OSError:
             return
-        self._report(found("file_set_aside", path=str(path), reason=reason, aside=str(aside)))
+        self._report(make_finding("file_set_aside", path=str(path), reason=reason, aside=str(aside)))
 
     def close(self) -> None:
         """Unmap everything."""

@@ -6,14 +6,14 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from miner_guard.clock import Clock
-from miner_guard.supervisor.child import Child
-from miner_guard.supervisor.orders import Then, Wish
-from miner_guard.supervisor.parts import Exit
-from miner_guard.supervisor.processes import Process
-from miner_guard.supervisor.teardown import Teardown
+from miner_guard.monitors.base import Exit
+from miner_guard.supervisor.launch_spec import StopRequest, Then
+from miner_guard.supervisor.process.child import Child
+from miner_guard.supervisor.process.teardown import Teardown
+from miner_guard.system.clock import Clock
+from miner_guard.system.processes import Process
 
-BLIND_S = 1.0
+RETRY_INSPECT_S = 1.0
 """Until processes that could not be inspected are inspected again."""
 
 
@@ -30,7 +30,7 @@ class ActiveLaunch:
     leftovers: Callable[[], set[Process]]
     """Living processes of this launch other than the launcher."""
 
-    wish: Wish | None = None
+    wish: StopRequest | None = None
     """Why the guard ends it; None while nobody asked."""
 
     teardown: Teardown | None = None
@@ -65,13 +65,13 @@ class ActiveLaunch:
     def step(self) -> float | None:
         """Do what is due of the teardown. Seconds until the next step, None when nothing is left or can be done.
 
-        Raises OSError where processes can't be inspected; the next step is due after `BLIND_S` then.
+        Raises OSError where processes can't be inspected; the next step is due after `RETRY_INSPECT_S` then.
         """
         assert self.teardown is not None
         now = self.clock.monotonic()
         if now < self._next_step:
             return self._next_step - now
-        self._next_step = now + BLIND_S
+        self._next_step = now + RETRY_INSPECT_S
         again = self.teardown.step()
         self._next_step = now if again is None else now + again
         return again

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from miner_guard.clock import Clock
+from miner_guard.system.clock import Clock
 
-_LONGEST_WAIT_S = 60.0
+_MAX_WAIT_S = 60.0
 REST_S = 1.0
 """How long a descriptor is left alone after its handler failed."""
 
@@ -178,8 +178,8 @@ class Loop:
         while self._timers and self._timers[0].cancelled:
             heapq.heappop(self._timers)
         if not self._timers:
-            return _LONGEST_WAIT_S
-        return min(_LONGEST_WAIT_S, max(0.0, self._timers[0].when - self._clock.monotonic()))
+            return _MAX_WAIT_S
+        return min(_MAX_WAIT_S, max(0.0, self._timers[0].when - self._clock.monotonic()))
 
     def _woken(self) -> None:
         with contextlib.suppress(OSError):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from miner_guard.events import found
+from miner_guard.eventlog.catalog import make_finding
 from miner_guard.flight_recorder.records import Now
 from miner_guard.supervisor.states import State
 
 if TYPE_CHECKING:
-    from miner_guard.supervisor.core import Supervisor
+    from miner_guard.supervisor.supervisor import Supervisor
 
 DROPS_EVERY_S = 60.0
 
@@ -20,7 +20,7 @@ class Pulse:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._run = supervisor
-        self._blind_said = False
+        self._uninspectable_reported = False
         self._dropped_said = 0
         self._drops_said_at = 0.0
 
@@ -48,10 +48,10 @@ class Pulse:
 
     def say_blind(self, error: OSError) -> None:
         """Report once that the run's processes can't be read."""
-        if not self._blind_said:
-            self._blind_said = True
+        if not self._uninspectable_reported:
+            self._uninspectable_reported = True
             what = f"the miner's processes can't be inspected ({error.strerror}); tried again until they can"
-            self._run.host.finding(found("guard_degraded", what=what))
+            self._run.host.finding(make_finding("guard_degraded", what=what))
 
     def _watch_health(self, ranks: Mapping[int, Now]) -> None:
         run, launch = self._run, self._run.launch
@@ -73,4 +73,4 @@ class Pulse:
         if dropped > 0:
             self._dropped_said += dropped
             self._drops_said_at = self._run.clock.monotonic()
-            self._run.host.finding(found("output_dropped", dropped_bytes=dropped))
+            self._run.host.finding(make_finding("output_dropped", dropped_bytes=dropped))

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.config import RestartSettings
-from miner_guard.events import counted
+from miner_guard.eventlog.catalog import counted
 
 
 @dataclass(frozen=True)
-class Rule:
+class RestartRule:
     """How one kind of cause is treated."""
 
     tries: int | None
@@ -29,11 +29,11 @@ class Rule:
 
 
 RULES = {
-    "transient": Rule(None, "look at the incidents and at the miner's last lines above"),
-    "outage": Rule(None, "see whether the service answers from this machine", outside=True),
-    "once": Rule(1, "a restart does not mend it"),
-    "hardware": Rule(1, "a restart of the miner can't bring it back: restart the container, then the host"),
-    "config": Rule(1, "a person must change something first; a restart can't mend it"),
+    "transient": RestartRule(None, "look at the incidents and at the miner's last lines above"),
+    "outage": RestartRule(None, "see whether the service answers from this machine", outside=True),
+    "once": RestartRule(1, "a restart does not mend it"),
+    "hardware": RestartRule(1, "a restart of the miner can't bring it back: restart the container, then the host"),
+    "config": RestartRule(1, "a person must change something first; a restart can't mend it"),
 }
 """By the value of an incident's field `restart`; `never` and unknown ones are treated as transient.
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from miner_guard.clock import Clock
 from miner_guard.costs import get_global_tracker
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.system.clock import Clock
 
 _STEP_S = 2.0
 """The wall clock moved so much more or less than the monotonic one: it was stepped."""
@@ -94,7 +94,7 @@ class Scheduler:
     def _run(self, name: str, work: Callable[[], None], due: _Due | None) -> None:
         start = self._clock.monotonic()
         if due is not None and (late := due.lateness(start)) > max(_LATE_S, due.interval_s / 2):
-            self._report(found("job_late", job=name, late_s=round(late, 1)))
+            self._report(make_finding("job_late", job=name, late_s=round(late, 1)))
         try:
             with get_global_tracker().track(f"job.{name}", blocking=False):
                 work()
@@ -108,7 +108,7 @@ class Scheduler:
             recovered = name in self._failing
             self._failing.discard(name)
         if recovered:
-            self._report(found("sampler_recovered", sampler=name))
+            self._report(make_finding("sampler_recovered", sampler=name))
 
     def figures(self) -> dict[str, dict[str, float | int | None]]:
         """Of each repeated job: runs, how long the last and the longest took, and how many runs were left out."""
@@ -122,7 +122,7 @@ class Scheduler:
             known = name in self._failing
             self._failing.add(name)
         if not known:
-            self._report(found("sampler_failed", sampler=name, reason=reason))
+            self._report(make_finding("sampler_failed", sampler=name, reason=reason))
 
     def close(self) -> None:
         """No further runs; what is running is not waited for."""

@@ -19,11 +19,11 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.exits import FAILED
-from miner_guard.supervisor import processes
 from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
+from miner_guard.supervisor.process.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
+from miner_guard.system import processes
 
 SILENT_S = 5.0
 """The loop turns twice a second; under a load of 20 on 2 cores its longest turn was below one second."""
@@ -128,7 +128,9 @@ class Watchdog:
         frame = sys._current_frames().get(self._main or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown"
-        finding = found("guard_wedged", seconds=round(silent, 1), where=where, stack=traceback.format_list(stack))
+        finding = make_finding(
+            "guard_wedged", seconds=round(silent, 1), where=where, stack=traceback.format_list(stack)
+        )
         self._within_a_second(lambda: self._hands.report(finding))
 
     def _end_launch(self) -> None:

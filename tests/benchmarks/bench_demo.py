@@ -11,7 +11,7 @@ from typing import Any
 
 from miner_guard.demo.unguarded import NoGuard
 from miner_guard.rank.environment import find
-from miner_guard.rank.hook import Guard
+from miner_guard.rank.guard import Guard
 from tests.benchmarks.bench_hook import _READER
 from tests.benchmarks.frame import Row
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from miner_guard.clock import FakeClock
 from miner_guard.config import GpuSettings, LossSettings, StepSettings
 from miner_guard.detectors.cpu_fallback import Observation, RankWatch
 from miner_guard.detectors.eta import TrainingFacts
@@ -21,12 +20,13 @@ from miner_guard.detectors.straggler import StragglerWatch
 from miner_guard.detectors.trace import reading
 from miner_guard.detectors.trace.judge import judge
 from miner_guard.flight_recorder.records import StepRecord
-from miner_guard.supervisor.parts import Part
-from miner_guard.supervisor.parts.curves import Curves
-from miner_guard.supervisor.parts.ranks import Ranks
-from miner_guard.supervisor.parts.steps import Steps
+from miner_guard.monitors.base import Monitor
+from miner_guard.monitors.curves import CurvesMonitor
+from miner_guard.monitors.ranks import RanksMonitor
+from miner_guard.monitors.steps import StepsMonitor
+from miner_guard.system.clock import FakeClock
 from tests.benchmarks.frame import Row
-from tests.idle import context
+from tests.support.contexts import context
 
 TITLE = "Detectors: cost per step, delay in steps"
 
@@ -94,9 +94,9 @@ def _sweep() -> None:
         _SWEPT[place] ^= 1
 
 
-def _parts(clock: FakeClock) -> list[Part]:
+def _parts(clock: FakeClock) -> list[Monitor]:
     around = context(Path("/nonexistent"), clock=clock)
-    return [Steps(around), Curves(around), Ranks(around)]
+    return [StepsMonitor(around), CurvesMonitor(around), RanksMonitor(around)]
 
 
 def _step(number: int, start: float, seconds: float, loss: float) -> StepRecord:

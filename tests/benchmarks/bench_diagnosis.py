@@ -19,7 +19,7 @@ from typing import Any
 
 from miner_guard.health.nvml import NvmlSampler
 from tests.benchmarks.frame import Row
-from tests.fake_nvml import FakeNvml, build
+from tests.support.fake_nvml import FakeNvml, build
 
 TITLE = "Diagnosis: preflight, GPU sampling, `guard.diagnose` across ranks"
 
@@ -141,7 +141,7 @@ def _gathered_s(ranks: int, model: Any) -> float:
 def _rank(rank: int, *, ranks: int, port: int, together: Any, answers: Any, model: Any) -> None:
     import torch.distributed as dist
 
-    from miner_guard.rank import diagnose
+    from miner_guard.rank.introspection import diagnose
 
     store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, wait_for_workers=False)
     host: Any = SimpleNamespace(rank=rank, local_rank=rank, world_size=ranks)

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from miner_guard import events
-from miner_guard.clock import FakeClock, SystemClock
 from miner_guard.config import LogSettings
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.redact import Redactor
+from miner_guard.eventlog.rendering import json_line
 from miner_guard.health.host import HostSampler, figures
 from miner_guard.health.own import OwnSampler
 from miner_guard.health.samplers import Samplers
 from miner_guard.health.snapshot import assemble, summary
-from miner_guard.lines import json_line
-from miner_guard.logs import Emitter, JsonlSink
-from miner_guard.redact import Redactor
 from miner_guard.reporting import metrics
 from miner_guard.reporting.report import render
-from miner_guard.statedir import StateDir
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import FakeClock, SystemClock
 from tests.benchmarks.frame import Row, per_call
 
 TITLE = "Health: one snapshot, one scrape, one report"
@@ -49,9 +49,9 @@ def _week(folder: Path) -> StateDir:
     for step in range(7 * 86400 // 15):
         clock.advance(15)
         figures = {"outer_step": step // 500, "inner_step": step % 500, "lr": 1e-4, "loss": 3.0, "step_time_s": 15.0}
-        emitter.emit(events.found("inner_step", **figures, gpu_mem_gb=18.4))
+        emitter.emit(catalog.make_finding("inner_step", **figures, gpu_mem_gb=18.4))
         if step % 4 == 0:
-            emitter.emit(events.found("health_snapshot", summary="x", snapshot=snapshot))
+            emitter.emit(catalog.make_finding("health_snapshot", summary="x", snapshot=snapshot))
     return state
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.rank.environment import find
-from miner_guard.rank.hook import Guard
+from miner_guard.rank.guard import Guard
 from tests.benchmarks.frame import Row, per_call
 
 TITLE = "The hook, per call, hot"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.frame import Row
-from tests.waiting import until
+from tests.support.waiting import until
 
 TITLE = "The supervisor"
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from miner_guard.statedir import StateDir
-from tests.waiting import until
+from miner_guard.state_dir import StateDir
+from tests.support.waiting import until
 
 REPO = Path(__file__).resolve().parents[2]
 MINERS = Path(__file__).with_name("miners")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.statedir import StateDir
+from miner_guard.state_dir import StateDir
 from tests.faults.guarded import REPO, Guarded, until
 
 

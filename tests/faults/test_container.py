@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import needs
 from tests.faults.guarded import MARK, REPO, Guarded, living, until
+from tests.support import requires
 
 ALONE = ["unshare", "--fork", "--pid", "--mount-proc"]
 ORPHANS = """
@@ -35,7 +35,7 @@ class Container:
     """The entry point, and the process that it is for the host."""
 
     def __init__(self, guarded: Guarded, *command: str, **settings: object) -> None:
-        needs.tool("unshare")
+        requires.tool("unshare")
         if subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0:
             pytest.skip("PID namespaces are not permitted here")
         entry = re.search(r"^ENTRYPOINT (\[.*\])$", (REPO / "ops" / "Dockerfile").read_text(), re.MULTILINE)
@@ -47,7 +47,7 @@ class Container:
             "MINER_GUARD_MINER__STOP_TIMEOUT_S": "3", "MINER_GUARD_RESTART__BACKOFF_S": "0.1", "PYTHONPATH": str(REPO),
             MARK: guarded.token, **own,
         }  # fmt: skip
-        line = [*ALONE, needs.tool(program), *words, *command]
+        line = [*ALONE, requires.tool(program), *words, *command]
         with guarded.output.open("wb") as out:
             self.process = subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT)
         guarded.processes.append(self.process)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests import needs
 from tests.faults.guarded import MINERS, Guarded
+from tests.support import requires
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 SETTINGS = {"health.snapshot_every_s": 600, "logs.step_lines_per_s": 100}
-LONGEST = 400.0
+MAX_LENGTH = 400.0
 JUDGED = {
     "slow_step", "steps_regressed", "cpu_fallback", "throughput_explained", "loss_nan", "loss_spike", "loss_divergence",
     "loss_plateau", "overfit", "memory_leak", "memory_drop", "straggler", "timing_red_flag", "hang_detected",
@@ -25,7 +25,7 @@ JUDGED = {
 
 def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict[str, Any]]:
     """The events that judged the run of a demo miner with `faults`, in order."""
-    needs.module("torch")
+    requires.module("torch")
     miner = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
         "miner_guard.demo.train", "--work", str(tmp_path / f"work-{guarded.token}"), "--steps", str(steps),
@@ -33,7 +33,7 @@ def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict
         "--inner-steps-per-outer", "1000", *(word for fault in faults for word in ("--fault", fault)),
     ]  # fmt: skip
     process = guarded.start(miner, settings=SETTINGS)
-    assert process.wait(LONGEST) == 0, guarded.tail()
+    assert process.wait(MAX_LENGTH) == 0, guarded.tail()
     return [e for e in guarded.events if e["event"] in JUDGED and e["level"] != "debug"]
 
 
@@ -63,13 +63,13 @@ def test_steps_that_stay_eight_times_as_long_are_suspected_of_the_cpu(guarded: G
 
 
 def test_the_rank_that_the_others_wait_for_is_named_and_cleared(guarded: Guarded, tmp_path: Path) -> None:
-    needs.module("torch")
+    requires.module("torch")
     miner = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
         str(MINERS / "straggling.py"), guarded.token,
     ]  # fmt: skip
     process = guarded.start(miner, settings=SETTINGS)
-    assert process.wait(LONGEST) == 0, guarded.tail()
+    assert process.wait(MAX_LENGTH) == 0, guarded.tail()
     named = guarded.named("straggler")
     assert {(e["rank"], e["phase"]) for e in named} == {(1, "data")}
     assert named[0]["score"] > 0.2

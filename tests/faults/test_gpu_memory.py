@@ -6,8 +6,8 @@ import os
 import signal
 import time
 
-from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
 from tests.faults.guarded import Guarded
+from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
 
 __all__ = ["fake_nvml", "nvml_library"]
 

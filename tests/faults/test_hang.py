@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests import needs
 from tests.faults.guarded import Guarded, until
+from tests.support import requires
 
 FAST = {
     "miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "hang.min_s": 2, "hang.factor": 1, "hang.first_step_s": 20,
@@ -44,7 +44,7 @@ def test_a_rank_that_stops_stepping_is_seen_named_documented_and_restarted(guard
 
 
 def late(guarded: Guarded, *arguments: object) -> list[str]:
-    needs.module("torch")
+    requires.module("torch")
     _, _, *miner = guarded.miner("late", *arguments)
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *miner]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import time
 
-from tests import needs
 from tests.faults.guarded import Guarded
 from tests.servers.webhook import Webhook
+from tests.support import requires
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 
@@ -32,7 +32,7 @@ def test_a_start_that_is_refused_is_told_before_the_guard_ends(guarded: Guarded,
 
 
 def test_a_dead_webhook_holds_the_end_up_ten_seconds_at_most(guarded: Guarded) -> None:
-    needs.module("apprise")
+    requires.module("apprise")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"json://127.0.0.1:{silent.getsockname()[1]}/hook"
         guarded.start(["false"], "--max-restarts", "1", settings={**FAST, "alerts.urls": url})

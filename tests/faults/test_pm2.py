@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests import needs
 from tests.faults.guarded import MARK, REPO, Guarded, living, until
+from tests.support import requires
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -24,7 +24,7 @@ class Pm2:
     """One pm2 daemon and the guard that it runs."""
 
     def __init__(self, guarded: Guarded, folder: Path) -> None:
-        self.program = needs.tool("pm2")
+        self.program = requires.tool("pm2")
         self.guarded = guarded
         self.checkpoint = folder / "checkpoint"
         self.env = {

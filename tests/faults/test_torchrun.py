@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import needs
 from tests.faults.guarded import Guarded, living, until
+from tests.support import requires
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,7 +23,7 @@ SLOWEST = 300.0
 
 
 def demo(guarded: Guarded, tmp_path: Path, *flags: str, steps: int = 30) -> list[str]:
-    needs.module("torch")
+    requires.module("torch")
     return [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
         "miner_guard.demo.train", "--work", str(tmp_path / f"work-{guarded.token}"), "--steps", str(steps),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import needs
 from tests.faults.guarded import MARK, REPO, Guarded, until
+from tests.support import requires
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -59,7 +59,7 @@ def _ip(*words: str) -> None:
 
 @pytest.fixture
 def link() -> Iterator[Link]:
-    needs.tool("ip")
+    requires.tool("ip")
     made = Link()
     try:
         made.make()
@@ -95,7 +95,7 @@ def start(guard: Guarded, link: Link, node: int, command: list[str]) -> None:
 
 
 def torchrun(link: Link, tmp_path: Path, node: int) -> list[str]:
-    needs.module("torch")
+    requires.module("torch")
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
         f"--rdzv-endpoint={link.addresses[0]}:{PORT}", f"--rdzv-id={link.names[0]}",

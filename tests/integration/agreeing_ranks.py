@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 import miner_guard
-from miner_guard.rank import agree
-from miner_guard.rank.hook import Guard
+from miner_guard.rank.consensus import agree
+from miner_guard.rank.guard import Guard
 
 ASKED = 150
 
@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
 
     # The same without the exchange: each rank looks for itself.
     agreement, gate_place = guard._questions._agreement, guard._gate._place
-    guard._questions._agreement, guard._gate._place = agree.Alone(), replace(gate_place, rank=0)
+    guard._questions._agreement, guard._gate._place = agree.SingleRank(), replace(gate_place, rank=0)
     answers["each by itself"] = [ask(guard, 50 + number)["allowed"] for number in range(ASKED)]
     guard._questions._agreement, guard._gate._place = agreement, gate_place
 

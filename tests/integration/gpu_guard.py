@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_nvml import FakeNvml
+from tests.support.fake_nvml import FakeNvml
 
 TORCH = Path(__file__).parent.parent / "fakes" / "torch_with_cuda"
 GUARD = [sys.executable, "-c", "from miner_guard.cli.main import main; main()"]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from miner_guard import events
-from miner_guard.rank import diagnose, placement
+from miner_guard.eventlog import catalog
+from miner_guard.rank.introspection import diagnose, placement
 
 
 class Host:
@@ -26,13 +26,13 @@ class Host:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.supervised = supervised
         self.journaled: list[dict[str, Any]] = []
-        self.said: list[events.Finding] = []
+        self.said: list[catalog.Finding] = []
 
     def journal(self, document: Any) -> bool:
         self.journaled.append(json.loads(json.dumps(document)))
         return self.supervised
 
-    def emit(self, finding: events.Finding) -> None:
+    def emit(self, finding: catalog.Finding) -> None:
         self.said.append(finding)
 
 
@@ -99,7 +99,7 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
         )
     seconds = time.monotonic() - started
     placement.placement, placement.cuda_facts = real, real_facts
-    said = [{"event": f.event, "line": events.line(f), "fields": dict(f.fields)} for f in host.said]
+    said = [{"event": f.event, "line": catalog.message(f), "fields": dict(f.fields)} for f in host.said]
     # The group still works: what diagnose did must not break the next collective, after a silent rank neither.
     total = torch.ones(1)
     dist.all_reduce(total)

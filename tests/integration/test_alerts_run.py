@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.logquery import Query, search
-from miner_guard.statedir import read_json
+from miner_guard.eventlog.query import Query, search
+from miner_guard.state_dir import read_json
 from tests.servers.webhook import Webhook
-from tests.waiting import until
+from tests.support.waiting import until
 
 MINER = """
 import os, pathlib, time

@@ -18,9 +18,9 @@ import pytest
 from miner_guard import attach
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.flight_recorder.records import Now, StepRecord
-from miner_guard.rank.reports import unpack
-from miner_guard.statedir import StateDir
-from tests import needs
+from miner_guard.rank.introspection.diagnosis_codec import unpack
+from miner_guard.state_dir import StateDir
+from tests.support import requires
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -49,7 +49,7 @@ class Run:
 
 def run(folder: Path, script: str, *arguments: str, ranks: int = 0, mode: str | None = "auto") -> Run:
     """The script in `folder`; under torchrun where `ranks` is given."""
-    needs.module("torch")
+    requires.module("torch")
     state = StateDir(folder / "state")
     state.root.mkdir(parents=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
@@ -126,7 +126,7 @@ def test_the_loss_is_the_one_that_the_trainer_logs(
 ) -> None:
     """Guards against a loss times 65536 (GradScaler), of the discriminator alone (GAN), or a quarter of it."""
     for module in modules:
-        needs.module(module)
+        requires.module(module)
     attached = run(tmp_path / "attached", script)
     steps = attached.steps()
     logged = [float(loss) for loss in attached.losses()]
@@ -138,8 +138,8 @@ def test_the_loss_is_the_one_that_the_trainer_logs(
 
 
 def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> None:
-    needs.module("transformers")
-    needs.module("accelerate")
+    requires.module("transformers")
+    requires.module("accelerate")
     attached = run(tmp_path / "attached", "with_transformers.py", "out")
     steps = attached.steps()
     assert [s.inner_step for s in steps] == [1, 2, 3, 4, 5, 6]
@@ -153,8 +153,8 @@ def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> N
 
 def test_a_loss_that_is_normalised_over_the_whole_step_is_not_divided_again(tmp_path: Path) -> None:
     """Guards against 1.18 for 4.636: the Trainer adds up what its model divided by the items of all micro-batches."""
-    needs.module("transformers")
-    needs.module("accelerate")
+    requires.module("transformers")
+    requires.module("accelerate")
     attached = run(tmp_path / "attached", "with_transformers.py", "out", "per-item")
     assert [s.loss for s in attached.steps()] == pytest.approx([float(x) for x in attached.losses()], rel=0.001)
     (training,) = attached.entries("training")
@@ -163,15 +163,15 @@ def test_a_loss_that_is_normalised_over_the_whole_step_is_not_divided_again(tmp_
 
 def test_a_training_that_a_callback_stops_early_has_finished(tmp_path: Path) -> None:
     """Guards against a miner that has converged and is restarted for ever."""
-    needs.module("transformers")
-    needs.module("accelerate")
+    requires.module("transformers")
+    requires.module("accelerate")
     attached = run(tmp_path / "attached", "with_transformers.py", "out", "stops")
     assert [s.inner_step for s in attached.steps()] == [1, 2, 3]
     assert attached.now().state == "finished"
 
 
 def test_lightning_is_followed_by_its_callbacks(tmp_path: Path) -> None:
-    needs.module("lightning")
+    requires.module("lightning")
     attached = run(tmp_path / "attached", "with_lightning.py")
     steps = attached.steps()
     assert [s.inner_step for s in steps] == [1, 2, 3, 4, 5, 6]

@@ -17,9 +17,9 @@ import pytest
 from miner_guard import attach
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.flight_recorder.records import StepRecord
-from miner_guard.rank.reports import unpack
-from miner_guard.statedir import StateDir
-from tests import needs
+from miner_guard.rank.introspection.diagnosis_codec import unpack
+from miner_guard.state_dir import StateDir
+from tests.support import requires
 
 IMITATION = Path(__file__).with_name("imitation")
 
@@ -52,7 +52,7 @@ class Run:
 
 def run(folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int = 0, **env: str) -> Run:
     """The imitation in `folder`, under torchrun where `ranks` is more than one."""
-    needs.module("torch")
+    requires.module("torch")
     folder.mkdir(parents=True)
     if env.pop("FAIL_UPLOADS", None):
         (folder / "fail-uploads").touch()
@@ -132,7 +132,7 @@ def test_no_key_of_a_worker_command_line_is_kept(today: Run) -> None:
 
 
 def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(tmp_path: Path) -> None:
-    needs.module("torch")
+    requires.module("torch")
     script = IMITATION / "neurons" / "miner.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     program = "import sys; from miner_guard.cli.main import main; sys.exit(main())"
@@ -141,7 +141,7 @@ def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(tmp_path: P
         [*guard, "--state-dir", str(tmp_path / "state"), "--", *torchrun],
         cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
         env={
-            **os.environ, "PYTHONPATH": f"{IMITATION}:{needs.REPO}", "OMP_NUM_THREADS": "1",
+            **os.environ, "PYTHONPATH": f"{IMITATION}:{requires.REPO}", "OMP_NUM_THREADS": "1",
             "MINER_GUARD_MINER__FINITE": "true", "MINER_GUARD_GATE__MIN_INNER_STEP": "4",
         },
     )  # fmt: skip

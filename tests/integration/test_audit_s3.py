@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import GateSettings, RepoSettings
-from tests import needs
 from tests.servers import s3
+from tests.support import requires
 from uploads import audit
 from uploads.network import Progress, progress
 from validators.commitment import fingerprint
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def limits(tmp_path: Path) -> Iterator[Limits]:
     """The profile's, with a server of ours where R2 would be, which lets in the committed keys alone."""
-    needs.module("boto3")
+    requires.module("boto3")
     served = tmp_path / "served"
     (served / BUCKET / "epoch-56").mkdir(parents=True)
     (served / MASTER / "epoch-56").mkdir(parents=True)
@@ -46,7 +46,7 @@ def limits(tmp_path: Path) -> Iterator[Limits]:
     metadata = {"run": "5", "outer_step": 56, "inner_step": 84, "peer_id": "x"}
     (served / BUCKET / "metadata.json").write_text(json.dumps(metadata))
     numbers = {**load_profile("sn38").limits, "gradients_chunk": None}
-    with s3.rclone(needs.tool("rclone"), served, (KEY, SECRET)) as endpoint:
+    with s3.rclone(requires.tool("rclone"), served, (KEY, SECRET)) as endpoint:
         yield dataclasses.replace(Limits.of(GateSettings(), numbers), endpoint=endpoint)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.logquery import Query, search
+from miner_guard.eventlog.query import Query, search
 
 MINER = """
 import time

@@ -17,9 +17,9 @@ import pytest
 from miner_guard.cli.demo import start_fresh
 from miner_guard.demo import faults
 from miner_guard.demo.summary import Usage, lines, summarise
-from miner_guard.events import CATALOGUE
-from miner_guard.statedir import StateDir
-from tests import needs
+from miner_guard.eventlog.catalog import CATALOGUE
+from miner_guard.state_dir import StateDir
+from tests.support import requires
 
 SECRET = "planted-secret-value-3141"
 CRASH, SLOW, STEPS, EVERY = 23, 45, 62, 20
@@ -38,7 +38,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    needs.module("torch")
+    requires.module("torch")
     state = StateDir(tmp_path_factory.mktemp("demo") / "state")
     command = [
         sys.executable, "-c", "from miner_guard.cli.main import main; main()", "demo", "--steps", str(STEPS),

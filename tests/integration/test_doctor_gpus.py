@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
 from tests.integration.gpu_guard import CRITICAL, GUARD, environment, python
+from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
 
 __all__ = ["fake_nvml", "nvml_library", "python"]
 

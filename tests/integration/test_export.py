@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard import events
 from miner_guard.cli.main import run
-from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
-from miner_guard.logquery import search
-from miner_guard.logs import Emitter, JsonlSink
-from miner_guard.redact import Redactor
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.query import search
+from miner_guard.eventlog.redact import Redactor
 from miner_guard.reporting.export import QUERY, points
-from tests import needs
+from miner_guard.system.clock import FakeClock
+from tests.support import requires
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def state(tmp_path: Path) -> Path:
         clock.advance(15)
         figures = {"outer_step": 1, "inner_step": total, "lr": 1e-4, "step_time_s": 15.0, "gpu_mem_gb": None}
         loss = float("nan") if total == 4 else 5.0 - total
-        emitter.emit(events.found("inner_step", **figures, loss=loss, total_steps=total))
+        emitter.emit(catalog.make_finding("inner_step", **figures, loss=loss, total_steps=total))
     snapshot = {"uploads": {"repo": {"age_s": 612.0}}, "gpus": {"gpus": [{"index": 0, "power_w": 300.0}]}}
-    emitter.emit(events.found("health_snapshot", summary="x", snapshot=snapshot))
+    emitter.emit(catalog.make_finding("health_snapshot", summary="x", snapshot=snapshot))
     return tmp_path / "state"
 
 
@@ -40,7 +40,7 @@ def test_steps_never_go_back_and_what_is_not_a_number_is_left_out(state: Path) -
 
 
 def test_tensorboard_reads_it_back(state: Path, tmp_path: Path) -> None:
-    needs.module("tensorboard")
+    requires.module("tensorboard")
     assert run(["export", "tensorboard", "-o", str(tmp_path / "tb"), "--state-dir", str(state)]) == 0
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -52,7 +52,7 @@ def test_tensorboard_reads_it_back(state: Path, tmp_path: Path) -> None:
 
 
 def test_wandb_stays_offline(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs.module("wandb")
+    requires.module("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     # Whatever tried to leave this machine would fail here.
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
@@ -63,7 +63,7 @@ def test_wandb_stays_offline(state: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_nothing_to_export_and_nonsense_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    needs.module("tensorboard")
+    requires.module("tensorboard")
     assert run(["export", "tensorboard", "-o", str(tmp_path / "tb"), "--state-dir", str(tmp_path / "none")]) == 1
     assert run(["export", "excel", "-o", str(tmp_path), "--state-dir", str(tmp_path)]) == 64
     assert "tensorboard or wandb, not 'excel'" in capsys.readouterr().err

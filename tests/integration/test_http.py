@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from miner_guard.clock import FakeClock, iso_utc
 from miner_guard.config import Config, HttpSettings
-from miner_guard.events import Finding
-from miner_guard.statedir import read_json, write_json
-from miner_guard.supervisor.parts.metrics import Metrics
-from tests import needs
-from tests.idle import JobsAtOnce, context
-from tests.waiting import until
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.monitors.metrics import MetricsMonitor
+from miner_guard.state_dir import read_json, write_json
+from miner_guard.system.clock import FakeClock, iso_utc
+from tests.support import requires
+from tests.support.contexts import JobsAtOnce, context
+from tests.support.waiting import until
 
 TOKEN = "token-of-the-test"
 
@@ -48,7 +48,7 @@ class Port:
         self.state = state
         order = {"state": str(state), "host": "127.0.0.1", "port": 0, "token": token, "hang": {}, **further}
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "miner_guard.supervisor.http"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "miner_guard.reporting.http_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self.child.stdin is not None
         assert self.child.stdout is not None
@@ -69,7 +69,7 @@ class Port:
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[Port]:
-    needs.module("uvicorn")
+    requires.module("uvicorn")
     opened = Port(tmp_path)
     yield opened
     assert opened.close() == 0, "it ends when the guard does"
@@ -93,7 +93,7 @@ def test_metrics_are_what_prometheus_reads(port: Port) -> None:
     ):  # fmt: skip
         assert line in lines
     assert "gpu_utilization_ratio" not in text, "what is unknown is absent"
-    promtool = needs.tool("promtool")
+    promtool = requires.tool("promtool")
     checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -136,7 +136,7 @@ def test_healthz_fails_when_the_guard_itself_is_silent(port: Port) -> None:
 
 
 def test_with_a_token_only_health_is_open(tmp_path: Path) -> None:
-    needs.module("uvicorn")
+    requires.module("uvicorn")
     port = Port(tmp_path, TOKEN)
     try:
         port.status()
@@ -163,7 +163,7 @@ def test_a_web_page_that_points_its_own_name_at_the_port_reads_nothing(port: Por
 
 
 def test_addresses_localhost_and_trusted_names_are_answered(tmp_path: Path) -> None:
-    needs.module("uvicorn")
+    requires.module("uvicorn")
     port = Port(tmp_path, trusted_hosts=["Miner.lan"])
     try:
         port.status()
@@ -175,7 +175,7 @@ def test_addresses_localhost_and_trusted_names_are_answered(tmp_path: Path) -> N
 
 def test_with_a_token_any_name_will_do(tmp_path: Path) -> None:
     """No page knows the token, and Prometheus may reach a miner by any name."""
-    needs.module("uvicorn")
+    requires.module("uvicorn")
     port = Port(tmp_path, TOKEN)
     try:
         port.status()
@@ -222,7 +222,7 @@ def test_an_attack_leaves_the_port_answering_and_is_shown_the_door(port: Port) -
 
 def test_training_goes_on_while_the_port_is_attacked(tmp_path: Path) -> None:
     """End to end: the supervised miner's steps stay on time with 200 hostile connections open."""
-    needs.module("uvicorn")
+    requires.module("uvicorn")
     state, script = tmp_path / "state", tmp_path / "train.py"
     script.write_text(
         "import time, miner_guard\nguard = miner_guard.init()\n"
@@ -252,11 +252,11 @@ def _port_of(state: Path) -> int:
     return int(str(url).rstrip("/").rsplit(":", 1)[1])
 
 
-def _part(folder: Path, settings: HttpSettings) -> tuple[Metrics, list[Finding], FakeClock]:
+def _part(folder: Path, settings: HttpSettings) -> tuple[MetricsMonitor, list[Finding], FakeClock]:
     said: list[Finding] = []
     clock = FakeClock()
     around = context(folder, config=Config(http=settings), clock=clock, emit=said.append, jobs=JobsAtOnce())
-    return Metrics(around), said, clock
+    return MetricsMonitor(around), said, clock
 
 
 def test_no_port_is_opened_to_the_world_without_a_token(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_no_port_is_opened_to_the_world_with_a_token_that_can_be_guessed(tmp_pat
 
 
 def test_a_port_in_use_is_said_once_and_tried_again(tmp_path: Path) -> None:
-    needs.module("uvicorn")
+    requires.module("uvicorn")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         part, said, clock = _part(tmp_path, HttpSettings(port=number))
@@ -293,8 +293,8 @@ def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A miner that ended at once was followed by SAMPLER FAILED: readline of closed file."""
-    needs.module("uvicorn")
-    part: list[Metrics] = []
+    requires.module("uvicorn")
+    part: list[MetricsMonitor] = []
     ready = select.select
 
     def stopped_meanwhile(*arguments: Any) -> Any:
@@ -304,7 +304,9 @@ def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
     monkeypatch.setattr(select, "select", stopped_meanwhile)
     jobs = _Later()
     said: list[Finding] = []
-    part.append(Metrics(context(tmp_path, config=Config(http=HttpSettings(port=0)), emit=said.append, jobs=jobs)))
+    part.append(
+        MetricsMonitor(context(tmp_path, config=Config(http=HttpSettings(port=0)), emit=said.append, jobs=jobs))
+    )
     (opening,) = jobs.work
     opening()
     assert (said, part[0]._child) == ([], None)
@@ -319,7 +321,7 @@ class _Later:
 
 
 def test_a_killed_port_process_comes_back(tmp_path: Path) -> None:
-    needs.module("uvicorn")
+    requires.module("uvicorn")
     part, said, clock = _part(tmp_path, HttpSettings(port=0))
     first = part.snapshot()["url"]
     assert part._child is not None

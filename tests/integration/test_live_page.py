@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests import needs
 from tests.integration.test_http import Port
+from tests.support import requires
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ RUN = "run-of-the-test"
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[Port]:
-    needs.module("uvicorn")
+    requires.module("uvicorn")
     opened = Port(tmp_path, TOKEN)
     opened.status(run_id=RUN)
     yield opened
@@ -102,7 +102,7 @@ def test_what_the_log_says_runs_no_script_in_the_page(port: Port, tab: Any) -> N
 
 
 def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothing(tmp_path: Path, tab: Any) -> None:
-    needs.module("uvicorn")
+    requires.module("uvicorn")
     port = Port(tmp_path)
     try:
         port.status(run_id=RUN, steps={"goodput": {"training": 0.75}})

@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from miner_guard.statedir import read_json
-from tests import needs
-from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
+from miner_guard.state_dir import read_json
 from tests.servers.webhook import Webhook
-from tests.waiting import until
+from tests.support import requires
+from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
+from tests.support.waiting import until
 
 __all__ = ["fake_nvml", "nvml_library"]
 
-OPS = needs.REPO / "ops"
+OPS = requires.REPO / "ops"
 TOKEN = "token-of-the-test"
 NOBODY = "127.0.0.1:1"
 
@@ -49,7 +49,7 @@ for step in range(1, 100_000):
 @pytest.fixture
 def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
     """`host:port` of a guard with two GPUs and a repo, over a miner that steps."""
-    needs.module("uvicorn")
+    requires.module("uvicorn")
     fake_nvml.set(count=2)
     script, state, repo = tmp_path / "train.py", tmp_path / "state", tmp_path / "published"
     script.write_text(MINER)
@@ -79,7 +79,7 @@ class Prometheus:
     """The real server, with our configuration, over our targets; its alerts go nowhere but to `alertmanager`."""
 
     def __init__(self, folder: Path, target: str, alertmanager: str = NOBODY) -> None:
-        program = needs.tool("prometheus")
+        program = requires.tool("prometheus")
         shutil.copy(OPS / "prometheus" / "rules.yml", folder)
         (folder / "miner-guard.token").write_text(TOKEN)
         text = (OPS / "prometheus" / "prometheus.yml").read_text()
@@ -144,7 +144,7 @@ def test_prometheus_scrapes_the_guard_and_every_panel_of_the_dashboard_has_data(
 def test_a_guard_that_does_not_answer_calls_somebody_once_through_alertmanager(
     tmp_path: Path, webhook: Webhook
 ) -> None:
-    program, address = needs.tool("prometheus-alertmanager"), _free_address()
+    program, address = requires.tool("prometheus-alertmanager"), _free_address()
     text = (OPS / "prometheus" / "alertmanager.yml").read_text()
     text = text.replace("https://receiver.example", f"http://{webhook.address}").replace("30s", "1s")
     (tmp_path / "alertmanager.yml").write_text(text)
@@ -172,7 +172,7 @@ def _rotate(folder: Path, config: str) -> None:
     file = folder / "rotate.conf"
     file.write_text(config)
     file.chmod(0o600)
-    logrotate = shutil.which("logrotate") or needs.tool("/usr/sbin/logrotate")
+    logrotate = shutil.which("logrotate") or requires.tool("/usr/sbin/logrotate")
     for flags in (["--debug"], ["--force", "--verbose"]):
         command = [logrotate, *flags, "--state", str(folder / "rotate.state"), str(file)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -181,7 +181,7 @@ def _rotate(folder: Path, config: str) -> None:
 
 
 def test_logrotate_rotates_what_pm2_writes_and_pm2_goes_on_in_a_new_file(tmp_path: Path) -> None:
-    pm2, home = needs.tool("pm2"), tmp_path / "pm2"
+    pm2, home = requires.tool("pm2"), tmp_path / "pm2"
     env = {**os.environ, "PM2_HOME": str(home)}
     (tmp_path / "miner.sh").write_text("for n in $(seq 1 200000); do echo line $n; sleep 0.002; done\n")
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import needs
 from tests.servers.webhook import Webhook
+from tests.support import requires
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ class Pm2:
     """A pm2 of its own, with an edited copy of our ecosystem file."""
 
     def __init__(self, folder: Path) -> None:
-        self.program = needs.tool("pm2")
+        self.program = requires.tool("pm2")
         self.state = folder / "state"
         self.file = folder / "ecosystem.config.js"
         self.env = {
@@ -38,10 +38,10 @@ class Pm2:
 
     def edit(self, run: list[str]) -> None:
         """What a person does: one line. (`__dirname` is kept pointing at the repository.)"""
-        text = (needs.REPO / "ecosystem.config.js").read_text()
+        text = (requires.REPO / "ecosystem.config.js").read_text()
         edited, lines = re.subn(r"(?m)^const RUN = .*$", lambda _: f"const RUN = {json.dumps(run)};", text)
         assert lines == 1
-        self.file.write_text(edited.replace("__dirname", json.dumps(str(needs.REPO))))
+        self.file.write_text(edited.replace("__dirname", json.dumps(str(requires.REPO))))
 
     def __call__(self, *arguments: str) -> str:
         answer = subprocess.run(
@@ -147,7 +147,7 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
     pm2: Pm2, webhook: Webhook, tmp_path: Path
 ) -> None:
     """Set up by `init`, two lines of guard.toml and the secrets in .env; a dead target beside the good one."""
-    guard = needs.tool("miner-guard")
+    guard = requires.tool("miner-guard")
     ps: list[str] = []
     webhook.on_post = lambda: ps.append(subprocess.check_output(["ps", "axeww"], text=True))
     (tmp_path / "train.py").write_text(MORTAL)

@@ -19,7 +19,7 @@ import pytest
 from tests.servers.revisions import OUTER_STEP, revision
 from uploads.journal import COMMITTING, Journal, journal_path
 from uploads.publisher import Publisher, Revision
-from uploads.repos.base import METADATA, Entry, epoch_key
+from uploads.repos.base import METADATA, ObjectInfo, epoch_key
 from uploads.repos.local import LocalRepo
 from validators.facts import Published
 from validators.metadata import mixed
@@ -128,7 +128,7 @@ def test_a_look_that_falls_between_two_revisions_is_repeated(tmp_path: Path) -> 
     class SwitchesAfterTheMetadataWasRead(LocalRepo):
         looks = 0
 
-        def head(self, key: str) -> Entry:
+        def head(self, key: str) -> ObjectInfo:
             self.looks += 1
             if self.looks == 1:
                 folder.publisher().publish(later)
@@ -159,7 +159,7 @@ def test_an_upload_whose_staged_files_are_gone_is_replaced_by_the_next(tmp_path:
 _DIES = """
 import os, signal, sys
 from pathlib import Path
-from uploads.companion import start
+from uploads.recovery_process import start
 companion = start({}, Path(sys.argv[1]), os.open(sys.argv[1], os.O_RDWR | os.O_CREAT))
 os.kill(companion.pid, signal.SIGSTOP)
 print(companion.pid, flush=True)

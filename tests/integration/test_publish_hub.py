@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from miner_guard.config import RepoSettings
-from tests import needs
 from tests.servers import hub, s3
 from tests.servers.killing import push_and_kill, push_request, wait_for_the_companion
 from tests.servers.revisions import inner_step_of, revision
+from tests.support import requires
 from uploads.journal import Journal, journal_path
 from uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
 from uploads.repos import look_at, open_repo
@@ -34,7 +34,7 @@ LARGE = 1_500_000
 
 @pytest.fixture(autouse=True)
 def _token(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs.module("huggingface_hub")
+    requires.module("huggingface_hub")
     monkeypatch.setenv("HF_TOKEN", hub.TOKEN)
     # Large files go through LFS, which the stub has, in the older and the newer library alike.
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
@@ -201,7 +201,7 @@ def generation(request: pytest.FixtureRequest) -> dict[str, str]:
         if installed.returncode != 0:
             pytest.skip(f"{OLDER} could not be installed: {installed.stderr.strip().splitlines()[-1:]}")
         (home / "ready").touch()
-    env = {"PYTHONPATH": f"{home}{os.pathsep}{needs.REPO}"}
+    env = {"PYTHONPATH": f"{home}{os.pathsep}{requires.REPO}"}
     told = subprocess.run(
         [sys.executable, "-c", "import huggingface_hub; print(huggingface_hub.__version__)"],
         env={**os.environ, **env}, capture_output=True, text=True, check=True,

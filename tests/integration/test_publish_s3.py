@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from miner_guard.config import RepoSettings
-from tests import needs
 from tests.servers import s3
 from tests.servers.killing import push_and_kill, wait_for_the_companion
 from tests.servers.revisions import inner_step_of, revision
+from tests.support import requires
 from uploads.journal import Journal, journal_path
 from uploads.publisher import Cancelled, Publisher, PublishError, Retry, Revision
 from uploads.push import push
@@ -287,7 +287,7 @@ def test_never_two_at_once_and_no_key_on_a_command_line(server: tuple[RepoSettin
     while not faults.requests:
         time.sleep(0.02)
     commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    for module in ("uploads.push", "uploads.companion"):
+    for module in ("uploads.push", "uploads.recovery_process"):
         assert any(module in command for command in commands)
     assert not any(key in command for command in commands for key in s3.KEYS.values()), "a key on a command line"
     with pytest.raises(PublishError, match="Previous upload still in progress, skipping new upload"):
@@ -299,7 +299,7 @@ def test_never_two_at_once_and_no_key_on_a_command_line(server: tuple[RepoSettin
 
 def test_an_independent_server_agrees_and_really_checks_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "served" / BUCKET).mkdir(parents=True)
-    with s3.rclone(needs.tool("rclone"), tmp_path / "served") as endpoint:
+    with s3.rclone(requires.tool("rclone"), tmp_path / "served") as endpoint:
         settings = RepoSettings(kind="s3", bucket=BUCKET, endpoint=endpoint, region="us-east-1", timeout_s=20.0)
         for inner in (50, 60):
             publish(settings, revision(tmp_path, inner, 20 * 1024 * 1024), tmp_path)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.statedir import StateDir
-from tests import needs
+from miner_guard.state_dir import StateDir
+from tests.support import requires
 from uploads.inputs import GateInputs, write
 from validators.facts import Published
 
@@ -39,7 +39,7 @@ Answers = list[dict[str, Any]]
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
-    needs.module("torch")
+    requires.module("torch")
     folder = tmp_path_factory.mktemp("ranks")
     state = StateDir(folder / "state")
     stop = threading.Event()

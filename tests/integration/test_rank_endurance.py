@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.statedir import StateDir
+from miner_guard.state_dir import StateDir
 
 READER = """
 import socket, sys

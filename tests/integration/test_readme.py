@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import needs
+from tests.support import requires
 
-README = (needs.REPO / "README.md").read_text(encoding="utf-8")
+README = (requires.REPO / "README.md").read_text(encoding="utf-8")
 SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -31,7 +31,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def test_every_shell_command_runs_in_the_order_of_the_text(folder: Path) -> None:
-    needs.tool("jq")
+    requires.tool("jq")
     for block in SHELL:
         if "miner-guard run" in block:
             # The settings that `init` wrote above are for subnet 38's miner, not for this one.
@@ -59,7 +59,7 @@ def test_the_python_examples_run(folder: Path, tmp_path: Path) -> None:
 def test_the_two_commands_are_targets_of_make(target: str) -> None:
     assert f"    make {target} " in README
     answer = subprocess.run(
-        [needs.tool("make"), "-n", target], cwd=needs.REPO, capture_output=True, text=True, timeout=60
+        [requires.tool("make"), "-n", target], cwd=requires.REPO, capture_output=True, text=True, timeout=60
     )
     assert answer.returncode == 0, answer.stderr
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from miner_guard import events
-from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
-from miner_guard.logs import Emitter, JsonlSink
-from miner_guard.redact import Redactor
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.redact import Redactor
 from miner_guard.reporting.report import render
-from miner_guard.statedir import StateDir, write_json
+from miner_guard.state_dir import StateDir, write_json
+from miner_guard.system.clock import FakeClock
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     emitter = Emitter(clock, "r1", Redactor(), [JsonlSink(state.log, LogSettings())])
 
     def say(event: str, **fields: Any) -> None:
-        emitter.emit(events.found(event, **fields))
+        emitter.emit(catalog.make_finding(event, **fields))
 
     for step in range(1, 301):
         clock.advance(15)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_nvml import FakeNvml, fake_nvml, nvml_library
 from tests.integration.gpu_guard import CRITICAL, GUARD, Running, environment, python
+from tests.support.fake_nvml import FakeNvml, fake_nvml, nvml_library
 
 __all__ = ["fake_nvml", "nvml_library", "python"]
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests import needs
+from tests.support import requires
 
-SCRIPT = needs.REPO / "ops" / "sn38" / "auto_update.sh"
+SCRIPT = requires.REPO / "ops" / "sn38" / "auto_update.sh"
 
 
 class Clone:
     """A miner's clone, its origin, and what was called on the way."""
 
     def __init__(self, folder: Path) -> None:
-        needs.tool("git")
+        requires.tool("git")
         self.origin, self.here, self.called = folder / "origin", folder / "clone", folder / "called"
         self.bin = folder / "bin"
         self.bin.mkdir()

@@ -13,15 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miner_guard.statedir import read_json
-from tests import needs
+from miner_guard.state_dir import read_json
 from tests.integration.test_pm2 import Pm2, pm2
-from tests.waiting import until
+from tests.support import requires
+from tests.support.waiting import until
 
 __all__ = ["pm2"]
 
 IMITATION = Path(__file__).with_name("imitation")
-WAY = (needs.REPO / "ops" / "sn38" / "README.md").read_text(encoding="utf-8").partition("\n## What the guard sees")[0]
+WAY = (
+    (requires.REPO / "ops" / "sn38" / "README.md").read_text(encoding="utf-8").partition("\n## What the guard sees")[0]
+)
 ARGUMENTS = "--netuid 38"
 UPSTREAMS = "distributed_training_miner"
 
@@ -55,8 +57,8 @@ class Clone:
     """The imitation as a person's clone, with a pm2 of its own."""
 
     def __init__(self, folder: Path, pm2: Pm2) -> None:
-        needs.module("torch")
-        needs.tool("git")
+        requires.module("torch")
+        requires.tool("git")
         self.pm2, self.here, self.state = pm2, folder / "clone", pm2.state
         shutil.copytree(IMITATION, self.here, ignore=shutil.ignore_patterns("__pycache__"))
         (self.here / ".gitignore").write_text("__pycache__/\n/app.config.js\n/gradients.pt\n/bucket/\n")
@@ -108,7 +110,14 @@ def test_from_run_miner_to_the_guard_and_back(pm2: Pm2, tmp_path: Path) -> None:
     until(
         lambda: (read_json(clone.state / "status.json") or {}).get("steps", {}).get("inner_step"), 90, "guarded steps"
     )
-    pm2("start", str(needs.REPO / "ops" / "sn38" / "auto_update.sh"), "--name", "sn38-update", "--interpreter", "bash")
+    pm2(
+        "start",
+        str(requires.REPO / "ops" / "sn38" / "auto_update.sh"),
+        "--name",
+        "sn38-update",
+        "--interpreter",
+        "bash",
+    )
     pm2("save")
 
     before = clone.printed(UPSTREAMS)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miner_guard.config import RepoSettings
-from uploads.journal import Busy, exclusively, journal_path
+from uploads.journal import PublishInProgress, exclusively, journal_path
 from uploads.publisher import Revision
 
 
@@ -79,7 +79,7 @@ def wait_for_the_companion(label: str, folder: Path) -> None:
     """Until nobody holds the journal of the repo `label` any more. Raises TimeoutError."""
     path = journal_path(folder, label)
     for _ in range(600):
-        with contextlib.suppress(Busy), exclusively(path):
+        with contextlib.suppress(PublishInProgress), exclusively(path):
             return
         time.sleep(0.05)
     raise TimeoutError("the companion did not end")

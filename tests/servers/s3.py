@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from miner_guard.config import RepoSettings
-from tests import needs
 from tests.servers.killing import Requests
+from tests.support import requires
 
 Environ = dict[str, Any]
 Application = Callable[[Environ, Callable[..., Any]], Iterable[bytes]]
@@ -174,7 +174,7 @@ def client(settings: RepoSettings) -> Any:
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put `KEYS` where the repo looks for them. Skips where a library is missing."""
     for module in ("moto", "boto3"):
-        needs.module(module)
+        requires.module(module)
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
 

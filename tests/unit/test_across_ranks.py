@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from miner_guard import events
 from miner_guard.config import Config, GpuSettings
 from miner_guard.diagnosis import across_ranks, expectation
+from miner_guard.eventlog import catalog
 from miner_guard.flight_recorder import layout
-from miner_guard.rank.reports import pack, unpack
-from miner_guard.statedir import StateDir, write_json
-from miner_guard.supervisor.parts.diagnosis import Diagnosis
-from tests.idle import context
+from miner_guard.monitors.diagnosis import DiagnosisMonitor
+from miner_guard.rank.introspection.diagnosis_codec import pack, unpack
+from miner_guard.state_dir import StateDir, write_json
+from tests.support.contexts import context
 
 GIB = 1024**3
 
@@ -154,8 +154,8 @@ def test_a_thousand_ranks_fit_into_the_journal_and_come_back_whole() -> None:
     assert unpack(json.loads(json.dumps(parts))) == reports
 
 
-def part(tmp_path: Any, **gpu: Any) -> Diagnosis:
-    return Diagnosis(context(tmp_path, config=Config(gpu=GpuSettings(**gpu))))
+def part(tmp_path: Any, **gpu: Any) -> DiagnosisMonitor:
+    return DiagnosisMonitor(context(tmp_path, config=Config(gpu=GpuSettings(**gpu))))
 
 
 def test_the_part_speaks_once_all_entries_are_there(tmp_path: Any) -> None:
@@ -166,7 +166,7 @@ def test_the_part_speaks_once_all_entries_are_there(tmp_path: Any) -> None:
     findings = [list(diagnosis.on_entry(0, e)) for e in entries]
     assert not any(findings[:-1])
     assert findings[-1][0].event == "gpu_diagnostics"
-    assert events.line(findings[-1][0]).count("\nrank ") == 64
+    assert catalog.message(findings[-1][0]).count("\nrank ") == 64
     assert diagnosis.snapshot()["ranks"] == reports
 
 
@@ -176,6 +176,6 @@ def test_the_last_runs_gpus_make_a_cpu_run_an_accident(tmp_path: Any) -> None:
     ]
     entry = {"kind": "diagnosis", "report": pack(cpu)[0]}
     assert [f.event for f in part(tmp_path).on_entry(0, entry)][1:2] != ["cuda_unavailable"]
-    write_json(StateDir(tmp_path).host_memory, {"gpu_count": 4})
+    write_json(StateDir(tmp_path).host_facts, {"gpu_count": 4})
     assert "cuda_unavailable" in [f.event for f in part(tmp_path).on_entry(0, entry)]
     assert "cuda_unavailable" not in [f.event for f in part(tmp_path, expect=0).on_entry(0, entry)]

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.clock import FakeClock, SystemClock
 from miner_guard.config import AlertSettings, Config
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.monitors.alerts import AlertsMonitor, send_test
+from miner_guard.reporting import alert_queue
 from miner_guard.reporting.alert_policy import Alert, AlertPolicy
-from miner_guard.supervisor import outbox
-from miner_guard.supervisor.parts.alerts import Alerts, send_test
-from tests import needs
-from tests.idle import JobsAtOnce, context
+from miner_guard.system.clock import FakeClock, SystemClock
 from tests.servers.webhook import Webhook
-from tests.waiting import until
+from tests.support import requires
+from tests.support.contexts import JobsAtOnce, context
+from tests.support.waiting import until
 
-HANG = found("hang_detected", detail="rank 2 in data for 912s", culprits=[2], idle_s=912, limit_s=300)
-FAILED = found("upload_failed", reason="403")
-VERIFIED = found("upload_succeeded", tag="5.56.51", detail="read back")
-SPIKE = found("loss_spike", step=1, loss=9.0, median=3.0, limit=4.0)
+HANG = make_finding("hang_detected", detail="rank 2 in data for 912s", culprits=[2], idle_s=912, limit_s=300)
+FAILED = make_finding("upload_failed", reason="403")
+VERIFIED = make_finding("upload_succeeded", tag="5.56.51", detail="read back")
+SPIKE = make_finding("loss_spike", step=1, loss=9.0, median=3.0, limit=4.0)
 
 
 def _told(policy: AlertPolicy, *findings: Finding) -> list[Alert]:
@@ -35,7 +35,7 @@ def _told(policy: AlertPolicy, *findings: Finding) -> list[Alert]:
 
 def test_errors_are_told_and_warnings_are_not() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "host/miner")
-    told = _told(policy, HANG, SPIKE, VERIFIED, found("alert_failed", alert="x", reason="y").at("critical"))
+    told = _told(policy, HANG, SPIKE, VERIFIED, make_finding("alert_failed", alert="x", reason="y").at("critical"))
     assert [(alert.title, alert.body) for alert in told] == [
         ("[host/miner] CRITICAL: hang_detected", "HANG DETECTED: rank 2 in data for 912s")
     ]
@@ -43,8 +43,8 @@ def test_errors_are_told_and_warnings_are_not() -> None:
 
 def test_overnight_also_tells_the_loss_and_what_was_not_saved_but_no_stop_that_was_asked_for() -> None:
     policy = AlertPolicy(AlertSettings(preset="overnight"), FakeClock(), "h/m")
-    asked = found("miner_exited", level="info", how="as asked", code=0, runtime_s=1.0)
-    told = _told(policy, SPIKE, asked, found("checkpoint_stale", detail="2 h old"))
+    asked = make_finding("miner_exited", level="info", how="as asked", code=0, runtime_s=1.0)
+    told = _told(policy, SPIKE, asked, make_finding("checkpoint_stale", detail="2 h old"))
     assert [alert.event for alert in told] == ["loss_spike", "checkpoint_stale"]
 
 
@@ -55,7 +55,9 @@ def test_the_same_alert_waits_for_its_cooldown_and_says_how_many_were_held_back(
     clock.advance(901)
     (again,) = _told(policy, HANG)
     assert "(9 more of these were held back)" in again.body
-    labels = [found("incident", label=label, cause="c", fix="f", excerpt="e") for label in ("oom", "nccl", "oom")]
+    labels = [
+        make_finding("incident", label=label, cause="c", fix="f", excerpt="e") for label in ("oom", "nccl", "oom")
+    ]
     assert len(_told(policy, *labels)) == 2
 
 
@@ -72,7 +74,7 @@ def test_what_is_over_is_told_once_and_may_be_told_anew() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "h/m")
     for number in range(2000):
-        _told(policy, found("incident", label=str(number), cause="c", fix="f", excerpt="e"))
+        _told(policy, make_finding("incident", label=str(number), cause="c", fix="f", excerpt="e"))
     assert len(policy._told) <= 256
     assert len(policy._open) <= 256
 
@@ -83,19 +85,19 @@ def _url(webhook: Webhook) -> str:
 
 def _part(
     tmp_path: Path, settings: AlertSettings, status: dict[str, Any] | None = None
-) -> tuple[Alerts, list[Finding]]:
+) -> tuple[AlertsMonitor, list[Finding]]:
     said: list[Finding] = []
     around = context(
         tmp_path, config=Config(alerts=settings), clock=SystemClock(), emit=said.append, jobs=JobsAtOnce(),
         status=lambda: status or {},
     )  # fmt: skip
-    return Alerts(around), said
+    return AlertsMonitor(around), said
 
 
 def test_an_alert_arrives_after_a_refusal_and_is_said(
     tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "RETRIES_S", (0.1,))
+    monkeypatch.setattr(alert_queue, "RETRIES_S", (0.1,))
     webhook.refuse = 1
     part, said = _part(tmp_path, AlertSettings(urls=(_url(webhook),)))
     part.on_finding(HANG)
@@ -110,7 +112,7 @@ def test_an_alert_arrives_after_a_refusal_and_is_said(
 @pytest.fixture
 def silent() -> Iterator[str]:
     """The address of a webhook that takes connections and never answers."""
-    needs.module("apprise")
+    requires.module("apprise")
     server = socket.create_server(("127.0.0.1", 0))
     yield f"json://127.0.0.1:{server.getsockname()[1]}/planted-secret-path"
     server.close()
@@ -119,8 +121,8 @@ def silent() -> Iterator[str]:
 def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
     tmp_path: Path, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "WITHIN_S", 1.0)
-    monkeypatch.setattr(outbox, "RETRIES_S", ())
+    monkeypatch.setattr(alert_queue, "WITHIN_S", 1.0)
+    monkeypatch.setattr(alert_queue, "RETRIES_S", ())
     part, said = _part(tmp_path, AlertSettings(urls=(silent,), cooldown_s=0))
     start = time.monotonic()
     for _ in range(500):
@@ -137,15 +139,15 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
 def test_a_dead_webhook_delays_neither_the_other_target_nor_the_next_alert(
     tmp_path: Path, silent: str, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "WITHIN_S", 3.0)
-    monkeypatch.setattr(outbox, "RETRIES_S", (600.0,))
+    monkeypatch.setattr(alert_queue, "WITHIN_S", 3.0)
+    monkeypatch.setattr(alert_queue, "RETRIES_S", (600.0,))
     part, said = _part(tmp_path, AlertSettings(urls=(silent, _url(webhook)), cooldown_s=0))
     part.on_finding(HANG)
     until(lambda: len(webhook.bodies) == 1)
     part.on_finding(FAILED)
     until(lambda: len(webhook.bodies) == 2)
     assert not said, "the dead target is still to be tried"
-    monkeypatch.setattr(outbox, "LAST_WITHIN_S", 1.0)
+    monkeypatch.setattr(alert_queue, "LAST_WITHIN_S", 1.0)
     part.on_stop()
     until(lambda: not part.lingers())
     assert {finding.event for finding in said} == {"alert_failed"}
@@ -187,12 +189,12 @@ def test_no_target_is_lost_while_the_first_one_loads_the_plugins(
 def test_what_waits_at_the_end_is_tried_once_more_and_lingering_ends_when_it_arrived(
     tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "RETRIES_S", (600.0,))
+    monkeypatch.setattr(alert_queue, "RETRIES_S", (600.0,))
     webhook.refuse = 1
     part, said = _part(tmp_path, AlertSettings(urls=(_url(webhook),)))
     part.on_finding(HANG)
     until(lambda: part._outbox._later)
-    part.on_finding(found("crash_loop", detail="x", restarts=5))
+    part.on_finding(make_finding("crash_loop", detail="x", restarts=5))
     part.on_stop()
     assert part.lingers()
     until(lambda: not part.lingers())

@@ -12,11 +12,11 @@ import pytest
 from miner_guard import attach
 from miner_guard.attach.adapter import Adapter
 from miner_guard.attach.sn38 import Subnet38
-from miner_guard.attach.sn38_uploads import Uploads
+from miner_guard.attach.sn38_uploads import Sn38Uploads
 from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.rank import gating
-from miner_guard.rank.hook import Guard
-from miner_guard.statedir import StateDir
+from miner_guard.rank.consensus import gating
+from miner_guard.rank.guard import Guard
+from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import place, reader_of
 from uploads.decision import GateDecision
 
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_said_even_where_no_guard_ever_begins(tmp_path: Pat
 
 def test_a_miner_that_keeps_no_inner_step_has_its_steps_counted() -> None:
     # Before 2025-02-08 the progress that miners share had an epoch only.
-    uploads = Uploads(Adapter("sn38"))
+    uploads = Sn38Uploads(Adapter("sn38"))
     uploads.steps = 7
     assert uploads.inner_step(SimpleNamespace(local_progress=SimpleNamespace(epoch=4))) == 7
     assert uploads.inner_step(SimpleNamespace(local_progress=SimpleNamespace(epoch=4, inner_step=0))) == 0
@@ -145,7 +145,7 @@ def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, 
     adapter = Adapter("sn38")
     guard = adapter.guard = Guard(place(StateDir(tmp_path), rank=rank, world_size=2))
     guard._questions._agreement = Others()
-    start, miner = Uploads(adapter).gated(Miner.start_background_upload), Miner()
+    start, miner = Sn38Uploads(adapter).gated(Miner.start_background_upload), Miner()
     start(miner, 1)
     miner.local_progress = None
     start(miner, 2)

@@ -15,9 +15,9 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
-from miner_guard.events import line
-from miner_guard.statedir import StateDir
-from uploads import audit, watched
+from miner_guard.eventlog.catalog import message
+from miner_guard.state_dir import StateDir
+from uploads import audit, remembered_settings
 from validators.audit import epoch_scored
 from validators.commitment import fingerprint
 from validators.facts import Network
@@ -66,7 +66,7 @@ def chain(outer_step: int | None = 56, since: int | None = 300, block: int = 110
     return Network(block, outer_step, since, None, True, 7, None, time.monotonic())
 
 
-def look(root: Path, network: Network | None = None, limits: Limits = FLAT, **repo: Any) -> audit.Report:
+def look(root: Path, network: Network | None = None, limits: Limits = FLAT, **repo: Any) -> audit.AuditReport:
     return audit.run(RepoSettings(kind="local", path=str(root), **repo), limits, network or chain())
 
 
@@ -81,7 +81,9 @@ def test_what_validators_accept_passes_and_says_what_was_checked(tmp_path: Path)
         "block_list",
         "metadata",
     }
-    assert line(report.finding()).startswith("AUDIT PASSED: epoch 56 (the network's: 300 blocks since the AllReduce)")
+    assert message(report.finding()).startswith(
+        "AUDIT PASSED: epoch 56 (the network's: 300 blocks since the AllReduce)"
+    )
     assert report.fetched_bytes > (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
 
 
@@ -105,7 +107,7 @@ def test_what_validators_reject_fails_with_rule_number_and_limit(
     report = look(tmp_path)
     assert report.outcome == "rejected"
     assert words in ages_to_the_hundred(report.detail)
-    assert line(report.finding()).startswith("AUDIT FAILED: epoch 56")
+    assert message(report.finding()).startswith("AUDIT FAILED: epoch 56")
     assert report.finding().severity == "critical"
 
 
@@ -156,7 +158,7 @@ def test_a_repo_that_cannot_be_looked_at_is_unknown_and_never_accepted(tmp_path:
     assert (late.outcome, "no answer within 0.01 s" in late.detail) == ("unknown", True)
     blind = audit.run(RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), python="/nonexistent")
     assert blind.outcome == "unknown"
-    assert line(blind.finding()).startswith("AUDIT UNKNOWN")
+    assert message(blind.finding()).startswith("AUDIT UNKNOWN")
 
 
 @pytest.mark.usefixtures("inspected_here")
@@ -175,7 +177,7 @@ def test_a_document_that_no_validator_can_read_is_rejected(tmp_path: Path, key: 
     (tmp_path / key).write_text(text)
     report = look(tmp_path)
     assert report.outcome == "rejected", report.detail
-    assert words in line(report.finding())
+    assert words in message(report.finding())
 
 
 def test_what_a_killed_audit_left_is_removed_by_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +267,9 @@ def test_a_state_directory_tells_what_its_guard_watches(
     elsewhere.mkdir()
     monkeypatch.chdir(tmp_path)
     local = RepoSettings(kind="local", path="repo")
-    watched.write(state, Config(repo=local, miner=MinerSettings(profile="sn38"), gate=GateSettings(repo_age_limit_s=9)))
+    remembered_settings.write(
+        state, Config(repo=local, miner=MinerSettings(profile="sn38"), gate=GateSettings(repo_age_limit_s=9))
+    )
     monkeypatch.chdir(elsewhere)
     assert run(["audit", "--state-dir", str(state.root)]) == 0
     said = capsys.readouterr()

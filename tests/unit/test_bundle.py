@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard import events
 from miner_guard.cli.main import run
-from miner_guard.clock import SystemClock
 from miner_guard.config import LogSettings
-from miner_guard.logs import Emitter, JsonlSink
-from miner_guard.redact import Redactor
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.redact import Redactor
 from miner_guard.reporting import bundle
-from miner_guard.statedir import StateDir, write_json
+from miner_guard.state_dir import StateDir, write_json
+from miner_guard.system.clock import SystemClock
 from tests.unit.test_redact import LEAKS
 
 SECRETS = {
@@ -35,9 +35,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     emitter = Emitter(SystemClock(), "r1", Redactor(), [JsonlSink(state.log, LogSettings())])
     for step in range(100):
         figures = {"lr": 1e-4, "loss": 3.0, "step_time_s": 15.0, "gpu_mem_gb": None}
-        emitter.emit(events.found("inner_step", outer_step=1, inner_step=step, **figures))
-    emitter.emit(events.found("upload_failed", reason="key planted-environment-secret refused"))
-    emitter.emit(events.found("rank_message", text="hf_" + "a" * 34))
+        emitter.emit(catalog.make_finding("inner_step", outer_step=1, inner_step=step, **figures))
+    emitter.emit(catalog.make_finding("upload_failed", reason="key planted-environment-secret refused"))
+    emitter.emit(catalog.make_finding("rank_message", text="hf_" + "a" * 34))
     write_json(state.status, {"command": ["train", "--wallet.password=planted-argument"]})
     evidence = state.incidents / "2026-hang" / "log.txt"
     evidence.parent.mkdir(parents=True)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from miner_guard.config import ChainSettings, Config
-from miner_guard.events import Finding, line
+from miner_guard.eventlog.catalog import Finding, message
 from miner_guard.health import chain
 from miner_guard.health.chain import ChainLook
 from miner_guard.health.chain_probe import committed_text
-from miner_guard.supervisor.parts.chain import Chain
-from tests.idle import JobsNever, context
+from miner_guard.monitors.chain import ChainMonitor
+from tests.support.contexts import JobsNever, context
 from uploads.network import Progress, master_bucket
 from validators.block_list import current_block
 from validators.facts import Network
@@ -163,8 +163,8 @@ def test_the_masters_bucket_is_ours_without_the_uid() -> None:
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> Chain:
-    return Chain(context(tmp_path, config=Config(chain=SETTINGS), jobs=JobsNever()))
+def part(tmp_path: Path) -> ChainMonitor:
+    return ChainMonitor(context(tmp_path, config=Config(chain=SETTINGS), jobs=JobsNever()))
 
 
 def said(findings: Any) -> list[Finding]:
@@ -174,7 +174,7 @@ def said(findings: Any) -> list[Finding]:
 GOOD = ChainLook(block=1000, registered=True, uid=1, commitment="a" * 128, errors={})
 
 
-def test_a_lost_registration_is_critical_and_repeated(part: Chain) -> None:
+def test_a_lost_registration_is_critical_and_repeated(part: ChainMonitor) -> None:
     ahead = Progress(57, 900)
     (first,) = said(part.looked(GOOD, ahead, 0.0))
     assert first.fields["network"]["outer_step"] == 57
@@ -184,29 +184,29 @@ def test_a_lost_registration_is_critical_and_repeated(part: Chain) -> None:
     status, critical = said(part.looked(lost, ahead, 120.0))
     assert status.event == "chain_status"
     assert critical.severity == "critical"
-    assert line(critical).startswith("CHAIN UNREGISTERED: the hotkey is not registered on subnet 38 at block 1010")
+    assert message(critical).startswith("CHAIN UNREGISTERED: the hotkey is not registered on subnet 38 at block 1010")
     assert [f.event for f in said(part.looked(ChainLook(block=1020, registered=False, errors={}), ahead, 240.0))] == []
     again = said(part.looked(ChainLook(block=1100, registered=False, errors={}), ahead, 1100.0))
     assert "chain_unregistered" in [f.event for f in again]
 
 
-def test_an_unknown_registration_is_never_called_lost(part: Chain) -> None:
+def test_an_unknown_registration_is_never_called_lost(part: ChainMonitor) -> None:
     silent = ChainLook(reason="no answer within 30 s")
     (unknown,) = said(part.looked(silent, Progress(), 0.0))
-    assert line(unknown) == "CHAIN unknown: no answer within 30 s"
+    assert message(unknown) == "CHAIN unknown: no answer within 30 s"
     assert unknown.fields["network"]["reason"] == "no answer within 30 s"
     assert said(part.looked(silent, Progress(), 120.0)) == []
 
 
-def test_a_frozen_node_is_said(part: Chain) -> None:
+def test_a_frozen_node_is_said(part: ChainMonitor) -> None:
     list(part.looked(GOOD, Progress(), 0.0))
     assert said(part.looked(GOOD, Progress(), 60.0)) == []
     (frozen,) = said(part.looked(GOOD, Progress(), 121.0))
-    assert "the block has not moved for 121s" in line(frozen)
+    assert "the block has not moved for 121s" in message(frozen)
     assert frozen.severity == "warning"
 
 
-def test_behind_a_frozen_node_the_chain_goes_on(part: Chain) -> None:
+def test_behind_a_frozen_node_the_chain_goes_on(part: ChainMonitor) -> None:
     """Guards against a block_list that looks young to a guard whose node stands as still as the miner's."""
     looks = [next(iter(part.looked(GOOD, Progress(), 60.0 * n))) for n in range(61)]
     network = Network(**looks[-1].fields["network"])

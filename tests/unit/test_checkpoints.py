@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import needs
+from tests.support import requires
 
-needs.module("torch")
+requires.module("torch")
 
 import torch  # noqa: E402
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from miner_guard import settings, statedir
+from miner_guard import state_dir
 from miner_guard.cli.init import guard_toml
 from miner_guard.cli.main import run
-from miner_guard.statedir import write_json
-from tests import needs
+from miner_guard.config import loading
+from miner_guard.state_dir import write_json
+from tests.support import requires
 
 SN38 = [
     "torchrun", "--nproc_per_node=4", "neurons/miner.py", "--netuid", "38", "--subtensor.network", "finney",
@@ -82,7 +83,7 @@ def test_config_refuses_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_init_reads_the_command_and_writes_settings_that_load(tmp_path: Path) -> None:
     assert run(["init", "--dir", str(tmp_path), "--name", "m1", "--", *SN38]) == 0
-    loaded = settings.load(tmp_path / "guard.toml", env={}).config
+    loaded = loading.load(tmp_path / "guard.toml", env={}).config
     assert (loaded.miner.profile, loaded.miner.batch_size, loaded.miner.effective_batch_size) == ("sn38", 2, 512)
     assert (loaded.chain.network, loaded.chain.netuid) == ("finney", 38)
 
@@ -90,7 +91,7 @@ def test_init_reads_the_command_and_writes_settings_that_load(tmp_path: Path) ->
 def test_every_setting_that_init_suggests_is_one(tmp_path: Path) -> None:
     file = tmp_path / "guard.toml"
     file.write_text(re.sub(r"(?m)^# (\w+ = )", r"\1", guard_toml(["python", "train.py"])))
-    assert settings.load(file, env={}).config.repo.kind == "s3"
+    assert loading.load(file, env={}).config.repo.kind == "s3"
 
 
 def test_init_overwrites_nothing_and_then_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,12 +135,14 @@ def test_init_passes_settings_file_and_state_directory_on_to_run(tmp_path: Path)
 def test_init_takes_only_what_toml_takes_for_a_number(tmp_path: Path, number: str) -> None:
     file = tmp_path / "guard.toml"
     file.write_text(guard_toml(["x", "--netuid", number, "--neuron.upload_steps", number, "--nproc_per_node", number]))
-    assert settings.load(file, env={}).config.chain.netuid != 7
+    assert loading.load(file, env={}).config.chain.netuid != 7
 
 
 def _app(file: Path) -> dict[str, Any]:
     script = f"console.log(JSON.stringify(require({json.dumps(str(file))}).apps[0]))"
-    answer = subprocess.run([needs.tool("node"), "-e", script], capture_output=True, text=True, check=True, timeout=30)
+    answer = subprocess.run(
+        [requires.tool("node"), "-e", script], capture_output=True, text=True, check=True, timeout=30
+    )
     app: dict[str, Any] = json.loads(answer.stdout)
     return app
 
@@ -147,7 +150,7 @@ def _app(file: Path) -> dict[str, Any]:
 def test_the_written_pm2_file_has_the_settings_of_ours_and_the_command_word_for_word(tmp_path: Path) -> None:
     awkward = [*SN38, "--wallet.name", 'a "b" $c']
     assert run(["init", "--dir", str(tmp_path), "--name", "miner", "--", *awkward]) == 0
-    written, ours = _app(tmp_path / "ecosystem.config.js"), _app(needs.REPO / "ecosystem.config.js")
+    written, ours = _app(tmp_path / "ecosystem.config.js"), _app(requires.REPO / "ecosystem.config.js")
     assert written["args"][-len(awkward) :] == awkward
     assert 0 not in written["stop_exit_codes"]
     varying = {"args", "cwd"}
@@ -174,7 +177,7 @@ def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert run(["init", "--name", "s9", "--", "python", "train.py"]) == 0
     assert "`miner-guard status --name s9`" in capsys.readouterr().out
-    write_json(statedir.choose("s9", None, {"XDG_STATE_HOME": str(tmp_path)}).status, {})
+    write_json(state_dir.choose("s9", None, {"XDG_STATE_HOME": str(tmp_path)}).status, {})
     for command in (["status"], ["top"], ["ctl", "pause"]):
         assert run(command) == 3
         assert "or give --name: s9 ran here" in capsys.readouterr().err

@@ -12,9 +12,9 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.config import Config, GateSettings
-from miner_guard.statedir import StateDir
+from miner_guard.state_dir import StateDir
 from uploads import inputs as gate_inputs
-from uploads import watched
+from uploads import remembered_settings
 from uploads.gate import decide
 from uploads.inputs import GateInputs
 from uploads.ledger import Ledger
@@ -63,7 +63,7 @@ def test_where_nothing_is_set_here_the_guard_of_the_state_directory_decides(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards against an answer by the defaults of the terminal's folder, which no rank of the miner goes by."""
-    watched.write(StateDir(tmp_path), Config(gate=GateSettings(min_inner_step=30)))
+    remembered_settings.write(StateDir(tmp_path), Config(gate=GateSettings(min_inner_step=30)))
     assert ask("--outer-step", "56", "--inner-step", "40") == 0
     assert f"asking as the guard of {tmp_path} does" in capsys.readouterr().err
     assert ask("--outer-step", "56", "--inner-step", "29") == 1

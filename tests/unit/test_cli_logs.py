@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard import events
 from miner_guard.cli.main import run
-from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
-from miner_guard.logquery import Hit
-from miner_guard.logs import Emitter, JsonlSink
-from miner_guard.redact import Redactor
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.query import Hit
+from miner_guard.eventlog.redact import Redactor
+from miner_guard.system.clock import FakeClock
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def state(tmp_path: Path) -> Path:
     sink = JsonlSink(tmp_path / "guard.jsonl", LogSettings(max_bytes=1000))
     emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
     for number in range(30):
-        emitter.emit(events.found("rank_message", rank=number % 2, text=f"message {number}"))
-    emitter.emit(events.found("upload_failed", reason="403 Forbidden"))
+        emitter.emit(catalog.make_finding("rank_message", rank=number % 2, text=f"message {number}"))
+    emitter.emit(catalog.make_finding("upload_failed", reason="403 Forbidden"))
     return tmp_path
 
 
@@ -88,7 +88,7 @@ def test_following_shows_the_last_ten_and_then_what_comes(tmp_path: Path) -> Non
     sink = JsonlSink(tmp_path / "guard.jsonl", LogSettings(max_bytes=1000))
     emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
     for number in range(30):
-        emitter.emit(events.found("rank_message", text=str(number)))
+        emitter.emit(catalog.make_finding("rank_message", text=str(number)))
     program = str(Path(sys.executable).with_name("miner-guard"))
     child = subprocess.Popen(
         [program, "logs", "--follow", "--json", "--state-dir", str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -96,7 +96,7 @@ def test_following_shows_the_last_ten_and_then_what_comes(tmp_path: Path) -> Non
     assert child.stdout is not None
     assert [json.loads(child.stdout.readline())["text"] for _ in range(10)] == [str(n) for n in range(20, 30)]
     for number in range(30, 60):
-        emitter.emit(events.found("rank_message", text=str(number)))
+        emitter.emit(catalog.make_finding("rank_message", text=str(number)))
     assert [json.loads(child.stdout.readline())["text"] for _ in range(30)] == [str(n) for n in range(30, 60)]
     child.send_signal(signal.SIGINT)
     assert child.wait(timeout=20) == 0
@@ -109,8 +109,8 @@ def test_where_no_guard_runs_status_says_how_the_last_one_ended(
 ) -> None:
     """Guards against an operator told to start a guard again that has just given up, and not why it did."""
     emitter = Emitter(FakeClock(), "r1", Redactor(), [JsonlSink(tmp_path / "guard.jsonl", LogSettings())])
-    emitter.emit(events.found("guard_started", version="1", pid=1, state_dir=str(tmp_path)))
+    emitter.emit(catalog.make_finding("guard_started", version="1", pid=1, state_dir=str(tmp_path)))
     if ended:
-        emitter.emit(events.found("guard_stopped", exit_code=75, reason="crash loop: exit code 1"))
+        emitter.emit(catalog.make_finding("guard_stopped", exit_code=75, reason="crash loop: exit code 1"))
     assert run(["status", "--state-dir", str(tmp_path)]) == 3
     assert words in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from miner_guard.detectors.collectives import late
-from miner_guard.rank import collectives
+from miner_guard.rank.introspection import collectives
 
 
 def trace(*numbers: int, group: str = "default", name: str = "gloo:all_reduce") -> list[dict[str, Any]]:

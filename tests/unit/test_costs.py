@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.clock import FakeClock
 from miner_guard.costs import PRESETS, Budget, MonitoringCostTracker, estimate
 from miner_guard.costs.operation import fair_cap, impact
 from miner_guard.costs.tracker import get_global_tracker, set_global_tracker
-from miner_guard.events import Finding, line
-from tests import needs
+from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.system.clock import FakeClock
+from tests.support import requires
 
 
 class Account:
@@ -60,7 +60,9 @@ def test_an_operation_over_30_s_is_called_out_at_its_first_call() -> None:
     account = Account()
     account.clock.advance(100_000)
     account.call("evolution_snapshot", 31)
-    assert [line(finding) for finding in account.said] == ["MONITORING SLOW: evolution_snapshot took 31.0s (limit 30s)"]
+    assert [message(finding) for finding in account.said] == [
+        "MONITORING SLOW: evolution_snapshot took 31.0s (limit 30s)"
+    ]
 
 
 def test_over_5_per_cent_warns_once_and_over_10_is_critical_once() -> None:
@@ -70,7 +72,7 @@ def test_over_5_per_cent_warns_once_and_over_10_is_critical_once() -> None:
         account.call("validation", 10)
     over = [finding for finding in account.said if finding.event == "monitoring_over_budget"]
     assert [finding.severity for finding in over] == ["warning", "critical"]
-    assert line(over[0]).startswith("MONITORING OVER BUDGET: 6.0% (limit 5%)")
+    assert message(over[0]).startswith("MONITORING OVER BUDGET: 6.0% (limit 5%)")
 
 
 def test_the_first_second_of_a_run_is_no_alarm() -> None:
@@ -124,7 +126,7 @@ def test_what_an_operation_raises_comes_through_and_is_paid_for() -> None:
 
 
 def test_the_documents_jq_commands_give_sensible_answers(tmp_path: Path) -> None:
-    jq = needs.tool("jq")
+    jq = requires.tool("jq")
     account = Account(output_dir=tmp_path / "status")
     account.clock.advance(3500)
     for operation, seconds in (("a", 1), ("b", 300), ("c", 20), ("d", 0.1)):

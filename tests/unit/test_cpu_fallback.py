@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard import events
 from miner_guard.config import Config, GpuSettings, StepSettings
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.slow_cause import explain
+from miner_guard.eventlog import catalog
 from miner_guard.flight_recorder.layout import FLAG_LOSS_ON_CPU
-from miner_guard.rank import reports
-from tests.simulated import GIB, Run, healthy
+from miner_guard.rank.introspection import diagnosis_codec
+from tests.support.simulated_ranks import GIB, Run, healthy
 
 
 def test_certain_cpu_fallback_names_rank_and_evidence(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_certain_cpu_fallback_names_rank_and_evidence(tmp_path: Path) -> None:
         run.step(15.0, 3.0, by_rank={1: {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}})
     finding = run.of("cpu_fallback")[0]
     assert (finding.severity, finding.rank, finding.fields["verdict"]) == ("critical", 1, "certain")
-    assert "0.05 GB" in events.line(finding)
+    assert "0.05 GB" in catalog.message(finding)
     assert len(run.of("cpu_fallback")) == 1
 
 
@@ -39,7 +39,7 @@ def test_a_model_that_was_moved_after_its_diagnosis_or_is_small_is_no_fallback(t
     small = ("cuda:0", {"allocated_bytes": 0.4 * GIB, "flags": FLAG_LOSS_ON_CPU})
     for device, seen in (moved, small):
         run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=2)))
-        for part in reports.pack([{"rank": r, "model_device": device, "offload": False} for r in range(2)]):
+        for part in diagnosis_codec.pack([{"rank": r, "model_device": device, "offload": False} for r in range(2)]):
             run.entry(kind="diagnosis", report=part)
         for _ in range(20):
             run.step(0.3, 3.0, **seen)
@@ -67,7 +67,7 @@ def test_gpus_that_nvml_shows_unused_are_evidence_and_throttling_explains(tmp_pa
         run.status["health"] = {"gpus": {"state": "ok", "gpus": [{**gpu, **changes}]}}
         for _ in range(8):
             run.step(120.0, 3.0, allocated_bytes=None)
-        assert words in events.line(run.of(event)[0])
+        assert words in catalog.message(run.of(event)[0])
         assert set(run.alarms()) == {"slow_step", event}
 
 
@@ -75,7 +75,7 @@ def test_diagnosis_makes_it_certain_unless_the_cpu_was_asked_for(tmp_path: Path)
     for expect, said in ((2, 1), (0, 0), ("auto", 0)):
         run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=expect)))
         found_by_ranks = [{"rank": r, "model_device": "cpu", "offload": False} for r in range(2)]
-        for part in reports.pack(found_by_ranks):
+        for part in diagnosis_codec.pack(found_by_ranks):
             run.entry(kind="diagnosis", report=part)
         for _ in range(20):
             run.step(0.3, 3.0, allocated_bytes=None)
@@ -136,7 +136,7 @@ def test_the_entries_of_a_real_diagnosis_are_understood(tmp_path: Path) -> None:
     """Guards against a format that only one of the two sides knows: the evidence of every rank was lost."""
     run = Run(tmp_path)
     found_by_ranks = [{"rank": rank, "model_device": f"cuda:{rank}", "offload": False} for rank in range(2)]
-    for part in reports.pack(found_by_ranks):
+    for part in diagnosis_codec.pack(found_by_ranks):
         run.entry(kind="diagnosis", t=1.0, report=part)
     for _ in range(30):
         run.step(15.0, 3.0)

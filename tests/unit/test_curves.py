@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miner_guard import events
 from miner_guard.config import Config, LossSettings, MinerSettings
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.loss import LossWatch, OverfitWatch
 from miner_guard.detectors.memory import MemoryWatch
 from miner_guard.detectors.trend import p_rising
-from tests.simulated import Run, healthy
+from miner_guard.eventlog import catalog
+from tests.support.simulated_ranks import Run, healthy
 
 UNKNOWN = TrainingFacts()
 
@@ -29,7 +29,7 @@ def test_fault_nan_names_the_examples(tmp_path: Path) -> None:
         run.step(0.3, loss if number < 50 else math.nan, allocated_bytes=None)
     assert run.alarms() == ["loss_nan"]
     finding = run.of("loss_nan")[0]
-    assert events.line(finding) == "Loss is NaN or Inf at step 51"
+    assert catalog.message(finding) == "Loss is NaN or Inf at step 51"
     assert finding.fields["examples"] == [51 * 16, 52 * 16 - 1]
     assert any("816 to 831" in fix for fix in finding.fields["fixes"])
 
@@ -41,7 +41,7 @@ def test_a_loss_of_zero_with_a_nan_gradient_norm_is_nan(tmp_path: Path) -> None:
         bad = number >= 50
         run.step(0.3, 0.0 if bad else loss, grad_norm=math.nan if bad else 1.0, allocated_bytes=None)
     assert run.alarms() == ["loss_nan"]
-    assert events.line(run.of("loss_nan")[0]) == "Loss is NaN or Inf at step 51"
+    assert catalog.message(run.of("loss_nan")[0]) == "Loss is NaN or Inf at step 51"
     assert "gradient norm of nan" in run.of("loss_nan")[0].fields["detail"]
 
 
@@ -142,7 +142,7 @@ def test_an_evaluation_that_is_no_number_is_said_once_until_it_is_one_again(tmp_
             run.output(b"step %d val_loss: %.3f\n" % (number, evaluated))
     assert run.alarms() == ["eval_loss_nan"] * 2
     finding = run.of("eval_loss_nan")[0]
-    assert events.line(finding) == "EVALUATION LOSS is nan at step 60"
+    assert catalog.message(finding) == "EVALUATION LOSS is nan at step 60"
     assert (finding.severity, finding.rank) == ("warning", 0)
     assert any("labels are all masked" in fix for fix in finding.fields["fixes"])
 

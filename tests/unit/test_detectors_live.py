@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from miner_guard.config import StepSettings
 from miner_guard.detectors.straggler import Straggler, judge
 from miner_guard.detectors.window import SortedWindow
-from tests.simulated import Run, healthy
+from tests.support.simulated_ranks import Run, healthy
 
 
 @pytest.mark.parametrize("seed", range(10))

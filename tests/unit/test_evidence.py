@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from miner_guard.clock import FakeClock
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor import evidence, evidence_folders, processes
-from miner_guard.supervisor.evidence import Subject
-from miner_guard.supervisor.processes import Process
-from miner_guard.supervisor.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
+from miner_guard.monitors import evidence, evidence_folders
+from miner_guard.monitors.evidence import Subject
+from miner_guard.state_dir import StateDir
+from miner_guard.supervisor.process.teardown import TERM_TO_KILL_S, UNKILLABLE_S, Teardown
+from miner_guard.system import processes
+from miner_guard.system.clock import FakeClock
+from miner_guard.system.processes import Process
 
 WAITS_IN_THE_KERNEL = """
 import ctypes, time

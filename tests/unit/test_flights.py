@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from miner_guard import events
-from miner_guard.events import Finding
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.flight_recorder.layout import ACK, IDENTITY, MAGIC, NOW_OFFSET, VERSION
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter, process_start
 from miner_guard.rank.environment import find
-from miner_guard.rank.hook import Guard
-from miner_guard.statedir import StateDir
+from miner_guard.rank.guard import Guard
+from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.flights import Flights
 from tests.unit.rank.helpers import place
 
@@ -117,7 +117,7 @@ def test_a_record_that_is_cut_short_costs_its_rank_and_not_the_guard(tmp_path: P
     flights.look_at(0, heard)
     assert flights.ask_checkpoint() == 1
     assert [f.event for f in said] == ["file_set_aside"]
-    assert "cut short" in events.line(said[0])
+    assert "cut short" in catalog.message(said[0])
     flights.close()
     del writers
 

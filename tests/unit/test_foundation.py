@@ -7,37 +7,37 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard import events, settings
-from miner_guard.clock import FakeClock
-from miner_guard.config import LogSettings
+from miner_guard.config import LogSettings, loading
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.emitter import ConsoleSink, Emitter, JsonlSink
+from miner_guard.eventlog.redact import Redactor
 from miner_guard.flight_recorder.layout import JOURNAL_SLOTS
 from miner_guard.flight_recorder.reader import BadFlight, FlightReader
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter
-from miner_guard.logs import ConsoleSink, Emitter, JsonlSink
-from miner_guard.redact import Redactor
+from miner_guard.system.clock import FakeClock
 
 
 def test_slow_step_line_is_word_for_word() -> None:
-    finding = events.found(
+    finding = catalog.make_finding(
         "slow_step", step_time_s=245.7, expected="10-30s", inner_step=84, limit_s=60, rule="absolute"
     )
-    assert events.line(finding) == "SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"
+    assert catalog.message(finding) == "SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"
 
 
 def test_step_line_is_word_for_word_and_unknown_is_said() -> None:
     values = {"outer_step": 56, "inner_step": 84, "lr": 2.1e-5, "loss": 3.4, "step_time_s": 15.2, "gpu_mem_gb": 18.45}
-    assert events.line(events.found("inner_step", **values)) == (
+    assert catalog.message(catalog.make_finding("inner_step", **values)) == (
         "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: 15.2s | GPU Mem: 18.45GB"
     )
-    assert "GPU Mem: unknown" in events.line(events.found("inner_step", **{**values, "gpu_mem_gb": None}))
+    assert "GPU Mem: unknown" in catalog.message(catalog.make_finding("inner_step", **{**values, "gpu_mem_gb": None}))
 
 
 def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
     """Guards against an on-call person who is frightened by the end that they asked for."""
     lines: list[str] = []
     emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
-    exited = events.found("miner_exited", how="code 0 as asked: SIGINT", code=0, runtime_s=3.0)
+    exited = catalog.make_finding("miner_exited", how="code 0 as asked: SIGINT", code=0, runtime_s=3.0)
     emitter.emit(exited.at("info"))
     emitter.emit(exited)
     assert "❌" not in lines[0]
@@ -45,25 +45,27 @@ def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
 
 
 def test_one_is_no_plural() -> None:
-    left_out = [events.line(events.found("step_lines_left_out", count=n, limit_per_s=5)) for n in (1, 2)]
+    left_out = [catalog.message(catalog.make_finding("step_lines_left_out", count=n, limit_per_s=5)) for n in (1, 2)]
     assert [words.partition(" left")[0] for words in left_out] == ["1 step line", "2 step lines"]
-    assert "unknown lines lost" in events.line(events.found("disk_recovered", what="x", lost=None))
+    assert "unknown lines lost" in catalog.message(catalog.make_finding("disk_recovered", what="x", lost=None))
 
 
 def test_no_check_mark_stands_before_what_is_unknown() -> None:
-    said = events.line(events.found("gpu_diagnostics", ranks=[{"rank": 0, "cuda_available": False, "world_size": 2}]))
+    said = catalog.message(
+        catalog.make_finding("gpu_diagnostics", ranks=[{"rank": 0, "cuda_available": False, "world_size": 2}])
+    )
     assert "\n? Model device: unknown\n" in said
     assert "\n✓ World size (GPUs): 2\n" in said
 
 
 def test_a_checkpoint_whose_time_is_not_told_has_none() -> None:
-    said = events.found("checkpoint_saved", path="ckpt/7", step=7, seconds=None, size_bytes=None)
-    assert events.line(said) == "CHECKPOINT SAVED: ckpt/7", "it was `in unknowns`"
+    said = catalog.make_finding("checkpoint_saved", path="ckpt/7", step=7, seconds=None, size_bytes=None)
+    assert catalog.message(said) == "CHECKPOINT SAVED: ckpt/7", "it was `in unknowns`"
 
 
 def test_a_finding_without_its_fields_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks its fields: reason"):
-        events.found("upload_failed")
+        catalog.make_finding("upload_failed")
 
 
 @pytest.mark.parametrize(
@@ -77,24 +79,24 @@ def test_a_finding_without_its_fields_is_refused() -> None:
     ],
 )
 def test_bad_settings_name_the_key_and_what_is_allowed(tmp_path: Path, document: dict[str, object], words: str) -> None:
-    with pytest.raises(settings.BadConfig) as error:
-        settings.load(profile=document, env={})
+    with pytest.raises(loading.BadConfig) as error:
+        loading.load(profile=document, env={})
     assert words in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["load", '{"load": 600}', "load=600,compile"])
 def test_a_table_in_the_environment_is_taken_whole_or_refused(text: str) -> None:
     """Guards against an allowance that somebody has set, and that is not there."""
-    loaded = settings.load(env={"MINER_GUARD_HANG__PHASES": "load=600, compile=900"}).config
+    loaded = loading.load(env={"MINER_GUARD_HANG__PHASES": "load=600, compile=900"}).config
     assert loaded.hang.phases == {"load": 600.0, "compile": 900.0}
-    with pytest.raises(settings.BadConfig, match=r"allowed: a table of numbers .*NAME=NUMBER,NAME=NUMBER"):
-        settings.load(env={"MINER_GUARD_HANG__PHASES": text})
+    with pytest.raises(loading.BadConfig, match=r"allowed: a table of numbers .*NAME=NUMBER,NAME=NUMBER"):
+        loading.load(env={"MINER_GUARD_HANG__PHASES": text})
 
 
 def test_later_layers_win_and_say_where_a_value_came_from(tmp_path: Path) -> None:
     file = tmp_path / "guard.toml"
     file.write_text("[gate]\nmin_inner_step = 20\nrepo_age_limit_s = 2100\n")
-    loaded = settings.load(
+    loaded = loading.load(
         file,
         profile={"gate": {"min_inner_step": 10, "repo_age_target_s": 1700.0}},
         env={"MINER_GUARD_GATE__REPO_AGE_LIMIT_S": "2200"},
@@ -144,9 +146,9 @@ def test_a_full_disk_is_said_by_the_first_writer_alone_and_again_the_next_time()
     emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
     for _ in range(2):
         for what in ("guard.jsonl", "status.json", "gate-inputs.json"):
-            emitter.emit(events.found("disk_full", what=what, reason="No space left on device"))
+            emitter.emit(catalog.make_finding("disk_full", what=what, reason="No space left on device"))
         for what, lost in (("guard.jsonl", 3), ("gate-inputs.json", 0), ("status.json", 2)):
-            emitter.emit(events.found("disk_recovered", what=what, lost=lost))
+            emitter.emit(catalog.make_finding("disk_recovered", what=what, lost=lost))
     said = [line.partition("DISK ")[2].split()[:2] for line in lines]
     assert said == [["FULL:", "guard.jsonl"], ["RECOVERED:", "guard.jsonl"], ["RECOVERED:", "status.json"]] * 2
 
@@ -157,15 +159,15 @@ def test_what_a_full_disk_keeps_from_being_stored_is_said_unless_the_disk_was() 
 
     def unstored(*, disk_full: bool) -> bool:
         before = len(lines)
-        emitter.emit(events.found("guard_degraded", what="evidence could not be stored", disk_full=disk_full))
+        emitter.emit(catalog.make_finding("guard_degraded", what="evidence could not be stored", disk_full=disk_full))
         return len(lines) > before
 
     # Room for a line is not room for evidence: nobody else has said it.
     assert unstored(disk_full=True)
-    emitter.emit(events.found("disk_full", what="guard.jsonl", reason="No space left on device"))
+    emitter.emit(catalog.make_finding("disk_full", what="guard.jsonl", reason="No space left on device"))
     assert not unstored(disk_full=True)
     assert unstored(disk_full=False)
-    emitter.emit(events.found("disk_recovered", what="guard.jsonl", lost=3))
+    emitter.emit(catalog.make_finding("disk_recovered", what="guard.jsonl", lost=3))
     assert unstored(disk_full=True)
 
 
@@ -176,7 +178,9 @@ def test_secrets_are_gone_from_console_and_json(tmp_path: Path) -> None:
     jsonl = JsonlSink(tmp_path / "guard.jsonl", logs)
     redactor = Redactor.from_environment({"R2_WRITE_SECRET": secret})
     emitter = Emitter(FakeClock(), "r1", redactor, [ConsoleSink(lines.append, logs), jsonl])
-    emitter.emit(events.found("rank_message", text=f"key={secret} Bearer abcdefgh12345678 hf_{'a' * 30} {'0f' * 64}"))
+    emitter.emit(
+        catalog.make_finding("rank_message", text=f"key={secret} Bearer abcdefgh12345678 hf_{'a' * 30} {'0f' * 64}")
+    )
     stored = (tmp_path / "guard.jsonl").read_text()
     json.loads(stored)
     for planted in (secret, "abcdefgh12345678", "hf_aaaa", "0f0f0f"):
@@ -189,7 +193,7 @@ def test_rotation_loses_no_line_and_every_line_parses(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "guard.jsonl", logs)
     emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
     for number in range(100):
-        emitter.emit(events.found("rank_message", text=str(number)))
+        emitter.emit(catalog.make_finding("rank_message", text=str(number)))
     seen = {
         json.loads(line)["text"] for file in tmp_path.glob("guard.jsonl*") for line in file.read_text().splitlines()
     }

@@ -252,7 +252,7 @@ def test_whatever_any_rule_blocks_is_blocked_and_nothing_else_is(
 ) -> None:
     facts = Facts(candidate, known.published, known.network, NOW, known.credentials, known.bucket)
     limits = Limits.of(settings, known.limits)
-    blocking = {rule for rule, judge in rules.for_gate(facts, limits) if judge(facts, limits).outcome == "block"}
+    blocking = {rule for rule, judge in rules.gate_rules(facts, limits) if judge(facts, limits).outcome == "block"}
     decision = decide(candidate, known, settings, now=NOW, wall=WALL)
     exempt = candidate.kind == "archive" or settings.mode == "shadow"
     assert decision.allowed == (exempt or not blocking)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from miner_guard import events
 from miner_guard.diagnosis.faults import Faults, of_events
 from miner_guard.diagnosis.gpu_rows import of_row
-from miner_guard.events import Finding
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding
 
 HEALTHY: dict[str, Any] = {
     "index": 0, "state": "ok", "error": None, "uuid": "GPU-0", "name": "NVIDIA A100-SXM4-80GB",
@@ -46,7 +46,7 @@ def test_a_lost_gpu_keeps_what_stood_before_and_is_said_itself() -> None:
     faults = Faults()
     observed(faults, 0.0, ecc_uncorrected=1)
     lost = observed(faults, 10.0, state="lost", error="GPU is lost in uuid")
-    assert [events.line(f).partition(";")[0] for f in lost] == [
+    assert [catalog.message(f).partition(";")[0] for f in lost] == [
         "GPU FAULT: GPU 0 is lost: it has fallen off the bus (GPU is lost in uuid)"
     ]
     assert lost[0].severity == "critical"
@@ -73,7 +73,7 @@ def test_cards_without_a_bridge_have_links_that_nobody_misses_unless_the_others_
     one_down = [{**bare[0], "nvlinks_up": 4}, bare[1]]
     (fault,) = faults.observe(one_down, 10.0)
     assert (fault.fields["gpu"], fault.severity) == (1, "warning")
-    assert "0 of 4 NVLinks are up" in events.line(fault)
+    assert "0 of 4 NVLinks are up" in catalog.message(fault)
     assert [c.level for c in of_row({**HEALTHY, "nvlinks_up": 11}) if c.check == "gpu.nvlink"] == ["warn"]
 
 
@@ -107,7 +107,7 @@ def test_a_narrow_link_must_be_seen_twice_and_under_load() -> None:
 def test_an_xid_is_a_fault_of_its_weight_also_of_a_gpu_that_is_lost(xid: int, level: str, state: str) -> None:
     (fault,) = of_events([{**HEALTHY, "state": state, "xids": [xid]}])
     assert fault.severity == level
-    assert f"Xid {xid}" in events.line(fault)
+    assert f"Xid {xid}" in catalog.message(fault)
 
 
 @pytest.mark.parametrize("field", [n for n in HEALTHY if n not in ("index", "state", "unread", "xids")])

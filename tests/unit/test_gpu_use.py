@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from miner_guard import events
-from miner_guard.clock import FakeClock
 from miner_guard.config import Config, GpuSettings
 from miner_guard.detectors.batch_argument import BatchPolicy, rewritten, value_of
-from miner_guard.detectors.gpu_use import GpuUse, Printed, Reading, decide, parse
+from miner_guard.detectors.gpu_use import GpuUse, MemoryReading, Printed, decide, parse
 from miner_guard.detectors.model_sizes import size_of
-from miner_guard.events import Finding, found
-from miner_guard.supervisor.parts import Launch
-from miner_guard.supervisor.parts.gpu import Gpu
-from tests.idle import context
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.monitors.base import Launch
+from miner_guard.monitors.gpu import GpuMonitor
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import context
 
 SETTINGS = GpuSettings()
 
@@ -88,16 +88,16 @@ def test_the_miners_own_lines_are_read(line: str, printed: Any) -> None:
 
 
 def checked(use: GpuUse, share: float, step: int, size: str = "large", name: str = "EfficientNet-B4") -> list[Finding]:
-    return list(use.check([Reading("rank 0", share * 0.24, 24.0, "hook")], size, name, step, 60.0))
+    return list(use.check([MemoryReading("rank 0", share * 0.24, 24.0, "hook")], size, name, step, 60.0))
 
 
 def test_the_documents_lines() -> None:
-    lines = [events.line(f) for f in checked(GpuUse(SETTINGS), 76.3, 1)]
+    lines = [catalog.message(f) for f in checked(GpuUse(SETTINGS), 76.3, 1)]
     optimal = "GPU at 76% is optimal for large model (EfficientNet-B4). Proceeding."
     assert lines == [f"GPU Memory Used: 18.3 GB / 24.0 GB (76.3%) - {optimal}"]
-    low = events.line(checked(GpuUse(SETTINGS), 51.3, 1)[0])
+    low = catalog.message(checked(GpuUse(SETTINGS), 51.3, 1)[0])
     assert "GPU at 51% is LOW for large model (EfficientNet-B4). Should be 70%+" in low
-    small = events.line(checked(GpuUse(SETTINGS), 51.3, 1, "small", "ResNet-18")[0])
+    small = catalog.message(checked(GpuUse(SETTINGS), 51.3, 1, "small", "ResNet-18")[0])
     assert "GPU at 51% is acceptable for small model (ResNet-18). Proceeding without adjustment." in small
 
 
@@ -106,11 +106,11 @@ def test_a_sudden_drop_is_told_from_a_gradual_decline_and_names_its_step() -> No
     for number in range(11):
         last = checked(use, 76.0 - 0.4 * number, number * 10)
         assert [f.event for f in last] == ["gpu_usage"]
-    assert "Gradual decline from 76% to 72% over 11 checks" in events.line(last[0])
+    assert "Gradual decline from 76% to 72% over 11 checks" in catalog.message(last[0])
     use = GpuUse(SETTINGS)
     checked(use, 76.0, 500)
     drop = checked(use, 45.0, 510)
-    assert events.line(drop[0]) == "GPU DROP: 76% -> 45% at step 510"
+    assert catalog.message(drop[0]) == "GPU DROP: 76% -> 45% at step 510"
     assert [f.event for f in checked(use, 45.0, 520)] == ["gpu_usage"]
 
 
@@ -118,7 +118,7 @@ def test_a_stable_history_is_called_stable() -> None:
     use = GpuUse(SETTINGS)
     for share in (75.4, 74.6, 75.0):
         last = checked(use, share, 1)
-    assert "Stable at 75-75% over 3 checks" in events.line(last[0])
+    assert "Stable at 75-75% over 3 checks" in catalog.message(last[0])
 
 
 @pytest.mark.parametrize("form", [["--b=128"], ["--b", "128"], ["--b=4", "x", "--b", "128"]])
@@ -176,7 +176,7 @@ class Bench:
     def __init__(self, tmp_path: Path, **gpu: Any) -> None:
         self.clock, self.control = FakeClock(), Control()
         self.health: dict[str, Any] = {"gpus": None}
-        self.part = Gpu(context(
+        self.part = GpuMonitor(context(
             tmp_path, config=Config(gpu=GpuSettings(**gpu)), clock=self.clock, control=self.control,
             status=lambda: {"health": self.health},
         ))  # fmt: skip
@@ -212,7 +212,7 @@ def test_no_reading_at_60_s_is_a_finding_of_its_own_where_a_gpu_is_wanted(tmp_pa
     bench.launch()
     (finding,) = bench.tick(61)
     assert finding.severity == "warning"
-    assert "no reading" in events.line(finding)
+    assert "no reading" in catalog.message(finding)
     on_cpu = Bench(tmp_path)
     on_cpu.launch()
     assert not on_cpu.tick(61)
@@ -244,11 +244,11 @@ def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(tmp
     bench.sample(8.2)
     found_now = bench.tick(61)
     assert [f.event for f in found_now] == ["gpu_usage", "gpu_relaunch"]
-    assert events.line(found_now[1]) == "GPU RELAUNCH: --batch 128 -> 256: GPU memory at 34% (relaunch 1 of 3)"
+    assert catalog.message(found_now[1]) == "GPU RELAUNCH: --batch 128 -> 256: GPU memory at 34% (relaunch 1 of 3)"
     assert bench.control.commands == [("m.py", "--batch=256")]
     assert bench.control.relaunches == ["a larger batch: 128 -> 256"]
     bench.launch("m.py", "--batch=256")
-    oom = found("incident", label="cuda_oom", cause="x", fix="y", excerpt="z")
+    oom = make_finding("incident", label="cuda_oom", cause="x", fix="y", excerpt="z")
     (back,) = bench.part.on_finding(oom)
     assert (back.fields["old"], back.fields["new"]) == (256, 128)
     assert bench.control.commands[-1] == ("m.py", "--batch=128")
@@ -264,7 +264,7 @@ def test_a_driver_that_falls_silent_is_a_fault_once_two_samples_are_missing(tmp_
     bench.health = {"gpus": None, "unknown": {"gpus": "failed: Unknown Error"}}
     assert not bench.tick(1)
     (fault,) = bench.tick(21)
-    assert events.line(fault).startswith("GPU FAULT: GPU all can't be read any more: failed: Unknown Error")
+    assert catalog.message(fault).startswith("GPU FAULT: GPU all can't be read any more: failed: Unknown Error")
     assert fault.severity == "critical"
     assert not bench.tick(1)
     bench.sample(18.3)

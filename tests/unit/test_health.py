@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from miner_guard import events
-from miner_guard.clock import SystemClock
 from miner_guard.config import HealthSettings
-from miner_guard.events import Finding
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.health import host
 from miner_guard.health.host import NAMES, HostSampler, figures, read_cgroup_memory
 from miner_guard.health.limits import HostLimits
 from miner_guard.health.own import OwnSampler
 from miner_guard.health.samplers import Samplers, Unreadable
 from miner_guard.health.snapshot import assemble, summary
-from tests.idle import JobsAtOnce, context
+from miner_guard.system.clock import SystemClock
+from tests.support.contexts import JobsAtOnce, context
 
 GIB = 1024**3
 
@@ -196,7 +196,7 @@ def test_what_is_short_is_said_once_until_it_was_better(figures: dict[str, Any],
     assert list(limits.observe(_host())) == []
     said = [*limits.observe(_host(**figures)), *limits.observe(_host(**figures))]
     assert len(said) == 1
-    assert events.line(said[0]).startswith(words)
+    assert catalog.message(said[0]).startswith(words)
     list(limits.observe(_host()))
     if "oom_kills" not in figures:
         assert len(list(limits.observe(_host(**figures)))) == 1
@@ -252,7 +252,7 @@ def test_the_line_of_nothing_known_says_so() -> None:
     snapshot = assemble({}, None, None, {"cpu_pct": None, "memory_bytes": None}, {"host": "no answer within 5 s"})
     assert summary(snapshot) == "unknown | gpu ? | host ? | guard ? ? mon ?"
     assert snapshot["unknown"] == {"host": "no answer within 5 s"}
-    assert events.found("health_snapshot", summary="x", snapshot=snapshot)
+    assert catalog.make_finding("health_snapshot", summary="x", snapshot=snapshot)
 
 
 def test_the_guard_knows_what_it_takes_itself() -> None:
@@ -266,11 +266,11 @@ def test_the_guard_knows_what_it_takes_itself() -> None:
 
 def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Path) -> None:
     from miner_guard.config import Config
-    from miner_guard.supervisor.parts.health import Health
+    from miner_guard.monitors.health import HealthMonitor
 
     jobs, emitted = JobsAtOnce(), list[Finding]()
     config = Config(health=HealthSettings(snapshot_every_s=10.0))
-    part = Health(context(tmp_path, config=config, emit=emitted.append, jobs=jobs, status=_status))
+    part = HealthMonitor(context(tmp_path, config=config, emit=emitted.append, jobs=jobs, status=_status))
     part._nvml.close()
     part.samplers = Samplers(SystemClock(), 5.0, {
         **part._host.reads, "gpus": lambda: {"state": "absent", "gpus": []}, "guard": part._own.sample,

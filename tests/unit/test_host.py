@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.records import Now
-from miner_guard.supervisor.host import Host
-from miner_guard.supervisor.parts import Context, Part
+from miner_guard.monitors.base import Context, Monitor
+from miner_guard.monitors.runner import MonitorRunner
 
 
-class Broken(Part):
+class Broken(Monitor):
     name = "broken"
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
@@ -21,22 +21,22 @@ class Broken(Part):
         raise KeyError("nor this")
 
 
-class Talkative(Part):
+class Talkative(Monitor):
     name = "talkative"
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
-        return [found("rank_message", text="tick")]
+        return [make_finding("rank_message", text="tick")]
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        return [found("rank_message", text=f"heard {finding.fields['text']}")]
+        return [make_finding("rank_message", text=f"heard {finding.fields['text']}")]
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"fine": True}
 
 
-def host(*parts: type[Part]) -> tuple[Host, list[Finding]]:
+def host(*parts: type[Monitor]) -> tuple[MonitorRunner, list[Finding]]:
     logged: list[Finding] = []
-    made = Host(logged.append)
+    made = MonitorRunner(logged.append)
     made.parts = [part(cast(Context, None)) for part in parts]
     return made, logged
 
@@ -57,5 +57,5 @@ def test_a_snapshot_that_fails_is_unknown_not_absent() -> None:
 
 def test_findings_that_lead_to_findings_come_to_an_end() -> None:
     made, logged = host(Talkative, Talkative)
-    made.finding(found("rank_message", text="start"))
+    made.finding(make_finding("rank_message", text="start"))
     assert 3 <= len(logged) < 100

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.events import Finding, line
+from miner_guard.eventlog.catalog import Finding, message
 from uploads.ledger import TABLES, Ledger, ReadOnlyLedger
 
 
@@ -47,7 +47,7 @@ def test_a_full_disk_costs_rows_and_says_so_once(tmp_path: Path, monkeypatch: py
         ledger.restart(2.0, "crash", 2, 4.0)
     monkeypatch.setattr(ledger, "_done", whole)
     ledger.restart(3.0, "crash", 3, 4.0)
-    assert [line(f) for f in findings] == [
+    assert [message(f) for f in findings] == [
         "DISK FULL: ledger.sqlite3 stopped writing (database or disk is full); the miner goes on",
         "DISK RECOVERED: ledger.sqlite3 writes again, 3 lines lost",
     ]
@@ -69,7 +69,7 @@ def test_rows_wait_while_another_process_holds_the_file_and_hold_nobody_up(tmp_p
     other.close()
     now += 10.0
     ledger.restart(200.0, "crash", 3, 4.0)
-    assert [line(f) for f in findings] == [
+    assert [message(f) for f in findings] == [
         "LEDGER STUCK: ledger.sqlite3: database is locked; the miner goes on",
         "LEDGER RECOVERED: ledger.sqlite3 is written again, 0 rows lost",
     ]
@@ -79,7 +79,7 @@ def test_rows_wait_while_another_process_holds_the_file_and_hold_nobody_up(tmp_p
 
 def test_rows_that_wait_at_the_end_are_written_or_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = list[Finding]()
-    monkeypatch.setattr("uploads.ledger._MOST_WAITING", 3)
+    monkeypatch.setattr("uploads.ledger._MAX_WAITING", 3)
     ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append, lambda: 0.0)
     for last in (False, True):
         ledger.restart(1.0, "crash", 1, 2.0)
@@ -99,7 +99,7 @@ def test_rows_that_wait_at_the_end_are_written_or_said(tmp_path: Path, monkeypat
         "ledger_stuck",
     ]
     assert findings[1].fields["lost"] == 2
-    assert "3 rows were never written" in line(findings[-1])
+    assert "3 rows were never written" in message(findings[-1])
 
 
 def test_a_row_that_sqlite_does_not_take_holds_back_none(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_miner_that_asks_at_every_step_does_not_fill_the_disk_in_a_month(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a ledger that was only cleaned when it was opened: with 15 s steps 0.8 GB a month."""
-    monkeypatch.setattr("uploads.ledger.MOST_DECISIONS", 50)
+    monkeypatch.setattr("uploads.ledger.MAX_DECISIONS", 50)
     monkeypatch.setattr("uploads.ledger._FORGET_EVERY", 20)
     ledger = Ledger(tmp_path / "ledger.sqlite3")
     for number in range(200):
@@ -249,4 +249,4 @@ def test_a_folder_that_cannot_be_made_stops_nobody(tmp_path: Path) -> None:
     ledger.restart(1.0, "crash", 1, 2.0)
     ledger.close()
     assert [finding.event for finding in findings] == ["ledger_stuck", "ledger_stuck"]
-    assert "1 rows were never written" in line(findings[1])
+    assert "1 rows were never written" in message(findings[1])

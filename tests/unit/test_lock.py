@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.lock import Busy, Lock
+from miner_guard.state_dir import StateDir
+from miner_guard.supervisor.startup.lock import Lock, LockHeld
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +43,14 @@ def test_a_removed_lock_is_taken_back_and_keeps_a_second_guard_out(state: StateD
     state.lock.unlink()
     assert held.keep() is None
     assert json.loads(state.lock.read_text())["stopping"]
-    with pytest.raises(Busy, match=f"the guard with pid {os.getpid()} is still stopping"):
+    with pytest.raises(LockHeld, match=f"the guard with pid {os.getpid()} is still stopping"):
         Lock(state, 0.0).acquire()
 
 
 def test_so_is_that_of_a_removed_state_directory(state: StateDir, held: Lock) -> None:
     shutil.rmtree(state.root)
     assert held.keep() is None
-    with pytest.raises(Busy, match="is running there"):
+    with pytest.raises(LockHeld, match="is running there"):
         Lock(state, 0.0).acquire()
 
 
@@ -66,7 +66,7 @@ def test_a_second_guard_that_was_quicker_is_named_once(state: StateDir, held: Lo
         assert held.keep() is None
     # It has ended: the lock is this guard's again.
     assert held.keep() is None
-    with pytest.raises(Busy):
+    with pytest.raises(LockHeld):
         Lock(state, 0.0).acquire()
 
 
@@ -96,5 +96,5 @@ def test_who_waits_for_a_lock_does_not_take_one_that_was_removed_meanwhile(state
                 assert held.keep() is None
             return fd
 
-    with pytest.raises(Busy):
+    with pytest.raises(LockHeld):
         Waits(state, 0.0).acquire()

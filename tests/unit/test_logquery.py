@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard import events, logquery
-from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
-from miner_guard.logquery import Follower, Query, Seen
-from miner_guard.logs import Emitter, JsonlSink
-from miner_guard.redact import Redactor
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog import query as logquery
+from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.query import Follower, Query, Seen
+from miner_guard.eventlog.redact import Redactor
+from miner_guard.system.clock import FakeClock
 
 
 def _emitter(log: Path, clock: FakeClock, max_bytes: int = 2000) -> Emitter:
@@ -27,9 +28,9 @@ def log(tmp_path: Path) -> Path:
     for minute in range(40):
         clock.advance(60)
         for rank in (0, 1):
-            emitter.emit(events.found("rank_message", rank=rank, text=f'say "slow_step" {minute}\n\\'))
+            emitter.emit(catalog.make_finding("rank_message", rank=rank, text=f'say "slow_step" {minute}\n\\'))
         emitter.emit(
-            events.found(
+            catalog.make_finding(
                 "slow_step",
                 rank=1,
                 step_time_s=70.0 + minute,
@@ -51,7 +52,9 @@ def test_a_query_by_event_reads_all_rotated_files_in_order(log: Path) -> None:
 
 def test_words_inside_a_message_are_not_an_event(log: Path) -> None:
     inner = {"event": "gpu_drop"}
-    _emitter(log, FakeClock()).emit(events.found("health_snapshot", summary='"event": "gpu_drop"', snapshot=inner))
+    _emitter(log, FakeClock()).emit(
+        catalog.make_finding("health_snapshot", summary='"event": "gpu_drop"', snapshot=inner)
+    )
     assert not list(logquery.search(log, Query(events=frozenset({"gpu_drop"}))))
 
 
@@ -67,7 +70,7 @@ def test_level_rank_and_since_are_each_applied(log: Path) -> None:
 
 def test_rank_1_is_not_rank_10(tmp_path: Path) -> None:
     log = tmp_path / "guard.jsonl"
-    _emitter(log, FakeClock()).emit(events.found("rank_message", rank=10, text="ten"))
+    _emitter(log, FakeClock()).emit(catalog.make_finding("rank_message", rank=10, text="ten"))
     assert not list(logquery.search(log, Query(ranks=frozenset({1}))))
 
 
@@ -79,7 +82,7 @@ def test_the_message_comes_back_as_it_was_said(log: Path) -> None:
 
 def test_lines_that_are_no_events_are_counted_and_passed_over(tmp_path: Path) -> None:
     log = tmp_path / "guard.jsonl"
-    _emitter(log, FakeClock()).emit(events.found("rank_message", text="whole"))
+    _emitter(log, FakeClock()).emit(catalog.make_finding("rank_message", text="whole"))
     log.write_bytes(b'\x00\xff torn\n"a string"\n[1]\n{"ts": 1}\n\n' + log.read_bytes() + b'{"ts": "2026')
     seen = Seen()
     assert [hit.msg for hit in logquery.search(log, Query(), seen)] == ["whole"]
@@ -111,11 +114,11 @@ def test_since_refuses_what_it_does_not_know(text: str) -> None:
 def test_following_loses_and_repeats_nothing_across_rotations(tmp_path: Path) -> None:
     log, clock = tmp_path / "guard.jsonl", FakeClock()
     emitter = _emitter(log, clock, max_bytes=600)
-    emitter.emit(events.found("rank_message", text="before"))
+    emitter.emit(catalog.make_finding("rank_message", text="before"))
     follower = Follower(log, Query())
     seen: list[str] = []
     for number in range(200):
-        emitter.emit(events.found("rank_message", text=str(number)))
+        emitter.emit(catalog.make_finding("rank_message", text=str(number)))
         if number % 7 == 0:
             seen += [hit.msg for hit in follower.poll()]
     seen += [hit.msg for hit in follower.poll()]
@@ -127,7 +130,7 @@ def test_following_waits_for_a_log_that_is_not_there_yet(tmp_path: Path) -> None
     log = tmp_path / "guard.jsonl"
     follower = Follower(log, Query())
     assert follower.poll() == []
-    _emitter(log, FakeClock()).emit(events.found("rank_message", text="first"))
+    _emitter(log, FakeClock()).emit(catalog.make_finding("rank_message", text="first"))
     assert [hit.msg for hit in follower.poll()] == ["first"]
     follower.close()
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from miner_guard.clock import SystemClock
 from miner_guard.supervisor import loop as loop_module
 from miner_guard.supervisor.loop import Loop
+from miner_guard.system.clock import SystemClock
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from miner_guard.attach.auto import Leader
 from miner_guard.attach.losses import Losses
 from miner_guard.rank.numbers import Loss
-from tests import needs
+from tests.support import requires
 
 
 class Graph:
@@ -252,7 +252,7 @@ def test_one_of_several_optimizers_counts_the_steps(order: str, counted: str, cy
 
 
 def test_torchs_own_tensors_are_understood() -> None:
-    needs.module("torch")
+    requires.module("torch")
     import torch
 
     weights = torch.ones(3, requires_grad=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.commandline import value_of
 from miner_guard.config import Config, MinerSettings
 from miner_guard.diagnosis import (
     host_probe,
@@ -17,8 +16,9 @@ from miner_guard.diagnosis import (
 )
 from miner_guard.diagnosis.expectation import Expectation
 from miner_guard.diagnosis.gpu_count import ranks_of, visible
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.gather import Question, expectation_of, ports_of
+from miner_guard.state_dir import StateDir
+from miner_guard.supervisor.startup.collect import PreflightRequest, expectation_of, ports_of
+from miner_guard.system.launcher_args import value_of
 
 
 def program(path: Path, text: str) -> str:
@@ -81,17 +81,17 @@ def test_what_cuda_visible_devices_shows(mask: str | None, shown: int | None) ->
 
 def test_the_profile_demands_one_gpu_per_rank(tmp_path: Path) -> None:
     config = Config(miner=MinerSettings(profile="sn38"))
-    asked = Question(config, StateDir(tmp_path), ("torchrun", "--nproc_per_node=2", "m.py"), {})
+    asked = PreflightRequest(config, StateDir(tmp_path), ("torchrun", "--nproc_per_node=2", "m.py"), {})
     assert expectation_of(asked, 8) == Expectation(2, "the profile")
-    assert expectation_of(Question(config, StateDir(tmp_path), (), {}), 8) == Expectation(4, "the profile")
+    assert expectation_of(PreflightRequest(config, StateDir(tmp_path), (), {}), 8) == Expectation(4, "the profile")
 
 
 def test_ports_are_read_from_the_command_and_checked(tmp_path: Path) -> None:
     config = Config(miner=MinerSettings(master_port=29500))
     command = ("torchrun", "--master_port=29501", "m.py", "--axon.port", "8091", "--dht.port=0")
-    asked = ports_of(Question(config, StateDir(tmp_path), command, {}))
+    asked = ports_of(PreflightRequest(config, StateDir(tmp_path), command, {}))
     assert asked == [{"port": 29501, "use": "rendezvous"}, {"port": 8091, "use": "axon"}]
-    assert ports_of(Question(config, StateDir(tmp_path), (), {})) == [{"port": 29500, "use": "rendezvous"}]
+    assert ports_of(PreflightRequest(config, StateDir(tmp_path), (), {})) == [{"port": 29500, "use": "rendezvous"}]
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from miner_guard.config import AlertSettings, Config, HttpSettings
-from miner_guard.redact import Redactor
-from miner_guard.statedir import MARKER, StateDir
-from miner_guard.supervisor import environment
+from miner_guard.eventlog.redact import Redactor
+from miner_guard.state_dir import MARKER, StateDir
+from miner_guard.supervisor.process import environment
 
 PM2 = {"pm_id": "0", "pm_exec_path": "/x", "name": "miner", "NODE_CHANNEL_FD": "3"}
 

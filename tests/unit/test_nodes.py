@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.supervisor import nodes
+from miner_guard.monitors import reachability
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -31,24 +31,24 @@ TABLE = """\
     ],
 )
 def test_where_the_nodes_meet(command: str, where: tuple[str, int] | None) -> None:
-    assert nodes.rendezvous(command.split()) == where
+    assert reachability.rendezvous(command.split()) == where
 
 
 def test_peers_are_the_other_hosts_on_that_port(tmp_path: Path) -> None:
     table = tmp_path / "tcp"
     table.write_text(TABLE)
-    assert nodes.peers(0x72D8, [table, tmp_path / "absent"]) == {"10.0.0.2"}
+    assert reachability.peers(0x72D8, [table, tmp_path / "absent"]) == {"10.0.0.2"}
 
 
 def test_a_refusal_is_an_answer_and_silence_is_none() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    assert nodes.answers("127.0.0.1", port, 2.0) is None
+    assert reachability.answers("127.0.0.1", port, 2.0) is None
     # A name that never resolves (RFC 6761); a network that answers nothing is in the test with two nodes.
-    assert nodes.answers("no-such-node.invalid", 9, 0.2) is not None
+    assert reachability.answers("no-such-node.invalid", 9, 0.2) is not None
 
 
 def test_own_addresses_are_known() -> None:
-    assert nodes.is_own("127.0.0.1")
-    assert not nodes.is_own("192.0.2.1")
+    assert reachability.is_own("127.0.0.1")
+    assert not reachability.is_own("192.0.2.1")

@@ -13,32 +13,32 @@ from typing import Any, cast
 
 import pytest
 
-from miner_guard import events
 from miner_guard.cli import screen
 from miner_guard.cli.options import choose_state
-from miner_guard.clock import FakeClock, SystemClock
 from miner_guard.config import LogSettings
 from miner_guard.costs import get_global_tracker, set_global_tracker
-from miner_guard.events import Finding, found
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.query import Hit
+from miner_guard.eventlog.redact import Redactor
+from miner_guard.eventlog.rendering import console_line
 from miner_guard.exits import Refused
 from miner_guard.flight_recorder.writer import FlightWriter
-from miner_guard.lines import console_line
-from miner_guard.logquery import Hit
-from miner_guard.logs import Emitter, JsonlSink
-from miner_guard.redact import Redactor
-from miner_guard.statedir import StateDir, read_json
-from miner_guard.supervisor import status as module
-from miner_guard.supervisor.assemble import Assembly
-from miner_guard.supervisor.bell import finding_of
-from miner_guard.supervisor.control import Control, ask
+from miner_guard.monitors.base import Context
+from miner_guard.monitors.reports import ReportsMonitor
+from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.state_dir import StateDir, read_json
+from miner_guard.supervisor.app import GuardApp
+from miner_guard.supervisor.control import status as module
+from miner_guard.supervisor.control.control_socket import ControlSocket, ask
+from miner_guard.supervisor.control.status import Status
 from miner_guard.supervisor.flights import Flights
-from miner_guard.supervisor.host import Host
 from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.outlet import Outlet
-from miner_guard.supervisor.parts import Context
-from miner_guard.supervisor.parts.reports import Reports
-from miner_guard.supervisor.relay import Relay
-from miner_guard.supervisor.status import Status
+from miner_guard.supervisor.notify import finding_of
+from miner_guard.supervisor.output.relay import Relay
+from miner_guard.supervisor.output.writer import OutputWriter
+from miner_guard.system.clock import FakeClock, SystemClock
 
 RUN = "r" * 12
 
@@ -59,10 +59,10 @@ def _rank_with_an_odd_entry(state: StateDir, run_id: str = RUN) -> FlightWriter:
     return writer
 
 
-def _host(state: StateDir) -> Host:
+def _host(state: StateDir) -> MonitorRunner:
     clock = FakeClock()
-    host = Host(Emitter(clock, RUN, Redactor(), [JsonlSink(state.log, LogSettings())]).emit)
-    host.parts = [Reports(cast(Context, SimpleNamespace(clock=clock)))]
+    host = MonitorRunner(Emitter(clock, RUN, Redactor(), [JsonlSink(state.log, LogSettings())]).emit)
+    host.parts = [ReportsMonitor(cast(Context, SimpleNamespace(clock=clock)))]
     return host
 
 
@@ -109,19 +109,19 @@ def test_a_log_that_fails_is_said_once_and_the_parts_still_hear(state: StateDir)
             raise RecursionError("too deep")
         said.append(finding)
 
-    host, heard = Host(log), list[Finding]()
+    host, heard = MonitorRunner(log), list[Finding]()
     host.on_finding = heard.append
     for _ in range(3):
-        host.finding(found("rank_message", text="x"))
+        host.finding(make_finding("rank_message", text="x"))
     assert [finding.event for finding in said] == ["guard_degraded"]
     assert "rank_message.log failed with RecursionError" in said[0].fields["what"]
 
 
-@pytest.mark.parametrize("event", [name for name in events.CATALOGUE if name != "rank_message"])
+@pytest.mark.parametrize("event", [name for name in catalog.CATALOGUE if name != "rank_message"])
 def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
     """A rank may be of another version, or a miner's own code may have emitted it."""
-    odd = dict.fromkeys(events.CATALOGUE[event].fields, object())
-    assert isinstance(events.line(found(event, **odd)), str)
+    odd = dict.fromkeys(catalog.CATALOGUE[event].fields, object())
+    assert isinstance(catalog.message(make_finding(event, **odd)), str)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_status_that_cannot_be_written_is_no_full_disk_unless_it_is(
     said: list[Finding] = []
     state.status.mkdir(parents=True)
     Status(state, FakeClock(), said.append).update({})
-    assert [events.line(finding) for finding in said] == [
+    assert [catalog.message(finding) for finding in said] == [
         "GUARD DEGRADED: status.json cannot be written: Is a directory"
     ]
 
@@ -194,7 +194,7 @@ def test_a_defect_is_said_once_though_its_words_change() -> None:
         try:
             raise KeyError(number)
         except KeyError as error:
-            Assembly._defect(cast(Assembly, assembly), error)
+            GuardApp._defect(cast(GuardApp, assembly), error)
     assert len(said) == len(assembly._defects) == 1
 
 
@@ -230,7 +230,7 @@ def test_checksums_cache_folders_and_counts_of_tokens_are_no_secrets_but_a_bare_
 def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a log file that stays silent for the rest of the month, because the disk was full for a minute."""
     full, there = os.open("/dev/full", os.O_WRONLY), os.pipe2(os.O_NONBLOCK)
-    outlet = Outlet(full, lambda: None)
+    outlet = OutputWriter(full, lambda: None)
     outlet.say("lost\n")
     deadline = time.monotonic() + 20
     while not outlet.dropped:
@@ -248,7 +248,7 @@ def test_a_long_command_line_does_not_cut_the_answer_of_the_guard(tmp_path: Path
     """Guards against `status` that says that no guard runs: a socket takes 200 KB at once, a command has up to 2 MB."""
     command = "x" * 1_500_000
     loop = Loop(SystemClock(), lambda error: pytest.fail(repr(error)))
-    control = Control(StateDir(tmp_path), loop, lambda _request: {"status": {"command": command}})
+    control = ControlSocket(StateDir(tmp_path), loop, lambda _request: {"status": {"command": command}})
     answers: list[Any] = []
     asking = threading.Thread(target=lambda: answers.append(ask(StateDir(tmp_path), {"do": "status"}, 30.0)))
     asking.start()

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from miner_guard import blocks
-from miner_guard.events import CATALOGUE, RESERVED, Spec
+from miner_guard.eventlog import formatters
+from miner_guard.eventlog.catalog import CATALOGUE, RESERVED, Spec
 from miner_guard.reporting import metrics
-from miner_guard.statedir import choose
-from tests import needs
+from miner_guard.state_dir import choose
+from tests.support import requires
 
-OPS = needs.REPO / "ops"
+OPS = requires.REPO / "ops"
 ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
 BLOCKS = {
     "inner_step": "Step Time", "gpu_diagnostics": "GPU DIAGNOSTICS", "timing_breakdown": "TIMING BREAKDOWN",
@@ -52,7 +52,9 @@ def test_every_fault_of_the_runbook_is_made_by_the_test_it_names() -> None:
     for row in rows:
         said, test = row.split("|")[2], re.search(r"`(\w+)::(\w+)` \|$", row)
         assert test is not None, row
-        code = _with_helpers((needs.REPO / "tests" / "faults" / f"{test[1]}.py").read_text(encoding="utf-8"), test[2])
+        code = _with_helpers(
+            (requires.REPO / "tests" / "faults" / f"{test[1]}.py").read_text(encoding="utf-8"), test[2]
+        )
         words = re.search("`([A-Z ]+[A-Z])", said)
         if words is None:
             assert said.strip().startswith("none"), row
@@ -71,7 +73,7 @@ def _with_helpers(source: str, name: str) -> str:
 
 def test_every_row_of_the_runbook_is_produced_by_a_test() -> None:
     """By the event's name, or by the words of its line: a row that nothing produces would be a promise."""
-    tests = needs.REPO / "tests"
+    tests = requires.REPO / "tests"
     own = Path(__file__)
     code = "".join(path.read_text(encoding="utf-8") for path in sorted(tests.rglob("test_*.py")) if path != own)
     unseen = [
@@ -95,15 +97,17 @@ def test_the_runbooks_grep_finds_the_real_line(spec: Spec) -> None:
 
 def test_the_blocks_hold_the_words_that_are_grepped() -> None:
     step = dict.fromkeys(("outer_step", "inner_step", "lr", "loss", "step_time_s", "gpu_mem_gb"))
-    assert BLOCKS["inner_step"] in blocks.inner_step(step)
-    assert BLOCKS["gpu_diagnostics"] in blocks.gpu_diagnostics({"ranks": []})
-    assert BLOCKS["upload_blocked"] in blocks.upload_blocked({"reason": "inner_step (15) < minimum (50)"})
-    assert BLOCKS["checkpoint_saved"] in blocks.checkpoint_saved({"path": "ckpt/7", "seconds": 0.5})
-    assert BLOCKS["gpu_usage"] in blocks.gpu_usage({"used_gb": 1.0, "total_gb": 2.0, "share_pct": 50.0, "verdict": "x"})
+    assert BLOCKS["inner_step"] in formatters.inner_step(step)
+    assert BLOCKS["gpu_diagnostics"] in formatters.gpu_diagnostics({"ranks": []})
+    assert BLOCKS["upload_blocked"] in formatters.upload_blocked({"reason": "inner_step (15) < minimum (50)"})
+    assert BLOCKS["checkpoint_saved"] in formatters.checkpoint_saved({"path": "ckpt/7", "seconds": 0.5})
+    assert BLOCKS["gpu_usage"] in formatters.gpu_usage(
+        {"used_gb": 1.0, "total_gb": 2.0, "share_pct": 50.0, "verdict": "x"}
+    )
 
 
 def test_the_rules_are_valid_and_fire_when_they_should(tmp_path: Path) -> None:
-    promtool = needs.tool("promtool")
+    promtool = requires.tool("promtool")
     for name in ("rules.yml", "rules_test.yml", "prometheus.yml"):
         shutil.copy(OPS / "prometheus" / name, tmp_path)
     (tmp_path / "miner-guard.token").write_text("x")
@@ -113,7 +117,7 @@ def test_the_rules_are_valid_and_fire_when_they_should(tmp_path: Path) -> None:
 
 
 def test_alertmanager_takes_its_file() -> None:
-    command = [needs.tool("amtool"), "check-config", OPS / "prometheus" / "alertmanager.yml"]
+    command = [requires.tool("amtool"), "check-config", OPS / "prometheus" / "alertmanager.yml"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
@@ -149,7 +153,7 @@ def test_the_dashboard_is_one() -> None:
 
 def test_grafanas_own_types_know_every_key_of_the_dashboard() -> None:
     """Guards against keys that are misspelt or in the wrong place: Grafana drops them without a word."""
-    needs.module("grafana_foundation_sdk")
+    requires.module("grafana_foundation_sdk")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -175,7 +179,7 @@ _EXPORTS = {"local.file_match": {"targets"}, "loki.process": {"receiver"}, "loki
 
 def _alloy() -> dict[str, dict[str, Any]]:
     """The components of config.alloy by `kind.label`. Its grammar is HCL's, but for names with dots."""
-    needs.module("hcl2")
+    requires.module("hcl2")
     import hcl2
 
     text = (OPS / "loki" / "config.alloy").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from miner_guard.rank import diagnose, placement  # noqa: E402  only where torch is
+from miner_guard.rank.introspection import diagnose, placement  # noqa: E402  only where torch is
 from validators import shapes  # noqa: E402
 from validators.shapes import Shapes  # noqa: E402
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from miner_guard.clock import FakeClock
 from miner_guard.config import Config, GpuSettings
 from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation
-from miner_guard.events import Finding
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor.gather import Question
-from miner_guard.supervisor.preflight import preflight
-from tests.snapshots import healthy
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.state_dir import StateDir
+from miner_guard.supervisor.startup.collect import PreflightRequest
+from miner_guard.supervisor.startup.preflight import preflight
+from miner_guard.system.clock import FakeClock
+from tests.support.snapshots import healthy
 
 
 class Looking:
@@ -24,7 +24,7 @@ class Looking:
         self.clock, self.said, self.waited = FakeClock(), [], 0.0  # type: ignore[var-annotated]
         self.looks = looks
         self.state = StateDir(tmp_path)
-        self.question = Question(Config(gpu=GpuSettings(**gpu)), self.state, (), {})
+        self.question = PreflightRequest(Config(gpu=GpuSettings(**gpu)), self.state, (), {})
         self.stop_after = float("inf")
 
     def wait(self, seconds: float) -> bool:
@@ -32,7 +32,7 @@ class Looking:
         self.waited += seconds
         return self.waited >= self.stop_after
 
-    def look(self, _question: Question, _wait: Callable[[float], bool]) -> Snapshot:
+    def look(self, _question: PreflightRequest, _wait: Callable[[float], bool]) -> Snapshot:
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
     def run(self) -> Any:
@@ -44,7 +44,7 @@ def test_masked_gpus_are_remembered_as_masked(tmp_path: Path) -> None:
     masked = healthy(4, env={"CUDA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(2, "what is there"))
     looking = Looking(tmp_path, [masked])
     assert looking.run().go
-    assert '"gpu_count": 2' in looking.state.host_memory.read_text()
+    assert '"gpu_count": 2' in looking.state.host_facts.read_text()
 
 
 def test_all_is_well_starts_at_once_and_remembers_the_gpus(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_all_is_well_starts_at_once_and_remembers_the_gpus(tmp_path: Path) -> No
     assert outcome.go, [c for c in outcome.checks if c.level == "critical"]
     assert looking.waited == 0
     assert [f.event for f in looking.said] == ["preflight"]
-    assert '"gpu_count": 4' in looking.state.host_memory.read_text()
+    assert '"gpu_count": 4' in looking.state.host_facts.read_text()
 
 
 def test_missing_gpus_are_waited_for_and_said_once(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembere
     assert not outcome.go
     assert 295 <= looking.waited <= 305
     assert looking.said[-1].severity == "critical"
-    assert not looking.state.host_memory.exists()
+    assert not looking.state.host_facts.exists()
 
 
 def test_what_waiting_cannot_mend_is_not_waited_for(tmp_path: Path) -> None:

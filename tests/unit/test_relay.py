@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.clock import SystemClock
-from miner_guard.supervisor import relay as relay_module
 from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.relay import Relay
-from tests.waiting import until
+from miner_guard.supervisor.output import relay as relay_module
+from miner_guard.supervisor.output.relay import Relay
+from miner_guard.system.clock import SystemClock
+from tests.support.waiting import until
 
 GIVES_BACK = """
 import psutil
-from miner_guard.supervisor.relay import _give_memory_back
+from miner_guard.supervisor.output.relay import _give_memory_back
 guard = psutil.Process()
 before = guard.memory_info().rss
 burst = [b"x" * 100_000 + b"%d" % n for n in range(400)]

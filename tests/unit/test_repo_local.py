@@ -15,11 +15,11 @@ from uploads.journal import Journal
 from uploads.publisher import Publisher, PublishError, Revision
 from uploads.push import push
 from uploads.repos import look_at
-from uploads.repos.base import CONFIG, GRADIENTS, METADATA, RepoError, Ticket, epoch_key
+from uploads.repos.base import CONFIG, GRADIENTS, METADATA, RepoError, StagedObject, epoch_key
 from uploads.repos.local import LocalRepo
 
 
-def publish(repo: LocalRepo, folder: Path, outer: int, inner: int) -> list[Ticket]:
+def publish(repo: LocalRepo, folder: Path, outer: int, inner: int) -> list[StagedObject]:
     files = {
         epoch_key(outer, "gradients.pt"): f"gradients of {inner}",
         epoch_key(outer, "config.json"): json.dumps({"block_list": [inner]}),

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from miner_guard import events
-from miner_guard.clock import FakeClock
 from miner_guard.config import LogSettings
-from miner_guard.logs import Emitter, JsonlSink
-from miner_guard.redact import Redactor
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.redact import Redactor
 from miner_guard.reporting.report import render
-from miner_guard.reporting.report_data import Series, gather
+from miner_guard.reporting.report_data import TimeSeries, gather
 from miner_guard.reporting.report_svg import nice_ticks, thinned
-from miner_guard.statedir import StateDir, write_json
+from miner_guard.state_dir import StateDir, write_json
+from miner_guard.system.clock import FakeClock
 
 
 class Log:
@@ -30,7 +30,7 @@ class Log:
         self._emitter = Emitter(self.clock, "r1", Redactor(), [JsonlSink(self.state.log, LogSettings())])
 
     def say(self, event: str, **fields: Any) -> None:
-        self._emitter.emit(events.found(event, **fields))
+        self._emitter.emit(catalog.make_finding(event, **fields))
 
     def step(self, inner_step: int, seconds: float = 15.0, loss: float = 3.0) -> None:
         self.clock.advance(seconds)
@@ -178,14 +178,14 @@ def test_thinning_keeps_extremes_and_breaks_at_gaps() -> None:
     times = [float(t) for t in range(10_000) if not 4000 <= t < 6000]
     values = [1.0] * len(times)
     values[1234] = 99.0
-    points = thinned(Series(times, values), 0.0, 10_000.0)
+    points = thinned(TimeSeries(times, values), 0.0, 10_000.0)
     assert (1234.0, 99.0) in points
     assert points.count(None) == 1
     assert len(points) < 1500
 
 
 def test_a_line_does_not_go_on_over_a_restart(tmp_path: Path) -> None:
-    points = thinned(Series([1.0, 2.0, 3.0, 4.0], [5.0] * 4), 1.0, 3.0, breaks=[2.5])
+    points = thinned(TimeSeries([1.0, 2.0, 3.0, 4.0], [5.0] * 4), 1.0, 3.0, breaks=[2.5])
     assert points == [(1.0, 5.0), (2.0, 5.0), None, (3.0, 5.0), (4.0, 5.0)]
 
 

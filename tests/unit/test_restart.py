@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from miner_guard.clock import FakeClock
 from miner_guard.config import RestartSettings
-from miner_guard.events import Finding, found
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.monitors.base import Exit
 from miner_guard.supervisor.attribution import Attribution
-from miner_guard.supervisor.parts import Exit
 from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
+from miner_guard.system.clock import FakeClock
 
 SETTINGS = RestartSettings(max_restarts=4, backoff_s=2.0, backoff_max_s=10.0, jitter_ratio=0.5)
 
@@ -100,7 +100,7 @@ def test_no_restarts_allowed_means_none() -> None:
 
 
 def incident(label: str) -> Finding:
-    return found("incident", label=label, cause="a cause", fix="a fix", excerpt="a line", restart="once")
+    return make_finding("incident", label=label, cause="a cause", fix="a fix", excerpt="a line", restart="once")
 
 
 def test_an_end_is_put_down_to_the_incident_that_came_shortly_before_it() -> None:
@@ -111,7 +111,7 @@ def test_an_end_is_put_down_to_the_incident_that_came_shortly_before_it() -> Non
     own.hear(incident("loss_nan"))
     clock.advance(200.0)
     own.hear(incident("cuda_oom"))
-    own.hear(found("miner_paused"))
+    own.hear(make_finding("miner_paused"))
     clock.advance(200.0)
     assert own.failure(end) == Failure("cuda_oom, signal SIGKILL", 8.0, "once", "cuda_oom", "a fix")
 

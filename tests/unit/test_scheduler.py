@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from miner_guard.clock import FakeClock, SystemClock
-from miner_guard.events import Finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.supervisor.scheduler import Scheduler
-from tests.waiting import until
+from miner_guard.system.clock import FakeClock, SystemClock
+from tests.support.waiting import until
 
 
 class Stepped(SystemClock):

@@ -13,8 +13,16 @@ from typing import Any
 
 import pytest
 
-from miner_guard import extras, probe
-from miner_guard.config import AlertSettings, ChainSettings, Config, HealthSettings, HttpSettings, RepoSettings
+from miner_guard.config import (
+    AlertSettings,
+    ChainSettings,
+    Config,
+    HealthSettings,
+    HttpSettings,
+    RepoSettings,
+    optional_deps,
+)
+from miner_guard.config.loading import read_toml
 from miner_guard.diagnosis import (
     clock_probe,
     deep,
@@ -28,8 +36,8 @@ from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation
 from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.judge import judge
-from miner_guard.settings import read_toml
-from tests.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
+from miner_guard.system import probe
+from tests.support.snapshots import FOUR, GIB, HEALTHY_HOST, PACKAGES, by_name, healthy, snapshot
 from uploads.repos import credentials
 
 
@@ -111,9 +119,9 @@ def test_an_extra_that_the_settings_need_is_named_with_its_command(monkeypatch: 
         alerts=AlertSettings(urls=("json://x",)), http=HttpSettings(port=0), repo=RepoSettings(kind="s3"),
         chain=ChainSettings(network="finney"),
     )  # fmt: skip
-    assert [extra.name for extra, _ in extras.lacking(asks)] == ["s3", "chain", "alerts", "http"]
-    assert not list(extras.lacking(Config()))
-    lacking = {extra.name: names for extra, names in extras.lacking(asks)}
+    assert [extra.name for extra, _ in optional_deps.missing_extras(asks)] == ["s3", "chain", "alerts", "http"]
+    assert not list(optional_deps.missing_extras(Config()))
+    lacking = {extra.name: names for extra, names in optional_deps.missing_extras(asks)}
     found = by_name(environment.checks(snapshot(config=asks, lacking=lacking)))
     assert {name for name in found if name.startswith("env.extra")} == {f"env.extra.{name}" for name in lacking}
     alerts = found["env.extra.alerts"]
@@ -125,7 +133,7 @@ def test_an_extra_that_the_settings_need_is_named_with_its_command(monkeypatch: 
 
 def test_every_extra_named_is_one_of_the_distributions() -> None:
     project = read_toml(Path(__file__).parents[2] / "pyproject.toml")["project"]
-    assert {extra.name for extra in extras.EXTRAS} <= project["optional-dependencies"].keys()
+    assert {extra.name for extra in optional_deps.EXTRAS} <= project["optional-dependencies"].keys()
 
 
 def test_a_foreign_validators_package_is_seen_by_the_miners_interpreter(tmp_path: Path) -> None:

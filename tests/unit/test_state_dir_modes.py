@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard import statedir
-from miner_guard.events import Finding
-from miner_guard.statedir import ForeignLink, StateDir, choose, open_private, write_json, write_private
-from miner_guard.supervisor.lock import Busy, Lock
-from miner_guard.supervisor.tidy import tidy
+from miner_guard import state_dir
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.state_dir import ForeignLink, StateDir, choose, open_private, write_json, write_private
+from miner_guard.supervisor.startup.lock import Lock, LockHeld
+from miner_guard.supervisor.startup.state_dir_check import check_state_dir
 
 NOBODY = 65534
 
@@ -40,13 +40,13 @@ def open_to_others(root: Path) -> list[str]:
 def test_what_the_guard_makes_is_private_under_any_umask(state: StateDir) -> None:
     Lock(state, 0.0).acquire()
     write_json(state.costs, {})
-    statedir.make_folder(state.incidents / "20260102T030405-hang")
+    state_dir.make_folder(state.incidents / "20260102T030405-hang")
     write_private(state.incidents / "20260102T030405-hang" / "output.log", b"token")
     assert open_to_others(state.root) == []
 
 
 def test_a_file_that_people_ask_for_by_its_path_follows_the_umask(tmp_path: Path) -> None:
-    statedir.write_atomic(tmp_path / "report.html", "for the web server", 0o666)
+    state_dir.write_atomic(tmp_path / "report.html", "for the web server", 0o666)
     assert stat.S_IMODE((tmp_path / "report.html").stat().st_mode) == 0o666
 
 
@@ -62,7 +62,7 @@ def earlier_guard(state: StateDir) -> None:
 
 def test_an_open_directory_is_tightened_and_reported_once(state: StateDir) -> None:
     earlier_guard(state)
-    first, second = tidy(state), tidy(state)
+    first, second = check_state_dir(state), check_state_dir(state)
     assert [(f.event, f.fields["mode"]) for f in first] == [("state_dir_tightened", "0777")]
     assert second == []
     # Files of other names are not the guard's to change; in a folder of 0700 they are out of reach too.
@@ -80,7 +80,7 @@ def test_a_shared_directory_keeps_its_mode_and_is_reported(state: StateDir) -> N
     """`--state-dir /tmp` by root: a chmod of it would lock everybody out."""
     state.root.mkdir()
     state.root.chmod(0o1777)
-    [finding] = tidy(state)
+    [finding] = check_state_dir(state)
     assert finding.event == "guard_degraded"
     assert "shared by the users of this host" in finding.fields["what"]
     assert stat.S_IMODE(state.root.stat().st_mode) == 0o1777
@@ -105,7 +105,7 @@ def test_the_users_own_links_are_followed_and_one_directory_has_one_name(tmp_pat
 
 def test_a_loop_of_links_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(Busy, match=r"Too many levels of symbolic links|File exists"):
+    with pytest.raises(LockHeld, match=r"Too many levels of symbolic links|File exists"):
         Lock(choose("x", str(tmp_path / "loop"), {}), 0.0).acquire()
 
 
@@ -125,7 +125,7 @@ def test_another_users_link_leads_nowhere(tmp_path: Path) -> None:
 
 @needs_root
 def test_another_users_link_in_place_of_a_file_is_set_aside(state: StateDir, tmp_path: Path) -> None:
-    statedir.make_folder(state.root)
+    state_dir.make_folder(state.root)
     (tmp_path / "victim").write_text("precious")
     for path in (state.log, state.lock):
         path.symlink_to(tmp_path / "victim")
@@ -134,7 +134,7 @@ def test_another_users_link_in_place_of_a_file_is_set_aside(state: StateDir, tmp
         open_private(state.log, os.O_WRONLY | os.O_TRUNC)
     lock = Lock(state, 0.0)
     lock.acquire()
-    findings: list[Finding] = [*lock.findings, *tidy(state)]
+    findings: list[Finding] = [*lock.findings, *check_state_dir(state)]
     assert [(f.event, f.fields["path"]) for f in findings] == [
         ("file_set_aside", str(state.lock)), ("file_set_aside", str(state.log))
     ]  # fmt: skip

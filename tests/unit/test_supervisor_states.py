@@ -11,24 +11,25 @@ from typing import Any, cast
 
 import pytest
 
-from miner_guard import events
-from miner_guard.clock import FakeClock
 from miner_guard.config import Config, HangSettings
-from miner_guard.events import Finding
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.flight_recorder.records import Now
-from miner_guard.statedir import StateDir
-from miner_guard.supervisor import evidence, processes
-from miner_guard.supervisor.core import FAILED, Supervisor
-from miner_guard.supervisor.evidence import Gathered
-from miner_guard.supervisor.host import Host
+from miner_guard.monitors import evidence
+from miner_guard.monitors.base import Launch
+from miner_guard.monitors.evidence import Gathered
+from miner_guard.monitors.hang import HangMonitor
+from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.launch import ActiveLaunch
+from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest, Then
 from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.orders import Order, Then, Wish
-from miner_guard.supervisor.parts import Launch
-from miner_guard.supervisor.parts.hang import HangWatch
-from miner_guard.supervisor.processes import Process
 from miner_guard.supervisor.states import State
-from tests.idle import context
+from miner_guard.supervisor.supervisor import FAILED, Supervisor
+from miner_guard.system import processes
+from miner_guard.system.clock import FakeClock
+from miner_guard.system.processes import Process
+from tests.support.contexts import context
 
 
 @pytest.fixture
@@ -108,8 +109,8 @@ def supervisor(tmp_path: Path, said: list[Finding], defects: list[Exception]) ->
     """One without a miner: its pipes can't be had, so that every launch fails at once."""
     clock = FakeClock()
     loop = Loop(clock, defects.append)
-    order = Order(("true",), lambda _launch: dict(os.environ), Config(), StateDir(tmp_path), "r1")
-    yield Supervisor(order, clock, loop, Host(said.append), cast(Any, Pipes()), cast(Any, Records()))
+    order = LaunchSpec(("true",), lambda _launch: dict(os.environ), Config(), StateDir(tmp_path), "r1")
+    yield Supervisor(order, clock, loop, MonitorRunner(said.append), cast(Any, Pipes()), cast(Any, Records()))
     loop.close()
 
 
@@ -138,7 +139,7 @@ def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short
 ) -> None:
     """Guards against the watchdog of a hang whose miner gave up first: its wish came while the next start waited."""
     supervisor._first_launch()
-    supervisor.want(Wish("hang: rank 0 in data for 912s", Then.RESTART))
+    supervisor.want(StopRequest("hang: rank 0 in data for 912s", Then.RESTART))
     supervisor.step()
     assert (supervisor.state, len(said)) == (State.WAITING, 2)
 
@@ -149,7 +150,7 @@ def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
     """Guards against a stop that never comes: a process in D state is never reaped."""
     monkeypatch.setattr(processes, "alive", lambda _process: True)
     monkeypatch.setattr(processes, "send", lambda _process, _number: True)
-    supervisor.want(Wish("SIGTERM", Then.STOP))
+    supervisor.want(StopRequest("SIGTERM", Then.STOP))
     for _ in range(200):
         supervisor.step()
         cast(FakeClock, supervisor.clock).advance(0.5)
@@ -163,16 +164,16 @@ def test_who_asks_again_for_the_end_is_told_what_it_waits_for(
     supervisor: Supervisor, launcher: Launcher, said: list[Finding]
 ) -> None:
     """Guards against a second Ctrl-C that is swallowed for 45 s, so that the next one is SIGKILL to the guard."""
-    supervisor.want(Wish("SIGINT", Then.STOP))
+    supervisor.want(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
     assert supervisor.state is State.STOPPING
     cast(FakeClock, supervisor.clock).advance(15.0)
     said.clear()
     for _ in range(3):
-        supervisor.want(Wish("SIGINT", Then.STOP))
+        supervisor.want(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
     (finding,) = said
-    assert events.line(finding) == (
+    assert catalog.message(finding) == (
         f"MINER STOPPING: SIGINT, and it is ending already: pid {launcher.pid} has had SIGTERM and has not ended; "
         "SIGKILL comes next, 32s to stop"
     )
@@ -180,10 +181,10 @@ def test_who_asks_again_for_the_end_is_told_what_it_waits_for(
 
 def test_a_stop_during_a_restart_is_heard(supervisor: Supervisor, launcher: Launcher, said: list[Finding]) -> None:
     """Guards against a first Ctrl-C without a word, because the guard was already ending the launch for a restart."""
-    supervisor.want(Wish("hang: rank 0 in data", Then.RESTART))
+    supervisor.want(StopRequest("hang: rank 0 in data", Then.RESTART))
     supervisor.step()
     said.clear()
-    supervisor.want(Wish("SIGTERM", Then.STOP))
+    supervisor.want(StopRequest("SIGTERM", Then.STOP))
     supervisor.step()
     assert [finding.event for finding in said] == ["miner_stopping"]
     launcher.ended = 0
@@ -207,7 +208,7 @@ def test_the_end_of_a_launch_survives_whatever_fails_in_it(
     """Guards against a NaN in a ring record, which left the state `ending` for ever and every later SIGTERM unheard."""
     cast(Any, supervisor.flights).failing = cast(Any, supervisor.relay).failing = True
     if asked:
-        supervisor.want(Wish("SIGTERM", Then.STOP))
+        supervisor.want(StopRequest("SIGTERM", Then.STOP))
         supervisor.step()
     launcher.ended = 3
     supervisor.step()
@@ -225,7 +226,7 @@ def test_a_stop_is_honoured_after_a_failure_while_it_was_begun(
         raise RuntimeError("a defect")
 
     supervisor.on_stopping = fail
-    supervisor.want(Wish("SIGTERM", Then.STOP))
+    supervisor.want(StopRequest("SIGTERM", Then.STOP))
     supervisor.step()
     launcher.ended = 0
     supervisor.step()
@@ -290,7 +291,7 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
     monkeypatch.setattr(evidence, "gather", lambda *_arguments: Gathered((), None))
     clock, jobs, orders = FakeClock(), _Later(), _Orders()
     config = replace(Config(), hang=HangSettings(min_s=5.0, first_step_s=5.0, action="restart"))
-    watch = HangWatch(context(tmp_path, config=config, clock=clock, emit=said.append, jobs=jobs, control=orders))
+    watch = HangMonitor(context(tmp_path, config=config, clock=clock, emit=said.append, jobs=jobs, control=orders))
     watch.on_launch(Launch(("true",), 1, 0, clock.monotonic()))
     ranks: Mapping[int, Now] = {0: Now("running", "data", 0.0, 0.0, 1, 1, 1, None, None, None, None, 1, 0, 0, 0)}
     for _ in range(8):

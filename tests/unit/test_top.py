@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from miner_guard.cli.main import run
-from miner_guard.cli.screen import Curves, duration, lines, progress_bar, sparkline
-from miner_guard.statedir import write_json
-from tests import needs
+from miner_guard.cli.screen import CurveHistory, duration, lines, progress_bar, sparkline
+from miner_guard.state_dir import write_json
+from tests.support import requires
 
 STATUS: dict[str, Any] = {
     "state": "running", "restarts": 1,
@@ -37,13 +37,13 @@ STATUS: dict[str, Any] = {
 @pytest.mark.parametrize("status", [STATUS, {}, None], ids=["full", "empty", "none"])
 def test_the_screen_has_the_terminals_size(width: int, height: int, status: dict[str, Any] | None) -> None:
     events = [f"12:00:00 warning  SLOW STEP {number} " + "x" * 300 for number in range(50)]
-    shown = lines(status, Curves(), events, width, height, age_s=0, min_inner_step=50)
+    shown = lines(status, CurveHistory(), events, width, height, age_s=0, min_inner_step=50)
     assert len(shown) == height
     assert max(map(len, shown)) <= width
 
 
 def test_an_80_by_24_terminal_shows_what_matters() -> None:
-    curves = Curves()
+    curves = CurveHistory()
     for step in range(100):
         curves.take({"total_steps": step, "loss": 5 - step / 50, "step_time_s": 15 + step % 3})
     shown = "\n".join(lines(STATUS, curves, ["12:00:00 info  REPO"], 80, 24, age_s=9, min_inner_step=50))
@@ -57,13 +57,13 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
 
 def test_a_ranks_unknown_memory_is_named() -> None:
     status = {**STATUS, "steps": {**STATUS["steps"], "per_rank": {"0": {"step_time_s": 15.2, "gpu_mem_gb": None}}}}
-    shown = "\n".join(lines(status, Curves(), [], 80, 24, age_s=0, min_inner_step=50))
+    shown = "\n".join(lines(status, CurveHistory(), [], 80, 24, age_s=0, min_inner_step=50))
     assert "rank 0: 15.2s mem ?" in shown
 
 
 def test_ranks_that_do_not_fit_are_counted() -> None:
     ranks = {str(rank): {"step_time_s": 15.2, "gpu_mem_gb": 18.4} for rank in range(16)}
-    shown = "\n".join(lines({"steps": {"per_rank": ranks}}, Curves(), [], 80, 24, age_s=0, min_inner_step=50))
+    shown = "\n".join(lines({"steps": {"per_rank": ranks}}, CurveHistory(), [], 80, 24, age_s=0, min_inner_step=50))
     assert "rank 7: 15.2s 18.4GB | and 8 more" in shown
 
 
@@ -93,7 +93,7 @@ def test_in_a_terminal_it_sends_only_what_changed_and_gives_the_screen_back(tmp_
     program = str(Path(sys.executable).with_name("miner-guard"))
     child = subprocess.Popen(
         # `setsid --ctty`: Ctrl-C is a signal only where the terminal is the session's own.
-        [needs.tool("setsid"), "--ctty", program, "top", "--state-dir", str(tmp_path), "--every", "0.2"],
+        [requires.tool("setsid"), "--ctty", program, "top", "--state-dir", str(tmp_path), "--every", "0.2"],
         stdin=theirs, stdout=theirs, env={**os.environ, "TERM": "xterm", "PYTHONUTF8": "1"},
     )  # fmt: skip
     first = _read(ours, b"last events")

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import validators
-from miner_guard import settings
-from miner_guard.config import GateSettings
+from miner_guard.config import GateSettings, loading
 from uploads.gate import decide
 from uploads.inputs import GateInputs
 from validators import (
@@ -35,7 +34,7 @@ from validators.audit import epoch_scored
 from validators.facts import Candidate, Facts, Network, Published
 from validators.limits import Limits, in_force
 from validators.profiles import load_profile, names
-from validators.rules import for_audit, for_gate
+from validators.rules import audit_rules, gate_rules
 from validators.verdict import OUTCOMES, Verdict
 
 NOW = 10_000.0
@@ -257,17 +256,17 @@ def test_each_number_of_a_profile_has_a_source_and_is_a_setting_or_a_limit(name:
     numbers = {f"{t}.{k}" for t, table in tables.items() for k, v in table.items() if isinstance(v, (int, float, list))}
     without = {n for n in numbers if n not in profile.sources} - {"limits.metadata_fields"}
     assert not without
-    settings.load(profile=load_profile(name).settings, env={})
+    loading.load(profile=load_profile(name).settings, env={})
     Limits.of(GateSettings(), profile.limits)
 
 
 def test_a_second_subnet_is_data_and_one_rule() -> None:
     known = GateInputs(network=chain(block=115 * 9 + 60), limits=load_profile("sn3").limits, written_monotonic=NOW)
-    gate = settings.load(profile=load_profile("sn3").settings, env={}).config.gate
+    gate = loading.load(profile=load_profile("sn3").settings, env={}).config.gate
     decision = decide(Candidate("gradient", 9, 30), known, gate, now=NOW, wall=0.0)
     assert not decision.allowed
     assert "TOO_LATE" in decision.reason
-    assert {name for name, _ in for_gate(facts(), SN38)}.isdisjoint({"window"})
+    assert {name for name, _ in gate_rules(facts(), SN38)}.isdisjoint({"window"})
 
 
 @pytest.mark.parametrize(
@@ -307,7 +306,7 @@ def test_whatever_is_handed_in_every_rule_answers_and_none_raises(
         files=report, revision=name, loss=age,
     )  # fmt: skip
     for limits in (SN38, SN3, Limits()):
-        for rules in (for_gate, for_audit):
+        for rules in (gate_rules, audit_rules):
             for rule, judge in rules(given_facts, limits):
                 verdict = judge(given_facts, limits)
                 assert verdict.rule == rule

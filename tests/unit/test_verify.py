@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miner_guard.redact import MASK
+from miner_guard.eventlog.redact import MASK
 from uploads.verify import Reported, verify
 from validators.facts import Published
 

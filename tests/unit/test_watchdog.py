@@ -10,14 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from miner_guard.clock import FakeClock
-from miner_guard.events import Finding
-from miner_guard.supervisor import processes, watchdog
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.supervisor import watchdog
 from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.processes import Process
-from miner_guard.supervisor.teardown import Teardown
+from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.supervisor.watchdog import SILENT_S, Hands, Watchdog
-from tests.waiting import until
+from miner_guard.system import processes
+from miner_guard.system.clock import FakeClock
+from miner_guard.system.processes import Process
+from tests.support.waiting import until
 
 GRACE_S = 10.0
 

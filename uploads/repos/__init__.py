@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from miner_guard import probe
 from miner_guard.config import RepoSettings
+from miner_guard.system import probe
 from uploads.repos.base import Repo, RepoError
 from validators.facts import Published
 
@@ -42,7 +42,7 @@ def look_at(settings: RepoSettings) -> Published:
     """What is published now, looked at in a child that has `settings.timeout_s`. Never raises, never hangs."""
     if settings.kind == "none":
         return Published(reason="no repo is configured; set [repo] kind")
-    answer = probe.ask("uploads.repos.look", {"repo": dataclasses.asdict(settings)}, settings.timeout_s)
+    answer = probe.ask("uploads.repos.state_probe", {"repo": dataclasses.asdict(settings)}, settings.timeout_s)
     if answer.reason is not None or answer.value is None:
         return Published(reason=answer.reason or "the look gave no answer", seen_at=time.time())
     return published_from_dict(answer.value)

@@ -70,7 +70,7 @@ class Damaged(RepoError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ObjectInfo:
     """One published object."""
 
     key: str
@@ -83,7 +83,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Ticket:
+class StagedObject:
     """A staged object: its bytes are with the repo (or ready to go), and nobody sees them. JSON through and through."""
 
     key: str
@@ -110,11 +110,11 @@ class Repo(Protocol):
         """What a validator would find. Raises RepoError where it can't be read; an empty repo is an answer."""
         ...
 
-    def list(self, prefix: str = "") -> Sequence[Entry]:
+    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         """Published objects below `prefix`, by key."""
         ...
 
-    def head(self, key: str) -> Entry:
+    def head(self, key: str) -> ObjectInfo:
         """One object's facts. Raises Missing."""
         ...
 
@@ -130,15 +130,15 @@ class Repo(Protocol):
         """Remove one object; one that is not there is no error."""
         ...
 
-    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> Ticket:
+    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
         """Move the bytes of `path`, unseen. What an earlier attempt had sent, by its `notes`, is not sent again."""
         ...
 
-    def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
+    def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
         """Make staged objects visible, in order. Repeating it after a death in the middle completes it."""
         ...
 
-    def abort(self, tickets: Sequence[Ticket]) -> None:
+    def abort(self, tickets: Sequence[StagedObject]) -> None:
         """Forget staged objects that were not committed."""
         ...
 
@@ -146,7 +146,7 @@ class Repo(Protocol):
         """Remove what dead publishers staged and left; returns how many. Only for who holds the repo's lock."""
         ...
 
-    def confirm(self, ticket: Ticket) -> Entry:
+    def confirm(self, ticket: StagedObject) -> ObjectInfo:
         """Read back a committed object: size and checksum as staged. Raises RepoError saying what differs."""
         ...
 
@@ -211,7 +211,7 @@ def _count(metadata: Mapping[str, Any] | None, key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _gradients(repo: Repo, outer_step: int | None) -> Entry | None:
+def _gradients(repo: Repo, outer_step: int | None) -> ObjectInfo | None:
     if outer_step is not None:
         try:
             return repo.head(epoch_key(outer_step, GRADIENTS))

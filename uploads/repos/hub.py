@@ -22,7 +22,16 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from miner_guard.config import RepoSettings
-from uploads.repos.base import DOCUMENT_LIMIT, Entry, Missing, Notes, Progress, RepoError, Ticket, published_state
+from uploads.repos.base import (
+    DOCUMENT_LIMIT,
+    Missing,
+    Notes,
+    ObjectInfo,
+    Progress,
+    RepoError,
+    StagedObject,
+    published_state,
+)
 from uploads.repos.credentials import find, first
 from uploads.repos.local import file_sha256
 from validators.facts import Published
@@ -62,18 +71,18 @@ class HubRepo:
         pinned = HubRepo(self._api, self._repo_id, self._endpoint, self._token, self._timeout_s, commit)
         return published_state(pinned, time.time())
 
-    def list(self, prefix: str = "") -> Sequence[Entry]:
+    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         names = [s.rfilename for s in self._info().siblings or []]
         return [self.head(name) for name in sorted(names) if name.startswith(prefix)]
 
-    def head(self, key: str) -> Entry:
+    def head(self, key: str) -> ObjectInfo:
         modified = self._modified(key)
         with self._open(key, "HEAD") as answer:
             headers = answer.headers
             size = headers.get("X-Linked-Size") or headers.get("Content-Length")
             checksum = headers.get("X-Linked-Etag") or headers.get("ETag")
             now = _date(headers.get("Date"))
-        return Entry(key, int(size or 0), max(0.0, now - modified), (checksum or "").strip('W/"') or None)
+        return ObjectInfo(key, int(size or 0), max(0.0, now - modified), (checksum or "").strip('W/"') or None)
 
     def _modified(self, key: str) -> float:
         """When the commit was made that changed the file last: one to a README makes no gradients younger."""
@@ -102,7 +111,7 @@ class HubRepo:
         except Missing:
             return
 
-    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> Ticket:
+    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
         size = path.stat().st_size
         if size <= _SMALL:
             digest = file_sha256(path)
@@ -110,7 +119,7 @@ class HubRepo:
             digest = self._sent(key, path)
         progress(size)
         # Of a small file the Hub gives another digest than of a large one.
-        return Ticket(key, size, {"path": str(path.resolve())}, digest)
+        return StagedObject(key, size, {"path": str(path.resolve())}, digest)
 
     def _sent(self, key: str, path: Path) -> str:
         """Bring a large file's bytes to the Hub, which asks only for those it lacks; returns their sha256."""
@@ -124,7 +133,7 @@ class HubRepo:
     def _create(self) -> None:
         self._guarded(lambda: self._api.create_repo(repo_id=self._repo_id, exist_ok=True))
 
-    def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
+    def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
         """One commit and its tag. Repeating it changes nothing: files that the Hub has already make no difference."""
         self._create()
         with tempfile.TemporaryDirectory(prefix="miner-guard-push-") as folder:
@@ -152,13 +161,13 @@ class HubRepo:
 
         self._guarded(tagged)
 
-    def abort(self, tickets: Sequence[Ticket]) -> None:
+    def abort(self, tickets: Sequence[StagedObject]) -> None:
         """Nothing to forget: no revision names what was sent."""
 
     def sweep(self) -> int:
         return 0
 
-    def confirm(self, ticket: Ticket) -> Entry:
+    def confirm(self, ticket: StagedObject) -> ObjectInfo:
         entry = self.head(ticket.key)
         if entry.size_bytes != ticket.size_bytes:
             raise RepoError(

@@ -9,7 +9,16 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from uploads.repos.base import DOCUMENT_LIMIT, Entry, Missing, Notes, Progress, RepoError, Ticket, published_state
+from uploads.repos.base import (
+    DOCUMENT_LIMIT,
+    Missing,
+    Notes,
+    ObjectInfo,
+    Progress,
+    RepoError,
+    StagedObject,
+    published_state,
+)
 from validators.facts import Published
 
 _INCOMING = ".incoming"
@@ -32,11 +41,11 @@ class LocalRepo:
     def state(self) -> Published:
         return published_state(self, self._wall())
 
-    def list(self, prefix: str = "") -> Sequence[Entry]:
+    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         keys = (str(p.relative_to(self._root)) for p in self._root.rglob("*") if p.is_file())
         return [self.head(k) for k in sorted(keys) if k.startswith(prefix) and not k.startswith(_INCOMING)]
 
-    def head(self, key: str) -> Entry:
+    def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         try:
             found = path.stat()
@@ -48,7 +57,7 @@ class LocalRepo:
         age = self._wall() - found.st_mtime
         if age < -_SLACK_S:
             raise RepoError(f"{path} is of a time that is {-age:.0f} s ahead; was the clock set back? Publish again")
-        return Entry(key, found.st_size, max(0.0, age), checksum)
+        return ObjectInfo(key, found.st_size, max(0.0, age), checksum)
 
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
         path = self._path(key)
@@ -77,7 +86,7 @@ class LocalRepo:
         except OSError as error:
             raise _refused(self._path(key), error) from error
 
-    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> Ticket:
+    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
         draft = self._draft()
         digest = hashlib.sha256()
         try:
@@ -89,12 +98,12 @@ class LocalRepo:
                     progress(len(chunk))
                 target.flush()
                 os.fsync(target.fileno())
-            return Ticket(key, draft.stat().st_size, {"draft": draft.name}, digest.hexdigest())
+            return StagedObject(key, draft.stat().st_size, {"draft": draft.name}, digest.hexdigest())
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise _refused(draft, error) from error
 
-    def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
+    def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
         for ticket in tickets:
             draft = self._root / _INCOMING / ticket.data["draft"]
             try:
@@ -106,7 +115,7 @@ class LocalRepo:
             except OSError as error:
                 raise _refused(self._path(ticket.key), error) from error
 
-    def abort(self, tickets: Sequence[Ticket]) -> None:
+    def abort(self, tickets: Sequence[StagedObject]) -> None:
         for ticket in tickets:
             (self._root / _INCOMING / ticket.data["draft"]).unlink(missing_ok=True)
 
@@ -117,7 +126,7 @@ class LocalRepo:
             path.unlink(missing_ok=True)
         return len(stale)
 
-    def confirm(self, ticket: Ticket) -> Entry:
+    def confirm(self, ticket: StagedObject) -> ObjectInfo:
         entry = self.head(ticket.key)
         if (entry.size_bytes, entry.checksum) != (ticket.size_bytes, ticket.checksum):
             raise RepoError(

@@ -26,16 +26,16 @@ from uploads.repos.base import (
     DOCUMENT_LIMIT,
     GRADIENTS,
     METADATA,
-    Entry,
     Missing,
     Notes,
+    ObjectInfo,
     Progress,
     RepoError,
-    Ticket,
+    StagedObject,
     published_state,
 )
 from uploads.repos.credentials import find, first
-from uploads.repos.s3_parts import Part, etag_of
+from uploads.repos.s3_parts import UploadPart, etag_of
 from validators.facts import Published
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ T = TypeVar("T")
 PART_BYTES = 16 * 1024 * 1024
 """R2 and S3 take parts from 5 MiB; all but the last must have the same size on R2."""
 
-_MOST_PARTS = 10_000
+_MAX_PARTS = 10_000
 _PARALLEL = 8
 _CONNECT_S = 5.0
 _MD5 = re.compile("[0-9a-f]{32}")
@@ -74,20 +74,20 @@ class S3Repo:
     def state(self) -> Published:
         return published_state(self, time.time())
 
-    def list(self, prefix: str = "") -> Sequence[Entry]:
-        found: list[Entry] = []
+    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        found: list[ObjectInfo] = []
         more: dict[str, str] = {}
         while True:
             page = self._call(self._client.list_objects_v2, Prefix=prefix, **more)
             now = _server_time(page)
             for item in page.get("Contents", []):
                 modified = item["LastModified"].timestamp()
-                found.append(Entry(item["Key"], item["Size"], max(0.0, now - modified), etag_of(item)))
+                found.append(ObjectInfo(item["Key"], item["Size"], max(0.0, now - modified), etag_of(item)))
             if not page.get("IsTruncated"):
                 return found
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
-    def head(self, key: str) -> Entry:
+    def head(self, key: str) -> ObjectInfo:
         return _entry(key, self._call(self._client.head_object, Key=key))
 
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
@@ -106,17 +106,17 @@ class S3Repo:
     def delete(self, key: str) -> None:
         self._call(self._client.delete_object, Key=key)
 
-    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> Ticket:
+    def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
         size = path.stat().st_size
         if size == 0:
             raise RepoError(f"{path} is empty; there is nothing to publish")
-        part_bytes = max(self._part_bytes, math.ceil(size / _MOST_PARTS))
+        part_bytes = max(self._part_bytes, math.ceil(size / _MAX_PARTS))
         upload, there = self._begun(key, notes, part_bytes)
         if upload is None:
             upload = self._begin(key, part_bytes)
             notes["multipart"] = asdict(upload)
 
-        def send(number: int) -> tuple[Part, str]:
+        def send(number: int) -> tuple[UploadPart, str]:
             with open(path, "rb") as file:
                 file.seek((number - 1) * part_bytes)
                 data = file.read(part_bytes)
@@ -133,7 +133,7 @@ class S3Repo:
             "upload_id": upload.id, "parts": [_completing(upload, part, etag) for part, etag in sent], "etags": etags,
             "crc32": s3_parts.expected_crc32(parts) if upload.checked else None, "path": str(path.resolve()),
         }  # fmt: skip
-        return Ticket(key, size, notes_for_later, etags[0] if etags else None)
+        return StagedObject(key, size, notes_for_later, etags[0] if etags else None)
 
     def _begin(self, key: str, part_bytes: int) -> _Upload:
         begin = self._client.create_multipart_upload
@@ -162,20 +162,20 @@ class S3Repo:
         except Missing:
             return None, {}
 
-    def _send(self, key: str, upload: _Upload, part: Part, data: bytes) -> str:
+    def _send(self, key: str, upload: _Upload, part: UploadPart, data: bytes) -> str:
         answer = self._call(
             self._client.upload_part, Key=key, UploadId=upload.id, PartNumber=part.number, Body=data,
             **({"ChecksumCRC32": part.crc32} if upload.checked else {}),
         )  # fmt: skip
         return part.etag(answer, key)
 
-    def commit(self, tickets: Sequence[Ticket], revision: str) -> None:
+    def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
         """The first alone, since a server may take long to put a large object together; the last alone, as all are."""
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="show") as pool:
             for together in (tickets[:1], tickets[1:-1], tickets[1:][-1:]):
                 list(pool.map(self._show, together))
 
-    def _show(self, ticket: Ticket) -> None:
+    def _show(self, ticket: StagedObject) -> None:
         try:
             self._call(
                 self._client.complete_multipart_upload, Key=ticket.key, UploadId=ticket.data["upload_id"],
@@ -186,7 +186,7 @@ class S3Repo:
             if not self._arrived(ticket):
                 raise RepoError(f"the staged upload of {ticket.key} is gone; publish again") from error
 
-    def _arrived(self, ticket: Ticket) -> bool:
+    def _arrived(self, ticket: StagedObject) -> bool:
         try:
             self.confirm(ticket)
         except RepoError as error:
@@ -195,7 +195,7 @@ class S3Repo:
             return False
         return True
 
-    def abort(self, tickets: Sequence[Ticket]) -> None:
+    def abort(self, tickets: Sequence[StagedObject]) -> None:
         for ticket in tickets:
             self._abort(ticket.key, ticket.data["upload_id"])
 
@@ -215,7 +215,7 @@ class S3Repo:
             self._abort(upload["Key"], upload["UploadId"])
         return len(stale)
 
-    def confirm(self, ticket: Ticket) -> Entry:
+    def confirm(self, ticket: StagedObject) -> ObjectInfo:
         entry = self.head(ticket.key)
         if entry.size_bytes != ticket.size_bytes:
             raise RepoError(
@@ -229,7 +229,7 @@ class S3Repo:
             raise RepoError(f"{ticket.key} reads back with other content than was staged; publish again")
         return entry
 
-    def _same_parts(self, ticket: Ticket) -> bool:
+    def _same_parts(self, ticket: StagedObject) -> bool:
         """For servers that encrypt, whose ETags are no digests of the content."""
         wanted = ticket.data.get("crc32")
         if wanted is None:
@@ -237,7 +237,7 @@ class S3Repo:
         answer = self._call(self._client.head_object, Key=ticket.key, ChecksumMode="ENABLED")
         return bool(str(answer.get("ChecksumCRC32", "")).partition("-")[0] == wanted)
 
-    def _same_content(self, ticket: Ticket, etag: str | None) -> bool:
+    def _same_content(self, ticket: StagedObject, etag: str | None) -> bool:
         """For servers whose ETag is not the digest of the parts' digests: rclone gives the md5 of the whole file."""
         path = Path(ticket.data["path"])
         try:
@@ -296,14 +296,14 @@ def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None, *, att
     return S3Repo(client, settings.bucket)
 
 
-def _completing(upload: _Upload, part: Part, etag: str) -> dict[str, Any]:
+def _completing(upload: _Upload, part: UploadPart, etag: str) -> dict[str, Any]:
     checksum = {"ChecksumCRC32": part.crc32} if upload.checked else {}
     return {"PartNumber": part.number, "ETag": f'"{etag}"', **checksum}
 
 
-def _entry(key: str, answer: Mapping[str, Any]) -> Entry:
+def _entry(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
     modified = answer["LastModified"].timestamp()
-    return Entry(key, answer["ContentLength"], max(0.0, _server_time(answer) - modified), etag_of(answer))
+    return ObjectInfo(key, answer["ContentLength"], max(0.0, _server_time(answer) - modified), etag_of(answer))
 
 
 def _server_time(answer: Mapping[str, Any]) -> float:

@@ -18,7 +18,7 @@ whole."""
 
 
 @dataclass(frozen=True)
-class Part:
+class UploadPart:
     """One part as it was read here."""
 
     number: int
@@ -48,19 +48,19 @@ def etag_of(answer: Mapping[str, Any]) -> str | None:
     return tag.strip('"') if isinstance(tag, str) else None
 
 
-def read(number: int, data: bytes) -> Part:
+def read(number: int, data: bytes) -> UploadPart:
     """The part that these bytes are."""
     digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    return Part(number, digest, _crc32(data))
+    return UploadPart(number, digest, _crc32(data))
 
 
-def expected_etags(parts: Sequence[Part]) -> list[str]:
+def expected_etags(parts: Sequence[UploadPart]) -> list[str]:
     """What the server may give as the ETag of the whole, the likeliest first: `<md5 of the parts' md5s>-<count>`."""
     whole = hashlib.md5(b"".join(bytes.fromhex(p.md5) for p in parts), usedforsecurity=False).hexdigest()
     return [f"{whole}-{len(parts)}", *(p.md5 for p in parts if len(parts) == 1)]
 
 
-def expected_crc32(parts: Sequence[Part]) -> str:
+def expected_crc32(parts: Sequence[UploadPart]) -> str:
     """What a server that took the parts' CRC32 gives for the whole, before its `-<count>`, which not all append."""
     return _crc32(b"".join(base64.b64decode(p.crc32) for p in parts))
 

@@ -8,7 +8,7 @@ from statistics import median
 
 from miner_guard.detectors.trace.series import Series, centred
 
-_LEAST = 6
+_MIN_COUNT = 6
 _AFTER = 4
 _SMOOTHED = 15
 _RISE = 1.12
@@ -38,7 +38,7 @@ def overfit(evaluation: Series, training: Series) -> Overfit | None:
     The smoothed evaluation (means over a tenth of the run) ends 12 % above its minimum, or 5 % where it
     rises nearly all the time; at least four evaluations lie after the minimum; training fell meanwhile.
     """
-    if len(evaluation) < _LEAST or len(training) < _LEAST:
+    if len(evaluation) < _MIN_COUNT or len(training) < _MIN_COUNT:
         return None
     width = max(3, len(evaluation) // 10) if len(evaluation) >= _SMOOTHED else 1
     smooth = centred(evaluation.values, width)

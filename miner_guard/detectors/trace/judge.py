@@ -17,10 +17,10 @@ from miner_guard.detectors.trace.series import Series, Trace
 
 _SAME_SPIKE = 8
 _NEAR_RESTART = 3
-_LEAST_SHARE = 0.05
+_MIN_SHARE = 0.05
 """A spike is at least this share of what the loss has fallen in all: near zero, tiny losses jump about."""
 
-_MOST_NAN = 5
+_MAX_NAN = 5
 _FROM_START = 3
 """A trace whose first step is within three strides shows its run from the start, else it is a window of it."""
 
@@ -48,7 +48,7 @@ def _not_finite(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
         # An evaluation that is NaN from its first record on may simply not have been one.
         finite = name == "loss"
         for step, value in zip(series.steps, series.values, strict=True):
-            if not math.isfinite(value) and finite and step not in said and len(said) < _MOST_NAN:
+            if not math.isfinite(value) and finite and step not in said and len(said) < _MAX_NAN:
                 said.add(step)
                 yield _nan(trace, facts, step, f"{words} is {value} at step {step}")
             finite = math.isfinite(value)
@@ -105,7 +105,7 @@ def spikes(
 ) -> Iterator[Anomaly]:
     """The outliers of the loss that are spikes: one per group, no restart, and more than the jumping of a tiny loss."""
     again = restarts(loss.values)
-    least = _LEAST_SHARE * levels.fall(loss.values)
+    least = _MIN_SHARE * levels.fall(loss.values)
     for group in runs(found, _SAME_SPIKE):
         top = max(group, key=lambda o: o.value)
         restarted = any(-1 <= top.index - place <= _NEAR_RESTART for place in again)

@@ -11,14 +11,14 @@ from miner_guard.detectors.trace.series import step_noise
 from miner_guard.detectors.window import MAD_TO_SIGMA
 
 _SIDE = 32
-_LEAST_SIDE = 8
+_MIN_SIDE = 8
 _START_UP = 16
 """Values before the first judged change: the first steps compile and fill caches."""
 
-_LEAST_CHANGE = math.log(1.18)
+_MIN_CHANGE = math.log(1.18)
 _CHANGE_SIGMAS = 2.0
 _DRIFT_BLOCKS = 20
-_LEAST_DRIFT = math.log(1.12)
+_MIN_DRIFT = math.log(1.12)
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ def shifts(values: Sequence[float]) -> list[Shift]:
 
     Where there is no sharp one, a slow drift of more than 12 % over the run is one at its middle.
     """
-    if len(values) < _START_UP + _LEAST_SIDE or min(values) <= 0:
+    if len(values) < _START_UP + _MIN_SIDE or min(values) <= 0:
         return []
     logs = [math.log(v) for v in values]
     found: list[Shift] = []
     place = _START_UP
-    while place <= len(logs) - _LEAST_SIDE:
+    while place <= len(logs) - _MIN_SIDE:
         if not _changes(logs, place):
-            place += max(1, _LEAST_SIDE // 4)
+            place += max(1, _MIN_SIDE // 4)
             continue
         best = _sharpest(logs, place)
-        if not found or best - found[-1].index > _LEAST_SIDE:
+        if not found or best - found[-1].index > _MIN_SIDE:
             left, right = _sides(logs, best)
-            if abs(median(right) - median(left)) >= _LEAST_CHANGE:
+            if abs(median(right) - median(left)) >= _MIN_CHANGE:
                 found.append(Shift(best, math.exp(median(left)), math.exp(median(right)), True))
         place = max(place, best) + _SIDE // 2
     return found or _drift(logs)
@@ -62,12 +62,12 @@ def _changes(logs: Sequence[float], place: int) -> bool:
     left, right = _sides(logs, place)
     low, high = median(left), median(right)
     noise = MAD_TO_SIGMA * median([abs(v - low) for v in left] + [abs(v - high) for v in right])
-    return abs(high - low) >= max(_LEAST_CHANGE, _CHANGE_SIGMAS * noise)
+    return abs(high - low) >= max(_MIN_CHANGE, _CHANGE_SIGMAS * noise)
 
 
 def _sharpest(logs: Sequence[float], place: int) -> int:
     """The split near `place` that leaves the least absolute deviation on both its sides."""
-    first, last = max(_START_UP, place - _LEAST_SIDE), min(len(logs) - _LEAST_SIDE, place + _SIDE)
+    first, last = max(_START_UP, place - _MIN_SIDE), min(len(logs) - _MIN_SIDE, place + _SIDE)
     low, high = max(0, first - _SIDE), min(len(logs), last + _SIDE)
 
     def cost(split: int) -> float:
@@ -85,7 +85,7 @@ def _drift(logs: Sequence[float]) -> list[Shift]:
     blocks = [median(logs[n * size : (n + 1) * size]) for n in range(_DRIFT_BLOCKS)]
     furthest = max(range(_DRIFT_BLOCKS), key=lambda n: abs(blocks[n] - blocks[0]))
     change = blocks[furthest] - blocks[0]
-    if abs(change) < _LEAST_DRIFT:
+    if abs(change) < _MIN_DRIFT:
         return []
     half = next(n for n in range(_DRIFT_BLOCKS) if abs(blocks[n] - blocks[0]) >= abs(change) / 2)
     return [Shift(half * size, math.exp(blocks[0]), math.exp(blocks[furthest]), False)]

@@ -21,12 +21,12 @@ _SIGMAS = 4.0
 _TRANSIENT = 6
 _START_UP = 0.10
 _LEVEL_RISE = 0.03
-_LEAST_RISE = 0.05
-_LEAST_GB = 1.0
+_MIN_RISE = 0.05
+_MIN_GB = 1.0
 
 
 @dataclass(frozen=True)
-class Change:
+class LevelChange:
     """One event of a memory curve."""
 
     index: int
@@ -38,7 +38,7 @@ class Change:
     recovered: bool = False
 
 
-def changes(values: Sequence[float]) -> list[Change]:
+def changes(values: Sequence[float]) -> list[LevelChange]:
     """All events, in order. `values` are finite and in GiB (or per cent of the GPU's memory)."""
     if len(values) < 8:
         return []
@@ -48,8 +48,8 @@ def changes(values: Sequence[float]) -> list[Change]:
     return _drops_and_levels(values) or gradual_growth(values) or late_growth(values)
 
 
-def _drops_and_levels(values: Sequence[float]) -> list[Change]:
-    found: list[Change] = []
+def _drops_and_levels(values: Sequence[float]) -> list[LevelChange]:
+    found: list[LevelChange] = []
     since = _settled(values)
     noise = _SIGMAS * step_noise(values)
     place = since + 2
@@ -61,7 +61,7 @@ def _drops_and_levels(values: Sequence[float]) -> list[Change]:
             if end is not None and value < usual:
                 lowest = min(range(place, end), key=lambda n: values[n])
                 if values[lowest] < (1 - _DROP) * usual:
-                    found.append(Change(lowest, "memory_drop", usual, values[lowest], True))
+                    found.append(LevelChange(lowest, "memory_drop", usual, values[lowest], True))
                 place = end
                 continue
             if end is None:
@@ -90,30 +90,30 @@ def _until_back(values: Sequence[float], place: int, usual: float) -> int | None
     return None
 
 
-def _edge(values: Sequence[float], place: int, usual: float) -> list[Change]:
+def _edge(values: Sequence[float], place: int, usual: float) -> list[LevelChange]:
     """A lasting change, with the sample on the way as an event of its own; a fall below all before is a drop."""
     after = median(values[place + 1 : place + 1 + _TRANSIENT]) if place + 1 < len(values) else values[place]
     start = min(_settled(values), place - 1)
     lowest_before = min(median(values[n : n + 4]) for n in range(start, max(start + 1, place - 3), 4))
     if after < (1 - _DROP) * lowest_before:
-        return [Change(place, "memory_drop", usual, after)]
+        return [LevelChange(place, "memory_drop", usual, after)]
     if abs(after - usual) <= _JUMP * usual:
         return []
-    edge = [Change(place, "regime_change", usual, after)]
+    edge = [LevelChange(place, "regime_change", usual, after)]
     on_the_way = abs(values[place] - after) > _JUMP * max(after, usual) and place + 1 < len(values)
-    return [*edge, Change(place + 1, "regime_change", values[place], after)] if on_the_way else edge
+    return [*edge, LevelChange(place + 1, "regime_change", values[place], after)] if on_the_way else edge
 
 
-def steps_of_growth(values: Sequence[float]) -> list[Change]:
+def steps_of_growth(values: Sequence[float]) -> list[LevelChange]:
     """Growth in steps that never comes back: each rise of 3 %, where at least two came after the start-up."""
-    rises: list[Change] = []
+    rises: list[LevelChange] = []
     highest = values[0]
     place = 1
     while place < len(values):
         ahead = values[place : place + _TRANSIENT]
         level = median(ahead)
         if values[place] > highest * (1 + _LEVEL_RISE / 3) and level > highest * (1 + _LEVEL_RISE):
-            rises.append(Change(place, "memory_leak", highest, level))
+            rises.append(LevelChange(place, "memory_leak", highest, level))
             highest = max(highest, values[place])
         else:
             highest = max(highest, min(values[place], level))
@@ -123,11 +123,11 @@ def steps_of_growth(values: Sequence[float]) -> list[Change]:
     last = median(values[-min(len(values), 9) :])
     grown = last - values[min(settled, len(values) - 1)]
     stays = last >= 0.97 * highest
-    enough = grown > max(_LEAST_RISE * last, _LEAST_GB)
+    enough = grown > max(_MIN_RISE * last, _MIN_GB)
     return rises if len(late) >= 2 and stays and enough else []
 
 
-def gradual_growth(values: Sequence[float]) -> list[Change]:
+def gradual_growth(values: Sequence[float]) -> list[LevelChange]:
     """Growth without steps: the minima of 8 blocks after the start-up, 6 of 7 rising, more than 5 % and 1 GiB."""
     rest = values[max(4, int(_START_UP * len(values))) :]
     size = len(rest) // 8
@@ -136,16 +136,16 @@ def gradual_growth(values: Sequence[float]) -> list[Change]:
     minima = [min(rest[n * size : (n + 1) * size]) for n in range(8)]
     rising = sum(later > earlier for earlier, later in itertools.pairwise(minima))
     grown = minima[-1] - minima[0]
-    if rising < 6 or grown <= max(_LEAST_RISE * minima[0], _LEAST_GB):
+    if rising < 6 or grown <= max(_MIN_RISE * minima[0], _MIN_GB):
         return []
-    return [Change(len(values) - len(rest), "memory_leak", minima[0], minima[-1])]
+    return [LevelChange(len(values) - len(rest), "memory_leak", minima[0], minima[-1])]
 
 
 _BLOCKS = 32
 _RISING = 7
 
 
-def late_growth(values: Sequence[float]) -> list[Change]:
+def late_growth(values: Sequence[float]) -> list[LevelChange]:
     """Growth that begins in the middle of a run and goes on to its end: the minima of at least 7 blocks of a
     32nd of the run rise in a row, but for one; more than 5 % and 1 GiB in all."""
     size = max(4, len(values) // _BLOCKS)
@@ -159,6 +159,6 @@ def late_growth(values: Sequence[float]) -> list[Change]:
     while first < len(minima) - 1 and minima[first + 1] <= minima[first]:
         first += 1
     grown = minima[-1] - minima[first]
-    if len(minima) - 1 - first < _RISING or grown <= max(_LEAST_RISE * minima[first], _LEAST_GB):
+    if len(minima) - 1 - first < _RISING or grown <= max(_MIN_RISE * minima[first], _MIN_GB):
         return []
-    return [Change(start + first * size, "memory_leak", minima[first], minima[-1])]
+    return [LevelChange(start + first * size, "memory_leak", minima[first], minima[-1])]

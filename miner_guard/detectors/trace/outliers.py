@@ -15,11 +15,11 @@ from statistics import median
 
 from miner_guard.detectors.window import MAD_TO_SIGMA, SortedWindow
 
-_LEAST_NOISE = 0.0005
+_MIN_NOISE = 0.0005
 
 
 @dataclass(frozen=True)
-class Rule:
+class OutlierRule:
     """What counts as standing out."""
 
     window: int
@@ -33,8 +33,8 @@ class Rule:
     """More than this many in a row are a change of level, not outliers."""
 
 
-SPIKE = Rule(window=32, least_before=5, levels=((1.9, 5.0), (1.3, 6.0), (1.03, 25.0)), longest=8)
-SLOW = Rule(window=25, least_before=0, levels=((1.5, 4.0), (1.3, 5.0), (1.15, 7.5)), longest=8)
+SPIKE = OutlierRule(window=32, least_before=5, levels=((1.9, 5.0), (1.3, 6.0), (1.03, 25.0)), longest=8)
+SLOW = OutlierRule(window=25, least_before=0, levels=((1.5, 4.0), (1.3, 5.0), (1.15, 7.5)), longest=8)
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Outlier:
         return self.value / self.level if self.level else math.inf
 
 
-def outliers(values: Sequence[float], rule: Rule) -> list[Outlier]:
+def outliers(values: Sequence[float], rule: OutlierRule) -> list[Outlier]:
     """All of them, in order. `values` are finite."""
     return select(candidates(values, rule), rule)
 
 
-def select(every: Iterable[Outlier], rule: Rule) -> list[Outlier]:
+def select(every: Iterable[Outlier], rule: OutlierRule) -> list[Outlier]:
     """Those of `candidates` that the rule calls outliers."""
     found = [o for o in every if o.sigmas >= _needed(o.ratio, rule)]
     return [o for run in runs(found, 1) if len(run) <= rule.longest for o in run]
@@ -75,11 +75,11 @@ def runs(found: Sequence[Outlier], gap: int) -> Iterator[list[Outlier]]:
         yield group
 
 
-def _needed(ratio: float, rule: Rule) -> float:
+def _needed(ratio: float, rule: OutlierRule) -> float:
     return next((sigmas for least, sigmas in rule.levels if ratio >= least), math.inf)
 
 
-def candidates(values: Sequence[float], rule: Rule) -> Iterator[Outlier]:
+def candidates(values: Sequence[float], rule: OutlierRule) -> Iterator[Outlier]:
     """Values above the least ratio to both sides' medians, with how many sigmas."""
     size, count = rule.window, len(values)
     before, after = SortedWindow(size), SortedWindow(size)
@@ -118,5 +118,5 @@ def _sigmas(values: Sequence[float], place: int, size: int, level: float) -> flo
             rest += [abs(v - middle) for v in scaled]
     noise = MAD_TO_SIGMA * median(rest) if rest else 0.0
     if positive:
-        return math.log(values[place] / level) / max(noise, _LEAST_NOISE)
-    return (values[place] - level) / max(noise, _LEAST_NOISE * abs(level), 1e-12)
+        return math.log(values[place] / level) / max(noise, _MIN_NOISE)
+    return (values[place] - level) / max(noise, _MIN_NOISE * abs(level), 1e-12)

@@ -23,7 +23,7 @@ from typing import Any
 
 from miner_guard.detectors.trace.series import Trace
 
-_MOST_LINE = 100_000
+_MAX_LINE_LENGTH = 100_000
 """Characters of a line that are looked at; what is longer is no trace line."""
 
 _NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
@@ -83,8 +83,8 @@ _SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
 EVALUATION_WORDS = frozenset(name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss")
 """In small letters: a line that prints an evaluation loss holds one of them."""
 
-_LONGEST_PRINTED = 4096
-_MOST_FIELDS = 100
+_MAX_PRINTED_LENGTH = 4096
+_MAX_FIELDS = 100
 
 
 def read(lines: Iterable[str]) -> Trace:
@@ -95,7 +95,7 @@ def read(lines: Iterable[str]) -> Trace:
     spread = _Spread()
     for line in lines:
         trace.lines += 1
-        if len(line) > _MOST_LINE or not (text := spread.join(_ANSI.sub("", line).strip())):
+        if len(line) > _MAX_LINE_LENGTH or not (text := spread.join(_ANSI.sub("", line).strip())):
             continue
         if named := _columns(text):
             columns = named
@@ -112,7 +112,7 @@ def evaluates(output: bytes) -> bool:
 
 def evaluation_in(line: bytes) -> float | None:
     """The evaluation loss that a line of a miner's output prints; None where it prints none."""
-    if len(line) > _LONGEST_PRINTED or not evaluates(line):
+    if len(line) > _MAX_PRINTED_LENGTH or not evaluates(line):
         return None
     text = _ANSI.sub("", line.decode("utf-8", "replace")).strip()
     document = _document(text)
@@ -136,7 +136,7 @@ class _Spread:
         parts, self._parts = [*self._parts, text], []
         if text in ("}", "},"):
             return " ".join(parts).rstrip(",")
-        if text.startswith('"') and len(parts) < _MOST_FIELDS:
+        if text.startswith('"') and len(parts) < _MAX_FIELDS:
             self._parts = parts
             return ""
         return text

@@ -12,8 +12,8 @@ _COMPARED = 5
 _FOLLOWED = 20
 """Values, where there are so many, over which a restart goes down as the run did: a loss that has exploded stays up."""
 
-_LEAST_FALL = 1.02
-_LEAST_RUN = 5
+_MIN_FALL = 1.02
+_MIN_RUN = 5
 
 
 def restarts(values: Sequence[float]) -> list[int]:
@@ -23,12 +23,12 @@ def restarts(values: Sequence[float]) -> list[int]:
     fall; a spike comes back at once instead.
     """
     opening = values[:_COMPARED]
-    if len(values) < 3 * _COMPARED or min(opening) <= 0 or opening[0] < _LEAST_FALL * min(values[:20]):
+    if len(values) < 3 * _COMPARED or min(opening) <= 0 or opening[0] < _MIN_FALL * min(values[:20]):
         return []
     found: list[int] = []
     last = 0
-    for place in range(_LEAST_RUN, len(values) - 2):
-        if place - last < _LEAST_RUN or not _jumps(values, place, last):
+    for place in range(_MIN_RUN, len(values) - 2):
+        if place - last < _MIN_RUN or not _jumps(values, place, last):
             continue
         again = values[place : place + _COMPARED]
         far = [abs(math.log(b) - math.log(a)) if b > 0 else math.inf for a, b in zip(opening, again, strict=False)]
@@ -50,4 +50,4 @@ def _follows(values: Sequence[float], place: int) -> bool:
 def _jumps(values: Sequence[float], place: int, last: int) -> bool:
     """Whether the value is clearly above the ones before it."""
     before = sorted(values[max(last, place - 4) : place])
-    return bool(before) and values[place] > _LEAST_FALL * before[len(before) // 2]
+    return bool(before) and values[place] > _MIN_FALL * before[len(before) // 2]

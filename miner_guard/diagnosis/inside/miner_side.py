@@ -1,4 +1,4 @@
-"""One question answered by the miner's own interpreter; see `miner_guard.probe` for how it is asked.
+"""One question answered by the miner's own interpreter; see `miner_guard.system.probe` for how it is asked.
 
 Run as a script, since that interpreter may not have miner_guard: nothing here imports it. The request's
 `what` names the question. A CUDA context is made here at most, and ends with this process.
@@ -20,7 +20,7 @@ from typing import Any
 
 _MATMUL_SIDE = 8192
 _MATMUL_S = 3.0
-_LARGEST_ALL_REDUCE = 256 * 1024**2
+_MAX_ALL_REDUCE = 256 * 1024**2
 
 
 def packages(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _one_rank(rank: int) -> None:
     store = dist.FileStore(os.path.join(request["folder"], "store"), ranks)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=float(request["timeout_s"]))
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-    size = _LARGEST_ALL_REDUCE if on_gpu else 16 * 1024**2
+    size = _MAX_ALL_REDUCE if on_gpu else 16 * 1024**2
     data = torch.ones(size // 4, device="cuda" if on_gpu else "cpu")
     best = float("inf")
     for _ in range(6):

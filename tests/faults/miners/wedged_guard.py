@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from miner_guard.cli.main import main
-from miner_guard.supervisor.host import Host
+from miner_guard.monitors.runner import MonitorRunner
 
-_launch = Host.launch
+_launch = MonitorRunner.launch
 
 
 def hang_here() -> None:
@@ -17,12 +17,12 @@ def hang_here() -> None:
         time.sleep(600)
 
 
-def launch(self: Host, record: Any) -> None:
+def launch(self: MonitorRunner, record: Any) -> None:
     _launch(self, record)
     hang_here()
 
 
-Host.launch = launch  # type: ignore[method-assign]
+MonitorRunner.launch = launch  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     main()

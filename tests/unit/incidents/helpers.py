@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from miner_guard.incidents import knowledge
-from miner_guard.incidents.case import Case, Incident
+from miner_guard.incidents.root_cause import Incident, RootCauseAnalyzer
 from miner_guard.incidents.scanner import Scanner
 
 
 def incidents(log: bytes | Iterable[bytes]) -> list[Incident]:
     """The incidents of a log, given whole or in pieces."""
-    scanner, case = Scanner(knowledge.load()), Case(knowledge.load())
+    scanner, case = Scanner(knowledge.load()), RootCauseAnalyzer(knowledge.load())
     for chunk in [log] if isinstance(log, bytes) else log:
         case.add(scanner.feed(chunk))
     case.add(scanner.finish())

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests import diagnosis, needs
+from tests import diagnosis
+from tests.support import requires
 from tests.unit.incidents.helpers import root
 
 if sys.version_info >= (3, 11):
@@ -24,7 +25,7 @@ EXCERPTS = Path(__file__).with_name("excerpts.toml")
 
 def test_root_causes_of_the_corpus_and_silence_on_the_benign() -> None:
     """Guards against a pattern that mends one label and breaks another."""
-    rows = [json.loads(line) for line in needs.corpus("incidents.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in requires.corpus("incidents.jsonl").read_text(encoding="utf-8").splitlines()]
     pairs = Counter((row["label"], root(row["text"]) or BENIGN) for row in rows)
     print(confusion(pairs))
     faults = sum(n for (label, _), n in pairs.items() if label != BENIGN)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miner_guard.incidents import knowledge
-from miner_guard.incidents.case import Case
 from miner_guard.incidents.knowledge import Benign
-from miner_guard.incidents.lines import clean
+from miner_guard.incidents.log_text import clean
+from miner_guard.incidents.root_cause import RootCauseAnalyzer
 from miner_guard.incidents.scanner import Scanner, Seen
 from tests.unit.incidents.helpers import incidents, root
 
@@ -75,7 +75,7 @@ Received SIGTERM, shutting down
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, len(COURSE)), max_size=12))
 def test_what_the_course_of_the_run_makes_of_it_does_not_depend_on_the_cuts(at: list[int]) -> None:
-    case = Case(knowledge.load())
+    case = RootCauseAnalyzer(knowledge.load())
     case.add(seen_of(cut(COURSE, at)))
     assert [(i.label, i.first.line, i.count) for i in case.incidents(10)] == [("hub_or_storage_unavailable", 4, 1)]
 

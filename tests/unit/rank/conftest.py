@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard.rank.hook import Guard
-from miner_guard.statedir import StateDir
+from miner_guard.rank.guard import Guard
+from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import Clock, place
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.rank.environment import Place, find
-from miner_guard.statedir import StateDir
+from miner_guard.rank.environment import RankContext, find
+from miner_guard.state_dir import StateDir
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
         return self.now
 
 
-def place(state: StateDir | None, *, rank: int = 0, world_size: int = 1, **env: str) -> Place:
+def place(state: StateDir | None, *, rank: int = 0, world_size: int = 1, **env: str) -> RankContext:
     return find({"RANK": str(rank), "WORLD_SIZE": str(world_size), **env}, state.root if state else None)
 
 

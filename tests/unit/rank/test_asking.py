@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from miner_guard.clock import FakeClock
 from miner_guard.costs.tracker import MonitoringCostTracker
-from miner_guard.rank import agree, environment, gating
+from miner_guard.rank import environment
+from miner_guard.rank.consensus import agree, gating
 from miner_guard.rank.environment import find
-from miner_guard.rank.hook import Guard
-from miner_guard.statedir import StateDir
-from tests import needs
+from miner_guard.rank.guard import Guard
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import FakeClock
+from tests.support import requires
 from tests.unit.rank.helpers import Clock, entries, place, reader_of, said
 from uploads.decision import GateDecision
 from validators.verdict import Verdict
@@ -222,17 +223,17 @@ def test_a_guard_begun_before_the_process_group_says_that_it_took_itself_for_ano
 def test_a_group_that_cannot_be_made_is_tried_again_more_and_more_rarely() -> None:
     """Guards against a step that waits 60 s for it each time: `upload_due` is asked at every step."""
     dist = _OneProcess(failures=10**9)
-    founder = agree.Founder(dist, 60.0)
+    founder = agree.GroupFactory(dist, 60.0)
     for _ in range(1000):
-        with pytest.raises(agree.Disagreed, match="gloo finds no interface"):
+        with pytest.raises(agree.NoConsensus, match="gloo finds no interface"):
             founder.group()
     assert dist.groups == 11
 
 
 def test_a_group_that_can_be_made_later_is_made() -> None:
-    needs.module("torch")
-    founder = agree.Founder(_OneProcess(failures=1), 60.0)
-    with pytest.raises(agree.Disagreed):
+    requires.module("torch")
+    founder = agree.GroupFactory(_OneProcess(failures=1), 60.0)
+    with pytest.raises(agree.NoConsensus):
         founder.group()
     assert isinstance(founder.group(), agree.Group)
 
@@ -240,9 +241,9 @@ def test_a_group_that_can_be_made_later_is_made() -> None:
 @pytest.mark.parametrize("answer", [None, b"x" * (agree.PAYLOAD_BYTES + 1)])
 def test_rank_0_comes_to_the_others_without_an_answer_too(answer: bytes | None) -> None:
     """Guards against ranks that wait out their timeout, and a group that is broken for good, for want of an answer."""
-    needs.module("torch")
+    requires.module("torch")
     dist = _OneProcess()
-    with pytest.raises(agree.Disagreed, match="rank 0 had no answer, or one that is too long"):
+    with pytest.raises(agree.NoConsensus, match="rank 0 had no answer, or one that is too long"):
         agree.Group(dist, 60.0).share("upload 1", answer)
     assert dist.sums == 1
     assert agree.Group(dist, 60.0).share("upload 1", b"go") == b"go"

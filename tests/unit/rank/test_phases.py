@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from miner_guard.flight_recorder.layout import FLAG_EVAL, FLAG_FIRST, FLAG_SYNC
-from miner_guard.rank.hook import Guard
-from miner_guard.statedir import StateDir
+from miner_guard.rank.guard import Guard
+from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import Clock, reader_of, said
 
 

@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 
-from miner_guard.events import Finding, found
-from miner_guard.rank import alone, hook, stacks
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.rank import guard as hook
+from miner_guard.rank import standalone_log
 from miner_guard.rank.environment import RankSettings, find
-from miner_guard.rank.hook import Guard
-from miner_guard.rank.stacks import STACKS_SIGNAL, SignalTaken
-from miner_guard.statedir import StateDir
+from miner_guard.rank.guard import Guard
+from miner_guard.rank.introspection import stacks
+from miner_guard.rank.introspection.stacks import STACKS_SIGNAL, SignalTaken
+from miner_guard.state_dir import StateDir
 from tests.unit.rank.helpers import Clock, entries, place, reader_of, said, state_of
 
 
@@ -343,7 +345,7 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
     """Guards against a log that ends without a word: one exception ended the thread that writes it."""
     guard = Guard(place(state))
     guard.emit(Finding("no_such_event", {}))
-    guard.emit(found("rank_message", text="still here"))
+    guard.emit(make_finding("rank_message", text="still here"))
     guard.close()
     messages = [json.loads(line)["msg"] for line in state.log.read_text().splitlines()]
     assert "still here" in messages
@@ -352,20 +354,20 @@ def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_it
 
 def test_a_console_that_is_full_for_a_while_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe2(os.O_NONBLOCK)
-    monkeypatch.setattr(alone, "_own_descriptor", lambda _fd: write)
-    log = alone.OwnLog(0, "r1", None)
+    monkeypatch.setattr(standalone_log, "_own_descriptor", lambda _fd: write)
+    log = standalone_log.StandaloneLog(0, "r1", None)
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(write, b"x" * 4096)
-    log.say(found("rank_message", text="nobody has room for this"))
+    log.say(make_finding("rank_message", text="nobody has room for this"))
     log.flush()
     with contextlib.suppress(BlockingIOError):
         while os.read(read, 1 << 16):
             pass
-    log.say(found("rank_message", text="for this there is"))
+    log.say(make_finding("rank_message", text="for this there is"))
     log.flush()
     assert b"for this there is" in os.read(read, 1 << 16)
-    log.forsake()
+    log.detach_after_fork()
     os.close(read)
     os.close(write)
 
@@ -386,11 +388,11 @@ def test_without_a_standard_output_nothing_is_written_into_the_file_that_has_its
 def test_the_log_of_a_rank_without_a_supervisor_does_not_fill_the_disk(
     state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alone, "_LARGEST_LOG", 2000)
-    monkeypatch.setattr(alone, "_KEPT_LOGS", 2)
-    log = alone.OwnLog(0, "r1", state)
+    monkeypatch.setattr(standalone_log, "_MAX_LOG", 2000)
+    monkeypatch.setattr(standalone_log, "_KEPT_LOGS", 2)
+    log = standalone_log.StandaloneLog(0, "r1", state)
     for number in range(100):
-        log.say(found("rank_message", text=f"line {number}"))
+        log.say(make_finding("rank_message", text=f"line {number}"))
     log.flush(30.0)
     files = sorted(state.root.glob("guard.jsonl*"))
     assert [file.name for file in files] == ["guard.jsonl", "guard.jsonl.1", "guard.jsonl.2"]

@@ -1,0 +1,67 @@
+"""How the demo publishes: the gate first, on every rank alike; then rank 0's files; then a child that pushes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from miner_guard.demo.gradients import block_now, sparse_gradients, write_upload
+from miner_guard.demo.miner_log import MinerLog
+from miner_guard.demo.options import Options
+from uploads.publisher import PublishError, Revision
+from uploads.push import push
+
+if TYPE_CHECKING:
+    from miner_guard.demo.miner import Miner
+
+RUN = 1
+_BLOCKS_KEPT = 20
+_DEADLINE_S = 120.0
+
+
+class Uploader:
+    """Asks the gate, writes the files, hands them to the publisher."""
+
+    def __init__(self, options: Options, guard: Any, lines: MinerLog) -> None:
+        self._options = options
+        self._guard = guard
+        self._lines = lines
+        self._rank = dist.get_rank()
+        self._blocks: list[int] = []
+        self.not_before = options.upload_steps
+
+    def upload(self, miner: Miner, kind: str) -> None:
+        """One upload if the gate allows it. Collective."""
+        self._blocks = [*self._blocks, block_now()][-_BLOCKS_KEPT:]
+        decision = self._guard.may_upload(outer_step=miner.outer_step, inner_step=miner.inner_step, kind=kind)
+        # Off its cadence, an upload that is due is not asked for again before it can be allowed.
+        self.not_before = 0 if decision else miner.inner_step + (decision.retry_after_steps or 0)
+        if not decision:
+            return
+        tag = f"{RUN}.{miner.outer_step}.{miner.inner_step}"
+        with self._guard.upload(decision, tag=tag) as upload:
+            self._lines.info(f"Saving model state locally for epoch {miner.outer_step}")
+            gradients = sparse_gradients(miner.model, miner.outer, self._rank)
+            if self._rank == 0:
+                folder = self._options.work / "staging" / tag
+                shutil.rmtree(folder, ignore_errors=True)
+                metadata = {
+                    "run": RUN, "outer_step": miner.outer_step, "inner_step": miner.inner_step, "peer_id": "demo"
+                }  # fmt: skip
+                write_upload(folder, gradients, dataclasses.asdict(miner.shape), self._blocks, metadata)
+                self._push(Revision(folder, RUN, miner.outer_step, miner.inner_step), upload)
+
+    def _push(self, revision: Revision, upload: Any) -> None:
+        try:
+            result = push(self._options.repo, revision, self._options.work, self._lines.info, _DEADLINE_S)
+            upload.size_bytes, upload.attempts, upload.checksum = result.size_bytes, result.attempts, result.checksum
+        except PublishError as error:
+            # A failed upload is no reason to stop training: the next one comes in a few steps.
+            upload.error = str(error)
+            self._lines.error(f"Model state upload failed: {error}")
+            # The files stay: the publisher's companion, or the next publisher, may still need them.
+            return
+        shutil.rmtree(revision.folder, ignore_errors=True)

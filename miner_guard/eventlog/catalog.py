@@ -1,0 +1,222 @@
+"""The catalogue: every event's name, level, emoji, line and fields, in one place.
+
+Standard library only. A detector returns a `Finding`; the sinks add time, run and host and write it as
+one console line and one JSON line. The words of a line are a contract: people grep for them.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from miner_guard.eventlog import formatters
+from miner_guard.state_dir import is_full
+
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+RESERVED = frozenset({"ts", "level", "event", "msg", "run_id", "host", "rank"})
+
+Line = Callable[[Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One event of the catalogue."""
+
+    name: str
+    level: str
+    emoji: str
+    line: str | Line
+    """A `str.format` template over the fields, or a function of them where the text is a block."""
+
+    fields: tuple[str, ...]
+    """Fields that every event of this name has; null where not known."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was seen, before time, run and host are known."""
+
+    event: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    rank: int | None = None
+    level: str | None = None
+    """Overrides the catalogue's level: `monitoring_over_budget` is a warning, then critical."""
+
+    @property
+    def severity(self) -> str:
+        """The level in force."""
+        return self.level or CATALOGUE[self.event].level
+
+    def at(self, level: str) -> Finding:
+        """The same finding at another level."""
+        return replace(self, level=level)
+
+
+def counted(count: int | None, noun: str) -> str:
+    """`1 line`, `2 lines`, `unknown lines`."""
+    return f"{'unknown' if count is None else count} {noun}{'' if count == 1 else 's'}"
+
+
+class _Formatter(string.Formatter):
+    """`{lost:~line}` is `1 line` or `2 lines`."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("~"):
+            return counted(value, format_spec[1:])
+        return "unknown" if value is None else super().format_field(value, format_spec)
+
+
+_formatter = _Formatter()
+
+_MAX_ODD_LENGTH = 500
+"""Characters shown of fields that do not fit."""
+
+
+def make_finding(event: str, /, *, rank: int | None = None, level: str | None = None, **fields: Any) -> Finding:
+    """A finding, checked against the catalogue.
+
+    Raises KeyError for an event that the catalogue lacks and ValueError for a missing or reserved field.
+    """
+    spec = CATALOGUE[event]
+    if missing := [name for name in spec.fields if name not in fields]:
+        raise ValueError(f"event {event} lacks its fields: {', '.join(missing)}")
+    if taken := RESERVED & fields.keys():
+        raise ValueError(f"event {event} uses reserved fields: {', '.join(sorted(taken))}")
+    return Finding(event, fields, rank, level)
+
+
+def write_failed(what: str, error: OSError, then: str = "") -> Finding:
+    """`what` can't be written: for want of room, which ends by itself perhaps, or for another reason; `then`: so what."""
+    reason = error.strerror or str(error)
+    if is_full(error):
+        return make_finding("disk_full", what=what, reason=reason)
+    return make_finding("guard_degraded", what=f"{what} cannot be written: {reason}{then}")
+
+
+def message(finding: Finding) -> str:
+    """The words of the console line, without emoji, time or level.
+
+    Findings also come from ranks, of another version perhaps: fields that the words can't show are shown as they are.
+    """
+    spec = CATALOGUE[finding.event]
+    try:
+        if callable(spec.line):
+            return spec.line(finding.fields)
+        return _formatter.vformat(spec.line, (), {"rank": finding.rank, **finding.fields})
+    except Exception as error:  # noqa: BLE001 - a line that raises would stop whoever logs it; the line says what is wrong
+        shown = str(dict(finding.fields))[:_MAX_ODD_LENGTH]
+        return f"{finding.event} with fields that do not fit its words ({type(error).__name__}: {error}): {shown}"
+
+
+_WARN = "⚠️ "
+_BAD = "❌"
+_OK = "✅"
+_TIME = "⏱️ "
+
+# fmt: off
+_SPECS = (
+    # startup
+    Spec("guard_started", "info", "🛡️ ", "GUARD STARTED: version {version}, pid {pid}, state {state_dir}", ("version", "pid", "state_dir")),
+    Spec("guard_stopped", "info", "🛡️ ", "GUARD STOPPED: exit code {exit_code}, {reason}", ("exit_code", "reason")),
+    Spec("guard_degraded", "warning", _WARN, "GUARD DEGRADED: {what}", ("what",)),
+    Spec("guard_wedged", "critical", _BAD, "GUARD WEDGED: its loop has not turned for {seconds:.0f}s, at {where}; the miner keeps running", ("seconds", "where", "stack")),
+    Spec("preflight", "info", "🔍", "PREFLIGHT: {ok} ok, {warn:~warning}, {critical} critical, {unknown} unknown", ("ok", "warn", "critical", "unknown")),
+    Spec("preflight_waiting", "info", "🔍", "PREFLIGHT WAITING: up to {left_s:.0f}s, since this may mend: {what}", ("left_s", "what")),
+    Spec("preflight_finding", "warning", _WARN, "PREFLIGHT {check}: {seen}; {next_step}", ("check", "seen", "limit", "next_step")),
+    Spec("gpu_diagnostics", "info", "🔍", formatters.gpu_diagnostics, ("ranks",)),
+    Spec("cuda_unavailable", "critical", _BAD, "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)", ()),
+    Spec("model_on_cpu", "critical", _BAD, "Model is on CPU! This will be EXTREMELY SLOW!", ()),
+    Spec("low_gpu_memory", "warning", _WARN, "LOW GPU MEMORY: Model may be on CPU!", ("gpu_mem_gb",)),
+    Spec("rank_finding", "warning", _WARN, "DIAGNOSIS {check}: {seen}; {next_step}", ("check", "seen", "limit", "next_step")),
+    # steps
+    Spec("cpu_fallback", "critical", _BAD, "CPU FALLBACK: {which}: {evidence}", ("which", "verdict", "evidence")),
+    Spec("inner_step", "info", "", formatters.inner_step, ("outer_step", "inner_step", "lr", "loss", "step_time_s", "gpu_mem_gb")),
+    Spec("step_lines_left_out", "info", "", "{count:~step line} left out (limit {limit_per_s}/s); the flight record has them", ("count", "limit_per_s")),
+    Spec("slow_step", "warning", _WARN, "SLOW STEP: {step_time_s:.1f}s (expected {expected}) - Check GPU usage!", ("step_time_s", "expected", "inner_step", "limit_s", "rule")),
+    Spec("fast_log", "info", _TIME, "Fast log time: {total_s:.3f}s (loss calc: {loss_calc_s:.3f}s, overhead: {overhead_s:.3f}s)", ("total_s", "loss_calc_s", "overhead_s", "inner_step")),
+    Spec("timing_breakdown", "info", _TIME, formatters.timing_breakdown, ("step", "total_s", "inference_s", "val_loss_s", "example_loss_s", "overhead_s")),
+    Spec("timing_red_flag", "warning", _WARN, "TIMING RED FLAG: {which}: {seen} (limit {limit}): {meaning}", ("which", "seen", "limit", "meaning")),
+    Spec("steps_regressed", "warning", _WARN, "STEPS REGRESSED: median {median_s:.2f}s, best {best_s:.2f}s earlier ({ratio:.0%} of best speed)", ("median_s", "best_s", "ratio")),
+    Spec("step_summary", "info", _TIME, "STEP SUMMARY: p50 {p50_s:.2f}s p95 {p95_s:.2f}s max {max_s:.2f}s, grade {grade}", ("p50_s", "p95_s", "max_s", "grade")),
+    Spec("throughput_explained", "warning", _WARN, "SLOW BECAUSE: {cause}: {arithmetic}", ("cause", "arithmetic")),
+    Spec("gpu_usage", "info", "", formatters.gpu_usage, ("used_gb", "total_gb", "share_pct", "verdict")),
+    Spec("gpu_drop", "warning", _WARN, "GPU DROP: {from_pct:.0f}% -> {to_pct:.0f}% at step {step}", ("from_pct", "to_pct", "step")),
+    Spec("gpu_fault", "critical", _BAD, "GPU FAULT: GPU {gpu} {what}; {next_step}", ("gpu", "what", "next_step")),
+    Spec("gpu_recovered", "info", _OK, "GPU RECOVERED: GPU {gpu} {what}", ("gpu", "what")),
+    Spec("gpu_relaunch", "warning", _WARN, "GPU RELAUNCH: {argument} {old} -> {new}: {why}", ("argument", "old", "new", "why")),
+    Spec("loss_nan", "critical", _BAD, "Loss is NaN or Inf at step {step}", ("step", "loss")),
+    Spec("eval_loss_nan", "warning", _WARN, "EVALUATION LOSS is {eval_loss} at step {step}", ("step", "eval_loss")),
+    Spec("loss_spike", "warning", _WARN, "LOSS SPIKE: {loss:.4g} at step {step} (median {median:.4g}, limit {limit:.4g})", ("step", "loss", "median", "limit")),
+    Spec("loss_divergence", "warning", _WARN, "LOSS DIVERGING: {detail}", ("step", "detail")),
+    Spec("loss_plateau", "warning", _WARN, "LOSS PLATEAU: {detail}", ("step", "detail")),
+    Spec("overfit", "warning", _WARN, "OVERFITTING: {detail}", ("step", "detail")),
+    Spec("memory_leak", "warning", _WARN, "MEMORY LEAK: {detail}", ("step", "detail")),
+    Spec("memory_drop", "warning", _WARN, "MEMORY DROP: {detail}", ("step", "detail")),
+    Spec("straggler", "warning", _WARN, "STRAGGLER: rank {rank} {detail}", ("detail", "score")),
+    Spec("straggler_cleared", "info", _OK, "STRAGGLER CLEARED: rank {rank} after {steps:~step}", ("steps",)),
+    Spec("hang_detected", "critical", _BAD, "HANG DETECTED: {detail}", ("detail", "culprits", "idle_s", "limit_s")),
+    Spec("hang_evidence", "error", _BAD, "HANG EVIDENCE: {detail}", ("detail", "ranks")),
+    Spec("stack_dump", "error", _BAD, "STACK DUMP: {ranks} in {path}", ("ranks", "path")),
+    # gate and uploads
+    Spec("upload_blocked", "warning", _WARN, formatters.upload_blocked, ("reason", "outer_step", "inner_step", "kind", "verdicts")),
+    Spec("upload_allowed", "info", _OK, "UPLOAD ALLOWED: {reason}", ("reason", "outer_step", "inner_step", "kind", "verdicts")),
+    Spec("upload_started", "info", "💾", "UPLOAD STARTED: tag {tag}", ("tag",)),
+    Spec("upload_succeeded", "info", _OK, "UPLOAD VERIFIED: tag {tag} {detail}", ("tag", "detail")),
+    Spec("upload_failed", "error", _BAD, "UPLOAD FAILED: {reason}", ("reason",)),
+    Spec("upload_reported", "info", "💾", "UPLOAD REPORTED: tag {tag} {detail}", ("tag", "detail", "source")),
+    Spec("upload_unverified", "warning", _WARN, "UPLOAD UNVERIFIED: tag {tag}: {reason}", ("tag", "reason")),
+    Spec("upload_forecast", "warning", _WARN, "UPLOAD FORECAST: inner_step {min_inner_step} in {eta_min:.0f} min, repo stale in {stale_min:.0f} min", ("min_inner_step", "eta_min", "stale_min")),
+    Spec("repo_age", "info", "", "Repo Age: {age_s:.0f}s (keep < {target_s:.0f}s)", ("age_s", "target_s")),
+    Spec("repo_stale", "critical", _BAD, "REPO STALE: {age_s:.0f}s since the last verified upload (limit {limit_s:.0f}s); upload now", ("age_s", "limit_s")),
+    Spec("repo_unknown", "warning", _WARN, "REPO UNKNOWN: {reason}", ("reason",)),
+    Spec("audit_passed", "info", _OK, "AUDIT PASSED: {detail}", ("detail",)),
+    Spec("audit_failed", "critical", _BAD, "AUDIT FAILED: {detail}", ("detail",)),
+    Spec("audit_unknown", "warning", _WARN, "AUDIT UNKNOWN: {detail}", ("detail",)),
+    # life of the miner
+    Spec("miner_started", "info", "🚀", "MINER STARTED: pid {pid}: {command}", ("pid", "command", "attempt")),
+    Spec("miner_exited", "error", _BAD, "MINER EXITED: {how}", ("how", "code", "runtime_s")),
+    Spec("miner_finished", "info", _OK, "MINER FINISHED: {how} after {runtime_s:.0f}s", ("how", "code", "runtime_s")),
+    Spec("miner_restarting", "warning", _WARN, "MINER RESTARTING in {wait_s:.0f}s (attempt {attempt} of {max_restarts}): {cause}", ("wait_s", "attempt", "max_restarts", "cause")),
+    Spec("miner_stopping", "info", "", "MINER STOPPING: {reason}, {grace_s:.0f}s to stop", ("reason", "grace_s")),
+    Spec("miner_paused", "info", "", "MINER PAUSED: restarts are off until `miner-guard ctl resume`", ()),
+    Spec("crash_loop", "critical", _BAD, "CRASH LOOP: {detail}", ("detail", "restarts")),
+    Spec("orphan_killed", "warning", _WARN, "ORPHAN KILLED: pid {pid} ({command}) of run {of_run}", ("pid", "command", "of_run")),
+    Spec("incident", "error", _BAD, "INCIDENT {label}: {cause} Fix: {fix}", ("label", "cause", "fix", "excerpt")),
+    Spec("output_dropped", "warning", _WARN, "OUTPUT DROPPED: {dropped_bytes} bytes of the miner's output, nobody reads them", ("dropped_bytes",)),
+    Spec("checkpoint_saved", "info", "💾", formatters.checkpoint_saved, ("path", "step", "seconds", "size_bytes")),
+    Spec("checkpoint_resumed", "info", _OK, "CHECKPOINT RESUMED: {path} at step {step}", ("path", "step")),
+    Spec("checkpoint_skipped", "warning", _WARN, "CHECKPOINT SKIPPED: {path}: {reason}", ("path", "reason")),
+    Spec("checkpoint_stale", "warning", _WARN, "CHECKPOINT STALE: {detail}", ("detail",)),
+    Spec("network_unreachable", "critical", _BAD, "NODE UNREACHABLE: {node}: {detail}", ("node", "detail")),
+    Spec("network_recovered", "info", _OK, "NODE REACHABLE: {node} again after {seconds:.0f}s", ("node", "seconds")),
+    # health and costs
+    Spec("http_listening", "info", "", "HTTP {url} (metrics, healthz, status)", ("url",)),
+    Spec("health_snapshot", "info", "", "HEALTH {summary}", ("summary", "snapshot")),
+    Spec("host_warning", "warning", _WARN, "HOST WARNING: {what}: {seen} (limit {limit}); {next_step}", ("what", "seen", "limit", "next_step")),
+    Spec("sampler_failed", "warning", _WARN, "SAMPLER FAILED: {sampler}: {reason}", ("sampler", "reason")),
+    Spec("sampler_recovered", "info", _OK, "SAMPLER RECOVERED: {sampler}", ("sampler",)),
+    Spec("job_late", "warning", _WARN, "JOB LATE: {job} by {late_s:.1f}s", ("job", "late_s")),
+    Spec("monitoring_operation_slow", "warning", _WARN, "MONITORING SLOW: {operation} took {seconds:.1f}s (limit {limit_s:.0f}s)", ("operation", "seconds", "limit_s")),
+    Spec("monitoring_over_budget", "warning", _WARN, "MONITORING OVER BUDGET: {share_pct:.1f}% (limit {limit_pct:.0f}%)", ("share_pct", "limit_pct", "dearest")),
+    Spec("monitoring_throttled", "warning", _WARN, "MONITORING THROTTLED: {operation} every {interval_s:.0f}s instead of {asked_s:.0f}s", ("operation", "interval_s", "asked_s")),
+    Spec("monitoring_relaxed", "info", _OK, "MONITORING RELAXED: {operation} every {interval_s:.0f}s again", ("operation", "interval_s")),
+    Spec("chain_status", "info", "", "CHAIN {summary}", ("summary",)),
+    Spec("chain_unknown", "warning", _WARN, "CHAIN unknown: {reason}", ("reason",)),
+    Spec("chain_unregistered", "critical", _BAD, "CHAIN UNREGISTERED: {detail}", ("detail",)),
+    Spec("alert_sent", "info", "", "ALERT SENT: {alert} to {targets:~target}", ("alert", "targets")),
+    Spec("alert_failed", "warning", _WARN, "ALERT FAILED: {alert}: {reason}", ("alert", "reason")),
+    Spec("disk_full", "critical", _BAD, "DISK FULL: {what} stopped writing ({reason}); the miner goes on", ("what", "reason")),
+    Spec("disk_recovered", "info", _OK, "DISK RECOVERED: {what} writes again, {lost:~line} lost", ("what", "lost")),
+    Spec("ledger_stuck", "warning", _WARN, "LEDGER STUCK: ledger.sqlite3: {reason}; the miner goes on", ("reason",)),
+    Spec("ledger_recovered", "info", _OK, "LEDGER RECOVERED: ledger.sqlite3 is written again, {lost:~row} lost", ("lost",)),
+    Spec("state_dir_tightened", "info", "🔒", "STATE DIRECTORY TIGHTENED: {path} was open to other users (mode {mode}), now 0700", ("path", "mode")),
+    Spec("file_set_aside", "warning", _WARN, "FILE SET ASIDE: {path} was {reason}, now {aside}", ("path", "reason", "aside")),
+    Spec("secret_exposed", "warning", _WARN, "SECRET EXPOSED: {where} shows {kind}; {next_step}", ("where", "kind", "next_step")),
+    Spec("rank_message", "info", "", "{text}", ("text",)),
+)
+
+# fmt: on
+
+CATALOGUE: Mapping[str, Spec] = {spec.name: spec for spec in _SPECS}

@@ -1,0 +1,146 @@
+"""Lines that a template can't say: the documents' blocks, and lines with parts that may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_RULE = "=" * 80
+
+
+def known(value: Any, spec: str = "") -> str:
+    """`value` as `format` spells it, a word as it is, or `unknown`."""
+    if isinstance(value, str):
+        return value
+    return "unknown" if value is None else format(value, spec)
+
+
+def gb(size_bytes: float | None) -> float | None:
+    """Bytes as GiB, which torch and the documents call GB."""
+    return None if size_bytes is None else size_bytes / 1024**3
+
+
+def inner_step(fields: Mapping[str, Any]) -> str:
+    """Source 004's step line."""
+    return (
+        f"Outer Step: {known(fields['outer_step'])} | Inner Step: {known(fields['inner_step'])}"
+        f" | LR: {known(fields['lr'], '.8f')} | Loss: {known(fields['loss'], '.2f')}{_loss_remark(fields)}"
+        f" | Step Time: {_with_unit(fields['step_time_s'], '.1f', 's')}"
+        f" | GPU Mem: {_with_unit(fields['gpu_mem_gb'], '.2f', 'GB')}"
+    )
+
+
+def _loss_remark(fields: Mapping[str, Any]) -> str:
+    """What a reader must know to compare the loss with the trainer's own line."""
+    step, summed = fields.get("loss_step"), fields.get("loss_summed")
+    remarks = [f"of step {step}"] if step is not None else []
+    remarks += ["sum of what went into backward"] if summed else []
+    return f" ({', '.join(remarks)})" if remarks else ""
+
+
+def upload_blocked(fields: Mapping[str, Any]) -> str:
+    """Source 004's line; the same block is said once in five minutes, so the next one counts those in between."""
+    left_out = fields.get("left_out")
+    return f"UPLOAD BLOCKED: {fields['reason']}" + (
+        f" (asked {left_out} more time{'s'[: left_out != 1]} since it was said)" if left_out else ""
+    )
+
+
+def checkpoint_saved(fields: Mapping[str, Any]) -> str:
+    """Who reports a checkpoint may not know how long it took."""
+    seconds = fields["seconds"]
+    return f"CHECKPOINT SAVED: {fields['path']}" + ("" if seconds is None else f" in {seconds:.2f}s")
+
+
+def _with_unit(value: float | None, spec: str, unit: str) -> str:
+    return "unknown" if value is None else format(value, spec) + unit
+
+
+def timing_breakdown(fields: Mapping[str, Any]) -> str:
+    """Source 001's block: seconds and share of each part of an evaluation step."""
+    total = fields["total_s"]
+    rows = [f"TIMING BREAKDOWN (Step {fields['step']:,}):", f"   {'Total:':<15} {total:.3f}s"]
+    for title, key in (
+        ("Inference", "inference_s"),
+        ("Val Loss", "val_loss_s"),
+        ("Example Loss", "example_loss_s"),
+        ("Overhead", "overhead_s"),
+    ):
+        seconds = fields[key]
+        if seconds is None:
+            rows.append(f"   {title + ':':<15} unknown")
+            continue
+        share = 100 * seconds / total if total else 0.0
+        rows.append(f"   {title + ':':<15} {seconds:.3f}s ({share:.1f}%)")
+    return "\n".join(rows)
+
+
+def gpu_usage(fields: Mapping[str, Any]) -> str:
+    """Source 002's line and the verdict of its decision matrix."""
+    used, total, share = fields["used_gb"], fields["total_gb"], fields["share_pct"]
+    if used is None or total is None or share is None:
+        return f"GPU Memory Used: unknown - {fields['verdict']}"
+    return f"GPU Memory Used: {used:.1f} GB / {total:.1f} GB ({share:.1f}%) - {fields['verdict']}"
+
+
+def gpu_diagnostics(fields: Mapping[str, Any]) -> str:
+    """Source 004's block for rank 0, then a row for each rank.
+
+    `ranks` is a list of mappings, one per rank, with the keys that `miner_guard.rank.introspection.diagnose` writes;
+    a rank that did not answer has only `rank` and `error`.
+    """
+    ranks: list[Mapping[str, Any]] = fields["ranks"]
+    first = next((r for r in ranks if r.get("rank") == 0 and not r.get("error")), None)
+    rows = [_RULE, "GPU DIAGNOSTICS", _RULE]
+    if first is not None:
+        rows += _first_rank(first)
+    rows.append(_RULE)
+    rows += [_rank_row(r) for r in ranks]
+    return "\n".join(rows)
+
+
+def _first_rank(r: Mapping[str, Any]) -> list[str]:
+    cuda = r.get("cuda_available")
+    rows = [f"✓ CUDA available: {known(cuda)}" if cuda else f"✗ CUDA available: {known(cuda)}"]
+    if cuda:
+        rows += [
+            _seen("GPU count", r.get("gpu_count")),
+            _seen("Current CUDA device", r.get("cuda_device")),
+            _seen("Device name", r.get("device_name")),
+            _seen("GPU total memory", gb(r.get("total_bytes")), ".2f", " GB"),
+            _seen("GPU memory allocated", gb(r.get("allocated_bytes")), ".2f", " GB"),
+        ]
+    device = r.get("model_device")
+    rows.append(_seen("Model device", device))
+    if device and str(device).startswith("cuda"):
+        rows.append(f"✅ Model correctly on GPU: {device}")
+    rows += [
+        _seen("Batch size (per GPU)", r.get("batch_size")),
+        _seen("Effective batch size (total)", r.get("effective_batch_size")),
+        _seen("World size (GPUs)", r.get("world_size")),
+        _seen("Gradient accumulation steps", r.get("accumulation_steps")),
+    ]
+    return rows
+
+
+def _seen(what: str, value: Any, spec: str = "", unit: str = "") -> str:
+    """Source 004's check mark stands before what was seen, never before what is unknown."""
+    return f"? {what}: unknown" if value is None else f"✓ {what}: {known(value, spec)}{unit}"
+
+
+def _rank_row(r: Mapping[str, Any]) -> str:
+    if r.get("error"):
+        return f"rank {r['rank']}: unknown: {r['error']}"
+    shard, total = gb(r.get("shard_bytes")), gb(r.get("total_bytes"))
+    parts = [
+        f"device {known(r.get('model_device'))}",
+        f"shard {known(r.get('shard_params'))} params {known(shard, '.2f')} GB on {known(r.get('shard_devices'))}",
+        f"dtype {known(r.get('dtype'))}",
+        f"torch {known(r.get('torch_version'))}",
+    ]
+    # A rank without CUDA has no GPU whose name or memory could be unknown.
+    if r.get("cuda_available") is not False:
+        allocated = known(gb(r.get("allocated_bytes")), ".2f")
+        parts[1:1] = [known(r.get("device_name"))]
+        parts.insert(-1, f"memory {allocated} of {known(total, '.2f')} GB")
+    return f"rank {r['rank']}: {', '.join(parts)}"

@@ -1,0 +1,347 @@
+"""Reading guard.jsonl and its rotated files back, as fast as a search of the raw bytes allows.
+
+A line is looked at only where a needle of the question occurs in it, and then by its head alone: the
+guard writes `ts, level, event, msg, run_id, host, rank` first and in this order (`logs.Emitter`). A
+line with another head is parsed as JSON; one that is not JSON is counted, not shown.
+Standard library only: a query should not wait for imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from miner_guard.eventlog.catalog import LEVELS
+from miner_guard.eventlog.rendering import console_line, rotated, visible
+from miner_guard.system.clock import iso_utc, parse_iso_utc
+
+_CHUNK = 256 * 1024
+_LOOK_EVERY_S = 0.2
+_HEAD = re.compile(
+    rb'\{"ts": "([0-9T:.Z-]+)", "level": "([a-z]+)", "event": "([a-z_]+)", "msg": "([^"\\]*(?:\\.[^"\\]*)*)", '
+    rb'"run_id": "?[^"\\]*"?, "host": "[^"\\]*", "rank": (null|[0-9]+)[,}]'
+)
+_Block = tuple[bytes, int, int]
+"""Bytes, and where in them whole lines begin and end."""
+
+_MIDNIGHT = "0000-00-00T00:00:00.000000"
+"""What completes a time that names no hour, minute or second."""
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked. Empty means no restriction."""
+
+    events: frozenset[str] = frozenset()
+    least_level: str = "debug"
+    since: str = ""
+    """ISO time in UTC; lines with an earlier `ts` are left out. The format sorts as text."""
+
+    ranks: frozenset[int] = frozenset()
+
+    @property
+    def levels(self) -> frozenset[str]:
+        """The levels that pass."""
+        return frozenset(name for name, value in LEVELS.items() if value >= LEVELS[self.least_level])
+
+    def needles(self) -> list[bytes]:
+        """Byte strings of which a matching line holds at least one; empty where every line must be looked at."""
+        if self.events:
+            return [b'"event": "' + name.encode() + b'"' for name in sorted(self.events)]
+        if self.ranks:
+            return [b'"rank": ' + str(rank).encode() for rank in sorted(self.ranks)]
+        if len(self.levels) < len(LEVELS):
+            return [b'"level": "' + name.encode() + b'"' for name in sorted(self.levels)]
+        return []
+
+
+class Hit(NamedTuple):
+    """One matching line."""
+
+    raw: bytes
+    """The line as stored, without its newline."""
+
+    ts: str
+    level: str
+    event: str
+    msg: str
+    rank: int | None
+
+    @property
+    def headline(self) -> str:
+        """The first line of the message that has words: a block begins with a rule."""
+        rows = visible(self.msg).splitlines()
+        return next((row for row in rows if any(map(str.isalnum, row))), rows[0] if rows else "")
+
+    def console(self, *, emoji: bool) -> str:
+        """The line as the console showed it."""
+        head = {"ts": self.ts, "level": self.level, "event": self.event, "msg": self.msg, "rank": self.rank}
+        return console_line(head, emoji=emoji)
+
+    def record(self) -> dict[str, Any]:
+        """The whole event."""
+        document: dict[str, Any] = json.loads(self.raw)
+        return document
+
+
+@dataclass
+class Seen:
+    """What a search came across."""
+
+    hits: int = 0
+    unreadable: int = 0
+    """Lines that are not JSON, or not events, among those looked at."""
+
+
+def since_text(text: str, now: float) -> str:
+    """`90s`, `15m`, `1h`, `2d`, or an ISO time, as the ISO time from which lines count. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip())
+    if match:
+        return iso_utc(max(0.0, now - float(match[1]) * _UNITS[match[2]]))
+    if re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d(:\d\d(:\d\d(\.\d{1,6})?)?)?)?Z?", text.strip()):
+        given = text.strip().rstrip("Z")
+        whole = f"{given}{_MIDNIGHT[len(given) :]}Z"
+        with contextlib.suppress(ValueError):
+            parse_iso_utc(whole)
+            return whole
+    raise ValueError(f"{text!r} is not a time: allowed are 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)")
+
+
+def files_of(log: Path) -> list[Path]:
+    """The rotated files and the current one, oldest first."""
+    numbers = [
+        int(path.name.rsplit(".", 1)[1])
+        for path in log.parent.glob(f"{log.name}.*")
+        if path.name.rsplit(".", 1)[1].isdigit()
+    ]
+    older = [rotated(log, number) for number in sorted(numbers, reverse=True)]
+    return [path for path in [*older, log] if path.is_file()]
+
+
+def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
+    """Matching lines of all files of `log`, oldest first. Files that vanish meanwhile are passed over."""
+    seen = Seen() if seen is None else seen
+    for path in files_of(log):
+        try:
+            with open(path, "rb", buffering=0) as file:
+                # The last write of a file is its youngest line.
+                if query.since and iso_utc(os.fstat(file.fileno()).st_mtime) < query.since:
+                    continue
+                yield from _matching(_blocks(file), query, seen)
+        except FileNotFoundError:
+            continue
+
+
+def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[Hit]:
+    """The youngest `count` hits, oldest of them first. Read from the end: a long log costs no more than a short one."""
+    seen = Seen() if seen is None else seen
+    pieces: list[list[Hit]] = []
+    left = count
+    read: set[tuple[int, int]] = set()
+    for path in reversed(files_of(log)):
+        try:
+            with open(path, "rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                # A rotation meanwhile gives a file that was read another name.
+                if (status.st_dev, status.st_ino) in read or (query.since and iso_utc(status.st_mtime) < query.since):
+                    continue
+                read.add((status.st_dev, status.st_ino))
+                for block in _blocks_backwards(file, status.st_size):
+                    if left <= 0:
+                        break
+                    hits = list(_matching([block], query, seen))
+                    pieces.append(hits[max(0, len(hits) - left) :])
+                    left -= len(pieces[-1])
+        except FileNotFoundError:
+            continue
+    return [hit for piece in reversed(pieces) for hit in piece]
+
+
+def _blocks_backwards(file: BinaryIO, end: int) -> Iterator[_Block]:
+    """A file up to `end` as whole lines, the last piece first."""
+    size = _CHUNK
+    while end > 0:
+        start = max(0, end - size)
+        file.seek(start)
+        piece = b""
+        while len(piece) < end - start and (more := file.read(end - start - len(piece))):
+            piece += more
+        first = piece.find(b"\n") + 1 if start else 0
+        if start and first in (0, len(piece)):
+            # One line is longer than the piece.
+            size *= 2
+            continue
+        yield piece, first, len(piece)
+        end, size = start + first, _CHUNK
+
+
+def _blocks(file: BinaryIO) -> Iterator[_Block]:
+    """The rest of a file as whole lines, each piece as read and unmoved; a last line without newline as it is."""
+    rest = b""
+    while piece := file.read(_CHUNK):
+        first, last = piece.find(b"\n") + 1, piece.rfind(b"\n") + 1
+        if first == 0:
+            rest += piece
+            continue
+        if rest:
+            yield rest + piece[:first], 0, len(rest) + first
+        else:
+            first = 0
+        yield piece, first, last
+        rest = piece[last:]
+    if rest:
+        yield rest, 0, len(rest)
+
+
+def _matching(blocks: Iterable[_Block], query: Query, seen: Seen) -> Iterator[Hit]:
+    needles = query.needles()
+    accept = _filter(query)
+    for block in blocks:
+        for raw in _candidates(block, needles):
+            hit = _parsed(raw)
+            if hit is None:
+                seen.unreadable += 1
+            elif accept(hit):
+                seen.hits += 1
+                yield hit
+
+
+def _candidates(block: _Block, needles: list[bytes]) -> Iterable[bytes]:
+    data, begin, end = block
+    if not needles:
+        return [line for line in data[begin:end].split(b"\n") if line]
+    if len(needles) == 1:
+        return (line for _, line in _placed(block, needles[0]))
+    starts = {start: line for needle in needles for start, line in _placed(block, needle)}
+    return [starts[start] for start in sorted(starts)]
+
+
+def _placed(block: _Block, needle: bytes) -> Iterator[tuple[int, bytes]]:
+    data, begin, end = block
+    place = data.find(needle, begin, end)
+    while place >= 0:
+        start = data.rfind(b"\n", begin, place) + 1 or begin
+        stop = data.find(b"\n", place, end)
+        stop = end if stop < 0 else stop
+        yield start, data[start:stop]
+        place = data.find(needle, stop, end)
+
+
+def _filter(query: Query) -> Callable[[Hit], bool]:
+    levels, events, ranks, since = query.levels, query.events, query.ranks, query.since
+
+    def accept(hit: Hit) -> bool:
+        return (
+            hit.level in levels
+            and (not events or hit.event in events)
+            and (not ranks or hit.rank in ranks)
+            and hit.ts >= since
+        )
+
+    return accept
+
+
+def _parsed(raw: bytes) -> Hit | None:
+    match = _HEAD.match(raw)
+    if match is None:
+        return _parsed_whole(raw)
+    ts, level, event, msg, rank = match.groups()
+    try:
+        words = json.loads(b'"' + msg + b'"') if b"\\" in msg else msg.decode()
+    except ValueError:
+        return None
+    return Hit(raw, ts.decode(), level.decode(), event.decode(), words, None if rank == b"null" else int(rank))
+
+
+def _parsed_whole(raw: bytes) -> Hit | None:
+    try:
+        document = json.loads(raw)
+        rank = document.get("rank")
+        ts, level, event = (str(document[name]) for name in ("ts", "level", "event"))
+        return Hit(raw, ts, level, event, str(document.get("msg", "")), rank if isinstance(rank, int) else None)
+    except (ValueError, KeyError, AttributeError):
+        return None
+
+
+class Follower:
+    """New lines of a log as they are written, across rotations; nothing is lost, nothing comes twice."""
+
+    def __init__(self, log: Path, query: Query) -> None:
+        """From the end of the log as it is now."""
+        self._log = log
+        self._query = query
+        self._file: BinaryIO | None = None
+        self._rest = b""
+        if log.is_file():
+            self._file = open(log, "rb", buffering=0)  # noqa: SIM115
+            self._file.seek(0, os.SEEK_END)
+
+    def poll(self) -> list[Hit]:
+        """What came since the last call."""
+        hits: list[Hit] = []
+        while self._file is not None or self._open(self._log, _inode(self._log)):
+            assert self._file is not None
+            following = self._following()
+            # Only after the look at the names: what was written before the rotation is in the file that is held.
+            data = self._rest + self._file.read()
+            end = data.rfind(b"\n") + 1
+            self._rest = data[end:]
+            hits += _matching([(data, 0, end)], self._query, Seen())
+            if following is None:
+                break
+            self._open(*following)
+        return hits
+
+    def _following(self) -> tuple[Path, int | None] | None:
+        """The file that was begun after the one that is held, with its inode; None while there is none yet."""
+        assert self._file is not None
+        mine = os.fstat(self._file.fileno()).st_ino
+        for _ in range(3):
+            files = [(path, inode) for path in files_of(self._log) if (inode := _inode(path)) is not None]
+            place = next((number for number, (_, inode) in enumerate(files) if inode == mine), None)
+            if place is not None:
+                return files[place + 1] if place + 1 < len(files) else None
+            # A rotation may be under way: a name that was listed has moved on before it was looked at.
+            time.sleep(0.01)
+        return files[0] if files else None
+
+    def _open(self, path: Path, inode: int | None) -> bool:
+        """Hold `path`, if it still is the file that was meant; otherwise keep what is held and try again later."""
+        try:
+            file = open(path, "rb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:
+            return False
+        if os.fstat(file.fileno()).st_ino != inode:
+            file.close()
+            return False
+        self.close()
+        self._file, self._rest = file, b""
+        return True
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def hits(self) -> Iterator[Hit]:
+        """For ever, until interrupted."""
+        while True:
+            yield from self.poll()
+            time.sleep(_LOOK_EVERY_S)
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None

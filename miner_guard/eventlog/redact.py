@@ -1,0 +1,219 @@
+"""Secrets out of text: before anything that the guard stores or prints on its own account.
+
+Standard library only. Two kinds of rule: shapes (a token looks like one wherever it stands) and values
+(what the environment names as a secret is one, whatever it looks like).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from miner_guard.config import Config
+
+MASK = "[redacted]"
+
+SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|MNEMONIC|CREDENTIAL|WEBHOOK", re.IGNORECASE)
+"""Environment variables so named hold secrets."""
+
+_COUNTS = re.compile(r"TOKENS|TOKENIZ", re.IGNORECASE)
+_NO_SECRET = re.compile(r"[\d._,]+|true|false", re.IGNORECASE)
+"""`MAX_TOKENS=100000`, `TOKENIZERS_PARALLELISM=false`: settings, and words that stand everywhere."""
+
+_MIN_SECRET_LENGTH = 6
+"""Shorter values would redact ordinary words (`KEY=1`)."""
+
+_MIN_WORD_LENGTH = 4
+"""After `--token` and the like."""
+
+_SHAPES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\bhf_[A-Za-z0-9]{20,}",
+        r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+        # A subnet 38 commitment: account id 32 + read key id 32 + read secret 64.
+        # With 0x it is the private key of a keyfile.
+        r"\b(?:0x)?[0-9a-fA-F]{128}\b|(?<![A-Za-z0-9])[A-Za-z0-9]{128}(?![A-Za-z0-9])",
+        # An R2 secret key; what is named as a checksum, or a file of a content-addressed cache, is none.
+        r"(?<!sha256[:=-])(?<!/blobs/)\b[0-9a-f]{64}\b",
+        r"\bgh[pousr]_[A-Za-z0-9]{30,}",
+        r"\bgithub_pat_[A-Za-z0-9_]{20,}",
+        r"\bglpat-[A-Za-z0-9_-]{20,}",
+        r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
+        r"\bsk-[A-Za-z0-9_-]{20,}",
+        r"\bwandb_v\d_[A-Za-z0-9_]{20,}",
+        r"\bAIza[A-Za-z0-9_-]{35}",
+        # A JSON web token.
+        r"(?<![\w-])eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*",
+        # The token of a Telegram bot.
+        r"(?<![\w-])\d{8,12}:AA[A-Za-z0-9_-]{30,}",
+    )
+)
+_WEBHOOK = re.compile(
+    r"(?i)(\b(?:discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/|hooks\.slack\.com/(?:services|workflows|triggers)/"
+    r"|api\.telegram\.org/(?:file/)?bot|\.webhook\.office\.com/webhookb2/"
+    r"|(?:discord|gotifys?|msteams|ntfys?|pbul|pover|slack|tgram)://))(?!\[redacted\])[^\s\"'<>\\]+?"
+    # The method of a bot's API is no secret.
+    r"(?=/(?:send|get|set|edit|delete)[A-Za-z]|[\s\"'<>\\),;]|\Z)"
+)
+_SIGNED_URL = re.compile(
+    r"(?i)((?:[?&]|&amp;|\\u0026)(?:sig|signature|AWSAccessKeyId|X-Amz-(?:Signature|Credential|Security-Token))=)"
+    r"(?!\[redacted\])[^\s\"'&<>\\]+"
+)
+_WANDB = re.compile(
+    r"(?i)(\bwandb\b[^\n]{0,40}?\b(?:key|login|password)\b[^\n]{0,20}?)(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])"
+)
+_NETRC = re.compile(r"(\bpassword[ \t]+)[0-9a-f]{40}\b")
+
+_PEM_TITLE = r"[A-Z0-9 ]{0,32}PRIVATE KEY(?: BLOCK)?-----"
+_PEM_BEGIN = re.compile(rf"-----BEGIN {_PEM_TITLE}")
+_PEM_END = re.compile(rf"-----END {_PEM_TITLE}")
+_PEM_BODY = re.compile(r"(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]{16,})*")
+_PEM_REST = re.compile(rf"\A[A-Za-z0-9+/=\s]{{1,20000}}-----END {_PEM_TITLE}")
+_MAX_PEM = 20_000
+# No prefix without a bound anywhere below: on a long word (hex, base64) each of its letters would begin a search of the
+# rest, with the interpreter's lock held. 16 KB took a minute, in which the guard stood still.
+_NAMES = (
+    r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|passphrase|api[_-]?key"
+    r"|access[_-]?key(?:[_-]?id)?|webhook(?:[_-]?url)?|mnemonic)"
+)
+# Quotes may be escaped: the bundle redacts JSON that holds JSON. Half an escape is not cut off, or it would not parse.
+_NAMED = re.compile(
+    rf"(?i)({_NAMES}(?:\\{{0,7}}[\"'])?\s*[=:]\s*(?:\\{{0,7}}[\"'])?)"
+    r"(?!\[redacted\])((?:[^\s\"',;&|)}\]\\]|\\(?!\\{0,7}[\"'\s])){4,})"
+)
+# Only where a word begins: in a ruler of dashes every dash would begin a search.
+_FLAG_NAME = rf"(?<![\w.-])--[\w.-]{{0,64}}{_NAMES}"
+_SECRET_FLAG = re.compile(_FLAG_NAME, re.IGNORECASE)
+# Quoted as a shell does: what follows a space inside the quotes belongs to it.
+_FLAG = re.compile(rf"(?i)({_FLAG_NAME}[ =])(?!\[redacted\])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)")
+_BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
+_URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,31}://[^\s/:@]{0,256}:)([^\s/@]+)(@)", re.IGNORECASE)
+_ANSI = r"(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,12}m"
+# Each text is a gap in one way only: else the search below takes for ever on a row of `\\n`.
+_GAP = rf"(?:{_ANSI}|\\[nrt]|\\(?![nrtux])|[^\w\x1b\\])"
+_WORDS = r"[a-z]{3,8}(?:[ ]{1,4}[a-z]{3,8}){11,23}(?![A-Za-z])"
+# "The mnemonic to the new coldkey is:", a line or two, and then the words.
+_MNEMONIC = re.compile(
+    rf"(?i)((?<![A-Za-z])(?:mnemonic|(?:seed|secret|recovery|backup)[ _-]?(?:phrase|words))\b{_GAP}{{1,16}}"
+    rf"(?:\w{{1,16}}{_GAP}{{1,16}}){{0,8}}?)({_WORDS})"
+)
+# The words alone on their line: as many as a phrase has, and nothing else.
+_PHRASE = re.compile(
+    rf"(?m)^((?:{_ANSI}|[^\w\x1b\n]){{0,16}})[a-z]{{3,8}}(?: [a-z]{{3,8}}){{2}}(?:(?: [a-z]{{3,8}}){{3}}){{3,7}}"
+    rf"(?=(?:{_ANSI}|[^\w\x1b\n]){{0,16}}$)"
+)
+_WORTH_A_LOOK = re.compile(
+    r"(?i)secret|token|passw|passp|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|hf_|sk-|gh[pousr]_"
+    r"|github_|glpat|xox|wandb|webhook|bot\d|AIza|eyJ|AKIA|ASIA|://|x-amz|[?&]sig|u0026sig|:AA|[0-9A-Za-z]{64}"
+)
+
+
+def _without_private_keys(text: str) -> str:
+    """`text` with each PEM block masked: on several lines, with a prefix on each line, or inside a JSON string.
+
+    A block that was cut off ends where its base64 ends. Takes linear time: the next END and the next quote are
+    searched for again only after the text has passed them.
+    """
+    kept: list[str] = []
+    at = end_from = end_to = quote = 0
+    for begin in _PEM_BEGIN.finditer(text):
+        if begin.start() < at:
+            continue
+        body = begin.end()
+        if end_from < body:
+            end = _PEM_END.search(text, body)
+            end_from, end_to = end.span() if end else (len(text) + _MAX_PEM + 1, 0)
+        if quote < body and (quote := text.find('"', body)) < 0:
+            quote = len(text)
+        closed = end_from < quote and end_from - body <= _MAX_PEM
+        rest = None if closed else _PEM_BODY.match(text, body)
+        kept += text[at : begin.start()], MASK
+        at = rest.end() if rest else end_to
+    return "".join((*kept, text[at:]))
+
+
+def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` without the variables that are named like secrets: for a process that has no business with them."""
+    return {name: value for name, value in env.items() if not SECRET_NAME.search(name)}
+
+
+def _is_secret_variable(name: str, value: str) -> bool:
+    if not SECRET_NAME.search(name) or value.startswith("/"):
+        return False
+    return not (_COUNTS.search(name) and _NO_SECRET.fullmatch(value))
+
+
+class Redactor:
+    """Replaces secrets by `[redacted]`. Immutable; calling it is safe from any thread."""
+
+    def __init__(self, values: Iterable[str] = ()) -> None:
+        known = sorted({v for v in values if len(v) >= _MIN_SECRET_LENGTH}, key=len, reverse=True)
+        self._values = re.compile("|".join(map(re.escape, known))) if known else None
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str], more: Iterable[str] = ()) -> Redactor:
+        """Knows the values of variables named *KEY*, *SECRET*, *TOKEN*, *PASSWORD*, and `more`."""
+        return cls([*(value for name, value in env.items() if _is_secret_variable(name, value)), *more])
+
+    @classmethod
+    def for_guard(cls, env: Mapping[str, str], config: Config) -> Redactor:
+        """Knows the environment's secrets and those that the guard's own settings hold."""
+        alerts = config.alerts
+        return cls.from_environment(env, [*alerts.urls, alerts.heartbeat_url or "", config.http.token or ""])
+
+    def text(self, text: str) -> str:
+        """`text` without secrets."""
+        if self._values is not None:
+            text = self._values.sub(MASK, text)
+        text = _PHRASE.sub(rf"\1{MASK}", text)
+        if not _WORTH_A_LOOK.search(text):
+            return text
+        if "PRIVATE KEY" in text:
+            text = _PEM_REST.sub(MASK, _without_private_keys(text))
+        text = _WEBHOOK.sub(rf"\1{MASK}", text)
+        text = _SIGNED_URL.sub(rf"\1{MASK}", text)
+        for shape in _SHAPES:
+            text = shape.sub(MASK, text)
+        for hexadecimal in (_WANDB, _NETRC):
+            text = hexadecimal.sub(rf"\1{MASK}", text)
+        text = _MNEMONIC.sub(rf"\1{MASK}", text)
+        text = _URL.sub(rf"\1{MASK}\3", text)
+        text = _BEARER.sub(rf"\1{MASK}", text)
+        text = _FLAG.sub(rf"\1{MASK}", text)
+        return _NAMED.sub(rf"\1{MASK}", text)
+
+    def value(self, value: Any, name: str = "") -> Any:
+        """`value` without secrets, through mappings and sequences; a field named like a secret is masked whole."""
+        if isinstance(value, str):
+            return MASK if name and _is_secret_field(name) and value else self.text(value)
+        if isinstance(value, Mapping):
+            return {k: self.value(v, str(k)) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return self._items(value, name)
+        return value
+
+    def _items(self, items: Sequence[Any], name: str) -> list[Any]:
+        """A command line is a list of words: the one after `--token` is a secret, though it looks like none."""
+        safe, flag, masked = [], "", False
+        for item in items:
+            word = item if isinstance(item, str) else ""
+            phrase = flag.lower().endswith("mnemonic")
+            hidden = masked and len(word) >= (3 if phrase else _MIN_WORD_LENGTH) and not word.startswith("--")
+            safe.append(MASK if hidden else self.value(item, name))
+            masked = _SECRET_FLAG.fullmatch(word) is not None
+            if masked:
+                flag = word
+            # A phrase that no quotes hold together: all its words.
+            masked = masked or (hidden and phrase)
+        return safe
+
+
+_SECRET_FIELD = re.compile(
+    r"(?i)(?:^|_)(?:secret(?:_?(?:key|seed|phrase))?|private_?key|token|password|passphrase|api_?key|access_?key(?:_?id)?|mnemonic)$"
+)
+
+
+def _is_secret_field(name: str) -> bool:
+    return bool(_SECRET_FIELD.search(name))

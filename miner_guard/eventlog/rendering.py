@@ -1,0 +1,75 @@
+"""A record as a line: for the console, and as JSON. Standard library only, so that reading logs starts quickly."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miner_guard.eventlog.catalog import CATALOGUE, LEVELS, Spec
+from miner_guard.state_dir import finite
+
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the order of the characters around them
+    r"\u2028\u2029]"  # end a line
+)
+
+
+def visible(text: str) -> str:
+    """`text` with control characters as `\\x1b` or `\\u202e`, but tab and newline as they are; JSON stays valid JSON.
+
+    A log may hold what steers a terminal, or what shows its reader other words than it says.
+    """
+    return _CONTROL.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
+
+
+def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
+    """`2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`; a block keeps its own lines below."""
+    spec = CATALOGUE.get(str(record["event"]))
+    who = "guard" if record.get("rank") is None else f"Rank {record['rank']}"
+    mark = f"{spec.emoji} " if emoji and spec is not None and spec.emoji and not _milder(spec, record) else ""
+    # `grep -i "error"` finds a critical line too.
+    level = "CRITICAL ERROR" if record["level"] == "critical" else str(record["level"]).upper()
+    stamp = str(record["ts"])
+    head, _, rest = visible(str(record["msg"])).partition("\n")
+    if head.startswith("====") and rest:
+        # The documents' block opens with a rule; the emoji belongs to its title.
+        title, _, body = rest.partition("\n")
+        return f"{head}\n{mark}{title}\n{body}"
+    text = f"{stamp[:23]}Z | {level} | {who} | {mark}{head}"
+    return f"{text}\n{rest}" if rest else text
+
+
+def _milder(spec: Spec, record: Mapping[str, Any]) -> bool:
+    """A cross before an exit that somebody asked for would frighten for nothing."""
+    return str(record["level"]) == "info" and LEVELS[spec.level] > LEVELS["info"]
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """The record as one line of JSON; non-finite numbers are null."""
+    return visible(json.dumps(finite(record), ensure_ascii=False, default=str, separators=(", ", ": ")))
+
+
+def rotated(path: Path, number: int) -> Path:
+    """`guard.jsonl.1` is the youngest of the rotated files."""
+    return path.with_name(f"{path.name}.{number}")
+
+
+def rotate(path: Path, keep: int) -> None:
+    """Give every file the next number and the youngest the first, of which `keep` stay. Raises OSError."""
+    for number in range(keep, 0, -1):
+        older = rotated(path, number)
+        newer = rotated(path, number - 1) if number > 1 else path
+        if newer.exists():
+            os.replace(newer, older)
+    if keep == 0:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,107 @@
+"""One line of anybody's log, without what stands before and between its words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+MAX_LINE = 16384
+"""Longer lines are looked at in pieces of so many bytes."""
+
+OVERLAP = 1024
+"""Bytes that two pieces of one line share, so that no message is cut in two."""
+
+_ANSI = re.compile(
+    r"\x1b(?:_[^\x07\x1b]*(?:\x07|\x1b\\)|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
+    r"|\[(?:\d{1,3}(?:;\d{1,3})*)?m(?![a-z])"  # the ESC is often lost on the way
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+_PREFIX = re.compile(
+    r"""
+    (?: \d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|\s?[+-]\d\d:?\d\d)?(?::\s|[\s|]+)  # loguru, pm2 --time
+      | \[\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?\]\s*
+      | \d{1,3}\|[\w.@-]{1,40}\s*\|\s?                                              # pm2
+      | \[(?:default|rank)\s?(?P<rank_a>\d{1,5})\]:\s?                              # torchrun --tee, torch
+      | \[\d+,(?P<rank_b>\d{1,5})\]<(?:stdout|stderr|stddiag)>:\s?                  # mpirun
+      | (?P<rank_c>\d\d?|[1-3]\d\d):\s(?=\s*\S)                                             # srun -l
+      | \((?:[\w./:-]+\s+)?pid=\d+(?:,\s*ip=[\d.]+)?\)\s?                           # ray, vLLM
+      | [A-Z][a-z]{2}\s+\d{1,2}\s\d\d:\d\d:\d\d\s\S+\s[\w.@/-]+(?:\[\d+\])?:\s?          # syslog
+      | (?:stderr|stdout)\s*[|:]\s?
+      | (?:\|\s*)?(?:ERROR|CRITICAL|FATAL|INFO|DEBUG|SUCCESS)\s*\|\s?(?:[\w.]+:[\w.<>]+:\d+\s[|-]\s?)?
+      | [\w.-]{1,60}\s+\|\s                                                         # docker compose
+      | (?:ERROR|INFO)\s\d\d-\d\d\s\d\d:\d\d:\d\d\s\[[\w./]+:\d+\]\s?                 # vLLM
+      | [EIF]\d{4}\s\d\d:\d\d:\d\d(?:\.\d+)?\s+\d+\s[\w./-]+:\d+\]\s?                  # glog
+      | (?:-\s)?(?:[\w.]+\s)?-\s(?:ERROR|INFO|CRITICAL)\s-\s                                     # logging
+      | \|?\s*(?:\[\w+\]\s*)?rank\s(?P<rank_d>\d{1,5})\s*\|\s?                      # subnet 38
+    )
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_RANK_INSIDE = re.compile(r"\[rank\s?(\d{1,5})\]|\brank:?\s(\d{1,5})\s\|", re.IGNORECASE)
+_MAX_PREFIXES = 8
+
+
+def clean(raw: bytes) -> tuple[int | None, str]:
+    """The rank that a line names in its prefix, and its text; leading blanks after the prefix are kept."""
+    return _clean(raw.decode("utf-8", "replace"))
+
+
+def _clean(text: str) -> tuple[int | None, str]:
+    text = _CONTROL.sub("", _ANSI.sub("", text))
+    rank: int | None = None
+    for _ in range(_MAX_PREFIXES):
+        prefix = _PREFIX.match(text)
+        if prefix is None:
+            break
+        named = next((value for value in prefix.groups() if value is not None), None)
+        rank = int(named) if named is not None else rank
+        text = text[prefix.end() :]
+    if rank is None and ("ank" in text or "ANK" in text) and (inside := _RANK_INSIDE.search(text, 0, 400)):
+        rank = int(inside.group(1) or inside.group(2))
+    return rank, text.rstrip()
+
+
+_WORDS = frozenset(
+    {"msg", "message", "@message", "event", "log", "text", "body", "error", "err", "exception", "exc_info", "stack",
+     "stack_trace", "traceback"}
+)  # fmt: skip
+_MAX_TRACEBACK_LINES = 500
+"""Lines that one JSON line may hold."""
+
+
+def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
+    """The lines that stand in a line of JSON, and what else it says; any other line as it is."""
+    record = _record(text)
+    if record is None:
+        yield rank, text
+        return
+    teller = record.get("rank")
+    rank = teller if rank is None and isinstance(teller, int) else rank
+    level = " [warning]" if str(record.get("level", record.get("levelname", ""))).lower().startswith("warn") else ""
+    told = {k: v for k, v in record.items() if isinstance(v, str) and (k.lower() in _WORDS or "\n" in v)}
+    yield rank, json.dumps({key: value for key, value in record.items() if key not in told})
+    for value in told.values():
+        for line in value.splitlines()[:_MAX_TRACEBACK_LINES]:
+            named, inner = _clean(line)
+            yield rank if named is None else named, inner + level
+
+
+def _record(text: str) -> dict[str, object] | None:
+    if not (text.startswith('{"') and text.endswith("}")):
+        return None
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
+    """The line for people: one blank for many, `limit` characters of it, from a little before `at`."""
+    before = max(0, at - limit // 4)
+    short = " ".join(text[before : before + 4 * limit].split())
+    if before:
+        short = "…" + short
+    return short if len(short) <= limit else short[: limit - 1] + "…"

@@ -1,0 +1,151 @@
+"""Which of many sightings is the root: the first real error in time and in order of causality."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from miner_guard.incidents.knowledge import ROLES, Knowledge
+from miner_guard.incidents.scanner import Retraction, Seen, Sighting, Superseded
+
+_KEPT = 4
+"""Sightings kept of each label and role; further ones are counted."""
+
+_MAX_RANKS = 1024
+_SURVIVED_AFTER = 200
+"""An exception, or something tried again, after which so many lines follow and nothing ends: the program coped."""
+
+
+_FEW = 3
+"""Fewer failures than these to reach something that training does without, and steps after them: it came back."""
+
+
+@dataclass
+class SightingHistory:
+    """All sightings of one label in one role."""
+
+    kept: list[Sighting] = field(default_factory=list)
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    """Lines of the latest ones, which a retraction may take back."""
+
+    count: int = 0
+    ranks: set[int] = field(default_factory=set)
+    passed: int = 0
+    """The line by which training had gone on after it."""
+
+    @property
+    def behind(self) -> bool:
+        """Training went on after the latest sighting."""
+        return bool(self.recent) and self.recent[-1] <= self.passed
+
+    def add(self, sighting: Sighting) -> None:
+        """Count it; a message that goes on replaces its beginning."""
+        if self.recent and self.recent[-1] == sighting.line:
+            self.kept = [sighting if s.line == sighting.line and sighting.more else s for s in self.kept]
+            return
+        if self.behind and self.count < _FEW and sighting.line - self.recent[-1] > _SURVIVED_AFTER:
+            self.kept, self.count = [], 0
+        self.count += 1
+        self.recent.append(sighting.line)
+        if len(self.kept) < _KEPT:
+            self.kept.append(sighting)
+        if sighting.rank is not None and len(self.ranks) < _MAX_RANKS:
+            self.ranks.add(sighting.rank)
+
+    def retract(self, line: int, within: int | None) -> None:
+        """Forget those of the last `within` lines before `line`; None: all before it."""
+        if within is None:
+            self.kept = [s for s in self.kept if s.line > line]
+            self.count = len(self.kept)
+            return
+        taken = [at for at in self.recent if line - at <= within]
+        self.count -= len(taken)
+        self.kept = [s for s in self.kept if s.line not in taken]
+        for at in taken:
+            self.recent.remove(at)
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One label of a log, and what is known of it."""
+
+    label: str
+    first: Sighting
+    kept: Sequence[Sighting]
+    """The first few of each role."""
+
+    count: int
+    ranks: Sequence[int]
+    root: bool
+
+
+class RootCauseAnalyzer:
+    """Collects sightings and answers at any time. Its memory is bounded by the number of labels."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._knowledge = knowledge
+        self._trails: dict[tuple[str, str], SightingHistory] = {}
+        self._last = 0
+
+    def add(self, seen: Iterable[Seen]) -> None:
+        """Take in what a scanner saw, in its order."""
+        for item in seen:
+            self._last = max(self._last, item.line)
+            if isinstance(item, Retraction):
+                for (label, role), trail in self._trails.items():
+                    if label in item.labels and (not item.roles or role in item.roles):
+                        trail.retract(item.line, item.within)
+            elif isinstance(item, Superseded):
+                for (label, role), trail in self._trails.items():
+                    if label in item.labels and role in ("remark", "warned"):
+                        trail.passed = item.line
+            else:
+                self._trails.setdefault((item.label, item.role), SightingHistory()).add(item)
+
+    def incidents(self, lines: int) -> list[Incident]:
+        """One entry a label in the order of the log, at most one of them the root; `lines` is the log's length."""
+        trails = {
+            key: trail for key, trail in self._trails.items()
+            if trail.kept and trail.count >= min(s.least for s in trail.kept) and not self._came_back(key[0], trail)
+        }  # fmt: skip
+        if lines - self._last > _SURVIVED_AFTER and all(role in ("uncaught", "remark") for _, role in trails):
+            survived = {("code_bug", "uncaught"), *(key for key in trails if key[1] == "remark")}
+            trails = {key: trail for key, trail in trails.items() if key not in survived}
+        root = self._root(trails)
+        return sorted(
+            (self._incident(label, trails, root) for label in {label for label, _ in trails}),
+            key=lambda i: i.first.line,
+        )
+
+    def _came_back(self, label: str, trail: SightingHistory) -> bool:
+        return trail.behind and trail.count < _FEW and not self._knowledge.labels[label].overcome_by_steps
+
+    @staticmethod
+    def _incident(label: str, trails: dict[tuple[str, str], SightingHistory], root: Sighting | None) -> Incident:
+        own = [trail for (name, _), trail in trails.items() if name == label]
+        kept = sorted((s for trail in own for s in trail.kept), key=lambda s: s.line)
+        is_root = root is not None and root.label == label
+        return Incident(
+            label, root if root is not None and is_root else kept[0], kept, sum(t.count for t in own),
+            sorted(set[int]().union(*(t.ranks for t in own))), is_root,
+        )  # fmt: skip
+
+    def _root(self, trails: dict[tuple[str, str], SightingHistory]) -> Sighting | None:
+        strong = {
+            label for (label, role), trail in trails.items()
+            if role in ("cause", "uncaught", "remark") and not trail.behind
+        }  # fmt: skip
+        candidates = [
+            (
+                bool(self._knowledge.labels[label].follows & strong - {label}),
+                ROLES.index("warned" if trail.behind else role),
+                trail.kept[0].line,
+                order,
+            )
+            for order, ((label, role), trail) in enumerate(trails.items())
+        ]
+        if not candidates:
+            return None
+        order = min(candidates)[3]
+        return list(trails.values())[order].kept[0]

@@ -1,0 +1,94 @@
+"""Alerts: decides what is told, and hands it to the outbox."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from miner_guard.config import AlertSettings, optional_deps
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.monitors.base import Context, Monitor
+from miner_guard.reporting import alert_queue, progress
+from miner_guard.reporting.alert_policy import Alert, AlertPolicy
+from miner_guard.reporting.alert_queue import AlertQueue
+from miner_guard.system import probe
+
+_HEARTBEAT_S = 15.0
+
+
+class AlertsMonitor(Monitor):
+    """Without addresses it does nothing."""
+
+    name = "alerts"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        settings = context.config.alerts
+        self._settings = settings
+        self._policy = AlertPolicy(settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}")
+        self._outbox = AlertQueue(settings.urls, self._say)
+        if settings.urls and (problem := optional_deps.problem("alerts")) is not None:
+            context.emit(make_finding("guard_degraded", what=f"no alert will reach anybody: {problem}"))
+        if settings.heartbeat_url:
+            context.jobs.every("heartbeat", settings.heartbeat_every_s, self._heartbeat, first_after_s=5.0)
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        if self._settings.urls:
+            self._put(self._policy.observe(finding))
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        if self._settings.urls:
+            self._put(self._policy.progressed())
+        return ()
+
+    def _put(self, alerts: Iterator[Alert]) -> None:
+        for alert in alerts:
+            title, body = self.context.redactor.text(alert.title), self.context.redactor.text(alert.body)
+            self._outbox.put(replace(alert, title=title, body=body))
+
+    def _say(self, finding: Finding) -> None:
+        """From the outbox's threads."""
+        self.context.emit(replace(finding, fields=self.context.redactor.value(finding.fields)))
+
+    def _heartbeat(self) -> None:
+        status = self.context.status()
+        if progress.trouble(status, 0.0, self.context.clock.wall(), self.context.config.hang) is not None:
+            # Silence is the message: whoever waits for the ping is told by its absence.
+            return
+        answer = probe.ask(alert_queue.SENDER, {"heartbeat_url": self._settings.heartbeat_url}, _HEARTBEAT_S)
+        if not answer.known:
+            raise ConnectionError(self.context.redactor.text(answer.reason or ""))
+
+    def on_stop(self) -> Iterable[Finding]:
+        self._outbox.close()
+        return ()
+
+    def lingers(self) -> bool:
+        return self._outbox.waiting > 0
+
+    def snapshot(self) -> Mapping[str, Any]:
+        box = self._outbox
+        return {
+            "targets": len(self._settings.urls), "waiting": box.waiting, "sent": box.sent, "failed": box.failed,
+            "dropped": box.dropped,
+        }  # fmt: skip
+
+
+def send_test(settings: AlertSettings) -> probe.Answer:
+    """Send a test message to all targets of the settings; the answer's value is their number."""
+    title, body = f"[{socket.gethostname()}] miner-guard test", "This is a test message of miner-guard. Alerts arrive."
+    letters = [
+        {"id": number, "target": number, "url": url, "level": "info", "title": title, "body": body}
+        for number, url in enumerate(settings.urls, 1)
+    ]
+    request = {"within_s": alert_queue.WITHIN_S, "letters": letters}
+    answer = probe.ask(alert_queue.SENDER, request, alert_queue.WITHIN_S + alert_queue.START_S)
+    if not answer.known:
+        return answer
+    if answer.value:
+        return replace(answer, value=None, reason="; ".join(answer.value.values()))
+    return replace(answer, value=len(letters))

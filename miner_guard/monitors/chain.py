@@ -1,0 +1,91 @@
+"""The chain: registration, scores, the network's outer step; on a schedule, in children with deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.health import chain
+from miner_guard.health.chain import ChainLook
+from miner_guard.monitors.base import Context, Monitor
+from uploads.network import Progress, network_of, progress
+from uploads.watch import RateLimiter
+from validators.facts import Network
+from validators.limits import Limits
+from validators.profiles import limits_of
+
+_STATUS_EVERY_S = 600.0
+_REPEAT_S = 900.0
+
+
+class ChainMonitor(Monitor):
+    """Says what changed; hands every look on to the part that writes gate-inputs.json."""
+
+    name = "chain"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._settings = context.config.chain
+        self._limits = Limits.of(context.config.gate, limits_of(context.config.miner))
+        self._said = RateLimiter(_STATUS_EVERY_S)
+        self._unknown = RateLimiter(_REPEAT_S)
+        self._lost = RateLimiter(_REPEAT_S)
+        self._latest: tuple[ChainLook, Network] | None = None
+        self._moved: tuple[int, float] | None = None
+        if self._settings.network is not None:
+            context.jobs.every("chain", self._settings.refresh_every_s, self._refresh, first_after_s=0.0)
+
+    def _refresh(self) -> None:
+        look = chain.look(self._settings)
+        # The master's repo is looked at afterwards, and may take its time.
+        now = self.context.clock.monotonic()
+        ahead = Progress(reason="not asked for")
+        if look.reason is None and self._settings.master_uid is not None:
+            ahead = progress(self.context.config.repo, self._limits, look.master_commitment)
+        for finding in self.looked(look, ahead, now):
+            self.context.emit(finding)
+
+    def looked(self, look: ChainLook, ahead: Progress, now: float) -> Iterator[Finding]:
+        """What is to be said of one look, at `now` (monotonic). Its `network` field is for the gate."""
+        frozen = self._frozen_s(look, now)
+        # A block counts from when it was first seen: behind a node that stands still the chain goes on.
+        seen_at = now if self._moved is None else self._moved[1]
+        form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
+        network = network_of(look, ahead, seen_at, form, per_allreduce)
+        self._latest = (look, network)
+        if look.reason is not None:
+            level = "warning" if self._unknown.ask(look.reason, now) else "debug"
+            yield make_finding("chain_unknown", level=level, reason=look.reason, network=asdict(network))
+            self._said.forget()
+            return
+        self._unknown.forget()
+        key = (look.registered, look.uid, network.outer_step, bool(look.errors), frozen is not None)
+        level = ("info" if frozen is None else "warning") if self._said.ask(key, now) else "debug"
+        words = chain.summary(look, network.outer_step)
+        if frozen is not None:
+            words += f"; the block has not moved for {frozen:.0f}s: is the node frozen?"
+        if self._settings.master_uid is not None and ahead.reason is not None:
+            words += f"; network outer step unknown ({ahead.reason})"
+        yield make_finding("chain_status", level=level, summary=words, network=asdict(network), **chain.as_fields(look))
+        if look.registered is not False:
+            self._lost.forget()
+        elif self._lost.ask("lost", now):
+            detail = f"the hotkey is not registered on subnet {self._settings.netuid} at block {look.block}"
+            yield make_finding("chain_unregistered", detail=f"{detail}: nothing earns until it is registered again")
+
+    def _frozen_s(self, look: ChainLook, now: float) -> float | None:
+        """Seconds without a new block, from ten blocks' time on; a node that stands still misleads the miner."""
+        if look.block is None:
+            return None
+        if self._moved is None or look.block != self._moved[0]:
+            self._moved = (look.block, now)
+        still = now - self._moved[1]
+        return still if still >= 10 * self._limits.block_s else None
+
+    def snapshot(self) -> Mapping[str, Any]:
+        if self._latest is None:
+            return {"block": None, "reason": "no [chain] configured" if self._settings.network is None else "not yet"}
+        look, network = self._latest
+        return {**chain.as_fields(look), "reason": look.reason, "outer_step": network.outer_step}

@@ -1,0 +1,120 @@
+"""Costs: one ledger for the ranks' monitoring, the hook's own work and the guard's own jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+
+GUARD = ("guard.", "job.")
+"""Operations of the guard itself are named so: `guard.hook`, `guard.loop`, `job.NAME`."""
+
+_EVALUATION = {"inference": "inference", "example_loss": "example loss", "val_loss": "validation"}
+_LOOP_EVERY_S = 10.0
+_SHOWN = 12
+
+
+class CostsMonitor(Monitor):
+    """Feeds the tracker. What a phase tells and what `track` tells are different operations by name."""
+
+    name = "costs"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.tracker = MonitoringCostTracker(
+            context.state.costs.parent,
+            budget=Budget.from_settings(context.config.costs),
+            clock=context.clock,
+            report=context.emit,
+        )
+        self.tracker.training_time(self._training_s)
+        set_global_tracker(self.tracker)
+        self._lead: int | None = None
+        self._step_s = 0.0
+        self._ran_s = 0.0
+        self._launched: float | None = None
+        self._loop_cpu_s = 0.0
+        self._loop_at = float("-inf")
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._launched = launch.started
+        self._lead = None
+        return ()
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        self._ran_s += end.runtime_s
+        self._launched = None
+        return ()
+
+    def _training_s(self) -> float:
+        """Steps' time where there are steps, else the miner's run time; without what monitoring took of it."""
+        running = 0.0 if self._launched is None else self.context.clock.monotonic() - self._launched
+        return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        # Ranks wait for each other: what one of them pays, all pay. The lead's account is the run's.
+        if entry.get("kind") == "cost" and rank == (self._lead or 0):
+            self.tracker.record(
+                str(entry["operation"]), float(entry["seconds"]), blocking=bool(entry.get("blocking", True)),
+                calls=int(entry.get("count", 1)),
+            )  # fmt: skip
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        if self._lead is None or rank < self._lead:
+            self._lead = rank
+        if rank == self._lead:
+            for step in steps:
+                self._step_s += step.seconds
+                self._phases(step)
+        return ()
+
+    def _phases(self, step: StepRecord) -> None:
+        for phase, operation in _EVALUATION.items():
+            if (seconds := step.phases.get(phase, 0.0)) > 0:
+                self.tracker.record(operation, seconds)
+        # `monitor` encloses the others: only what is left of it is its own.
+        if (own := step.phases.get("monitor", 0.0) - step.nested_in_monitor_s) > 0:
+            self.tracker.record("monitor", own)
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if ranks and self._lead not in ranks:
+            self._lead = None
+        if now - self._loop_at >= _LOOP_EVERY_S:
+            self._loop_at = now
+            self._enter_loop()
+        return ()
+
+    def _enter_loop(self) -> None:
+        """CPU time of the whole supervisor that no job has accounted for: relay, detectors, sinks."""
+        jobs = self.tracker.background_s("job.")
+        loop = time.process_time() - jobs
+        self.tracker.record("guard.loop", max(0.0, loop - self._loop_cpu_s), blocking=False)
+        self._loop_cpu_s = max(self._loop_cpu_s, loop)
+
+    def on_stop(self) -> Iterable[Finding]:
+        self._enter_loop()
+        self.tracker.write()
+        return ()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        report = self.tracker.get_report()
+        operations: dict[str, dict[str, Any]] = report["operations"]
+        own = [row for name, row in operations.items() if name.startswith(GUARD)]
+        dearest = sorted(operations.items(), key=lambda row: (-row[1]["total_time"], -row[1]["background_time"]))
+        return {
+            "share_pct": report["total_percentage"],
+            "budget_pct": report["budget_percentage"],
+            "budget_status": report["budget_status"],
+            "training_s": report["training_time"],
+            "total_s": report["total_time"],
+            "guard_blocking_s": sum(row["total_time"] for row in own),
+            "guard_blocking_pct": sum(row["percentage"] for row in own),
+            "guard_cpu_s": sum(row["background_time"] for row in own),
+            "operations": dict(dearest[:_SHOWN]),
+        }

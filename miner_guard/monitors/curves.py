@@ -1,0 +1,167 @@
+"""Curves: loss and GPU memory of the running miner, judged step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from miner_guard.detectors.advice import Anomaly
+from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.loss import LossWatch, OverfitWatch, hidden_nan, hides_nan, not_finite
+from miner_guard.detectors.memory import MemoryWatch
+from miner_guard.detectors.trace.reading import EVALUATION_WORDS, evaluates, evaluation_in
+from miner_guard.detectors.window import SortedWindow
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.formatters import gb
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.monitors.base import Context, Launch, Monitor
+
+_EVENTS = {
+    "divergence": "loss_divergence",
+    "plateau_high": "loss_plateau",
+    "overfit": "overfit",
+    "memory_leak": "memory_leak",
+    "memory_drop": "memory_drop",
+}
+
+
+_MAX_LINE_LENGTH = 4096
+
+
+class CurvesMonitor(Monitor):
+    """The loss of the lowest rank that reports one; NaN on any rank; memory of each rank.
+
+    The evaluation loss is the one that comes with a step; where none ever does, the one that the miner's own lines
+    print.
+    """
+
+    name = "curves"
+    words = EVALUATION_WORDS
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._facts = TrainingFacts.from_settings(context.config.miner, context.config.gate)
+        self._counts: dict[str, int] = {}
+        self._last: dict[str, Any] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss = LossWatch(self.context.config.loss)
+        self._overfit = OverfitWatch(self.context.config.loss)
+        self._recent = SortedWindow(16)
+        self._last_step: tuple[int, StepRecord] | None = None
+        self._evaluations_come = False
+        """With the steps; the miner's lines say nothing new then."""
+
+        self._carry = b""
+        self._memory: dict[int, MemoryWatch] = {}
+        self._lead: int | None = None
+        self._not_finite: set[int] = set()
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._reset()
+        return ()
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") == "training":
+            self._facts = self._facts.with_entry(entry)
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        for step in steps:
+            for anomaly in self._judge(rank, step):
+                self._count(anomaly)
+                yield to_finding(anomaly, rank, step)
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if ranks and self._lead not in ranks:
+            # The nodes met anew and this one got other ranks.
+            self._lead = None
+            self._not_finite &= ranks.keys()
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        data = self._carry + chunk
+        self._carry = data[data.rfind(b"\n") + 1 :][-_MAX_LINE_LENGTH:]
+        # Looked for in the whole chunk: nearly all output has no such line and is not split.
+        if self._evaluations_come or self._last_step is None or not evaluates(data):
+            return
+        rank, step = self._last_step
+        for line in data[: data.rfind(b"\n") + 1].splitlines():
+            value = evaluation_in(line)
+            anomaly = None if value is None else self._judge_evaluation(step, value)
+            if anomaly is not None:
+                self._count(anomaly)
+                yield to_finding(anomaly, rank, step)
+
+    def _judge_evaluation(self, step: StepRecord, value: float) -> Anomaly | None:
+        return self._overfit.observe(step.total_steps, value, self._recent.median) if len(self._recent) else None
+
+    def _count(self, anomaly: Anomaly) -> None:
+        self._counts[anomaly.type] = self._counts.get(anomaly.type, 0) + 1
+        self._last = {"type": anomaly.type, "at_step": anomaly.at_step, "detail": anomaly.detail}
+
+    def _judge(self, rank: int, step: StepRecord) -> Iterator[Anomaly]:
+        number = _number(step)
+        if step.loss is not None:
+            yield from self._judge_loss(rank, step, number - step.loss_lag, step.loss)
+        if step.allocated_bytes is not None:
+            watch = self._memory.setdefault(rank, MemoryWatch(self.context.config.loss))
+            anomaly = watch.observe(number, gb(step.allocated_bytes) or 0.0)
+            if anomaly is not None:
+                yield anomaly
+
+    def _judge_loss(self, rank: int, step: StepRecord, number: int, loss: float) -> Iterator[Anomaly]:
+        hidden = hides_nan(loss, step.grad_norm)
+        if hidden or not math.isfinite(loss):
+            # All ranks share the weights: one line for the first rank that shows it.
+            first = not self._not_finite
+            self._not_finite.add(rank)
+            if first and hidden:
+                yield hidden_nan(number, step.grad_norm or 0.0, self._facts, step.lr)
+            elif first:
+                yield not_finite(number, loss, self._facts, step.lr)
+            return
+        self._not_finite.discard(rank)
+        if self._lead is None or rank <= self._lead:
+            self._lead = rank
+            self._last_step = (rank, step)
+            self._recent.add(loss)
+            yield from self._loss.observe(number, loss, self._facts, step.lr)
+            if step.eval_loss is not None:
+                yield from self._recorded_evaluation(step, step.eval_loss)
+
+    def _recorded_evaluation(self, step: StepRecord, value: float) -> Iterator[Anomaly]:
+        if not self._evaluations_come:
+            # The same evaluation may have been read from the miner's lines: begin anew.
+            self._evaluations_come = True
+            self._overfit = OverfitWatch(self.context.config.loss)
+        anomaly = self._judge_evaluation(step, value)
+        if anomaly is not None:
+            yield anomaly
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"anomalies": dict(self._counts), "last": self._last}
+
+
+def _number(step: StepRecord) -> int:
+    """The step's number as people know it: the inner step, else the count of the process."""
+    return step.inner_step if step.inner_step is not None else step.total_steps
+
+
+def to_finding(anomaly: Anomaly, rank: int, step: StepRecord) -> Finding:
+    """The event of an anomaly, with its evidence, causes and fixes."""
+    common: dict[str, Any] = {
+        "detail": anomaly.detail, "cause": anomaly.cause, "fixes": list(anomaly.fixes), "step": anomaly.at_step,
+        "outer_step": step.outer_step, "evidence": dict(anomaly.evidence),
+    }  # fmt: skip
+    seen = anomaly.evidence
+    if anomaly.type == "nan":
+        return make_finding("loss_nan", rank=rank, loss=seen["loss"], examples=seen["examples"], **common)
+    if anomaly.type == "eval_nan":
+        return make_finding("eval_loss_nan", rank=rank, eval_loss=seen["eval_loss"], **common)
+    if anomaly.type == "spike":
+        numbers = {key: seen[key] for key in ("loss", "median", "limit")}
+        return make_finding("loss_spike", rank=rank, level=anomaly.severity, **numbers, **common)
+    return make_finding(_EVENTS[anomaly.type], rank=rank, level=anomaly.severity, **common)

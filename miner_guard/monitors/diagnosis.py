@@ -1,0 +1,57 @@
+"""What the ranks' `guard.diagnose` gathered: the block, the red flags, the findings across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from miner_guard.diagnosis import across_ranks
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+from miner_guard.rank.introspection.diagnosis_codec import unpack
+from miner_guard.supervisor.startup.collect import PreflightRequest, expectation_of
+
+
+class DiagnosisMonitor(Monitor):
+    """Puts the parts of a diagnosis together and says what it means."""
+
+    name = "diagnosis"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._gathered: list[dict[str, Any]] = []
+        self._reports: list[dict[str, Any]] | None = None
+        self._expected: int | None = None
+        self._command: Sequence[str] = ()
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._command = launch.command
+        self._gathered = []
+        self._reports = None
+        return ()
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") != "diagnosis":
+            return ()
+        part = entry.get("report") or {}
+        if part.get("part", 0) == 0:
+            self._gathered = []
+        self._gathered.append(dict(part))
+        if len(self._gathered) < int(part.get("parts", 1)):
+            return ()
+        return self._complete()
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        # A rank that died half-way through the entries: what came is worth more than nothing.
+        return self._complete() if self._gathered and self._reports is None else ()
+
+    def _complete(self) -> list[Finding]:
+        self._reports = unpack(self._gathered)
+        self._gathered = []
+        question = PreflightRequest(self.context.config, self.context.state, self._command, {})
+        self._expected = expectation_of(question, None).count
+        low = self.context.config.gpu.low_memory_gb * 1024**3
+        return across_ranks.findings(self._reports, self._expected, low)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"ranks": self._reports, "expected_gpus": self._expected}

@@ -1,0 +1,234 @@
+"""What is kept of a hang before it is ended: stacks, kernel states, flight tails, the last output.
+
+Gathering runs in a job's thread and has a deadline; what can't be had is said in the folder itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from miner_guard.detectors.collectives import Late, late
+from miner_guard.eventlog.redact import Redactor
+from miner_guard.flight_recorder.reader import BadFlight, FlightReader
+from miner_guard.flight_recorder.records import Identity, Now
+from miner_guard.rank.introspection.collectives import asking
+from miner_guard.rank.introspection.stacks import STACKS_SIGNAL
+from miner_guard.state_dir import StateDir, finite, make_folder, open_private, read_json, write_json, write_private
+from miner_guard.system import processes
+
+_COLLECTIVES_S = 2.0
+_TAIL_STEPS = 64
+_FAULTHANDLER_S = 1.0
+
+STATES = {
+    "R": "running",
+    "S": "sleeping: it waits for something (a lock, a socket, another rank)",
+    "D": "uninterruptible (D state): it waits in the kernel for a disk, a network or a driver; SIGKILL does not help",
+    "T": "stopped by a signal (SIGSTOP, SIGTSTP) or a debugger; SIGCONT lets it go on",
+    "t": "stopped by a debugger",
+    "Z": "ended, its parent has not noticed",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One rank at the time of the hang."""
+
+    rank: int
+    identity: Identity
+    now: Now | None
+    gone: bool
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What was had."""
+
+    stacks_of: tuple[int, ...]
+    late: Late | None
+    """Who is late to a collective, by torch's Flight Recorder."""
+
+
+def subjects(state: StateDir, ranks: Mapping[int, Now]) -> list[Subject]:
+    """Who the ranks are, from their flight records."""
+    found: list[Subject] = []
+    for rank, now in sorted(ranks.items()):
+        try:
+            flight = FlightReader(state.flight_of(rank))
+        except (OSError, BadFlight):
+            continue
+        identity = flight.identity
+        flight.close()
+        process = processes.Process(identity.pid, identity.process_start)
+        found.append(Subject(rank, identity, now, not processes.alive(process)))
+    return found
+
+
+def gather(
+    state: StateDir, folder: Path, who: list[Subject], story: Mapping[str, Any], output: bytes, redactor: Redactor,
+    timeout_s: float,
+) -> Gathered:  # fmt: skip
+    """Write everything into `folder`. Raises OSError where it can't write."""
+    make_folder(folder)
+    deadline = time.monotonic() + timeout_s
+    kernel = {subject.rank: _kernel_view(subject) for subject in who}
+    traces = _collectives(state, folder, who)
+    behind = late(traces)
+    stacks = _stacks(state, folder, who, deadline)
+    for subject in who:
+        _flight_tail(state, folder, subject)
+    write_private(folder / "output.log", redactor.text(output.decode("utf-8", "replace")).encode("utf-8", "replace"))
+    document = {
+        **story,
+        "late_in_collective": None if behind is None else asdict(behind),
+        "ranks": {
+            subject.rank: {
+                "pid": subject.identity.pid, "gone": subject.gone, "kernel": kernel[subject.rank],
+                "now": None if subject.now is None else asdict(subject.now), "stacks": stacks[subject.rank],
+            }
+            for subject in who
+        },
+    }  # fmt: skip
+    write_json(folder / "hang.json", redactor.value(finite(document)))
+    had = [rank for rank, source in stacks.items() if source in ("py-spy", "faulthandler")]
+    return Gathered(tuple(had), behind)
+
+
+def _kernel_view(subject: Subject) -> dict[str, Any]:
+    """What /proc says of every thread: state in words, and where in the kernel it waits."""
+    pid = subject.identity.pid
+    seen = processes.stat(pid)
+    if subject.gone or seen is None:
+        return {"state": "gone"}
+    threads: dict[str, dict[str, str]] = {}
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            threads[task.name] = {"wchan": _read(task / "wchan"), "syscall": _read(task / "syscall")}
+    kernel_stack = _read(Path(f"/proc/{pid}/stack"))
+    return {"state": STATES.get(seen.state, seen.state), "threads": threads, "kernel_stack": kernel_stack}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError as error:
+        return f"unknown: {error.strerror}"
+
+
+def _stacks(state: StateDir, folder: Path, who: list[Subject], deadline: float) -> dict[int, str]:
+    """One file per rank; the answer says by what it was had, or why not."""
+    sources = {subject.rank: "gone" for subject in who}
+    living = [subject for subject in who if not subject.gone]
+    spies = {subject.rank: _spy(folder, subject) for subject in living}
+    for subject in living:
+        spy, path = spies[subject.rank], _stack_file(folder, subject)
+        if spy is not None and _wait(spy, deadline) and path.stat().st_size:
+            sources[subject.rank] = "py-spy"
+        else:
+            sources[subject.rank] = _faulthandler(state, path, subject)
+    return sources
+
+
+def _collectives(state: StateDir, folder: Path, who: list[Subject]) -> dict[int, list[Any]]:
+    """The last collectives of the ranks that answer in time: a rank that holds the interpreter's lock does not."""
+    asked = {s.rank: state.collectives_of(s.rank) for s in who if not s.gone and _ask(state.collectives_of(s.rank))}
+    deadline = time.monotonic() + _COLLECTIVES_S
+    while time.monotonic() < deadline and not all(path.exists() for path in asked.values()):
+        time.sleep(0.02)
+    traces: dict[int, list[Any]] = {}
+    for rank, path in asked.items():
+        document = read_json(path)
+        if isinstance(document, dict) and isinstance(document.get("entries"), list):
+            traces[rank] = document["entries"]
+            write_private(folder / f"collectives-rank-{rank:04d}.json", path.read_bytes())
+    return traces
+
+
+def _ask(path: Path) -> bool:
+    path.unlink(missing_ok=True)
+    try:
+        pipe = os.open(asking(path), os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        # No such pipe (one rank, no torch.distributed), or nobody reads it.
+        return False
+    try:
+        return os.write(pipe, b"?") == 1
+    except OSError:
+        return False
+    finally:
+        os.close(pipe)
+
+
+def _stack_file(folder: Path, subject: Subject) -> Path:
+    return folder / f"stacks-rank-{subject.rank:04d}.txt"
+
+
+def _spy(folder: Path, subject: Subject) -> subprocess.Popen[bytes] | None:
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    if program is None:
+        return None
+    with open(open_private(_stack_file(folder, subject), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        try:
+            return subprocess.Popen(
+                [program, "dump", "--pid", str(subject.identity.pid)], stdout=file, stderr=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        except OSError:
+            return None
+
+
+def _wait(child: subprocess.Popen[bytes], deadline: float) -> bool:
+    try:
+        return child.wait(timeout=max(0.0, deadline - time.monotonic())) == 0
+    except subprocess.TimeoutExpired:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=1.0)
+        return False
+
+
+def _faulthandler(state: StateDir, path: Path, subject: Subject) -> str:
+    """The stacks that the rank itself writes on a signal; sent only where it said so: else the signal kills."""
+    source = state.stacks_of(subject.rank)
+    try:
+        before = source.read_bytes()
+    except OSError:
+        return "none: no py-spy, and the hook registered no signal"
+    if before.split(b"\n", 1)[0] != b"pid %d" % subject.identity.pid:
+        return "none: no py-spy, and the stacks file is another process's"
+    process = processes.Process(subject.identity.pid, subject.identity.process_start)
+    if not processes.send(process, STACKS_SIGNAL):
+        return "none: the rank is gone"
+    deadline = time.monotonic() + _FAULTHANDLER_S
+    written = b""
+    while time.monotonic() < deadline and not written.endswith(b"\n"):
+        time.sleep(0.05)
+        written = source.read_bytes()[len(before) :]
+    if not written:
+        return "none: the rank did not answer the signal"
+    write_private(path, written)
+    return "faulthandler"
+
+
+def _flight_tail(state: StateDir, folder: Path, subject: Subject) -> None:
+    try:
+        flight = FlightReader(state.flight_of(subject.rank))
+    except (OSError, BadFlight):
+        return
+    now = flight.now()
+    written = now.steps_written if now is not None else 0
+    steps = [asdict(step) for step in flight.steps(max(0, written - _TAIL_STEPS))]
+    flight.close()
+    lines = [json.dumps(finite(step)) for step in steps]
+    write_private(folder / f"flight-rank-{subject.rank:04d}.jsonl", ("\n".join(lines) + "\n").encode())

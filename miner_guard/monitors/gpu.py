@@ -1,0 +1,199 @@
+"""GPUs while the miner runs: faults as they come, and source 002's continuous check of the memory share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from miner_guard.detectors.batch_argument import BatchChange, BatchPolicy, rewritten, value_of
+from miner_guard.detectors.gpu_use import GpuUse, MemoryReading, Printed, parse
+from miner_guard.detectors.model_sizes import size_of
+from miner_guard.diagnosis.faults import Faults
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.line_templates import template
+from miner_guard.flight_recorder.records import Now
+from miner_guard.monitors.base import Context, Launch, Monitor
+from miner_guard.rank.introspection.diagnosis_codec import unpack
+
+_GIB = 1024**3
+
+_MAX_LINE_LENGTH = 4096
+"""Of the miner's output; longer ones are no GPU lines."""
+
+_PRINTED = (b"GPU", b"Model: ")
+
+_IDLE_BYTES = 300 * 1024**2
+"""A GPU with less in use by everybody is not one that the miner trains on: below a bare CUDA context."""
+
+
+class GpuMonitor(Monitor):
+    """Reads the health part's NVML samples, the ranks' headers and the miner's lines; opens nothing of its own."""
+
+    name = "gpu"
+    words = frozenset(map(template, _PRINTED))
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._settings = context.config.gpu
+        self._policy = BatchPolicy(self._settings.max_relaunches)
+        self._faults = Faults()
+        self._nvml: Mapping[str, Any] | None = None
+        self._params: int | None = None
+        self._model = self._settings.model_name
+        self._last: Finding | None = None
+        self._missing_argument_said = False
+        self._forget_launch()
+
+    def _forget_launch(self) -> None:
+        self._use = GpuUse(self._settings)
+        self._launch: Launch | None = None
+        self._due: float | None = None
+        self._first = True
+        self._carry = b""
+        self._printed: Printed | None = None
+        self._totals: dict[int, float] = {}
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._forget_launch()
+        self._launch = launch
+        self._due = launch.started + self._settings.first_check_s
+        return ()
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") == "training":
+            self._params = entry.get("params") or self._params
+            self._model = self._settings.model_name or entry.get("model_name") or self._model
+        elif entry.get("kind") == "diagnosis" and entry.get("report"):
+            reports = unpack([entry["report"]])
+            self._totals |= {int(r["rank"]): float(r["total_bytes"]) for r in reports if r.get("total_bytes")}
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        data = self._carry + chunk
+        lines, newline, rest = data.rpartition(b"\n")
+        self._carry = rest[-_MAX_LINE_LENGTH:]
+        # Looked for in the whole chunk: nearly all output has no such line and is not split.
+        if newline and any(words in lines for words in _PRINTED):
+            for line in lines.decode("utf-8", "replace").splitlines():
+                if len(line) <= _MAX_LINE_LENGTH and ("GPU" in line or "Model: " in line):
+                    self._read(parse(line))
+        return ()
+
+    def _read(self, printed: Printed | None) -> None:
+        if printed is None:
+            return
+        if printed.model is not None:
+            self._model = self._settings.model_name or printed.model
+        else:
+            self._printed = printed
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        if finding.event != "incident" or "oom" not in str(finding.fields.get("label")) or self._launch is None:
+            return ()
+        if "host" in str(finding.fields.get("label")):
+            # The host's memory ran out, not the GPU's.
+            return ()
+        batch = self._batch()
+        change = None if batch is None else self._policy.out_of_memory(batch)
+        return () if change is None else self._apply(change)
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        yield from self._observe(now)
+        if self._launch is None or self._due is None or now < self._due:
+            return
+        self._due = now + self._settings.check_every_s
+        first, self._first = self._first, False
+        readings = self._readings(ranks)
+        if not readings and not (first and self._wanted()):
+            return
+        step = max((r.inner_step for r in ranks.values() if r.inner_step is not None), default=None)
+        if step is None and self._printed is not None:
+            step = self._printed.step
+        size = size_of(self._model, self._params, self._settings.large_model_params)
+        for finding in self._use.check(readings, size, self._model, step, now - self._launch.started):
+            yield finding
+            if finding.event == "gpu_usage":
+                self._last = finding
+                if first:
+                    yield from self._relaunch(finding)
+
+    def _observe(self, now: float) -> Iterator[Finding]:
+        if self._settings.expect == 0:
+            # The CPU was asked for: what the GPUs do is nobody's concern.
+            return
+        health = self.context.status().get("health") or {}
+        sample = health.get("gpus")
+        if sample is not None and (self._nvml is None or sample["taken"] != self._nvml["taken"]):
+            self._nvml = sample
+            yield from self._faults.observe(list(sample["gpus"]), now)
+        yield from self._faults.driver((health.get("unknown") or {}).get("gpus"), bool(self._rows()), now)
+
+    def _wanted(self) -> bool:
+        """A GPU is to be used: by setting, or since there are some."""
+        if self._settings.expect != "auto":
+            return self._settings.expect > 0
+        return bool(self._nvml and self._nvml["gpus"])
+
+    def _readings(self, ranks: Mapping[int, Now]) -> list[MemoryReading]:
+        """The most telling source there is: the hook, the miner's own lines, NVML."""
+        if not self._wanted():
+            return []
+        smallest = min((r["memory_total_bytes"] for r in self._rows() if r.get("memory_total_bytes")), default=None)
+        hook = [
+            MemoryReading(f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook")
+            for rank, header in sorted(ranks.items())
+            if header.allocated_bytes and (total := self._totals.get(rank, smallest))
+        ]
+        if hook:
+            return hook
+        printed = self._printed
+        if printed is not None and printed.used_gb is not None:
+            total = printed.total_gb or (smallest / _GIB if smallest else None)
+            if total:
+                return [MemoryReading("miner", printed.used_gb, total, "printed")]
+        return [
+            MemoryReading(f"GPU {r['index']}", r["memory_used_bytes"] / _GIB, r["memory_total_bytes"] / _GIB, "nvml")
+            for r in self._rows()
+            if r.get("memory_total_bytes") and (r.get("memory_used_bytes") or 0) >= _IDLE_BYTES
+        ]
+
+    def _rows(self) -> Sequence[Mapping[str, Any]]:
+        return self._nvml["gpus"] if self._nvml else ()
+
+    def _batch(self) -> int | None:
+        argument = self._settings.batch_argument
+        return value_of(self._launch.command, argument) if argument and self._launch else None
+
+    def _relaunch(self, usage: Finding) -> Iterator[Finding]:
+        factor = usage.fields.get("factor") or 1.0
+        if self._settings.on_underuse != "relaunch" or factor <= 1:
+            return
+        batch = self._batch()
+        if batch is None:
+            if not self._missing_argument_said:
+                self._missing_argument_said = True
+                argument = self._settings.batch_argument or "gpu.batch_argument (not set)"
+                what = f"no relaunch with a larger batch: {argument} with a whole number is not in the miner's command"
+                yield make_finding("guard_degraded", what=what)
+            return
+        change = self._policy.larger(batch, factor, f"GPU memory at {usage.fields['share_pct']:.0f}%")
+        if change is not None:
+            yield from self._apply(change)
+            self.context.control.relaunch(f"a larger batch: {change.old} -> {change.new}")
+
+    def _apply(self, change: BatchChange) -> Iterator[Finding]:
+        assert self._launch is not None
+        argument = str(self._settings.batch_argument)
+        self.context.control.use_command(rewritten(self._launch.command, argument, change.new))
+        yield make_finding("gpu_relaunch", argument=argument, old=change.old, new=change.new, why=change.why)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        last = self._last.fields if self._last else {}
+        return {
+            "share_pct": last.get("share_pct"),
+            "verdict": last.get("verdict"),
+            "source": last.get("source"),
+            "model_name": self._model,
+            "params": self._params,
+            "batch": self._batch(),
+        }

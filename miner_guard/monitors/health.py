@@ -1,0 +1,108 @@
+"""Health: samples host, GPUs and the guard itself, and logs a snapshot of everything on a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miner_guard.diagnosis import faults
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.records import Now
+from miner_guard.health.host import HostSampler, figures
+from miner_guard.health.limits import HostLimits
+from miner_guard.health.nvml import NvmlSampler
+from miner_guard.health.own import OwnSampler
+from miner_guard.health.samplers import Samplers, Unreadable
+from miner_guard.health.snapshot import assemble, summary
+from miner_guard.monitors.base import Context, Monitor
+
+_GPU_DEADLINE_RATIO = 0.9
+"""The probe answers what it has before the sampler's own deadline: one hung GPU must not hide the others."""
+
+
+class HealthMonitor(Monitor):
+    """The samplers run in jobs; the part itself only keeps what they found."""
+
+    name = "health"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        settings = context.config.health
+        folders = {"state": context.state.root, "work": Path.cwd()}
+        if settings.checkpoint_dir:
+            folders["checkpoints"] = Path(settings.checkpoint_dir)
+        self._host, self._own = HostSampler(folders), OwnSampler()
+        self._limits = HostLimits(settings)
+        self._nvml = NvmlSampler(settings.sampler_timeout_s * _GPU_DEADLINE_RATIO)
+        self.samplers = Samplers(
+            context.clock, settings.sampler_timeout_s,
+            {**self._host.reads, "gpus": self._gpus, "guard": self._own.sample},
+        )  # fmt: skip
+        self._dropped = 0
+        self._lost = 0
+        self._snapshots = 0
+        first = min(1.0, settings.sample_every_s)
+        context.jobs.every("samplers", settings.sample_every_s, self._sample, first_after_s=first)
+        context.jobs.every("health", settings.snapshot_every_s, self._log_snapshot)
+
+    def gpu_memory_levels(self) -> Mapping[str, int] | None:
+        """Used bytes by UUID, freshly read; None where there is no GPU. Blocks for the sampler's deadline at most."""
+        return self._nvml.memory_levels()
+
+    def _gpus(self) -> Mapping[str, Any]:
+        sample = self._nvml.sample()
+        if self.context.config.gpu.expect != 0:
+            # Said here: the status, from which other parts read the rows, shows only the latest of several samples.
+            for finding in faults.of_events(sample["gpus"]):
+                self.context.emit(finding)
+        if sample["state"] not in ("ok", "absent"):
+            raise Unreadable(f"{sample['state']}: {sample['reason']}")
+        return sample
+
+    def _sample(self) -> None:
+        for finding in self.samplers.sample():
+            self.context.emit(finding)
+        host = self._host_figures()
+        if host is not None:
+            for finding in self._limits.observe(host):
+                self.context.emit(finding)
+
+    def _host_figures(self) -> Mapping[str, Any] | None:
+        return figures(self.samplers.reading(name).value for name in self._host.reads)
+
+    def _log_snapshot(self) -> None:
+        self.context.emit(self._finding())
+
+    def _finding(self) -> Finding:
+        snapshot = self._document()
+        self._snapshots += 1
+        return make_finding("health_snapshot", summary=summary(snapshot), snapshot=snapshot)
+
+    def _document(self) -> dict[str, Any]:
+        readings = self.samplers.readings()
+        unknown = {name: reading.reason for name, reading in readings.items() if reading.reason is not None}
+        own = readings["guard"].value or dict.fromkeys(("cpu_pct", "cpu_s", "memory_bytes", "threads", "open_files"))
+        guard = {**own, "events_dropped": self._dropped, "entries_lost": self._lost}
+        return assemble(self.context.status(), self._host_figures(), readings["gpus"].value, guard, unknown)
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        self._dropped = sum(header.dropped for header in ranks.values())
+        self._lost = sum(header.lost for header in ranks.values())
+        return ()
+
+    def on_stop(self) -> Iterable[Finding]:
+        self._nvml.close()
+        return (self._finding(),)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        readings = self.samplers.readings()
+        return {
+            "host": self._host_figures(),
+            "gpus": readings["gpus"].value,
+            "guard": readings["guard"].value,
+            "unknown": {name: reading.reason for name, reading in readings.items() if reading.reason is not None},
+            "snapshots": self._snapshots,
+            "events_dropped": self._dropped,
+            "entries_lost": self._lost,
+        }

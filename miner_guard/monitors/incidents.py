@@ -1,0 +1,220 @@
+"""Incidents: what the miner's output says went wrong, named once, by its root cause."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from miner_guard import state_dir
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.incidents import knowledge, log_text, report
+from miner_guard.incidents.oom import Training
+from miner_guard.incidents.report import Explained
+from miner_guard.incidents.root_cause import Incident, RootCauseAnalyzer
+from miner_guard.incidents.scanner import Retraction, Scanner, Seen, Sighting
+from miner_guard.monitors import evidence_folders
+from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+from miner_guard.monitors.tail import Tail
+
+SETTLE_S = 2.0
+"""Quiet for so long: the cascade is complete, its root can be named."""
+
+MAX_WAIT_S = 10.0
+"""Named after so long at the latest, while further lines still come."""
+
+CAUSELESS_S = 30.0
+"""So long where all that was seen is a symptom or a report without a reason: how the lost rank ended is told by its
+launcher, which first ends the others (torchrun gives them 30 s)."""
+
+EPISODE_S = 600.0
+"""What comes later than this is an incident of its own, unless it is only a symptom."""
+
+SYMPTOMS_S = 3600.0
+"""Ranks wait for as long as their collective's timeout before they notice that one is gone."""
+
+COOLDOWN_S = 900.0
+"""The same label within one launch is not said again sooner."""
+
+REMARKS = 3
+"""What is tried again counts as an incident when it was seen so often, or when the miner ended."""
+
+_CAUSELESS = ("report", "symptom", "warned")
+_SEEN = 120
+"""Characters of the line itself in the incident's line."""
+
+
+class IncidentsMonitor(Monitor):
+    """Feeds the output to a scanner and says what it makes of it."""
+
+    name = "incidents"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._knowledge = knowledge.load()
+        miner = context.config.miner
+        self._training = Training(miner.batch_size, miner.effective_batch_size)
+        self._counts: Counter[str] = Counter()
+        self._latest: Explained | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._scanner, self._case = Scanner(self._knowledge), RootCauseAnalyzer(self._knowledge)
+        self._tail = Tail()
+        self._first_s: float | None = None
+        self._last_s = self._named_s = float("-inf")
+        self._said: dict[str, float] = {}
+        self._events: set[str] = set()
+        self._shown: dict[str, Sighting] = {}
+        """Labels of which an event of the guard's own showed the cause."""
+
+        self._finite: dict[int, bool] = {}
+        """Of each rank's last loss."""
+
+        self._root: Explained | None = None
+        self._stopping = False
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._begin()
+        return ()
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") == "training":
+            self._training = Training(
+                entry.get("batch_size"), entry.get("effective_batch_size"), entry.get("world_size")
+            )
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        if not self.context.config.logs.classify:
+            return ()
+        self._tail.add(chunk)
+        seen = self._scanner.feed(chunk)
+        if seen:
+            now = self.context.clock.monotonic()
+            self._take(seen, now)
+            self._first_s = now if self._first_s is None else self._first_s
+        return ()
+
+    def _take(self, seen: list[Seen], now: float) -> None:
+        """Into the case, or a new one after a long quiet."""
+        if self._first_s is None and now - self._last_s > EPISODE_S:
+            self._case = RootCauseAnalyzer(self._knowledge)
+        self._last_s = now
+        self._case.add(seen)
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        self._events.add(finding.event)
+        if self.context.config.logs.classify:
+            # A reader of the whole log sees the guard's own line, too: both name the same root.
+            for label in self._knowledge.causes_by_event.get(finding.event, ()):
+                said = Sighting(label, "cause", self._scanner.line, catalog.message(finding), finding.rank)
+                self._take([said], self.context.clock.monotonic())
+                self._shown[label] = said
+        if finding.event == "miner_stopping":
+            self._stopping = True
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        loss = steps[-1].loss
+        if loss is not None:
+            self._finite[rank] = math.isfinite(loss)
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if self._first_s is None or (now - self._last_s < SETTLE_S and now - self._first_s < MAX_WAIT_S):
+            return ()
+        root = self._seen_root()
+        if root is not None and root.first.role in _CAUSELESS and now - self._first_s < CAUSELESS_S:
+            return ()
+        return self._name(now, REMARKS)
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        now = self.context.clock.monotonic()
+        self._case.add([*self._scanner.finish(), *self._passed()])
+        lasting = self._lasting()
+        self._case.add(lasting)
+        if lasting or now - self._last_s <= EPISODE_S:
+            # Why it ended is said, also where the guard has said before what led to it.
+            self._events.clear()
+        return () if end.asked or end.finished else self._name(now, remarks=1)
+
+    def _passed(self) -> list[Seen]:
+        """What the guard itself had seen and training then got over: a loss that was finite again, say."""
+        well = [
+            label for label, said in self._shown.items()
+            if (any(self._finite.values()) if said.rank is None else self._finite.get(said.rank, False))
+        ]  # fmt: skip
+        return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
+
+    def _lasting(self) -> list[Seen]:
+        """What the guard had seen long ago and still measures: a model of NaNs fails in ways that no pattern knows."""
+        root = self._seen_root()
+        if root is not None and root.label not in ("code_bug", *self._shown):
+            return []
+        return [
+            said for said in self._shown.values()
+            if not (all(self._finite.values()) if said.rank is None else self._finite.get(said.rank, True))
+        ]  # fmt: skip
+
+    def _seen_root(self) -> Incident | None:
+        return next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
+
+    def _name(self, now: float, remarks: int) -> Iterable[Finding]:
+        """Say the root of what was seen, unless it was said, or is a mere remark seen fewer than `remarks` times."""
+        self._first_s = None
+        root = self._seen_root()
+        if self._stopping or root is None or self._is_known(root, now):
+            return ()
+        if root.first.role in ("remark", "warned") and root.count < remarks:
+            return ()
+        self._root = self._latest = explained = report.in_words(
+            root, self._knowledge, self._training, self.context.redactor.text
+        )
+        self._said[root.label] = self._named_s = now
+        self._counts[root.label] += 1
+        return [self._finding(explained, root)]
+
+    def _is_known(self, root: Incident, now: float) -> bool:
+        label = self._knowledge.labels[root.label]
+        said = self._said.get(root.label)
+        if said is not None and now - said < COOLDOWN_S:
+            return True
+        if root.first.role in ("symptom", "ending") and self._root is not None and now - self._named_s < SYMPTOMS_S:
+            return True
+        return not self._events.isdisjoint(label.events)
+
+    def _finding(self, explained: Explained, root: Incident) -> Finding:
+        folder = evidence_folders.folder(self.context.state, self.context.clock.wall(), explained.label)
+        story = {**explained.as_dict(), "count": explained.count, "ranks": list(explained.ranks)}
+        output = self._tail.text()
+        self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
+        return make_finding(
+            "incident", rank=explained.ranks[0] if len(explained.ranks) == 1 else None,
+            level="warning" if root.first.role in ("remark", "warned") else explained.severity,
+            label=explained.label, cause=f"{explained.cause} Seen: {log_text.excerpt(explained.excerpt, _SEEN)}",
+            fix=explained.fixes[0], fixes=list(explained.fixes), excerpt=explained.excerpt,
+            restart=explained.restart, applies=explained.applies, ranks=list(explained.ranks), evidence=str(folder),
+        )  # fmt: skip
+
+    def _store(self, folder: Any, story: Mapping[str, Any], output: bytes) -> None:
+        """In a job's thread."""
+        try:
+            state_dir.write_json(folder / "incident.json", {**story, "status": dict(self.context.status())})
+            state_dir.write_atomic(folder / "output.log", self.context.redactor.text(output.decode("utf-8", "replace")))
+            evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
+        except OSError as error:
+            what = f"the evidence of {story['label']} could not be stored: {error.strerror or error}"
+            self.context.emit(make_finding("guard_degraded", what=what, disk_full=state_dir.is_full(error)))
+
+    def snapshot(self) -> Mapping[str, Any]:
+        latest = self._latest
+        return {
+            "classify": self.context.config.logs.classify,
+            "root_cause": None if self._root is None else self._root.label,
+            "latest": None if latest is None else {**latest.as_dict(), "restart": latest.restart},
+            "counts": dict(self._counts),
+        }

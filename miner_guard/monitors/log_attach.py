@@ -1,0 +1,161 @@
+"""Log-only: the miner's lines, written into a flight record as the hook would, so that every other part sees steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from miner_guard.attach.patterns import patterns
+from miner_guard.detectors.log_lines import AllReduceLine, LoggedStep, LogSteps, Patterns, PushLine, StepLine, read
+from miner_guard.detectors.trace.reading import evaluation_in
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.layout import NAN
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.flight_recorder.writer import FlightWriter
+from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+
+_NUMBERED = {"step", "inner"}
+"""A pattern without one of these groups never makes a step."""
+
+STARTING, RUNNING, CLOSED, _ = layout.STATES
+_MAX_PARTIAL_LINE_LENGTH = 64 * 1024
+
+
+class LogAttachMonitor(Monitor):
+    """Does nothing unless `[miner] attach = "log"`."""
+
+    name = "log_only"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._active = context.config.miner.attach == "log"
+        self._flight: FlightWriter | None = None
+        self._rest = b""
+        self._findings: list[Finding] = []
+        self._blind = ""
+        """Why there is no flight record; said at the first launch of a row, not at each."""
+        self._patterns = self._load() if self._active else Patterns(())
+        self._begin(0.0)
+
+    def _begin(self, started: float) -> None:
+        self._steps = LogSteps(started)
+        self._written = 0
+        self._line_at: float | None = None
+        self._allreduce_at: float | None = None
+        """When the AllReduce that no step has followed yet was said."""
+
+        self._longest_gap = 0.0
+        self._last: LoggedStep | None = None
+        self._evaluated: float | None = None
+        """Printed since the last step; it goes into the record of the next one."""
+
+    def _load(self) -> Patterns:
+        usable: list[str] = []
+        for text in self.context.config.miner.log_patterns:
+            try:
+                groups = re.compile(text).groupindex
+                wrong = None if _NUMBERED & set(groups) else "names no group `step` or `inner`"
+            except re.error as error:
+                wrong = f"is no regular expression: {error}"
+            if wrong is None:
+                usable.append(text)
+            else:
+                what = f"[miner] log_patterns: {text!r} {wrong}; it is left out"
+                self._findings.append(make_finding("guard_degraded", what=what))
+        return patterns(self.context.config.miner.profile, usable)
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        if not self._active:
+            return ()
+        self._begin(launch.started)
+        self._rest = b""
+        said, self._findings = self._findings, []
+        try:
+            self._flight = FlightWriter(
+                self.context.state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=self.context.run_id,
+                pid=launch.pid,
+            )  # fmt: skip
+        except OSError as error:
+            self._flight = None
+            what = f"log-only: no flight record: {error.strerror or error}; steps are not followed"
+            if what != self._blind:
+                said.append(make_finding("guard_degraded", what=what))
+            self._blind = what
+            return said
+        self._blind = ""
+        self._show(self._flight, STARTING, launch.started)
+        return said
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        if self._flight is None:
+            return ()
+        now = self.context.clock.monotonic()
+        *lines, self._rest = (self._rest + chunk).replace(b"\r", b"\n").split(b"\n")
+        if len(self._rest) > _MAX_PARTIAL_LINE_LENGTH:
+            self._rest = b""
+        for raw in lines:
+            evaluated = evaluation_in(raw)
+            self._evaluated = self._evaluated if evaluated is None else evaluated
+            self._line(self._flight, raw.decode("utf-8", "replace"), now)
+        return ()
+
+    def _line(self, flight: FlightWriter, text: str, now: float) -> None:
+        said = read(text, self._patterns)
+        if isinstance(said, PushLine):
+            flight.journal(self._upload_entry(said, now))
+        elif isinstance(said, StepLine):
+            if self._line_at is not None and self._allreduce_at is None:
+                self._longest_gap = max(self._longest_gap, now - self._line_at)
+            self._line_at = now
+            for step in self._steps.observe(said, now):
+                self._write(flight, step)
+            self._allreduce_at = None
+            self._show(flight, RUNNING, now)
+        elif isinstance(said, AllReduceLine) and self._allreduce_at is None:
+            self._allreduce_at = now
+            self._show(flight, RUNNING, now)
+
+    def _write(self, flight: FlightWriter, step: LoggedStep) -> None:
+        line = step.line
+        flags = layout.FLAG_FIRST if self._written == 0 else 0
+        phases: dict[str, float] = {}
+        if self._allreduce_at is not None:
+            phases["allreduce"] = max(0.0, step.end - max(step.start, self._allreduce_at))
+            flags |= layout.FLAG_SYNC
+        self._written += 1
+        self._last = step
+        evaluated, self._evaluated = self._evaluated, None
+        flight.append(StepRecord(
+            outer_step=line.outer, inner_step=line.inner, total_steps=self._written, start=step.start, end=step.end,
+            wall=self.context.clock.wall(), loss=line.loss, lr=line.lr, grad_norm=line.grad_norm, eval_loss=evaluated,
+            allocated_bytes=None if line.gpu_gb is None else line.gpu_gb * 1024**3, flags=flags, phases=phases,
+        ))  # fmt: skip
+
+    def _show(self, flight: FlightWriter, state: str, now: float) -> None:
+        # A program that prints every hundredth step is not hanging in between. An AllReduce has its own allowance.
+        inside = self._allreduce_at is not None
+        allowance = 0.0 if inside else self._longest_gap * self.context.config.hang.factor
+        flight.show_state(state, now)
+        flight.show_phase(b"allreduce" if inside else b"", now, now, allowance or NAN)
+
+    def _upload_entry(self, push: PushLine, now: float) -> dict[str, Any]:
+        line = self._last.line if self._last is not None else None
+        return {
+            "kind": "upload", "t": now, "phase": "finished" if push.error is None else "failed", "decision_id": "",
+            "outer_step": line.outer if line else None, "inner_step": line.inner if line else None,
+            "upload_kind": "gradient", "tag": push.tag, "seconds": None, "bytes": None, "error": push.error,
+        }  # fmt: skip
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        if self._flight is not None:
+            self._show(self._flight, CLOSED, self.context.clock.monotonic())
+            self._flight.close()
+            self._flight = None
+        return ()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        if not self._active:
+            return {"active": False}
+        return {"active": True, "steps": self._written}

@@ -1,0 +1,50 @@
+"""What a miner prints of its pushes where no hook tells of them: its word alone, until somebody has looked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from miner_guard.attach.patterns import patterns
+from miner_guard.detectors.log_lines import Patterns, PushLine, read_push
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.monitors.base import Context, Monitor
+
+_MAX_PARTIAL_LINE_LENGTH = 64 * 1024
+
+
+class PrintedUploadsMonitor(Monitor):
+    """Silent where nobody is to look, and from the first push on that a hook reports, in later launches too."""
+
+    name = "push_lines"
+    words = frozenset({b"push", b"upload"})
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        repo = context.config.repo
+        # With `attach = "log"` the same lines make entries as a hook's do.
+        self._silent = context.config.miner.attach == "log" or repo.kind == "none" or not repo.verify_uploads
+        self._patterns = Patterns(()) if self._silent else patterns(context.config.miner.profile)
+        self._rest = b""
+        self._last: PushLine | None = None
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        self._silent = self._silent or entry.get("kind") == "upload"
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterator[Finding]:
+        if self._silent:
+            return
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > _MAX_PARTIAL_LINE_LENGTH:
+            self._rest = b""
+        for raw in lines:
+            push = read_push(raw.decode("utf-8", "replace"), self._patterns)
+            if push is None or (push == self._last and push.tag is not None):
+                # Each rank may say the same push.
+                continue
+            self._last = push
+            if push.error is not None:
+                yield make_finding("upload_failed", reason=f"the miner says: {push.error}", source="log")
+            else:
+                yield make_finding("upload_reported", tag=push.tag, detail="by the miner's own line", source="log")

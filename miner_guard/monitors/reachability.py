@@ -1,0 +1,80 @@
+"""The other nodes of a run: who they are by the launcher's own command and connections, and whether they answer.
+
+The launcher is torch's; nothing here talks its protocol. A node answers when its kernel does: a connection that is
+accepted or refused both prove it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+from miner_guard.system.launcher_args import number_of, value_of
+
+_ESTABLISHED = "01"
+_DEFAULT_PORT = 29500
+"""torchrun's own (`torch.distributed.run`, static rendezvous); the c10d rendezvous has 29400."""
+
+_RENDEZVOUS_PORT = 29400
+
+
+def rendezvous(command: Sequence[str]) -> tuple[str, int] | None:
+    """Host and port where the nodes of this command meet; None where it runs on one node."""
+    if value_of(command, "--nnodes") in (None, "1", "1:1"):
+        return None
+    endpoint = value_of(command, "--rdzv-endpoint")
+    if endpoint:
+        host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
+        return host.strip("[]"), int(port) if port.isdigit() else _RENDEZVOUS_PORT
+    host = value_of(command, "--master-addr") or ""
+    port_given = number_of(command, "--master-port")
+    return (host, _DEFAULT_PORT if port_given is None else port_given) if host else None
+
+
+def peers(port: int, tables: Iterable[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))) -> set[str]:
+    """Addresses of other hosts that are connected to `port` of this one."""
+    found: set[str] = set()
+    for table in tables:
+        try:
+            rows = table.read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            _, local, remote, state = row.split()[:4]
+            (_, own_port), (address, _) = _parsed(local), _parsed(remote)
+            if state == _ESTABLISHED and own_port == port and not address.is_loopback and address != _parsed(local)[0]:
+                found.add(str(address))
+    return found
+
+
+def _parsed(text: str) -> tuple[IPv4Address | IPv6Address, int]:
+    """`0100007F:1F90` as the kernel prints it: words of four bytes in host order (proc(5))."""
+    digits, _, port = text.partition(":")
+    words = [bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8)]
+    address = ip_address(b"".join(words))
+    mapped = getattr(address, "ipv4_mapped", None)
+    return mapped or address, int(port, 16)
+
+
+def answers(host: str, port: int, timeout_s: float) -> str | None:
+    """None where the node's kernel answers, else why not."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except ConnectionRefusedError:
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def is_own(host: str) -> bool:
+    """Whether `host` is this host: its own address can be bound."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True

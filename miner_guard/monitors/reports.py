@@ -1,0 +1,75 @@
+"""Reports: what the ranks found themselves, and the checkpoints that they say they wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.records import Now
+from miner_guard.monitors.base import Context, Launch, Monitor
+from miner_guard.supervisor.notify import finding_of
+
+
+class ReportsMonitor(Monitor):
+    """Logs the journal's findings and checkpoints; says once when the newest checkpoint has grown old."""
+
+    name = "reports"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._newest: Mapping[str, Any] | None = None
+        self._at: float | None = None
+        self._stale_said = False
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        if self._at is not None:
+            # A launch loads the checkpoint first: its age counts from there, or each restart would be an alarm.
+            self._at, self._stale_said = launch.started, False
+        return ()
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") == "finding":
+            finding = finding_of(dict(entry), rank)
+            if finding is None:
+                what = (
+                    f"rank {rank} reported {entry.get('event')!r}, which is no event of the catalogue with its fields"
+                )
+                return (make_finding("guard_degraded", what=what),)
+            return (finding,)
+        if entry.get("kind") == "checkpoint":
+            return self._saved(rank, entry)
+        return ()
+
+    def _saved(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        path, size = entry.get("path"), entry.get("size_bytes")
+        if not entry.get("complete", True):
+            return (make_finding("checkpoint_stale", rank=rank, detail=f"{path} was reported as incomplete"),)
+        before = self._newest and self._newest.get("size_bytes")
+        self._newest, self._at, self._stale_said = entry, self.context.clock.monotonic(), False
+        saved = make_finding(
+            "checkpoint_saved", rank=rank, path=path, step=entry.get("step"), seconds=entry.get("seconds"),
+            size_bytes=size,
+        )  # fmt: skip
+        if before and size is not None and size < before / 2:
+            shrunk = f"{path} has {size} bytes, the one before had {before}: it may lack ranks or optimizer state"
+            return (saved, make_finding("checkpoint_stale", rank=rank, detail=shrunk))
+        return (saved,)
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        limit = self.context.config.health.checkpoint_max_age_s
+        if self._at is None or self._newest is None or self._stale_said or now - self._at <= limit:
+            return ()
+        self._stale_said = True
+        detail = (
+            f"the newest checkpoint ({self._newest.get('path')}, step {self._newest.get('step')}) is "
+            f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose as much"
+        )
+        return (make_finding("checkpoint_stale", detail=detail),)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        if self._newest is None or self._at is None:
+            return {"checkpoint": None, "checkpoint_age_s": None}
+        keys = ("path", "step", "size_bytes", "seconds")
+        age = self.context.clock.monotonic() - self._at
+        return {"checkpoint": {key: self._newest.get(key) for key in keys}, "checkpoint_age_s": age}

@@ -1,0 +1,113 @@
+"""Calls the parts, one after another, so that one that fails neither stops the others nor the supervisor."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.monitors.base import Exit, Launch, Monitor
+from miner_guard.monitors.line_router import LineRouter, Piece
+
+_MAX_DEPTH = 4
+"""A finding may lead to another part's finding, and so on; not for ever."""
+
+
+class MonitorRunner:
+    """All parts of the running supervisor. For the supervisor's thread."""
+
+    def __init__(self, log: Callable[[Finding], None]) -> None:
+        self._log = log
+        self.parts: list[Monitor] = []
+        self.on_finding: Callable[[Finding], None] = lambda _finding: None
+        """The supervisor's own ear: incidents decide on restarts."""
+
+        self._output: LineRouter | None = None
+        self._failed: set[tuple[str, str]] = set()
+
+    def launch(self, launch: Launch) -> None:
+        self._output = LineRouter(self.parts)
+        self._each("on_launch", launch)
+
+    def steps(self, rank: int, steps: Sequence[StepRecord]) -> None:
+        self._each("on_steps", rank, steps)
+
+    def entry(self, rank: int, entry: Mapping[str, Any]) -> None:
+        self._each("on_entry", rank, entry)
+
+    def output(self, chunk: bytes) -> None:
+        """Show output of the miner to the parts; the unfinished end of a long piece waits for the next tick."""
+        if self._output is None:
+            self._output = LineRouter(self.parts)
+        self._show(self._output.pieces(chunk))
+
+    def _rest_of_output(self) -> None:
+        if self._output is not None:
+            self._show(self._output.rest())
+
+    def _show(self, pieces: Iterable[Piece]) -> None:
+        for part, text in pieces:
+            for finding in self._call(part, "on_output", text):
+                self.finding(finding, part)
+
+    def tick(self, now: float, ranks: Mapping[int, Now]) -> None:
+        self._rest_of_output()
+        self._each("on_tick", now, ranks)
+
+    def exit(self, end: Exit) -> None:
+        self._rest_of_output()
+        self._each("on_exit", end)
+
+    def stop(self) -> None:
+        self._each("on_stop")
+
+    def lingers(self) -> bool:
+        """Some part still has something to send."""
+        return any(part.lingers() for part in self.parts)
+
+    def finding(self, finding: Finding, source: Monitor | None = None, depth: int = 0) -> None:
+        """Log a finding and show it to every part but the one it comes from. Never raises."""
+        try:
+            self._log(finding)
+            self.on_finding(finding)
+        except Exception as error:  # noqa: BLE001 - what one rank reports must not stop the watch over all; it is said
+            self._say(finding.event, "log", error)
+        if depth >= _MAX_DEPTH:
+            return
+        for part in self.parts:
+            if part is not source:
+                for further in self._call(part, "on_finding", finding):
+                    self.finding(further, part, depth + 1)
+
+    def snapshots(self) -> dict[str, Any]:
+        """Every part's snapshot under its name."""
+        documents: dict[str, Any] = {}
+        for part in self.parts:
+            try:
+                documents[part.name] = dict(part.snapshot())
+            except Exception as error:  # noqa: BLE001 - a part's defect must not end supervision; it is said once
+                self._say(part.name, "snapshot", error)
+                documents[part.name] = None
+        return documents
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for part in self.parts:
+            for finding in self._call(part, method, *arguments):
+                self.finding(finding, part)
+
+    def _call(self, part: Monitor, method: str, *arguments: Any) -> Iterable[Finding]:
+        try:
+            return list(getattr(part, method)(*arguments))
+        except Exception as error:  # noqa: BLE001 - a part's defect must not end supervision; it is said once
+            self._say(part.name, method, error)
+            return ()
+
+    def _say(self, who: str, method: str, error: Exception) -> None:
+        if (who, method) in self._failed:
+            return
+        self._failed.add((who, method))
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{who}.{method} failed with {type(error).__name__}: {error} ({where.filename}:{where.lineno}); "
+        self._log(make_finding("guard_degraded", what=what + "said once, the rest goes on"))

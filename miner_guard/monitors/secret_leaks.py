@@ -1,0 +1,61 @@
+"""Secrets that the miner prints itself: said once each, never repeated. Its output is relayed as it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.line_templates import template
+from miner_guard.eventlog.redact import SECRET_NAME
+from miner_guard.monitors.base import Context, Launch, Monitor
+from uploads.repos.credentials import beside
+
+_COMMITMENT = b"Commitment - ["
+_MIN_LENGTH = 12
+"""Shorter values of secret variables would be found in ordinary words."""
+
+_MIN_SHAPE_LENGTH = 4
+
+_NEXT_STEP = "switch the miner's debug logging off, delete the log files that have it, and replace the keys"
+
+
+class SecretLeaksMonitor(Monitor):
+    """Looks in the miner's output for secrets of the environment and its `.env`, and for subnet 38's commitment."""
+
+    name = "exposed"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._values = {
+            name: value.encode()
+            for name, value in beside(os.environ, context.config.repo).items()
+            if SECRET_NAME.search(name) and len(value) >= _MIN_LENGTH and not value.startswith("/")
+        }
+        self._longest = max([len(_COMMITMENT), *map(len, self._values.values())])
+        words = frozenset(map(template, [_COMMITMENT, *self._values.values()]))
+        # A value of nearly nothing but digits has no shape to look for; one of several lines is not in any line.
+        self.words = None if any(len(word) < _MIN_SHAPE_LENGTH or b"\n" in word for word in words) else words
+        self._tail = b""
+        self._said: set[str] = set()
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._tail = b""
+        return ()
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        # What two chunks share between them is found too.
+        text = self._tail + chunk
+        self._tail = text[-(self._longest - 1) :]
+        shown = [f"the value of {name}" for name, value in self._values.items() if value in text]
+        if _COMMITMENT in text:
+            shown.append("a commitment, with read credentials in it")
+        return [self._say(kind) for kind in shown if kind not in self._said]
+
+    def _say(self, kind: str) -> Finding:
+        self._said.add(kind)
+        return make_finding("secret_exposed", where="the miner's output", kind=kind, next_step=_NEXT_STEP)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"shown": sorted(self._said)}

@@ -1,0 +1,262 @@
+"""Steps: the step line, slow steps, source 001's timing lines, and the numbers that status, top and report show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from miner_guard.detectors import step_time, timing
+from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.goodput import Goodput
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.formatters import gb
+from miner_guard.flight_recorder.layout import FLAG_FIRST
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+from miner_guard.state_dir import json_number
+
+_LEFT_OUT_EVERY_S = 10.0
+_SLOW_REPEAT_S = 60.0
+
+
+class StepsMonitor(Monitor):
+    """Rank 0 speaks for the run (the lowest rank that reports): collectives give all ranks the same step time."""
+
+    name = "steps"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._facts = TrainingFacts.from_settings(context.config.miner, context.config.gate)
+        self._goodput = Goodput()
+        self._last: dict[int, StepRecord] = {}
+        self._steps: dict[int, int] = {}
+        self._phase = ""
+        self._loss_first: float | None = None
+        self._max: tuple[float, int | None] | None = None
+        self._limiter = LineLimiter(context.config.logs.step_lines_per_s)
+        self._evaluated = LineLimiter(context.config.logs.step_lines_per_s)
+        """For steps that evaluated: few among many, and all there is of a curve of its own."""
+
+        self._reset()
+
+    def _reset(self) -> None:
+        """What starts anew with each launch."""
+        steps = self.context.config.steps
+        self._times = step_time.StepTimes(steps)
+        self._regression = step_time.RegressionWatch(steps.regression_ratio, steps.min_excess_s)
+        self._work = step_time.TokenNormalizer(steps)
+        self._timing = timing.TimingLog(steps)
+        self._slow_said = float("-inf")
+        self._slow_left_out = 0
+        self._summary_stretch = 0
+        self._fallback_said = False
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._reset()
+        self._goodput.launched(launch.started)
+        return ()
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") == "training":
+            self._facts = self._facts.with_entry(entry)
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        for step in steps:
+            self._last[rank] = step
+            self._steps[rank] = self._steps.get(rank, 0) + 1
+            if rank == min(self._last):
+                yield from self._lead_step(rank, step)
+
+    def _lead_step(self, rank: int, step: StepRecord) -> Iterator[Finding]:
+        if self._loss_first is None:
+            self._loss_first = step.loss
+        self._goodput.step(step.start, step.end, step.phases, step.nested_in_monitor_s)
+        if (self._limiter if step.eval_loss is None else self._evaluated).allow(step.end):
+            yield make_finding(
+                "inner_step", rank=rank, outer_step=step.outer_step, inner_step=step.inner_step, lr=step.lr,
+                loss=json_number(step.loss), step_time_s=step.seconds, gpu_mem_gb=gb(step.allocated_bytes),
+                grad_norm=json_number(step.grad_norm), eval_loss=json_number(step.eval_loss), tokens=step.tokens,
+                total_steps=step.total_steps, **_about_the_loss(step),
+            )  # fmt: skip
+        if not step.flags & FLAG_FIRST:
+            yield from self._time(rank, step)
+        yield from self._timing_lines(rank, step)
+
+    def _time(self, rank: int, step: StepRecord) -> Iterator[Finding]:
+        if self._max is None or step.seconds > self._max[0]:
+            self._max = (step.seconds, step.inner_step)
+        kind = step_time.kind_of(step.phases)
+        slow = self._times.observe(step.seconds, kind, step_time.scheduled_seconds(step.phases))
+        as_usual = self._work.observe(step.seconds, step.tokens) if kind == step_time.TRAINING else None
+        if slow is not None and not (slow.rule == "relative" and as_usual is not None and as_usual.explains):
+            yield from self._slow_line(rank, step, slow)
+        seconds = step.seconds if as_usual is None else as_usual.seconds
+        regression = self._regression.observe(seconds) if kind == step_time.TRAINING else None
+        if regression is not None and not self._fallback_said:
+            yield make_finding(
+                "steps_regressed", rank=rank, median_s=regression.median_s, best_s=regression.best_s,
+                ratio=regression.ratio, inner_step=step.inner_step, outer_step=step.outer_step,
+            )  # fmt: skip
+        yield from self._summary(rank, step)
+
+    def _slow_line(self, rank: int, step: StepRecord, slow: step_time.SlowStep) -> Iterator[Finding]:
+        # Beyond 60 s each step has its line, as source 004 shows; short ones would flood the console. The report marks
+        # them all.
+        too_soon = step.end - self._slow_said < _SLOW_REPEAT_S or self._fallback_said
+        level, left_out = None, self._slow_left_out
+        expected = self.context.config.steps.expected
+        if slow.rule == "relative" and slow.median_s is not None:
+            expected = f"{slow.median_s:.1f}-{slow.limit_s:.1f}s"
+        if slow.rule == "relative" and too_soon:
+            level = "debug"
+            self._slow_left_out += 1
+        else:
+            self._slow_left_out = 0
+            self._slow_said = step.end if slow.rule == "relative" else self._slow_said
+        phases = sorted(step.phases.items(), key=lambda item: -item[1])[:4]
+        yield make_finding(
+            "slow_step", rank=rank, level=level, step_time_s=slow.seconds, expected=expected,
+            inner_step=step.inner_step, outer_step=step.outer_step, limit_s=slow.limit_s, rule=slow.rule,
+            median_s=slow.median_s, step_kind=slow.kind, left_out=left_out,
+            phases_s={name: round(seconds, 3) for name, seconds in phases},
+        )  # fmt: skip
+
+    def _summary(self, rank: int, step: StepRecord) -> Iterator[Finding]:
+        stretch = step.total_steps // self.context.config.steps.breakdown_every
+        window = self._times.training_window()
+        if stretch == self._summary_stretch or window is None or self._max is None:
+            return
+        self._summary_stretch = stretch
+        yield make_finding(
+            "step_summary", rank=rank, p50_s=window.median, p95_s=window.quantile(0.95), max_s=self._max[0],
+            grade=step_time.grade(window.median, self.context.config.steps), steps=self._steps[rank],
+        )  # fmt: skip
+
+    def _timing_lines(self, rank: int, step: StepRecord) -> Iterator[Finding]:
+        seen = self._timing.observe(step.total_steps, step.phases, step.nested_in_monitor_s)
+        if isinstance(seen, timing.FastLog):
+            yield make_finding(
+                "fast_log", rank=rank, total_s=seen.total_s, loss_calc_s=seen.loss_calc_s,
+                overhead_s=seen.overhead_s, inner_step=step.inner_step, outer_step=step.outer_step,
+            )  # fmt: skip
+        elif seen is not None:
+            yield make_finding(
+                "timing_breakdown", rank=rank, step=step.total_steps, total_s=seen.total_s,
+                inference_s=seen.inference_s, val_loss_s=seen.val_loss_s, example_loss_s=seen.example_loss_s,
+                overhead_s=seen.overhead_s, inner_step=step.inner_step, outer_step=step.outer_step,
+            )  # fmt: skip
+        if seen is not None:
+            for flag in timing.red_flags(seen, self.context.config.steps):
+                yield make_finding(
+                    "timing_red_flag", rank=rank, which=flag.which, seen=flag.seen, limit=flag.limit,
+                    meaning=flag.meaning, step=step.total_steps,
+                )  # fmt: skip
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        if finding.event == "hang_detected":
+            self._goodput.hang_found()
+        if finding.event == "cpu_fallback":
+            # Known, with its cause: a lasting slowdown is no further news.
+            self._fallback_said = finding.fields["verdict"] != "cleared"
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        self._phase = ranks[min(ranks)].phase if ranks else ""
+        for rank in self._last.keys() - ranks.keys() if ranks else ():
+            # The nodes met anew and this one got other ranks: one that is no more must not lead.
+            del self._last[rank]
+        return self._left_out(now)
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        now = self.context.clock.monotonic()
+        self._goodput.exited(now, finished=end.finished)
+        return self._left_out(float("inf"))
+
+    def _left_out(self, now: float) -> Iterator[Finding]:
+        if (count := self._limiter.left_out(now)) > 0:
+            yield make_finding("step_lines_left_out", count=count, limit_per_s=f"{self._limiter.per_s:g}")
+
+    def snapshot(self) -> Mapping[str, Any]:
+        now = self.context.clock.monotonic()
+        lead = self._last[min(self._last)] if self._last else None
+        window = self._times.training_window()
+        median = window.median if window is not None else None
+        since = max(0.0, now - lead.end) if lead is not None else 0.0
+        inner = lead.inner_step if lead is not None else None
+        return {
+            "outer_step": lead.outer_step if lead else None,
+            "inner_step": inner,
+            "total_steps": lead.total_steps if lead else None,
+            "steps": self._steps[min(self._last)] if lead else 0,
+            "loss": json_number(lead.loss) if lead else None,
+            "loss_first": json_number(self._loss_first),
+            "loss_last": json_number(lead.loss) if lead else None,
+            "lr": lead.lr if lead else None,
+            "grad_norm": json_number(lead.grad_norm) if lead else None,
+            "gpu_mem_gb": gb(lead.allocated_bytes) if lead else None,
+            "step_time_s": lead.seconds if lead else None,
+            "last_step_age_s": since if lead else None,
+            "p50_s": median,
+            "p95_s": window.quantile(0.95) if window is not None else None,
+            "max_s": self._max[0] if self._max else None,
+            "max_at_inner_step": self._max[1] if self._max else None,
+            "grade": step_time.grade(median, self.context.config.steps) if median is not None else None,
+            "tokens_per_s": self._facts.tokens_per_s(lead.tokens if lead else None, median),
+            "samples_per_s": self._facts.samples_per_s(median),
+            "eta_upload_s": self._facts.eta_upload_s(inner, median, since),
+            "eta_outer_s": self._facts.eta_outer_s(inner, median, since),
+            "goodput": self._goodput.shares(now, self._phase),
+            "per_rank": {str(rank): _rank_row(step, now) for rank, step in sorted(self._last.items())},
+        }
+
+
+def _about_the_loss(step: StepRecord) -> dict[str, Any]:
+    """Fields for a loss that is not simply the step's own."""
+    if step.loss is None:
+        return {}
+    about: dict[str, Any] = {"loss_summed": True} if step.loss_summed else {}
+    number = step.total_steps if step.inner_step is None else step.inner_step
+    return {**about, "loss_step": number - step.loss_lag} if step.loss_lag else about
+
+
+def _rank_row(step: StepRecord, now: float) -> dict[str, Any]:
+    return {
+        "outer_step": step.outer_step,
+        "inner_step": step.inner_step,
+        "loss": json_number(step.loss),
+        "step_time_s": step.seconds,
+        "gpu_mem_gb": gb(step.allocated_bytes),
+        "phases_s": dict(step.phases),
+        "last_step_age_s": max(0.0, now - step.end),
+    }
+
+
+class LineLimiter:
+    """So many lines in each second of step time; counts what it refuses."""
+
+    def __init__(self, per_s: float) -> None:
+        self.per_s = per_s
+        self._second = -1
+        self._used = 0.0
+        self._left_out = 0
+        self._said = float("-inf")
+
+    def allow(self, now: float) -> bool:
+        """Whether a line at `now` (monotonic) may be printed. Less than one a second: one each 1/per_s seconds."""
+        stretch = max(1.0, 1.0 / self.per_s)
+        if int(now / stretch) != self._second:
+            self._second, self._used = int(now / stretch), 0.0
+        if self._used + 1 > max(1.0, self.per_s):
+            self._left_out += 1
+            return False
+        self._used += 1
+        return True
+
+    def left_out(self, now: float) -> int:
+        """Lines refused since the last answer; 0 within ten seconds of it."""
+        if not self._left_out or now - self._said < _LEFT_OUT_EVERY_S:
+            return 0
+        count, self._left_out = self._left_out, 0
+        self._said = now if now != float("inf") else self._said
+        return count

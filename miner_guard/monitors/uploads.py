@@ -1,0 +1,372 @@
+"""Uploads: what is published, what the gate may know of it, and whether what was reported as pushed arrived."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.flight_recorder.layout import FLAG_FIRST
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.monitors.base import Context, Exit, Monitor
+from uploads import audit, remembered_settings
+from uploads import inputs as gate_inputs
+from uploads.commitments import commitment_of, configured
+from uploads.inputs import GateInputs
+from uploads.ledger import Ledger
+from uploads.repos import look_at
+from uploads.verify import Reported, verify
+from uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch
+from validators import shapes
+from validators.commitment import fingerprint
+from validators.facts import Network, Published
+from validators.limits import Limits
+from validators.profiles import limits_of
+
+_WRITE_EVERY_S = 60.0
+_INPUTS_KEPT = 50
+_SHOWN: Mapping[str, tuple[str, Sequence[str]]] = {
+    "decision": ("decisions", ("decision_id", "allowed", "reason", "decided_at")),
+    "upload": ("uploads", ("outcome", "tag", "bytes", "seconds", "error", "wall")),
+    "incident": ("incidents", ("label", "rank", "wall")),
+    "restart": ("restarts", ("cause", "attempt", "wall")),
+}
+"""What the status shows the last of: its table in the ledger, and its fields."""
+
+_VERIFY_AFTER_S = (0.0, 3.0, 10.0)
+"""Waits before the looks after a push: a refusal must be seen twice, a repo that can't be read three times."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A push of which the end was not reported yet."""
+
+    entry: Mapping[str, Any]
+    at: float | None
+    before: Published
+
+
+@dataclass(frozen=True)
+class _Push:
+    """A push that was reported and is to be looked for."""
+
+    entry: Mapping[str, Any]
+    began: float | None
+    """Monotonic; None where only the end was reported."""
+
+    before: Published | None
+    due: float
+    looks: int = 0
+
+
+class UploadsMonitor(Monitor):
+    """Watches the repo, writes gate-inputs.json, keeps the ledger, verifies pushes."""
+
+    name = "uploads"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        config = context.config
+        self._repo = config.repo
+        self._limits = limits_of(context.config.miner)
+        self._credentials = fingerprint(commitment_of(configured(config.repo)))
+        self._mutex = threading.Lock()
+        self._watch = RepoWatch(config.gate)
+        self._ahead = ForecastWatch(config.gate)
+        self._voice = DecisionNotifier()
+        self._network = Network(reason="no [chain] configured" if config.chain.network is None else "not looked at yet")
+        self._ledger = Ledger(context.state.ledger, context.emit, context.clock.monotonic)
+        self._written: dict[str, Mapping[str, Any]] = {}
+        self._written_at = self._newest_look = float("-inf")
+        self._write_failed = False
+        self._watched_written = False
+        self._began: dict[str, _Begun] = {}
+        self._pushes: list[_Push] = []
+        self._unsettled: list[Mapping[str, Any]] = []
+        self._last: dict[str, Any] = dict.fromkeys(("decision", "upload", "audit", "incident", "restart"))
+        if self._repo.kind != "none":
+            context.jobs.every("repo", self._repo.refresh_every_s, self._refresh, first_after_s=0.0)
+        else:
+            self._watch.latest = Published(reason="no repo is configured; set [repo] kind")
+        context.jobs.once("gate inputs", self._write_inputs)
+        context.jobs.once("recall", self._recall)
+        if self._repo.audit_every_s > 0:
+            context.jobs.every("audit", self._repo.audit_every_s, self._audit)
+
+    def _recall(self) -> None:
+        """The last of each that an earlier guard here saw, where this one has seen none yet."""
+        for name, (table, fields) in _SHOWN.items():
+            row = self._ledger.last(table)
+            if row is not None and self._last[name] is None:
+                known = row | json.loads(row.get("document") or "{}")
+                self._last[name] = {field: known.get(field) for field in fields}
+
+    # the repo, in the schedule's threads
+
+    def _refresh(self) -> None:
+        began = self.context.clock.monotonic()
+        self._looked(self._look(), began)
+
+    def _look(self) -> Published:
+        # Ours counts in monotonic time, whatever clock the child has used.
+        return replace(look_at(self._repo), seen_at=self.context.clock.monotonic())
+
+    def _looked(self, published: Published, began: float) -> None:
+        clock = self.context.clock
+        with self._mutex:
+            if began < self._newest_look:
+                # Overtaken: one that began later, after a push perhaps, has ended before it.
+                return
+            self._newest_look = began
+            findings = list(self._watch.look(published, clock.monotonic()))
+        self._ledger.repo_age(
+            clock.wall(), published.age_s, outer_step=published.outer_step, inner_step=published.inner_step,
+            size_bytes=published.size_bytes, checksum=published.checksum,
+            reason="the repo is empty" if published.empty else published.reason,
+        )  # fmt: skip
+        self._write_inputs()
+        for finding in findings:
+            self.context.emit(finding)
+
+    def _write_inputs(self) -> None:
+        clock = self.context.clock
+        with self._mutex:
+            # Documents can be large, and no rule of the gate reads what is published of them.
+            content = GateInputs(
+                published=replace(self._watch.latest, config=None, metadata=None), network=self._network,
+                bucket=self._repo.bucket, credentials=self._credentials, limits=self._limits, written=clock.wall(),
+                written_monotonic=clock.monotonic(),
+            )  # fmt: skip
+            self._written_at = clock.monotonic()
+            self._written[content.digest] = gate_inputs.as_document(content)
+            while len(self._written) > _INPUTS_KEPT:
+                del self._written[next(iter(self._written))]
+            try:
+                gate_inputs.write(self.context.state.gate_inputs, content)
+                if not self._watched_written:
+                    remembered_settings.write(self.context.state, self.context.config)
+                    self._watched_written = True
+                said = make_finding("disk_recovered", what="gate-inputs.json", lost=0) if self._write_failed else None
+                self._write_failed = False
+            except OSError as error:
+                trouble = write_failed("gate-inputs.json", error, "; the gate sees the repo as unknown")
+                said, self._write_failed = (None if self._write_failed else trouble), True
+        if said is not None:
+            self.context.emit(said)
+
+    def _audit(self) -> None:
+        config = self.context.config
+        limits = Limits.of(config.gate, self._limits)
+        report = audit.look(config.repo, config.chain, limits, shapes.read(self.context.state.shapes))
+        self._last["audit"] = {"outcome": report.outcome, "detail": report.detail, "wall": self.context.clock.wall()}
+        self.context.emit(report.finding())
+
+    # the ranks
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        if rank != 0:
+            return
+        for step in steps:
+            with self._mutex:
+                age = self._watch.age(step.end)
+            yield from self._ahead.step(
+                step.outer_step,
+                step.inner_step,
+                step.seconds,
+                first=bool(step.flags & FLAG_FIRST),
+                age_s=age,
+                now=step.end,
+            )
+
+    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+        if entry.get("kind") == "decision":
+            return self._decided(entry)
+        if entry.get("kind") == "upload":
+            return self._uploaded(rank, entry)
+        return ()
+
+    def _decided(self, entry: Mapping[str, Any]) -> Iterator[Finding]:
+        document = {k: v for k, v in entry.items() if k not in ("t", "upload_kind")} | {
+            "kind": entry.get("upload_kind")
+        }
+        digest = str((entry.get("record") or {}).get("inputs"))
+        with self._mutex:
+            known = self._written.get(digest)
+        self._ledger.decision(document, known)
+        self._last["decision"] = {name: document.get(name) for name in _SHOWN["decision"][1]}
+        finding = self._voice.say(entry, self.context.clock.monotonic())
+        if finding is not None:
+            yield finding
+
+    def _uploaded(self, rank: int, entry: Mapping[str, Any]) -> Iterator[Finding]:
+        decision = str(entry.get("decision_id"))
+        now = self.context.clock.monotonic()
+        if entry.get("phase") == "started":
+            with self._mutex:
+                self._began[decision] = _Begun(entry, float(entry.get("t") or now), self._watch.latest)
+            yield make_finding("upload_started", rank=rank or None, tag=_tag(entry))
+            return
+        seconds = entry.get("seconds")
+        with self._mutex:
+            guessed = _Begun(entry, None if seconds is None else now - float(seconds), self._watch.latest)
+        begun = self._began.pop(decision, guessed) if decision else guessed
+        if entry.get("phase") == "failed":
+            self._store(entry, "failed", error=entry.get("error"))
+            yield make_finding("upload_failed", rank=rank or None, reason=f"tag {_tag(entry)}: {entry.get('error')}")
+            return
+        yield from self._reported(entry, begun.at, begun.before)
+
+    def _reported(self, entry: Mapping[str, Any], began: float | None, before: Published | None) -> Iterator[Finding]:
+        if self._repo.kind == "none" or not self._repo.verify_uploads:
+            why = "no [repo] is configured" if self._repo.kind == "none" else "repo.verify_uploads is off"
+            self._store(entry, "reported", error=f"not verified: {why}")
+            detail = f"{_took(entry)}; not verified: {why}"
+            yield make_finding("upload_reported", tag=_tag(entry), detail=detail, source="guard")
+            return
+        push = _Push(entry, began, before, self.context.clock.monotonic())
+        self._unsettled.append(entry)
+        # At once: the next push may follow soon, and what it replaces can't be looked for.
+        self.context.jobs.once("verify upload", lambda: self._verify(push))
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        cut, self._began = list(self._began.values()), {}
+        for begun in cut:
+            why = "the miner ended during the push; what is published may be mixed"
+            self._store(begun.entry, "failed", error=why)
+            yield make_finding("upload_failed", reason=f"tag {_tag(begun.entry)}: {why}")
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        fields, wall = finding.fields, self.context.clock.wall()
+        if fields.get("source") == "log":
+            return self._printed(finding)
+        if finding.event == "incident":
+            label, cause, fix, excerpt = (str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt"))
+            self._last["incident"] = {"label": label, "rank": finding.rank, "wall": wall}
+            self._ledger.incident(wall, label, cause, fix, excerpt, finding.rank)
+        elif finding.event == "miner_restarting":
+            self._last["restart"] = {"cause": fields.get("cause"), "attempt": fields.get("attempt"), "wall": wall}
+            self._ledger.restart(wall, str(fields.get("cause")), fields.get("attempt"), fields.get("wait_s"))
+        elif finding.event in ("chain_status", "chain_unknown") and isinstance(fields.get("network"), Mapping):
+            with self._mutex:
+                self._network = Network(**fields["network"])
+            self.context.jobs.once("gate inputs", self._write_inputs)
+        return ()
+
+    def _printed(self, finding: Finding) -> Iterable[Finding]:
+        """A push of which the miner's own line alone tells."""
+        entry = {"upload_kind": "gradient", "tag": finding.fields.get("tag")}
+        if finding.event == "upload_failed":
+            self._store(entry, "failed", error=finding.fields.get("reason"))
+        elif finding.event == "upload_reported":
+            with self._mutex:
+                before = self._watch.latest
+            return self._reported(entry, None, before)
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        with self._mutex:
+            findings = list(self._watch.tick(now))
+            ready = [push for push in self._pushes if push.due <= now]
+            self._pushes = [push for push in self._pushes if push.due > now]
+            rewrite = now - self._written_at >= min(_WRITE_EVERY_S, self.context.config.gate.inputs_max_age_s / 3)
+            self._written_at = now if rewrite else self._written_at
+        if rewrite:
+            self.context.jobs.once("gate inputs", self._write_inputs)
+        for push in ready:
+            self.context.jobs.once("verify upload", lambda push=push: self._verify(push))  # type: ignore[misc]
+        return findings
+
+    # verification, in the schedule's threads
+
+    def _verify(self, push: _Push) -> None:
+        began = self.context.clock.monotonic()
+        published = self._look()
+        entry, now = push.entry, self.context.clock.monotonic()
+        since = None if push.began is None else now - push.began
+        reported = Reported(*_steps(entry), since, _tag(entry), entry.get("bytes"), entry.get("checksum"))
+        seen = verify(push.before, published, reported)
+        looks = push.looks + 1
+        if (
+            not seen.superseded
+            and looks < (2 if seen.verified is False else len(_VERIFY_AFTER_S))
+            and not seen.verified
+        ):
+            with self._mutex:
+                self._pushes.append(replace(push, due=now + _VERIFY_AFTER_S[looks], looks=looks))
+            return
+        self._looked(published, began)
+        self._unsettled.remove(entry)
+        tag = _tag(entry) or published.revision
+        if seen.verified:
+            self._store(entry, "verified", verified=self.context.clock.wall(), checksum=published.checksum)
+            detail = f"{seen.detail}, {_took(entry)}"
+            self.context.emit(make_finding("upload_succeeded", tag=tag, detail=detail))
+        elif seen.superseded:
+            self._store(entry, "superseded", error=seen.detail)
+            detail = f"{_took(entry)}; not verified: {seen.detail}"
+            self.context.emit(make_finding("upload_reported", tag=tag, detail=detail, source="guard"))
+        elif seen.verified is None:
+            self._store(entry, "reported", error=seen.detail)
+            self.context.emit(
+                make_finding("upload_unverified", tag=tag, reason=f"reported as pushed, but {seen.detail}")
+            )
+        else:
+            self._store(entry, "refuted", error=seen.detail, checksum=published.checksum)
+            reason = f"reported as pushed, but {seen.detail} (tag {tag}). Upload again"
+            self.context.emit(make_finding("upload_failed", reason=reason))
+
+    def _store(self, entry: Mapping[str, Any], outcome: str, **more: Any) -> None:
+        names = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts", "checksum")
+        row = {name: entry.get(name) for name in names} | {"tag": _tag(entry), "kind": entry.get("upload_kind")} | more
+        wall = self.context.clock.wall()
+        known = {**row, "outcome": outcome, "wall": wall}
+        self._last["upload"] = {name: known.get(name) for name in _SHOWN["upload"][1]}
+        self._ledger.upload(wall, outcome, **row)
+
+    def on_stop(self) -> Iterable[Finding]:
+        for entry in list(self._unsettled):
+            why = "the guard ended before anybody looked; see `miner-guard audit`"
+            self._store(entry, "reported", error=f"not verified: {why}")
+            yield make_finding("upload_unverified", tag=_tag(entry), reason=why)
+        self._ledger.close()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        now = self.context.clock.monotonic()
+        with self._mutex:
+            age, latest, ahead = self._watch.age(now), self._watch.latest, self._ahead.latest
+            return {
+                "repo_age_s": None if age is None else round(age),
+                "repo": {
+                    "age_s": None if age is None else round(age), "reason": latest.reason, "empty": latest.empty,
+                    "revision": latest.revision, "outer_step": latest.outer_step, "inner_step": latest.inner_step,
+                    "due": age is not None and age > self.context.config.gate.repo_age_target_s,
+                    "stale": self._watch.is_stale(now), "limit_s": self.context.config.gate.repo_age_limit_s,
+                },
+                "forecast": None if ahead is None else {**asdict(ahead), "late": ahead.late},
+                "pending": len(self._pushes),
+                **self._last,
+            }  # fmt: skip
+
+
+def _steps(entry: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Outer and inner step by the tag, else by the entry: a log's last step may be later than what was pushed."""
+    match = re.search(r"(\d+)\.(\d+)$", str(entry.get("tag") or ""))
+    return (int(match[1]), int(match[2])) if match else (entry.get("outer_step"), entry.get("inner_step"))
+
+
+def _took(entry: Mapping[str, Any]) -> str:
+    """A log tells of a push's end alone."""
+    seconds = entry.get("seconds")
+    return "pushed, says the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
+
+
+def _tag(entry: Mapping[str, Any]) -> str | None:
+    if entry.get("tag"):
+        return str(entry["tag"])
+    if entry.get("outer_step") is None or entry.get("inner_step") is None:
+        return None
+    return f"{entry['outer_step']}.{entry['inner_step']}"

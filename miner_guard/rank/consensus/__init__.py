@@ -1,0 +1,1 @@
+"""Questions that every rank must answer alike."""

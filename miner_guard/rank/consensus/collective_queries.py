@@ -1,0 +1,126 @@
+"""The questions that all ranks answer alike: rank 0 knows the answer, and nobody goes on without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from miner_guard.rank import environment
+from miner_guard.rank.consensus import agree, gating
+from miner_guard.rank.phases import Phases
+from miner_guard.rank.recorder import Recorder
+from miner_guard.rank.steps import Report, Stepper
+from uploads.decision import GateDecision
+from validators.facts import Candidate
+
+
+class CollectiveQueries:
+    """All but `agreement` wait for the other ranks, as phase `collective`. Collective."""
+
+    def __init__(
+        self, place: environment.RankContext, gate: gating.Gate, recorder: Recorder, phases: Phases, stepper: Stepper,
+        report: Report,
+    ) -> None:  # fmt: skip
+        """`report` hears why rank 0 had no answer of its own."""
+        self._place = place
+        self._gate = gate
+        self._recorder = recorder
+        self._phases = phases
+        self._stepper = stepper
+        self._report = report
+        self._agreement: gating.Agreement | None = None
+        self._founder: agree.GroupFactory | None = None
+        self._checkpoints = 0
+        self._notices: tuple[int, bool, int] = (-1, False, 0)
+
+    def agreement(self) -> gating.Agreement:
+        """How the ranks agree; made where all of them are sure to come by. Raises where there is no way."""
+        if self._agreement is None:
+            dist = environment.initialised_distributed()
+            if dist is not None and dist.get_world_size() > 1:
+                self._check_place(dist.get_rank(), dist.get_world_size())
+                if self._founder is None:
+                    self._founder = agree.GroupFactory(dist, self._place.settings.gate.broadcast_timeout_s)
+                self._agreement = self._founder.group()
+            elif self._place.world_size > 1:
+                raise agree.NoConsensus(
+                    f"torch.distributed is not initialised, so the {self._place.world_size} ranks can't agree"
+                )
+            else:
+                self._agreement = agree.SingleRank()
+        return self._agreement
+
+    def _check_place(self, rank: int, world_size: int) -> None:
+        # Slurm and MPI tell ranks by names that the guard does not know: all of them took themselves for rank 0.
+        if (rank, world_size) != (self._place.rank, self._place.world_size):
+            self._recorder.trouble(
+                "place", f"this is rank {rank} of {world_size} and is recorded as rank {self._place.rank} of "
+                f"{self._place.world_size}: call miner_guard.init() after init_process_group",
+            )  # fmt: skip
+
+    def may_upload(self, candidate: Candidate, question: str | None) -> tuple[GateDecision, str | None]:
+        """The decision, and what went wrong where the ranks have no common one (`gating.Gate.ask`)."""
+        with self._waiting():
+            return self._gate.ask(self.agreement, candidate, question)
+
+    def upload_due(self) -> bool:
+        """Whether what is published is past its target age. Raises Disagreed."""
+        return self._notice()[1]
+
+    def checkpoint_requested(self) -> bool:
+        """Whether one was asked for since the last True. Raises Disagreed."""
+        asked = self._notice()[2]
+        if asked <= self._checkpoints:
+            return False
+        self._checkpoints = asked
+        return True
+
+    def _notice(self) -> tuple[int, bool, int]:
+        """(step, upload due, checkpoints asked for) as rank 0 sees it, shared once a step."""
+        step = self._stepper.count
+        if self._notices[0] != step:
+            due, requests = self._shared(f"notice {step}", self._notice_here).split()
+            self._notices = (step, due == b"1", int(requests))
+        return self._notices
+
+    def _notice_here(self) -> bytes:
+        flight = self._recorder.flight
+        asked = 0 if flight is None else flight.checkpoint_requests()
+        try:
+            return b"%d %d" % (self._gate.due(), asked)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; said as guard_degraded
+            self._report("upload_due", error)
+            return b"0 %d" % asked
+
+    def due(self, operation: str, every_s: float | None, every_steps: int | None, step: int | None) -> bool:
+        """`MonitoringCostTracker.due` of rank 0; `step` is this process's own where it is None. Raises Disagreed."""
+        count = self._stepper.count
+
+        def here() -> bytes:
+            return b"%d" % self._due_here(operation, every_s, every_steps, count if step is None else step)
+
+        return self._shared(f"due {operation} {count}", here) == b"1"
+
+    def _due_here(self, operation: str, every_s: float | None, every_steps: int | None, step: int) -> bool:
+        from miner_guard.costs.tracker import get_global_tracker
+
+        try:
+            return get_global_tracker().due(operation, every_s=every_s, every_steps=every_steps, step=step)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; said as guard_degraded
+            self._report("due", error)
+            return False
+
+    def _shared(self, question: str, here: Callable[[], bytes]) -> bytes:
+        """What `here` says on rank 0, on every rank."""
+        own = here() if self._place.rank == 0 else None
+        with self._waiting():
+            return self.agreement().share(question, own)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        try:
+            with self._phases.named("collective"):
+                yield
+        finally:
+            if isinstance(self._agreement, agree.Group) and self._agreement.late:
+                self._recorder.trouble(agree.LATE, "a rank did not come in time, and the ranks agree on nothing more")

@@ -1,0 +1,132 @@
+"""The gate inside the ranks: rank 0 decides, all ranks have the same answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.records import json_default
+from miner_guard.rank.consensus.agree import PAYLOAD_BYTES, NoConsensus
+from miner_guard.rank.environment import RankContext
+from miner_guard.rank.recorder import describe
+from uploads import gate
+from uploads.decision import GateDecision
+from uploads.inputs import GateInputs, read, unknown
+from validators.facts import Candidate
+from validators.verdict import Verdict
+
+_SHORT = 100
+
+
+class Agreement(Protocol):
+    """How the ranks come to one answer."""
+
+    def share(self, question: str, answer: bytes | None) -> bytes:
+        """Rank 0's answer on every rank. Raises Disagreed."""
+        ...
+
+
+class Gate:
+    """Asks the rules in rank 0 and shares what they say."""
+
+    def __init__(self, place: RankContext, monotonic: Callable[[], float]) -> None:
+        self._place = place
+        self._settings = place.settings.gate
+        self._monotonic = monotonic
+        self._local = 0
+        self._uploaded_at: float | None = None
+
+    def ask(
+        self, agreement: Callable[[], Agreement], candidate: Candidate, question: str | None = None
+    ) -> tuple[GateDecision, str | None]:
+        """The decision, and what went wrong where the ranks have no common one: it then blocks here. Collective."""
+        question = question or f"{candidate.kind} {candidate.outer_step} {candidate.inner_step}"
+        own = self._judged(candidate) if self._place.rank == 0 else None
+        try:
+            answer = agreement().share(question, None if own is None else pack(own))
+        except NoConsensus as error:
+            return self.blocked(candidate, str(error)), str(error)
+        # Rank 0 takes the shared answer too, so that all ranks hold the very same; only the replay's record is its own.
+        decision = GateDecision.from_dict(json.loads(answer))
+        return (decision if own is None else replace(decision, record=own.record, verdicts=own.verdicts)), None
+
+    def due(self) -> bool:
+        """Whether what is published is past its target age, as far as this rank knows."""
+        inputs, now = self._inputs(), self._monotonic()
+        if self._just_uploaded(inputs.published.seen_at, now):
+            return False
+        return gate.due(inputs, self._settings, now)
+
+    def uploaded(self) -> None:
+        """An upload of this rank has just gone out well: it counts until somebody looks at the repo again."""
+        self._uploaded_at = self._monotonic()
+
+    def _just_uploaded(self, seen_at: float | None, now: float) -> bool:
+        if self._uploaded_at is None or (seen_at is not None and seen_at > self._uploaded_at):
+            return False
+        return now - self._uploaded_at <= self._settings.repo_age_target_s
+
+    def _judged(self, candidate: Candidate) -> GateDecision:
+        try:
+            return self._decided(candidate)
+        except Exception as error:  # noqa: BLE001 - the others wait for an answer; this one blocks them all alike and says why
+            return self.blocked(candidate, f"the gate failed: {describe(error)}; nothing goes out unjudged")
+
+    def _decided(self, candidate: Candidate) -> GateDecision:
+        return gate.decide(candidate, self._inputs(), self._settings, now=self._monotonic(), wall=time.time())
+
+    def _inputs(self) -> GateInputs:
+        if self._place.state is None:
+            return unknown("no supervisor: nobody looks at the repo")
+        return read(self._place.state.gate_inputs)
+
+    def blocked(self, candidate: Candidate, why: str) -> GateDecision:
+        """A block that this rank has come to by itself; in shadow mode it is said, and allowed.
+
+        Its id is another one in each launch: the ledger takes an id once.
+        """
+        self._local += 1
+        shadow = self._settings.mode == "shadow"
+        return GateDecision(
+            allowed=shadow, kind=candidate.kind, outer_step=candidate.outer_step, inner_step=candidate.inner_step,
+            reason=f"shadow mode, would be blocked: {why}" if shadow else why,
+            verdicts=(Verdict("agreement", "block", None, None, why),), shadow=shadow, decided_at=time.time(),
+            decision_id=f"local-{self._place.run_id}-{self._place.settings.launch}-{self._place.rank}-{self._local}",
+        )  # fmt: skip
+
+
+def pack(decision: GateDecision) -> bytes:
+    """The decision as it travels between ranks, shortened where it would not fit."""
+    document: dict[str, Any] = {**decision.as_dict(), "record": {}}
+    payload = _encoded(document)
+    if len(payload) > PAYLOAD_BYTES:
+        payload = _encoded({**document, "verdicts": [], "reason": decision.reason[:1000]})
+    if len(payload) > PAYLOAD_BYTES:
+        # Not ASCII: up to twelve bytes a character.
+        short = {"reason": decision.reason[:_SHORT], "kind": str(decision.kind)[:_SHORT]}
+        payload = _encoded({**document, "verdicts": [], **short})
+    return payload
+
+
+def _encoded(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":"), default=json_default).encode()
+
+
+def entry_of(decision: GateDecision) -> dict[str, Any]:
+    """The decision's journal entry; its `kind` is called `upload_kind` there."""
+    document = decision.as_dict()
+    document["upload_kind"] = document.pop("kind")
+    return {"kind": "decision", **document}
+
+
+def finding_of(decision: GateDecision) -> Finding:
+    """The decision as an event, for a rank that logs by itself."""
+    return make_finding(
+        "upload_allowed" if decision.allowed else "upload_blocked", rank=0, reason=decision.reason,
+        outer_step=decision.outer_step, inner_step=decision.inner_step, kind=decision.kind,
+        verdicts=[v.as_dict() for v in decision.verdicts], decision_id=decision.decision_id,
+    )  # fmt: skip

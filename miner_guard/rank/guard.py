@@ -1,0 +1,393 @@
+"""The hook: what a miner calls in each of its ranks.
+
+    guard = miner_guard.init()                          # each rank, once, after init_process_group
+    with guard.phase("forward"): ...
+    guard.step(outer_step=56, inner_step=84, loss=3.40, lr=2.1e-5)
+    decision = guard.may_upload(outer_step=56, inner_step=84)       # collective: the same answer on every rank
+    if decision:
+        with guard.upload(decision): ...
+    guard.close(finished=True)
+
+Nothing here raises, synchronises the GPU or uses the network. What does not work is said once as
+`guard_degraded`, and training goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import IO, Any, ParamSpec, TypeVar
+
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.rank import environment
+from miner_guard.rank.consensus import gating
+from miner_guard.rank.consensus.collective_queries import CollectiveQueries
+from miner_guard.rank.costs import RankCosts
+from miner_guard.rank.introspection import collectives, stacks
+from miner_guard.rank.introspection.compiled import compiling
+from miner_guard.rank.phases import Phases
+from miner_guard.rank.recorder import CLOSED, FINISHED, Recorder, describe
+from miner_guard.rank.steps import Stepper
+from miner_guard.rank.upload import UploadRecorder
+from miner_guard.state_dir import StateDir
+from uploads.decision import GateDecision
+from validators.facts import Candidate
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _harmless(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The method of `Guard`, with any exception turned into one `guard_degraded` and the fallback's value.
+
+    Run as it stands where a function that torch compiles calls it: the graph ends before it and continues after it.
+    Else torch would compile the hook as well, and again at each step, since its clocks and counters always differ.
+    As `torch.compiler.disable`, which would import dynamo, and that takes seconds. One frame for both: it is hot.
+    """
+
+    def wrap(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def harmless(*args: P.args, **kwargs: P.kwargs) -> R:
+            modules = sys.modules
+            frames: Any = modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in modules else None
+            before = None if frames is None else frames.set_eval_frame(None)
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
+                guard: Any = args[0]
+                guard._degraded(method.__name__, error)
+                return fallback()
+            finally:
+                if frames is not None:
+                    frames.set_eval_frame(before)
+
+        harmless._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return harmless
+
+    return wrap
+
+
+def _nothing() -> None:
+    return None
+
+
+def _no_reports() -> Sequence[Any]:
+    return ()
+
+
+class Guard:
+    """The hook of one rank. Made by `init`."""
+
+    def __init__(self, place: environment.RankContext, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.place = place
+        self._monotonic = monotonic
+        self._recorder = Recorder(place, monotonic)
+        self._phases = Phases(self._recorder.flight, monotonic, place.settings.hang.allowances)
+        self._gate = gating.Gate(place, monotonic)
+        self._costs = RankCosts(self._recorder, monotonic)
+        self._stepper = Stepper(place, self._recorder, self._phases, self._degraded)
+        self._questions = CollectiveQueries(
+            place, self._gate, self._recorder, self._phases, self._stepper, self._degraded
+        )
+        self._closed = False
+        self._stacks: IO[bytes] | None = None
+        for remark in place.remarks:
+            self._recorder.trouble(remark, remark)
+
+    @property
+    def rank(self) -> int:
+        """This rank among all."""
+        return self.place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its node."""
+        return self.place.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.place.world_size
+
+    @property
+    def supervised(self) -> bool:
+        """A supervisor reads the journal."""
+        return self._recorder.supervised
+
+    @property
+    def troubles(self) -> int:
+        """What went wrong inside the hook so far, said or not."""
+        return self._recorder.troubles
+
+    # steps
+
+    def phase(self, name: str, *, allowance_s: float | None = None) -> AbstractContextManager[Any]:
+        """A context manager for a part of the step: data, forward, backward, optimizer, checkpoint, … or any name.
+
+        `monitor` encloses a monitoring callback and whatever phases are in it. `allowance_s`: how long this
+        phase may last before it is a hang, where the settings do not know it. Inside what torch.compile captures
+        it does nothing: a clock there would break the graph, or fail where the whole graph was asked for.
+        """
+        if compiling():
+            return nullcontext()
+        try:
+            return self._phases.known.get((name, allowance_s)) or self._phases.named(name, allowance_s)
+        except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
+            self._degraded("phase", error)
+            return self._phases.named("other")
+
+    @_harmless(_nothing)
+    def step(
+        self, *, outer_step: int | None = None, inner_step: int | None = None, loss: Any = None,
+        lr: float | None = None, grad_norm: Any = None, tokens: int | None = None, total_steps: int | None = None,
+        eval_loss: Any = None,
+    ) -> None:  # fmt: skip
+        """The end of an inner step. Numbers are floats or CPU tensors; one on the GPU is not read, and is said.
+
+        `eval_loss`: on held-out data, at the steps that evaluated; with it overfitting is seen.
+        """
+        if self._closed:
+            return
+        started, stepper = self._monotonic(), self._stepper
+        record = stepper.record
+        record.outer_step, record.inner_step, record.tokens = outer_step, inner_step, tokens
+        record.loss, record.lr, record.grad_norm, record.eval_loss = loss, lr, grad_norm, eval_loss
+        record.total_steps = stepper.count + 1 if total_steps is None else total_steps
+        stepper.end()
+        if self._stacks is not None and stacks.taken():
+            self._yield_signal(self._stacks)
+        self._costs.own(self._monotonic() - started)
+
+    # the gate
+
+    def may_upload(
+        self, *, outer_step: int, inner_step: int, kind: str = "gradient", loss: Any = None,
+        base_outer_step: int | None = None, files: Any = None, config: Any = None, metadata: Any = None,
+        revision: str | None = None, question: str | None = None,
+    ) -> GateDecision:  # fmt: skip
+        """May this upload go out? Collective, the same answer on every rank; true in a condition where it may.
+
+        `kind="archive"`: the upload after an AllReduce, which is let through. Where a rank does not ask
+        within `[gate] broadcast_timeout_s`, the answer is a block, made here. `question`: what all ranks must have
+        asked alike; by default the kind and the steps.
+        """
+        candidate, agreed = Candidate("gradient", -1, -1), None
+        try:
+            base = self._stepper.whole("base_outer_step", base_outer_step)
+            losses = tuple(self._stepper.losses)
+            last = self._stepper.known("loss", loss)
+            candidate = Candidate(
+                kind=kind, outer_step=self._stepped("outer_step", outer_step),
+                inner_step=self._stepped("inner_step", inner_step),
+                loss=last if last is not None else (losses[-1] if losses else None), recent_losses=losses,
+                base_outer_step=None if base is None or base < 0 else base, files=files, config=config,
+                metadata=metadata, revision=revision,
+            )  # fmt: skip
+            agreed, wrong = self._questions.may_upload(candidate, question)
+            self._decided(agreed, wrong)
+        except Exception as error:  # noqa: BLE001 - an upload that nobody judged must not go out, and training must go on
+            self._degraded("may_upload", error)
+            if agreed is None:
+                return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
+        # What the ranks have agreed on holds in this one too, whatever failed after it: the others go by it.
+        return agreed
+
+    def _stepped(self, name: str, given: Any) -> int:
+        """A candidate's step number; -1 where it is unknown."""
+        number = self._stepper.whole(name, given)
+        return -1 if number is None else number
+
+    def _decided(self, decision: GateDecision, wrong: str | None) -> None:
+        if wrong is not None:
+            self._recorder.trouble(
+                f"agreement {decision.outer_step}", f"may_upload is blocked on this rank alone: {wrong}"
+            )
+        if self.rank != 0:
+            return
+        entry = gating.entry_of(decision)
+        if not self._recorder.journal(entry):
+            self._recorder.journal({**entry, "verdicts": [], "record": {}})
+        if self._recorder.bell.alone:
+            self._recorder.own_log.say(gating.finding_of(decision))
+
+    def upload(self, decision: GateDecision, *, tag: str | None = None) -> UploadRecorder:
+        """A context manager around the upload itself: records and times it; the supervisor verifies it.
+
+        Set `tag` (if not given), `size_bytes` on what it yields. What the body raises is recorded and goes on.
+        """
+        given: Any = decision
+        if not isinstance(given, GateDecision):
+            self._degraded("upload", TypeError(f"{type(given).__name__} is no decision of may_upload"))
+            given = self._gate.blocked(Candidate("gradient", -1, -1), "no decision was given")
+        return UploadRecorder(self._recorder, self._phases.named("upload"), given, self._gate.uploaded, tag)
+
+    @_harmless(lambda: False)
+    def upload_due(self) -> bool:
+        """Whether what is published is past its target age. Collective, the same answer on every rank.
+
+        An upload that has just ended well counts, also before the guard's next look at the repo.
+        """
+        return self._questions.upload_due()
+
+    @_harmless(lambda: False)
+    def checkpoint_requested(self) -> bool:
+        """Whether `miner-guard ctl checkpoint` was asked for since the last True. Collective, the same everywhere."""
+        return self._questions.checkpoint_requested()
+
+    # the rest
+
+    @_harmless(_no_reports)
+    def diagnose(
+        self, model: Any = None, *, batch_size: int | None = None, effective_batch_size: int | None = None,
+        accumulation_steps: int | None = None, model_name: str | None = None, upload_steps: int | None = None,
+        inner_steps_per_outer: int | None = None, tokens_per_step: int | None = None,
+    ) -> Sequence[Any]:  # fmt: skip
+        """What every rank has and where its share of the model is, on rank 0; elsewhere this rank's own. Collective."""
+        from miner_guard.rank.introspection import diagnose
+
+        settings = {
+            "upload_steps": upload_steps, "inner_steps_per_outer": inner_steps_per_outer,
+            "tokens_per_step": tokens_per_step,
+        }  # fmt: skip
+        if self.rank == 0 and any(value is not None for value in settings.values()):
+            self.journal({"kind": "training", **{k: v for k, v in settings.items() if v is not None}})
+        expect = self.place.settings.gpu.expect
+        reports: Sequence[Any] = diagnose.diagnose(
+            self, model, deadline_s=self.place.settings.gpu.diagnose_timeout_s, batch_size=batch_size,
+            effective_batch_size=effective_batch_size, accumulation_steps=accumulation_steps, model_name=model_name,
+            expect=expect if isinstance(expect, int) else None,
+            shapes_file=None if self.place.state is None else self.place.state.shapes,
+        )  # fmt: skip
+        return reports
+
+    @_harmless(_nothing)
+    def checkpoint_saved(
+        self, path: str | Path, *, step: int | None = None, seconds: float | None = None,
+        size_bytes: int | None = None, complete: bool = True,
+    ) -> None:  # fmt: skip
+        """Report a checkpoint that was written."""
+        self.journal({
+            "kind": "checkpoint", "path": str(path), "step": step, "seconds": seconds, "size_bytes": size_bytes,
+            "complete": complete,
+        })  # fmt: skip
+
+    @_harmless(_nothing)
+    def add_cost(self, operation: str, seconds: float, *, blocking: bool = True) -> None:
+        """Account for a monitoring operation. `blocking`: training waited for it."""
+        self._costs.add(str(operation), float(seconds), blocking)
+
+    @_harmless(lambda: False)
+    def due(
+        self, operation: str, *, every_s: float | None = None, every_steps: int | None = None, step: int | None = None
+    ) -> bool:
+        """Whether a monitoring operation should run now: `MonitoringCostTracker.due` of rank 0, for all ranks alike.
+
+        Collective: for an operation that holds a collective itself, which must run on all ranks or on none.
+        Give `every_s` or `every_steps`; `step` is counted by `guard.step` where it is not given.
+        """
+        if every_s is None and every_steps is None:
+            raise ValueError(f"due({operation!r}) needs every_s or every_steps")
+        return self._questions.due(operation, every_s, every_steps, step)
+
+    def track(self, operation: str) -> Any:
+        """`with guard.track("eval"): …` times a monitoring operation that training waits for."""
+        return self._costs.track(operation)
+
+    @_harmless(lambda: False)
+    def journal(self, document: Any, /) -> bool:
+        """Append an entry that must not be lost; False where there is no room or no flight record."""
+        return self._recorder.journal(document)
+
+    @_harmless(_nothing)
+    def emit(self, finding: Finding, /) -> None:
+        """Log a finding: through the supervisor where there is one, else here."""
+        self._recorder.emit(finding)
+
+    @_harmless(_nothing)
+    def close(self, finished: bool = False) -> None:
+        """The end. `finished=True` only after the configured end; with an exception in flight it is not a finish."""
+        if self._closed:
+            return
+        error = sys.exc_info()[1]
+        if finished and error is not None:
+            self._recorder.trouble("close", f"close(finished=True) with {describe(error)} in flight is not a finish")
+        self._costs.flush()
+        self._closed = True
+        self._phases.live = False
+        environment.unmark()
+        self._recorder.close(FINISHED if finished and error is None else CLOSED)
+
+    def _degraded(self, where: str, error: BaseException) -> None:
+        try:
+            self._recorder.trouble(where, f"guard.{where}: {describe(error)}; training goes on")
+        except Exception:  # noqa: BLE001 - there is no one left to tell but the counter, which status shows
+            self._recorder.troubles += 1
+
+    def _forked(self) -> None:
+        self._closed = True
+        self._phases.live = False
+        self._recorder.detach_after_fork()
+
+    def _begin(self, agree: bool) -> None:
+        """What needs the others, or may fail without harm, each by itself."""
+        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
+        if self.world_size > 1 and agree:
+            self._attempt("agreement", self._questions.agreement)
+        if self.place.state is not None:
+            self._attempt("stacks", self._register_stacks, self.place.state)
+            if self.world_size > 1:
+                self._attempt("collectives", collectives.serve, self.place.state.collectives_of(self.rank))
+
+    def _register_stacks(self, state: StateDir) -> None:
+        self._stacks = stacks.register(state.stacks_of(self.rank))
+
+    def _yield_signal(self, file: IO[bytes]) -> None:
+        """The program has begun to handle the signal itself: it must not get it for the guard's sake."""
+        self._stacks = None
+        stacks.release(file)
+        self._recorder.trouble("stacks", f"{stacks.STACKS_SIGNAL.name} is in use by the program now: {stacks.WITHOUT}")
+
+    def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except Exception as error:  # noqa: BLE001 - what failed is optional; said as guard_degraded
+            self._degraded(what, error)
+
+
+def _forget(guard: weakref.ref[Guard]) -> None:
+    if (own := guard()) is not None:
+        own._forked()
+
+
+_current: Guard | None = None
+
+
+def current() -> Guard | None:
+    """This process's guard, where `init` was called and it was not closed since."""
+    return None if _current is None or _current._closed else _current
+
+
+def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
+    """The guard of this rank: once, after init_process_group, on every rank (it makes a CPU group). Never raises.
+
+    `state_dir` is for a miner that runs without a supervisor; under `miner-guard run` it is known.
+    `agree=False` leaves the CPU group to the first question that needs it. A second call returns the same guard.
+    """
+    global _current
+    if _current is not None and not _current._closed:
+        return _current
+    try:
+        guard = Guard(environment.find(state_dir=state_dir))
+    except Exception as error:  # noqa: BLE001 - training starts without a record rather than not at all; said below
+        guard = Guard(environment.RankContext(0, 0, 1, f"alone-{os.getpid()}", None, environment.RankSettings()))
+        guard._degraded("init", error)
+    guard._begin(agree)
+    guard._attempt("mark", environment.mark, guard.place)
+    _current = guard
+    return guard

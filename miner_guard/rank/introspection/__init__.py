@@ -1,0 +1,1 @@
+"""What a rank can tell about itself: stacks, collectives, placement, diagnosis."""

@@ -1,0 +1,61 @@
+"""torch's Flight Recorder, written to a file when the supervisor asks: its last collectives name the late rank.
+
+It needs a caller inside the process. That is a thread which sleeps in a read of a named pipe; it costs the
+training nothing, and answers as long as the interpreter's lock is free, which it is while a rank waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import threading
+from pathlib import Path
+
+from miner_guard.state_dir import write_atomic
+
+_LAST = 64
+"""Collectives that are kept of each dump."""
+
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""NCCL's collectives are in a recorder of their own, which only torch's CUDA builds have; gloo's are in the other."""
+
+
+def serve(path: Path) -> None:
+    """Answer requests on the pipe `PATH.ask` by replacing `path`. Raises OSError where the pipe can't be made."""
+    pipe = asking(path)
+    with contextlib.suppress(FileNotFoundError):
+        pipe.unlink()
+    os.mkfifo(pipe, 0o600)
+    # Open for both, so that the read never meets an end.
+    fd = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+    threading.Thread(target=_serve, args=(fd, path), name="miner-guard-collectives", daemon=True).start()
+
+
+def asking(path: Path) -> Path:
+    """The pipe that belongs to `path`."""
+    return path.with_name(path.name + ".ask")
+
+
+def _serve(fd: int, path: Path) -> None:
+    while os.read(fd, 4096):
+        try:
+            document = _last_collectives()
+        except Exception as error:  # noqa: BLE001 - a torch without it must not end this thread; the file says why
+            document = {"error": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(OSError):
+            write_atomic(path, json.dumps(document, default=str))
+
+
+def _last_collectives() -> dict[str, object]:
+    recorders = importlib.import_module("torch._C._distributed_c10d")
+    keys = ("collective_seq_id", "process_group", "profiling_name", "state", "is_p2p")
+    entries: list[dict[str, object]] = []
+    dumps = [dump for name in _RECORDERS if (dump := getattr(recorders, name, None)) is not None]
+    if not dumps:
+        raise LookupError(f"this torch has none of {', '.join(_RECORDERS)}")
+    for dump in dumps:
+        kept = json.loads(dump()).get("entries", [])[-_LAST:]
+        entries += [{key: entry.get(key) for key in keys} for entry in kept]
+    return {"entries": entries}

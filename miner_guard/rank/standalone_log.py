@@ -1,0 +1,214 @@
+"""Logging without a supervisor: console lines and, with a state directory, JSON lines.
+
+A thread writes, so that a full pipe or a slow disk never holds up a step; what does not fit its queue
+is counted and said.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miner_guard.config import LogSettings, StepSettings
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import CATALOGUE, Finding
+from miner_guard.eventlog.formatters import gb
+from miner_guard.eventlog.redact import Redactor
+from miner_guard.eventlog.rendering import console_line, json_line, rotate
+from miner_guard.flight_recorder.layout import FLAG_FIRST, SPECIAL_PHASES
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.state_dir import StateDir, json_number, make_folder, open_private
+from miner_guard.system.clock import iso_utc
+
+_MAX_QUEUE = 1000
+_MAX_LOG = LogSettings.max_bytes
+_KEPT_LOGS = LogSettings.keep
+_STEP_LINES_PER_S = LogSettings.step_lines_per_s
+_LEFT_OUT_EVERY_S = 60.0
+_LAST_WORDS_S = 1.0
+"""How long the end of the process waits for the last lines."""
+
+
+class StandaloneLog:
+    """Where a rank's findings go while no supervisor takes them."""
+
+    def __init__(self, rank: int, run_id: str, state: StateDir | None) -> None:
+        self._rank = rank
+        self._run_id = run_id
+        self._state = state
+        self._host = socket.gethostname()
+        self._redactor = Redactor.from_environment(os.environ)
+        self._queue: deque[Finding] = deque()
+        self._wake = threading.Event()
+        self._idle = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.left_out = 0
+        """Findings that did not fit the queue, or that could not be written."""
+
+        self._why = "too many at once"
+        self._left_out_said = 0
+        self._say_again = -math.inf
+
+        # Its own descriptor: bittensor and others strip handlers from loggers and replace sys.stdout.
+        # Without a standard output descriptor 1 is whatever file the program has opened first.
+        self._console: int | None = None if sys.__stdout__ is None else _own_descriptor(1)
+
+    def say(self, finding: Finding) -> None:
+        """Log one finding soon. Never waits, never raises."""
+        if len(self._queue) >= _MAX_QUEUE:
+            self.left_out += 1
+            return
+        self._queue.append(finding)
+        self._idle.clear()
+        if self._thread is None:
+            self._begin()
+        self._wake.set()
+
+    def _begin(self) -> None:
+        thread = threading.Thread(target=self._write_on, name="miner-guard-log", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # This host gives no more threads, or the interpreter ends. The next finding tries again; this one waits.
+            return
+        self._thread = thread
+        atexit.register(self.flush)
+
+    def flush(self, timeout_s: float = _LAST_WORDS_S) -> None:
+        """Wait until everything said so far is written, `timeout_s` at most."""
+        if self._thread is not None:
+            self._idle.wait(timeout_s)
+
+    def detach_after_fork(self) -> None:
+        """In a forked child: the thread is not there, so take nothing more and wait for nothing."""
+        self._console, self._state, self._thread = None, None, None
+        self._queue.clear()
+        atexit.unregister(self.flush)
+
+    def _write_on(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                self._try(self._queue.popleft())
+            self._say_left_out()
+            if not self._queue:
+                self._idle.set()
+
+    def _try(self, finding: Finding) -> None:
+        try:
+            self._write(finding)
+        except Exception as error:  # noqa: BLE001 - one that can't be shown must not silence the rest; it is counted and said
+            self.left_out += 1
+            self._why = f"{finding.event}: {type(error).__name__}: {error}"[:200]
+
+    def _say_left_out(self) -> None:
+        now = time.monotonic()
+        count = self.left_out - self._left_out_said
+        if count <= 0 or now < self._say_again:
+            return
+        self._left_out_said, self._say_again = self.left_out, now + _LEFT_OUT_EVERY_S
+        what = f"{count} lines of this rank could not be logged, the last one: {self._why}"
+        self._try(catalog.make_finding("guard_degraded", what=what))
+
+    def _write(self, finding: Finding) -> None:
+        record = self._redactor.value(self._record(finding))
+        if self._state is not None:
+            self._append(self._state, json_line(record) + "\n")
+        if self._console is not None:
+            try:
+                os.write(self._console, (console_line(record, emoji=True) + "\n").encode("utf-8", "replace"))
+            except BlockingIOError:
+                # A full pipe that the program made non-blocking: the next lines may find room.
+                self.left_out += 1
+                self._why = "the console is full"
+            except OSError:
+                # Nobody reads the console any more, and there is nobody else to tell.
+                self._console = None
+
+    def _record(self, finding: Finding) -> Mapping[str, Any]:
+        spec = CATALOGUE[finding.event]
+        return {
+            "ts": iso_utc(time.time()),
+            "level": finding.level or spec.level,
+            "event": finding.event,
+            "msg": catalog.message(finding),
+            "run_id": self._run_id,
+            "host": self._host,
+            "rank": self._rank if finding.rank is None else finding.rank,
+            **finding.fields,
+        }
+
+    def _append(self, state: StateDir, line: str) -> None:
+        try:
+            make_folder(state.root)
+            fd = open_private(state.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        except OSError as error:
+            self._lost(error)
+            return
+        try:
+            os.write(fd, line.encode("utf-8", "replace"))
+            # Every rank opens it for each line, so that one of them may move it away.
+            if self._rank == 0 and os.fstat(fd).st_size > _MAX_LOG:
+                rotate(state.log, _KEPT_LOGS)
+        except OSError as error:
+            self._lost(error)
+        finally:
+            os.close(fd)
+
+    def _lost(self, error: OSError) -> None:
+        self.left_out += 1
+        self._why = f"guard.jsonl: {error.strerror or error}"
+
+
+class StepLines:
+    """What rank 0 says of its steps by itself: the step line, the absolute slow rule, a loss that is no number."""
+
+    def __init__(self, settings: StepSettings) -> None:
+        self._settings = settings
+        self._said = -math.inf
+        self._left_out = 0
+
+    def of(self, step: StepRecord) -> Iterator[Finding]:
+        """The findings of one step; step lines are limited to five a second."""
+        if step.end - self._said >= 1 / _STEP_LINES_PER_S:
+            self._said = step.end
+            yield catalog.make_finding(
+                "inner_step", rank=0, outer_step=step.outer_step, inner_step=step.inner_step, lr=step.lr,
+                loss=json_number(step.loss), step_time_s=step.seconds, gpu_mem_gb=gb(step.allocated_bytes),
+                eval_loss=json_number(step.eval_loss), left_out=self._left_out,
+            )  # fmt: skip
+            self._left_out = 0
+        else:
+            self._left_out += 1
+        if _training_seconds(step) > self._settings.slow_s:
+            yield catalog.make_finding(
+                "slow_step", rank=0, step_time_s=step.seconds, expected=self._settings.expected,
+                inner_step=step.inner_step, limit_s=self._settings.slow_s, rule="absolute",
+            )  # fmt: skip
+        if step.loss is not None and not math.isfinite(step.loss):
+            yield catalog.make_finding("loss_nan", rank=0, step=step.inner_step, loss=str(step.loss))
+        elif step.eval_loss is not None and not math.isfinite(step.eval_loss):
+            yield catalog.make_finding("eval_loss_nan", rank=0, step=step.inner_step, eval_loss=str(step.eval_loss))
+
+
+def _training_seconds(step: StepRecord) -> float:
+    """What may be slow of a step, as the supervisor's rule has it: neither compilation nor work beside training."""
+    if step.flags & FLAG_FIRST:
+        return 0.0
+    return step.seconds - sum(step.phases.get(name, 0.0) for name in SPECIAL_PHASES)
+
+
+def _own_descriptor(fd: int) -> int | None:
+    try:
+        return os.dup(fd)
+    except OSError:
+        return None

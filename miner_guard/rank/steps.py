@@ -1,0 +1,133 @@
+"""The end of an inner step: what the training loop gave, what was measured, and one record of both."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.layout import NAN
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.rank import numbers, standalone_log
+from miner_guard.rank.environment import RankContext
+from miner_guard.rank.numbers import MAX_INT
+from miner_guard.rank.phases import Phases
+from miner_guard.rank.recorder import Recorder
+
+T = TypeVar("T")
+
+_RECENT_LOSSES = 64
+_PHASE_FLAGS = {
+    **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
+    **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
+}
+
+Report = Callable[[str, BaseException], None]
+
+
+class Stepper:
+    """Makes a record of each step. `report` hears of what could not be read; the rest is recorded."""
+
+    def __init__(self, place: RankContext, recorder: Recorder, phases: Phases, report: Report) -> None:
+        self.record = StepRecord()
+        """Filled at each step: what was given by the hook, what was measured by `end`."""
+
+        self._recorder = recorder
+        self._phases = phases
+        self._report = report
+        self._lines = standalone_log.StepLines(place.settings.steps) if place.rank == 0 else None
+        self._memory = numbers.CudaMemory()
+        self._started = recorder.monotonic()
+        expect = place.settings.gpu.expect
+        self._cuda_expected = isinstance(expect, int) and expect > 0
+        self.losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
+        self.count = 0
+        """Steps of this process."""
+
+    def end(self) -> None:
+        """Record the step whose given values are in `record`; it ends now. They may be anything at all."""
+        now, record = self._recorder.monotonic(), self.record
+        record.flags = 0 if self.count else layout.FLAG_FIRST
+        self._read(record)
+        self._phases.adopt_thread()
+        record.phases, record.nested_in_monitor_s = self._phases.take(now)
+        for name, seconds in record.phases.items():
+            if seconds:
+                record.flags |= _PHASE_FLAGS.get(name, 0)
+        self.count += 1
+        record.start, record.end, record.wall = self._started, now, time.time()
+        self._started = now
+        try:
+            record.allocated_bytes, record.reserved_bytes = self._memory.read()
+        except Exception as error:  # noqa: BLE001 - CUDA may be broken; it is reported
+            record.allocated_bytes = record.reserved_bytes = None
+            self._report("cuda_memory", error)
+        self._recorder.step(record)
+        if self._lines is not None and self._recorder.bell.alone:
+            for finding in self._lines.of(record):
+                self._recorder.own_log.say(finding)
+        if (failed := self._phases.failed) is not None:
+            self._phases.failed = None
+            self._report("phase", failed)
+
+    def _read(self, record: StepRecord) -> None:
+        """Make numbers of what was given; what is a plain number already, as almost always, costs no call."""
+        if (lr := record.lr) is not None and type(lr) is not float:
+            record.lr = self.known("lr", lr)
+        if (norm := record.grad_norm) is not None and type(norm) is not float:
+            record.grad_norm = self.known("grad_norm", norm)
+        if (evaluated := record.eval_loss) is not None and type(evaluated) is not float:
+            record.eval_loss = self.known("eval_loss", evaluated)
+        if record.loss is not None:
+            self._read_loss(record)
+        if (outer := record.outer_step) is not None and not (type(outer) is int and -MAX_INT <= outer < MAX_INT):
+            record.outer_step = self.whole("outer_step", outer)
+        if (inner := record.inner_step) is not None and not (type(inner) is int and -MAX_INT <= inner < MAX_INT):
+            record.inner_step = self.whole("inner_step", inner)
+        if (tokens := record.tokens) is not None and not (type(tokens) is int and -MAX_INT <= tokens < MAX_INT):
+            record.tokens = self.whole("tokens", tokens)
+        if not (type(total := record.total_steps) is int and -MAX_INT <= total < MAX_INT):
+            record.total_steps = -1 if (read := self.whole("total_steps", total)) is None else read
+
+    def _read_loss(self, record: StepRecord) -> None:
+        loss: Any = record.loss
+        device: str | None = None
+        if isinstance(loss, numbers.Loss):
+            lag = min(loss.steps_ago, layout.MAX_LOSS_LAG) << layout.LOSS_LAG_SHIFT
+            record.flags |= lag | (layout.FLAG_LOSS_SUMMED if loss.summed else 0)
+            record.loss = loss = loss.value
+        elif type(loss) is not float:
+            unread: tuple[float | None, str | None] = (None, None)
+            loss, device = self._attempt("loss", lambda: numbers.number("loss", record.loss), unread)
+            record.loss = loss
+        if loss is None:
+            return
+        norm = record.grad_norm
+        if loss == 0.0 and norm is not None and not math.isfinite(norm):
+            # HF Trainer shows a NaN loss as 0.0: the gate must not take it for a number.
+            loss = NAN
+        self.losses.append(loss)
+        if device == "cpu" and (self._cuda_expected or numbers.cuda_in_use()):
+            record.flags |= layout.FLAG_LOSS_ON_CPU
+
+    def known(self, name: str, given: Any) -> float | None:
+        """`given` as a float, of which NaN is one too; None where it is unknown or must not be read here."""
+        if given is None or type(given) is float:
+            return given
+        return self._attempt(name, lambda: numbers.number(name, given)[0], None)
+
+    def whole(self, name: str, given: Any) -> int | None:
+        """`given` as an int that a record has room for; None where it is unknown or no number."""
+        if given is None:
+            return None
+        return self._attempt(name, lambda: numbers.whole(given), None)
+
+    def _attempt(self, name: str, read: Callable[[], T], fallback: T) -> T:
+        try:
+            return read()
+        except Exception as error:  # noqa: BLE001 - any object may be handed in, and CUDA may be broken; it is reported
+            self._report(name, error)
+            return fallback

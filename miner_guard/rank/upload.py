@@ -1,0 +1,78 @@
+"""`with guard.upload(decision): …`: an upload in the journal, from its start to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from miner_guard.rank.phases import Phase
+from miner_guard.rank.recorder import Recorder, describe
+from uploads.decision import GateDecision
+
+
+class UploadRecorder:
+    """One upload. Rank 0 speaks for it; another rank only where it fails there."""
+
+    def __init__(
+        self, recorder: Recorder, phase: Phase, decision: GateDecision, finished: Callable[[], None],
+        tag: str | None = None,
+    ) -> None:  # fmt: skip
+        """`finished` is called where the upload ends without an error."""
+        self._recorder = recorder
+        self._phase = phase
+        self._finished = finished
+        self._started = 0.0
+        self.decision = decision
+        self.tag = tag
+        """What is published, such as `5.56.51`."""
+
+        self.size_bytes: int | None = None
+        self.attempts: int | None = None
+        self.checksum: str | None = None
+        """Where the publisher tells them."""
+
+        self.error: str | None = None
+        """Set where the upload failed without an exception."""
+
+    def __enter__(self) -> UploadRecorder:
+        self._started = self._recorder.monotonic()
+        if not self.decision.allowed:
+            self._recorder.trouble("upload", "an upload was begun although the gate had blocked it")
+        if self._recorder.place.rank == 0:
+            self._write("started")
+        self._phase.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._phase.__exit__(kind, error, trace)
+        if error is not None and self.error is None:
+            self.error = describe(error)
+        if self.error is not None:
+            self._write("failed")
+            return
+        self._finished()
+        if self._recorder.place.rank == 0:
+            self._write("finished")
+
+    def _write(self, phase: str) -> None:
+        try:
+            self._recorder.journal(self._entry(phase))
+        except Exception as error:  # noqa: BLE001 - the upload itself goes on; said as guard_degraded
+            self._recorder.trouble("upload entry", f"the upload could not be recorded: {describe(error)}")
+
+    def _entry(self, phase: str) -> dict[str, Any]:
+        decision = self.decision
+        return {
+            "kind": "upload", "phase": phase, "decision_id": decision.decision_id, "outer_step": decision.outer_step,
+            "inner_step": decision.inner_step, "upload_kind": decision.kind, "tag": self.tag,
+            "seconds": None if phase == "started" else self._recorder.monotonic() - self._started,
+            "bytes": self.size_bytes, "attempts": self.attempts, "checksum": _shown(self.checksum), "error": self.error,
+        }  # fmt: skip
+
+
+def _shown(checksum: str | None) -> str | None:
+    """Its beginning: a whole sha256 looks like a private key, and would be redacted as one."""
+    return None if checksum is None else checksum[:32]

@@ -1,0 +1,155 @@
+"""Delivers alerts from threads of its own, through a child with a deadline.
+
+What a target did not take is tried again later, behind what is newer: a dead webhook delays no other target,
+and the next alert by one deadline at most.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.reporting.alert_policy import Alert
+from miner_guard.system import probe
+
+SENDER = "miner_guard.reporting.alert_send"
+WITHIN_S = 10.0
+"""For the targets to take what is sent to them at once."""
+
+LAST_WITHIN_S = 7.0
+"""The same for the last try: with the child's start it fits into the 10 s that the guard's end waits."""
+
+START_S = 10.0
+"""For the child to start on a busy machine."""
+
+RETRIES_S = (5.0, 30.0, 120.0)
+MAX_COUNT = 64
+"""Alerts that wait; what comes on top is counted, not kept."""
+
+_AT_ONCE = 16
+
+
+@dataclass(order=True)
+class QueuedAlert:
+    """One alert on its way, with the targets that have not taken it."""
+
+    due: float
+    order: int
+    alert: Alert = field(compare=False)
+    left: list[int] = field(compare=False)
+    """Targets, counted from 1."""
+
+    tries: int = field(default=0, compare=False)
+    reason: str = field(default="", compare=False)
+
+
+class AlertQueue:
+    """Bounded; `put` never waits. Without targets it takes nothing."""
+
+    def __init__(self, targets: Sequence[str], say: Callable[[Finding], None]) -> None:
+        """`say` hears of every alert that was sent, or was given up; from any thread."""
+        self._targets = tuple(targets)
+        self._say = say
+        self._changed = threading.Condition()
+        self._fresh: deque[QueuedAlert] = deque()
+        self._later: list[QueuedAlert] = []
+        self._order = itertools.count()
+        self._waiting = 0
+        self._closing = False
+        self.sent = self.failed = self.dropped = 0
+        if targets:
+            threading.Thread(target=self._work, name="alerts", daemon=True).start()
+
+    @property
+    def waiting(self) -> int:
+        """Alerts that are neither sent nor given up, those being sent included."""
+        return self._waiting
+
+    def put(self, alert: Alert) -> None:
+        """Take an alert, redacted already."""
+        with self._changed:
+            if not self._targets or self._closing or self._waiting >= MAX_COUNT:
+                self.dropped += 1
+                return
+            self._waiting += 1
+            targets = list(range(1, len(self._targets) + 1))
+            self._fresh.append(QueuedAlert(0.0, next(self._order), alert, targets))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """One last try for all that waits, at once, beside a try that is in progress."""
+        with self._changed:
+            self._closing = True
+            last = [*self._fresh, *self._later]
+            self._fresh.clear()
+            self._later.clear()
+            self._changed.notify()
+        if last:
+            # The newest first: it says why the guard ends.
+            last.sort(key=lambda parcel: -parcel.order)
+            threading.Thread(target=self._try, args=(last, LAST_WITHIN_S), name="last alerts", daemon=True).start()
+
+    def _work(self) -> None:
+        while parcels := self._next():
+            self._try(parcels, WITHIN_S)
+
+    def _next(self) -> list[QueuedAlert]:
+        """Wait for what is to be sent; empty at the end."""
+        with self._changed:
+            while not self._closing:
+                now = time.monotonic()
+                due: list[QueuedAlert] = []
+                while self._fresh and len(due) < _AT_ONCE:
+                    due.append(self._fresh.popleft())
+                while self._later and self._later[0].due <= now and len(due) < _AT_ONCE:
+                    due.append(heapq.heappop(self._later))
+                if due:
+                    return due
+                self._changed.wait(self._later[0].due - now if self._later else None)
+            return []
+
+    def _try(self, parcels: Sequence[QueuedAlert], within_s: float) -> None:
+        letters = [(parcel, target) for parcel in parcels for target in parcel.left]
+        request = {"within_s": within_s, "letters": [self._letter(n, *letter) for n, letter in enumerate(letters)]}
+        answer = probe.ask(SENDER, request, within_s + START_S)
+        failed: dict[str, str]
+        failed = answer.value or {} if answer.known else dict.fromkeys(map(str, range(len(letters))), "")
+        for parcel in parcels:
+            parcel.left, parcel.reason = [], answer.reason or ""
+        for number, (parcel, target) in enumerate(letters):
+            if str(number) in failed:
+                parcel.left.append(target)
+                parcel.reason = "; ".join(filter(None, (parcel.reason, failed[str(number)])))
+        for parcel in parcels:
+            self._settle(parcel)
+
+    def _letter(self, number: int, parcel: QueuedAlert, target: int) -> dict[str, Any]:
+        alert, url = parcel.alert, self._targets[target - 1]
+        return {
+            "id": number, "target": target, "url": url, "level": alert.level, "title": alert.title, "body": alert.body,
+        }  # fmt: skip
+
+    def _settle(self, parcel: QueuedAlert) -> None:
+        with self._changed:
+            if parcel.left and parcel.tries < len(RETRIES_S) and not self._closing:
+                parcel.due = time.monotonic() + RETRIES_S[parcel.tries]
+                parcel.tries += 1
+                heapq.heappush(self._later, parcel)
+                self._changed.notify()
+                return
+            self.failed += bool(parcel.left)
+            self.sent += not parcel.left
+        if parcel.left:
+            self._say(make_finding("alert_failed", alert=parcel.alert.title, reason=parcel.reason))
+        else:
+            self._say(make_finding("alert_sent", alert=parcel.alert.title, targets=len(self._targets)))
+        with self._changed:
+            # Said before it counts as done: the guard's end waits for the line too.
+            self._waiting -= 1

@@ -1,0 +1,243 @@
+"""The HTTP port: `python -m miner_guard.reporting.http_server`, a process of its own beside the supervisor.
+
+It reads status.json and guard.jsonl like anybody else, so nothing that is done to the port reaches the
+miner or the guard. Its order is one line of JSON on stdin (never on the command line: it holds the token);
+it answers one line, the port, and ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from miner_guard import __version__, state_dir
+from miner_guard.config import HangSettings
+from miner_guard.reporting import metrics, progress
+
+PATIENCE_S = 10.0
+"""A client that has not sent a whole request by then is shown the door."""
+
+_MAX_CONNECTIONS = 512
+_PAGE_FOR_S = 5.0
+_OPEN = frozenset({"/healthz", "/live.js"})
+"""What needs no token: whether the miner progresses, and a script that is the same for all."""
+
+_HEADERS = {
+    # The curves and bars have their widths and colours in `style` attributes.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the port is to do."""
+
+    state: str
+    host: str
+    port: int
+    token: str | None = None
+    trusted_hosts: Sequence[str] = ()
+    """Names, besides `localhost` and IP addresses, that a request may ask for where there is no token."""
+
+    hang: dict[str, Any] = field(default_factory=dict)
+
+
+def _template(name: str) -> str:
+    return (resources.files("miner_guard.reporting") / "templates" / name).read_text(encoding="utf-8")
+
+
+def host_is_trusted(header: str, names: Collection[str]) -> bool:
+    """Whether a `Host` header is `localhost`, an IP address or one of `names` (lower case), with or without a port.
+
+    A web page can point a name of its own at this port (DNS rebinding) and read what it answers: the browser takes it
+    for the page's own site. It cannot make the browser send another name, or an address, in `Host`.
+    """
+    host = header.strip().lower()
+    if host.startswith("["):
+        host = host[1:].partition("]")[0]
+    else:
+        host = host.rpartition(":")[0] if ":" in host else host
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return host.rstrip(".") in names
+
+
+class Site:
+    """The addresses. With a token, all but `_OPEN` want it; `/` then answers browsers with a page that asks for it."""
+
+    def __init__(self, order: ServerSettings) -> None:
+        self._state = state_dir.StateDir(Path(order.state))
+        self._token = order.token
+        self._names = {"localhost", *(name.lower() for name in order.trusted_hosts)}
+        self._hang = HangSettings(**order.hang)
+        self._page: tuple[float, str] | None = None
+        self._page_mutex = threading.Lock()
+        self._door = _template("door.html").replace("{css}", _template("report.css"))
+        self._script = _template("live.js")
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/", self.page),
+            Route("/live.js", self.script),
+            Route("/metrics", self.metrics),
+            Route("/healthz", self.healthz),
+            Route("/status", self.status),
+        ]
+        return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=self._guarded)])
+
+    async def _guarded(self, request: Request, answer: RequestResponseEndpoint) -> Response:
+        if self._token is None and not host_is_trusted(request.headers.get("host", ""), self._names):
+            response = self._misdirected(request)
+        elif request.url.path in _OPEN or self._admitted(request):
+            response = await answer(request)
+        else:
+            response = self._refusal(request)
+        response.headers.update(_HEADERS)
+        return response
+
+    def _admitted(self, request: Request) -> bool:
+        if self._token is None:
+            return True
+        # Header bytes come as latin-1, whatever they were sent as.
+        given = request.headers.get("authorization", "").encode("latin-1")
+        return hmac.compare_digest(given, f"Bearer {self._token}".encode())
+
+    def _misdirected(self, request: Request) -> Response:
+        name = request.headers.get("host", "").encode("ascii", "replace").decode()[:100]
+        return PlainTextResponse(
+            f"this port does not answer to the name {name!r}: list it in [http] trusted_hosts, or set a token\n", 421
+        )
+
+    def _refusal(self, request: Request) -> Response:
+        challenge = {"WWW-Authenticate": "Bearer"}
+        if request.url.path == "/":
+            return HTMLResponse(self._door, 401, challenge)
+        return PlainTextResponse("a bearer token is needed\n", 401, challenge)
+
+    def _read(self) -> tuple[dict[str, Any] | None, float]:
+        document = state_dir.read_json(self._state.status)
+        try:
+            age = max(0.0, time.time() - self._state.status.stat().st_mtime)
+        except OSError:
+            age = float("inf")
+        return (document if isinstance(document, dict) else None), age
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        status, age = self._read()
+        if status is None:
+            return PlainTextResponse("no status yet\n", 503)
+        body = metrics.text(status, version=__version__, age_s=age)
+        return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def healthz(self, request: Request) -> Response:
+        """200 while the miner progresses, 503 with the reason otherwise."""
+        status, age = self._read()
+        trouble = progress.trouble(status, age, time.time(), self._hang)
+        return PlainTextResponse(
+            "progressing\n" if trouble is None else f"{trouble}\n", 200 if trouble is None else 503
+        )
+
+    async def status(self, request: Request) -> Response:
+        """status.json."""
+        status, _ = self._read()
+        return JSONResponse(status) if status is not None else JSONResponse({"error": "no status yet"}, 503)
+
+    async def page(self, request: Request) -> Response:
+        """The report, as of now; it reloads itself."""
+        return HTMLResponse(await run_in_threadpool(self._rendered))
+
+    async def script(self, request: Request) -> Response:
+        """What asks for the page with the token, again and again."""
+        return Response(self._script, media_type="text/javascript")
+
+    def _render(self) -> str:
+        from miner_guard.reporting.report import render
+        from uploads import ledger
+
+        pushes = ledger.read(self._state.ledger, "uploads")
+        return render(self._state, refresh_s=int(2 * _PAGE_FOR_S), pushes=pushes)
+
+    def _rendered(self) -> str:
+        with self._page_mutex:
+            now = time.monotonic()
+            if self._page is None or now - self._page[0] > _PAGE_FOR_S:
+                self._page = (now, self._render())
+            return self._page[1]
+
+
+class Impatient(H11Protocol):
+    """Closes connections whose request does not come: slow clients must not use up the descriptors."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(PATIENCE_S, self._look)
+
+    def _look(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self.loop.call_later(PATIENCE_S, self._look)
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
+            sys.stdout.flush()
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+def main() -> None:
+    """The child."""
+    order = ServerSettings(**json.loads(sys.stdin.readline()))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    # Attacks are this process's burden alone: the miner's cores go first.
+    os.nice(10)
+    config = uvicorn.Config(
+        Site(order).app(), host=order.host, port=order.port, http=Impatient, ws="none", lifespan="off", loop="asyncio",
+        log_level="critical", access_log=False, timeout_keep_alive=5, backlog=128, server_header=False,
+    )  # fmt: skip
+    _Server(config).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""The state directory: the names of the guard's own files, and how they are written.
+
+Standard library only. A file of one of these names with torn or foreign content is set aside, never
+trusted; files of other names are left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "miner-guard"
+"""Below the state home; it holds one state directory per name."""
+
+MARKER = "_MINER_GUARD_RUN"
+"""Environment variable that marks every process of a run; its value is the run's id."""
+
+STATE_DIR = "_MINER_GUARD_STATE_DIR"
+"""Tells the ranks where the state directory is."""
+
+RANK_SETTINGS = "_MINER_GUARD_RANK_SETTINGS"
+"""The ranks' share of the settings, as JSON."""
+
+
+@dataclass(frozen=True)
+class StateDir:
+    """Paths below one state directory. Making an instance touches nothing."""
+
+    root: Path
+
+    @property
+    def log(self) -> Path:
+        return self.root / "guard.jsonl"
+
+    @property
+    def flight(self) -> Path:
+        return self.root / "flight"
+
+    def flight_of(self, rank: int) -> Path:
+        return self.flight / f"rank-{rank:04d}.bin"
+
+    def stacks_of(self, rank: int) -> Path:
+        """Where a rank writes its threads' stacks when it is asked to (`rank.stacks.STACKS_SIGNAL`)."""
+        return self.flight / f"rank-{rank:04d}.stacks"
+
+    def collectives_of(self, rank: int) -> Path:
+        """Where a rank writes its last collectives when it is asked to (`rank.collectives`)."""
+        return self.flight / f"rank-{rank:04d}.collectives"
+
+    @property
+    def socket(self) -> Path:
+        return self.root / "guard.sock"
+
+    @property
+    def control(self) -> Path:
+        return self.root / "control.sock"
+
+    @property
+    def gate_inputs(self) -> Path:
+        return self.root / "gate-inputs.json"
+
+    @property
+    def shapes(self) -> Path:
+        """The model's parameter shapes, as `guard.diagnose` saw them (`validators.shapes`)."""
+        return self.root / "model-shapes.json"
+
+    @property
+    def watched(self) -> Path:
+        """The repo and chain that the guard here watches or last watched (`uploads.remembered_settings`)."""
+        return self.root / "watched.json"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def costs(self) -> Path:
+        return self.root / "status" / "monitoring_costs.json"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.sqlite3"
+
+    @property
+    def incidents(self) -> Path:
+        return self.root / "incidents"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock"
+
+    @property
+    def roster(self) -> Path:
+        """The processes of the current run, for the guard that follows a killed one."""
+        return self.root / "run.json"
+
+    @property
+    def host_facts(self) -> Path:
+        """What this host had at the last run: GPU count, learned timeouts."""
+        return self.root / "host.json"
+
+
+class ForeignLink(RuntimeError):
+    """The way to the state directory leads over another user's symlink; the message names it and its owner."""
+
+
+def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
+    """The state directory by flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME`, home; in that order.
+
+    Symlinks are resolved, so that one directory has one name. Raises ForeignLink for a symlink of another user,
+    RuntimeError where no directory is given and there is no home.
+    """
+    if explicit := flag or env.get("MINER_GUARD_STATE_DIR"):
+        return StateDir(_resolved(Path(explicit).expanduser().absolute()))
+    base = env.get("XDG_STATE_HOME")
+    root = Path(base) if base else Path.home() / ".local" / "state"
+    return StateDir(_resolved((root / FOLDER / name).absolute()))
+
+
+def _resolved(path: Path, links: int = 40) -> Path:
+    """`path` without symlinks, of which it follows as many as the kernel. Raises ForeignLink."""
+    seen = Path(path.anchor)
+    for part in path.parts[1:]:
+        seen = Path(os.path.normpath(seen / part)) if part == ".." else seen / part
+        if not os.path.islink(seen):
+            continue
+        if (owner := foreign_link(seen)) is not None:
+            raise ForeignLink(f"{seen} is a symlink of uid {owner}, who could point it elsewhere.")
+        if not links:
+            # A loop: opening the path as it was given says so.
+            return path
+        seen = _resolved(seen.parent / os.readlink(seen), links - 1)
+    return seen
+
+
+def foreign_link(path: Path) -> int | None:
+    """The owner of the symlink at `path` where that is neither this user nor root; None for anything else."""
+    try:
+        seen = path.lstat()
+    except OSError:
+        return None
+    return seen.st_uid if stat.S_ISLNK(seen.st_mode) and seen.st_uid not in (os.geteuid(), 0) else None
+
+
+PRIVATE_FOLDER = 0o700
+PRIVATE_FILE = 0o600
+"""What the guard writes quotes logs, stacks and command lines: for its own user only, whatever the umask."""
+
+
+def make_folder(path: Path) -> None:
+    """Make `path`, and what is missing above it, for this user only. Raises OSError."""
+    try:
+        os.mkdir(path, PRIVATE_FOLDER)
+    except FileNotFoundError:
+        make_folder(path.parent)
+        make_folder(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Open one of the guard's own files, and take it from other users where it was readable by them.
+
+    Raises OSError: also for another user's symlink (ELOOP), and for a pipe or device (EINVAL), which could hang the
+    writer.
+    """
+    # O_NONBLOCK: the open itself must not wait for the other end of a pipe. It changes nothing for a file.
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW, PRIVATE_FILE)
+    except OSError as error:
+        if error.errno != errno.ELOOP or foreign_link(path) is not None:
+            raise
+        fd = os.open(path, flags, PRIVATE_FILE)
+    try:
+        seen = os.fstat(fd)
+        if not stat.S_ISREG(seen.st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        tighten(fd, PRIVATE_FILE)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def tighten(fd: int, mode: int) -> int | None:
+    """Take the rights that `mode` does not give from an open file or folder of this user.
+
+    Returns the mode it had where that was wider. Raises OSError where it can't be changed.
+    """
+    before = stat.S_IMODE(os.fstat(fd).st_mode)
+    if not before & ~mode & 0o777:
+        return None
+    os.fchmod(fd, before & ~(0o777 & ~mode))
+    return before
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new or existing file of the guard's own. Raises OSError as `open_private`."""
+    with open(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(data)
+
+
+def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
+    """Replace `path` by `text` so that a reader sees the old or the new whole. Raises OSError.
+
+    `mode` 0o666 leaves it to the umask who may read it: for files that people ask for by their path.
+    """
+    make_folder(path.parent)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+    try:
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(fd, "wb") as file:
+            # A path or an argument may hold bytes that are no UTF-8; Python carries them as lone surrogates.
+            file.write(text.encode("utf-8", "replace"))
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, document: Any) -> None:
+    """`write_atomic` of a JSON document; non-finite numbers become null."""
+    write_atomic(path, json.dumps(finite(document), indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any | None:
+    """The document, or None where the file is absent, unreadable or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+ROOM_TO_RESUME = 64 * 1024
+"""Free bytes from which on a full disk is full no more: a short line may fit where a longer one did not."""
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a write failed for want of room, and will work again when there is some."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def has_room(where: int | Path) -> bool:
+    """Whether the file system of a descriptor or path has room again. Raises OSError."""
+    disk = os.statvfs(where)
+    return disk.f_bavail * disk.f_frsize >= ROOM_TO_RESUME
+
+
+def is_at(path: Path, fd: int) -> bool:
+    """Whether the open file is still the one at `path`, neither removed nor replaced. Raises OSError."""
+    try:
+        seen, held = os.stat(path), os.fstat(fd)
+    except FileNotFoundError:
+        return False
+    return (seen.st_dev, seen.st_ino) == (held.st_dev, held.st_ino)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file of ours out of the way; returns its new path. Raises OSError."""
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{time.monotonic_ns() % 10**6:06d}")
+    os.replace(path, aside)
+    return aside
+
+
+def json_number(value: float | None) -> float | str | None:
+    """A measured number that JSON has no word for as `NaN`, `Infinity` or `-Infinity`: null says "not measured"."""
+    if value is None or value - value == 0:
+        return value
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+
+
+def finite(value: Any) -> Any:
+    """`value` with NaN and infinities as null, recursively: JSON has no words for them."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [finite(v) for v in value]
+    return value

@@ -1,0 +1,335 @@
+"""Puts a supervisor together, runs it, takes it apart. The one place that knows all its pieces."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miner_guard import __version__, inherited
+from miner_guard.config import Config
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.emitter import ConsoleSink, Emitter, JsonlSink
+from miner_guard.eventlog.redact import Redactor
+from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
+from miner_guard.monitors import registry
+from miner_guard.monitors.base import Context
+from miner_guard.monitors.health import HealthMonitor
+from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.state_dir import StateDir
+from miner_guard.supervisor.control.commands import CommandHandler
+from miner_guard.supervisor.control.control_socket import ControlSocket
+from miner_guard.supervisor.control.service_manager import ServiceManager, service_managers
+from miner_guard.supervisor.control.status import Status, run_status
+from miner_guard.supervisor.flights import Flights
+from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest, Then
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.notify import NotifySocket
+from miner_guard.supervisor.output.relay import Relay
+from miner_guard.supervisor.process import environment, orphan_cleanup
+from miner_guard.supervisor.process.child import become_subreaper
+from miner_guard.supervisor.process.deathwatch import Deathwatch
+from miner_guard.supervisor.process.gpu_memory_wait import GpuMemoryWait
+from miner_guard.supervisor.process.teardown import Teardown
+from miner_guard.supervisor.scheduler import Scheduler
+from miner_guard.supervisor.startup.collect import PreflightRequest
+from miner_guard.supervisor.startup.lock import Lock
+from miner_guard.supervisor.startup.runner import PreflightRunner
+from miner_guard.supervisor.startup.state_dir_check import check_state_dir
+from miner_guard.supervisor.supervisor import Supervisor
+from miner_guard.supervisor.watchdog import Hands, Watchdog
+from miner_guard.system.clock import SystemClock
+from miner_guard.system.processes import HELPER
+from uploads.repos.credentials import beside
+
+_LAST_WORDS_S = 2.0
+_SWITCH_S = 0.0001
+"""Python's own 5 ms between two threads would hold up the thread that writes, and the miner with it, while the parts
+look at a flood."""
+
+_SWEEP_GRACE_S = 5.0
+_GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
+_LEAVE_S = 5.0
+"""For the last words and the interpreter's own end, which waits for every thread of a job."""
+
+_FLUSH_S = 10.0
+_FLUSH_ASKED_S = 2.0
+"""Whoever asked for the end needs no alert of it."""
+
+
+STOP_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGPWR, signal.SIGXCPU),
+    *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO),
+)
+"""All that would end the process otherwise: each is an orderly stop."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `miner-guard run` was asked for."""
+
+    command: Sequence[str]
+    config: Config
+    state: StateDir
+    finished_code: int = 0
+    env: Mapping[str, str] | None = None
+    """The environment that the miner's is made of; this process's own by default."""
+
+
+class GuardApp:
+    """All pieces of one running guard."""
+
+    def __init__(self, request: Request, lock: Lock) -> None:
+        self.request, self.lock = request, lock
+        self.clock = SystemClock()
+        self.run_id = secrets.token_hex(6)
+        self._defects: set[str] = set()
+        self._ended = self._ready = False
+        self.env = dict(os.environ if request.env is None else request.env)
+        # Everything that this process starts for itself is known by this, and never taken for the miner's.
+        os.environ[HELPER] = str(os.getpid())
+        self.loop = Loop(self.clock, self._defect)
+        self.host = MonitorRunner(self.log)
+        self.relay = Relay(self.loop, self.host.output)
+        self.redactor = Redactor.for_guard(beside(self.env, request.config.repo), request.config)
+        self.emitter = self._emitter()
+        self.flights = Flights(request.state, self.run_id, self.log)
+        order = LaunchSpec(
+            request.command,
+            lambda launch: environment.of_miner(self.env, request.config, request.state, self.run_id, launch),
+            request.config, request.state, self.run_id, request.finished_code,
+        )  # fmt: skip
+        self.supervisor = Supervisor(order, self.clock, self.loop, self.host, self.relay, self.flights)
+        self.steering = CommandHandler(self.supervisor, self.flights, self.loop.soon, self._document)
+        self.startup = PreflightRunner(self._question(), self.report, self.loop.soon)
+        self.supervisor.before_first = self.startup.begin
+        self.supervisor.on_stopping = self._stopping
+        self.host.on_finding = self.supervisor.attribution.hear
+        self.watchdog = Watchdog(self.loop, request.config.miner.stop_timeout_s, Hands(self.log, self._own_teardown))
+        self.jobs = Scheduler(self.clock, self.report)
+        self.status = Status(request.state, self.clock, self.log)
+        self.managers: list[ServiceManager] = []
+        self._closers: list[Callable[[], None]] = []
+        self._sockets: dict[Path, tuple[Callable[[], None], Callable[[], None]]] = {}
+        """The sockets that others find the guard by; how to open each again, and how to close it."""
+
+    def _question(self) -> PreflightRequest:
+        request = self.request
+        env = environment.of_miner(self.env, request.config, request.state, self.run_id, 0)
+        # The probes see what the miner will see, and are known for the guard's own all the same.
+        probes = {**env, HELPER: str(os.getpid())}
+        return PreflightRequest(request.config, request.state, request.command, probes, torch=False)
+
+    def _own_teardown(self) -> Teardown | None:
+        """For the watchdog, where the loop does not get to its own."""
+        launch = self.supervisor.launch
+        if launch is None:
+            return None
+        return Teardown(self.clock, launch.leftovers, launch.child.process, self.request.config.miner.stop_timeout_s)
+
+    def _stopping(self) -> None:
+        self.watchdog.stop_asked()
+        self.startup.cancel()
+        self.lock.stopping()
+        for manager in self.managers:
+            manager.stopping()
+
+    def _emitter(self) -> Emitter:
+        logs = self.request.config.logs
+        jsonl = JsonlSink(self.request.state.log, logs, self.log)
+        return Emitter(self.clock, self.run_id, self.redactor, [ConsoleSink(self.relay.say, logs), jsonl])
+
+    def _defect(self, error: Exception) -> None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"a defect of the guard: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        # By its place: the words may hold a number that is another one each time.
+        place = f"{type(error).__name__} {where.filename}:{where.lineno}"
+        if place not in self._defects:
+            self._defects.add(place)
+            self.log(make_finding("guard_degraded", what=f"{what}; said once, the rest goes on"))
+
+    def log(self, finding: Finding) -> None:
+        """Write one finding. Safe from any thread."""
+        self.emitter.emit(finding)
+
+    def report(self, finding: Finding) -> None:
+        """Write one finding and show it to the parts. Safe from any thread."""
+        if self._ended:
+            self.log(finding)
+        else:
+            self.loop.soon(lambda: self.host.finding(finding))
+
+    def run(self) -> int:
+        """Supervise to the end; returns the exit code."""
+        inherited.settle_signals()
+        sys.setswitchinterval(_SWITCH_S)
+        state = self.request.state
+        misplaced = [*self.lock.findings, *check_state_dir(state)]
+        self.log(make_finding("guard_started", version=__version__, pid=os.getpid(), state_dir=str(state.root)))
+        for finding in misplaced:
+            self.log(finding)
+        self._prepare()
+        try:
+            code = self.supervisor.run()
+        finally:
+            self._shutdown()
+        self.watchdog.leaving(code, _LEAVE_S)
+        self.log(make_finding("guard_stopped", exit_code=code, reason=self.supervisor.reason))
+        self.relay.finish(_LAST_WORDS_S)
+        self.supervisor.pulse.say_drops()
+        self.lock.release()
+        return code
+
+    def _prepare(self) -> None:
+        self._hear_signals()
+        self.managers = service_managers(self.env, self.loop, self._stop)
+        if not become_subreaper():
+            self.log(
+                make_finding("guard_degraded", what="the kernel refuses PR_SET_CHILD_SUBREAPER; orphans may escape")
+            )
+        orphan_cleanup.end_orphans(self.request.state, _SWEEP_GRACE_S, self.log)
+        self._try("reaper", self._start_reaper)
+        # Only now: what is left of an earlier run would be seen. Its children work while the parts are made.
+        self.startup.look()
+        self.host.parts = registry.load_monitors(self._context(), self.log)
+        self._watch_gpu_memory()
+        self.flights.leftovers(self.host)
+        self._try("guard.sock", self._open_notify_socket)
+        self._try("control.sock", self._open_control)
+        self.loop.after(0.0, self._start_jobs)
+        self.loop.after(0.0, self._pulse)
+        self.loop.every(1.0, self._pulse)
+
+    def _watch_gpu_memory(self) -> None:
+        health = next((part for part in self.host.parts if isinstance(part, HealthMonitor)), None)
+        if health is None:
+            return
+        settle = self.request.config.gpu.memory_settle_s
+        gpus = GpuMemoryWait(health.gpu_memory_levels, settle, self.clock, self.report, self.loop.soon)
+        self.jobs.once("GPU memory before the launch", gpus.remember)
+        self.supervisor.before_next = gpus.wait
+        self._closers.append(gpus.close)
+
+    def _hear_signals(self) -> None:
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                # Started by `nohup`: the end of the terminal is not the guard's.
+                continue
+            self.loop.on_signal(number, functools.partial(self._stop, signal.Signals(number).name))
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            self.loop.on_signal(number, functools.partial(self._forward, number))
+        self.watchdog.start(STOP_SIGNALS)
+
+    def _stop(self, why: str) -> None:
+        self.supervisor.want(StopRequest(why, Then.STOP))
+
+    def _context(self) -> Context:
+        return Context(
+            self.request.config, self.request.state, self.clock, self.run_id, self.report, self.jobs,
+            self.steering, lambda: self.status.latest, self.redactor,
+        )  # fmt: skip
+
+    def _try(self, what: str, work: Callable[[], None]) -> None:
+        """What helps but is not needed: without it the miner runs all the same."""
+        try:
+            work()
+        except OSError as error:
+            self.log(
+                make_finding("guard_degraded", what=f"no {what}: {error.strerror or error}; the miner runs without it")
+            )
+
+    def _start_reaper(self) -> None:
+        reaper = Deathwatch(self.run_id, self.request.config.miner.stop_timeout_s, self.env)
+        self._closers.append(reaper.dismiss)
+
+    def _open_notify_socket(self) -> None:
+        bell = NotifySocket(self.request.state, lambda rank: self.flights.look_at(rank, self.host), self.host.finding)
+        self.loop.watch(bell.fileno(), bell.receive)
+
+        def close() -> None:
+            self.loop.unwatch(bell.fileno())
+            bell.close()
+
+        self._sockets[self.request.state.socket] = (self._open_notify_socket, close)
+
+    def _open_control(self) -> None:
+        control = ControlSocket(self.request.state, self.loop, self.steering.answer)
+        self._sockets[self.request.state.control] = (self._open_control, control.close)
+
+    def _restore_sockets(self) -> None:
+        """Who cleans /tmp takes sockets too: the ranks would think they are alone, and `status` that no guard runs.
+
+        And the lock: a second guard could start here, and end this one's miner as a leftover.
+        """
+        for path, (again, close) in list(self._sockets.items()):
+            if not path.exists():
+                close()
+                del self._sockets[path]
+                self._try(path.name, again)
+        if (lost := self.lock.keep()) is not None:
+            self.report(lost)
+
+    def _forward(self, number: int) -> None:
+        if self.supervisor.child is not None:
+            self.supervisor.child.send(number)
+
+    def _start_jobs(self) -> None:
+        try:
+            self.jobs.start()
+        except Exception as error:  # noqa: BLE001 - without a schedule the miner still runs; it is reported
+            self.log(make_finding("guard_degraded", what=f"no schedule: {type(error).__name__}: {error}"))
+
+    def _pulse(self) -> None:
+        if not self._ended:
+            self.jobs.tick()
+            self._restore_sockets()
+        document = self._document()
+        self.status.update(document)
+        if not self._ready and self.supervisor.launches:
+            self._ready = True
+            for manager in self.managers:
+                manager.ready()
+        for manager in self.managers:
+            manager.pulse(document, self.clock.monotonic())
+
+    def _document(self) -> dict[str, Any]:
+        # The command line may hold a secret, and what a part quotes may too.
+        parts = {**self.host.snapshots(), "jobs": self.jobs.figures()}
+        document: dict[str, Any] = self.redactor.value({**run_status(self.supervisor), **parts})
+        return document
+
+    def _shutdown(self) -> None:
+        self.loop.drain()
+        self._ended = True
+        # The parts' last words, the final HEALTH line among them, are of how it ended, not of the last pulse.
+        for work in (
+            lambda: self.status.update(self._document()),
+            self.host.stop,
+            self._linger,
+            lambda: self.status.update(self._document()),
+            self.jobs.close,
+            *(close for _, close in self._sockets.values()),
+            *reversed(self._closers),
+            self.flights.close,
+        ):
+            self.loop.attempt(work)
+            self.loop.alive()
+        self.loop.keep_signals()
+        self.loop.close()
+
+    def _linger(self) -> None:
+        """Wait, with the loop running, until the parts have sent their last words; not for a dead webhook."""
+        within_s = _FLUSH_S if self.supervisor.exit_code in _GAVE_UP else _FLUSH_ASKED_S
+        over = self.loop.after(within_s, lambda: None).when
+        while self.host.lingers() and self.clock.monotonic() < over:
+            self.loop.after(0.05, lambda: None)
+            self.loop.turn()
+        if self.host.lingers():
+            self.log(make_finding("guard_degraded", what=f"not all alerts were sent within {within_s:g} s of the end"))

@@ -1,0 +1,1 @@
+"""How people and service managers reach the running guard."""

@@ -1,0 +1,123 @@
+"""control.sock: one JSON line asks, one JSON line answers. `miner-guard ctl` and `status` are its users."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from miner_guard.state_dir import StateDir
+from miner_guard.supervisor.loop import Loop
+from miner_guard.system.sockets import address
+
+_MAX_SIZE = 65536
+_PATIENCE_S = 5.0
+_PAUSE_S = 0.01
+
+Answer = Mapping[str, Any]
+
+
+class NotRunning(Exception):
+    """No guard listens in this state directory."""
+
+
+class ControlSocket:
+    """The supervisor's side. Making one raises OSError where the socket can't be made."""
+
+    def __init__(self, state: StateDir, loop: Loop, handle: Callable[[Mapping[str, Any]], Answer]) -> None:
+        self._path = state.control
+        self._loop = loop
+        self._handle = handle
+        self._clients: dict[int, tuple[socket.socket, bytes]] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._path.unlink(missing_ok=True)
+        with address(self._path) as name:
+            self._socket.bind(name)
+        os.chmod(self._path, 0o600)
+        self._socket.listen(16)
+        loop.watch(self._socket.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._socket.accept()
+        except OSError:
+            return
+        client.setblocking(False)
+        fd = client.fileno()
+        self._clients[fd] = (client, b"")
+        self._loop.watch(fd, lambda: self._readable(fd))
+        # A client that says nothing must not hold a descriptor for ever.
+        self._loop.after(_PATIENCE_S, lambda: self._drop(fd, client))
+
+    def _readable(self, fd: int) -> None:
+        client, said = self._clients[fd]
+        try:
+            data = client.recv(_MAX_SIZE)
+        except OSError:
+            data = b""
+        said += data
+        self._clients[fd] = (client, said)
+        if b"\n" in said:
+            self._loop.unwatch(fd)
+            self._send(fd, client, self._answer(said.partition(b"\n")[0]))
+        elif not data or len(said) > _MAX_SIZE:
+            self._drop(fd, client)
+
+    def _answer(self, line: bytes) -> bytes:
+        try:
+            request = json.loads(line)
+            answer = self._handle(request) if isinstance(request, dict) else {"error": "not a JSON object"}
+        except ValueError:
+            answer = {"error": "not JSON"}
+        return json.dumps(answer, default=str).encode() + b"\n"
+
+    def _send(self, fd: int, client: socket.socket, data: bytes) -> None:
+        """Send what the socket takes now, and the rest a moment later: a long command line makes a long status."""
+        if self._clients.get(fd, (None,))[0] is not client:
+            return
+        try:
+            data = data[client.send(data) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            # The client has gone away; what it asked for is done.
+            data = b""
+        if data:
+            self._loop.after(_PAUSE_S, lambda: self._send(fd, client, data))
+        else:
+            self._drop(fd, client)
+
+    def _drop(self, fd: int, client: socket.socket) -> None:
+        if self._clients.get(fd, (None,))[0] is client:
+            del self._clients[fd]
+            self._loop.unwatch(fd)
+            client.close()
+
+    def close(self) -> None:
+        for fd, (client, _) in list(self._clients.items()):
+            self._drop(fd, client)
+        self._loop.unwatch(self._socket.fileno())
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+
+def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> Answer:
+    """Ask the guard that runs in this state directory. Raises NotRunning, or TimeoutError where it does not answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(timeout_s)
+        try:
+            with address(state.control) as name:
+                client.connect(name)
+        except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
+            raise NotRunning(f"no guard runs in {state.root}") from error
+        client.sendall(json.dumps(request).encode() + b"\n")
+        said = b""
+        while b"\n" not in said:
+            data = client.recv(_MAX_SIZE)
+            if not data:
+                raise NotRunning(f"the guard in {state.root} closed the connection; it is ending")
+            said += data
+    answer: Answer = json.loads(said)
+    return answer

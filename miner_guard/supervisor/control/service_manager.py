@@ -1,0 +1,155 @@
+"""Whoever runs the guard: pm2 through its IPC socket, systemd through its notify socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from miner_guard.eventlog.formatters import known
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.process.environment import under_pm2
+
+_MONITOR_EVERY_S = 5.0
+
+
+class ServiceManager(Protocol):
+    """Told about the guard's life. Nothing of it blocks or raises."""
+
+    def ready(self) -> None:
+        """The miner was started."""
+
+    def pulse(self, status: Mapping[str, Any], now: float) -> None:
+        """About once a second, with the status document."""
+
+    def stopping(self) -> None:
+        """The guard begins to stop."""
+
+
+def service_managers(env: Mapping[str, str], loop: Loop, on_gone: Callable[[str], None]) -> list[ServiceManager]:
+    """Those that started this guard. `on_gone` is called with the reason when one of them died."""
+    found: list[ServiceManager] = []
+    if under_pm2(env) and (channel := _channel(env)) is not None:
+        found.append(Pm2(channel, loop, on_gone))
+    if address := env.get("NOTIFY_SOCKET"):
+        found.append(Systemd(address, env))
+    return found
+
+
+def _channel(env: Mapping[str, str]) -> int | None:
+    """pm2's socket, which Node calls its IPC channel."""
+    try:
+        fd = int(env.get("NODE_CHANNEL_FD", ""))
+        return fd if stat.S_ISSOCK(os.fstat(fd).st_mode) else None
+    except (ValueError, OSError):
+        return None
+
+
+class Pm2:
+    """pm2's IPC socket: its end means that pm2's God daemon died, which stops the guard in order."""
+
+    def __init__(self, channel: int, loop: Loop, on_gone: Callable[[str], None]) -> None:
+        self._socket = socket.socket(fileno=channel)
+        os.set_inheritable(channel, False)
+        self._socket.setblocking(False)
+        self._loop = loop
+        self._on_gone = on_gone
+        self._said = b""
+        self._shown: dict[str, Any] = {}
+        self._shown_at = float("-inf")
+        loop.watch(channel, self._readable)
+
+    def _readable(self) -> None:
+        try:
+            data = self._socket.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.unwatch(self._socket.fileno())
+            self._on_gone("pm2's daemon is gone")
+            return
+        *lines, self._said = (self._said + data).split(b"\n")
+        if any(_is_shutdown(line) for line in lines):
+            self._on_gone("pm2 asked for a shutdown")
+
+    def ready(self) -> None:
+        self._send("ready")
+
+    def pulse(self, status: Mapping[str, Any], now: float) -> None:
+        """The values that `pm2 monit` and `pm2 jlist` show."""
+        shown = monitor_values(status)
+        if shown == self._shown or now - self._shown_at < _MONITOR_EVERY_S:
+            return
+        self._shown, self._shown_at = shown, now
+        self._send({"type": "axm:monitor", "data": {name: {"value": value} for name, value in shown.items()}})
+
+    def stopping(self) -> None:
+        """pm2 knows: it asked."""
+
+    def _send(self, message: Any) -> None:
+        # A full socket means that pm2 does not read: the value is shown next time.
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps(message).encode() + b"\n")
+
+
+def _is_shutdown(line: bytes) -> bool:
+    try:
+        return bool(json.loads(line) == "shutdown")
+    except ValueError:
+        return False
+
+
+def monitor_values(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Name to value, as pm2 shows them; unknown values are said as such."""
+    steps = status.get("steps") or {}
+    outer, inner, loss, step_s = (steps.get(k) for k in ("outer_step", "inner_step", "loss", "step_time_s"))
+    hang = status.get("hang") or {}
+    return {
+        "State": str(status.get("state")),
+        "Outer step": "unknown" if outer is None else outer,
+        "Inner step": "unknown" if inner is None else inner,
+        "Loss": known(loss, ".3f"),
+        "Step time": "unknown" if step_s is None else f"{step_s:.1f} s",
+        "Restarts": status.get("restarts", 0),
+        "Hang": hang.get("hang") or "none",
+    }
+
+
+class Systemd:
+    """sd_notify: readiness, a line of status, the watchdog. See sd_notify(3)."""
+
+    def __init__(self, address: str, env: Mapping[str, str]) -> None:
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        meant_for = env.get("WATCHDOG_PID", str(os.getpid()))
+        watched = env.get("WATCHDOG_USEC", "").isdigit() and meant_for == str(os.getpid())
+        # Half the interval, as sd_watchdog_enabled(3) asks for.
+        self._every_s = int(env["WATCHDOG_USEC"]) / 2e6 if watched else None
+        self._last = float("-inf")
+        self._line = ""
+
+    def ready(self) -> None:
+        self._send("READY=1")
+
+    def pulse(self, status: Mapping[str, Any], now: float) -> None:
+        line = ", ".join(f"{name} {value}" for name, value in monitor_values(status).items())
+        if line != self._line:
+            self._line = line
+            self._send(f"STATUS={line}")
+        if self._every_s is not None and now - self._last >= min(self._every_s, _MONITOR_EVERY_S):
+            self._last = now
+            self._send("WATCHDOG=1")
+
+    def stopping(self) -> None:
+        self._send("STOPPING=1")
+
+    def _send(self, text: str) -> None:
+        # systemd restarts a guard whose watchdog is silent; there is nobody else to tell.
+        with contextlib.suppress(OSError):
+            self._socket.sendto(text.encode(), self._address)

@@ -1,0 +1,75 @@
+"""status.json: what the running guard knows, replaced atomically about once a second when it changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.state_dir import StateDir, finite, write_json
+from miner_guard.supervisor.states import State
+from miner_guard.supervisor.supervisor import Supervisor
+from miner_guard.system.clock import Clock, iso_utc
+
+_LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
+
+
+def run_status(run: Supervisor) -> dict[str, Any]:
+    """The run's own part of status.json."""
+    launch, last = run.launch, run.last_exit
+    age = run.clock.monotonic() - launch.started if launch is not None and run.state in _LIVE else None
+    ended = last and {
+        "code": last.code,
+        "signal": last.signal,
+        "asked": last.asked,
+        "finished": last.finished,
+        "runtime_s": round(last.runtime_s, 3),
+    }
+    return {
+        "state": run.state.value,
+        "paused": run.paused,
+        "run_id": run.order.run_id,
+        "pid": os.getpid(),
+        "miner_pid": launch.child.pid if launch is not None else None,
+        "command": list(run.order.command),
+        "attempt": max(run.launches - 1, 0),
+        "restarts": run.policy.failures,
+        "started": None if age is None else iso_utc(run.clock.wall() - age),
+        "last_exit": ended,
+        "rank_processes": {
+            str(rank): {"pid": identity.pid, "local_rank": identity.local_rank}
+            for rank, identity in run.flights.identities().items()
+        },
+        "output_dropped_bytes": run.relay.dropped_bytes,
+    }
+
+
+class Status:
+    """Keeps the latest document and writes it. Reading `latest` is safe from any thread."""
+
+    def __init__(self, state: StateDir, clock: Clock, report: Callable[[Finding], None]) -> None:
+        self._state = state
+        self._clock = clock
+        self._report = report
+        self._written: Any = None
+        self._failing = 0
+        self.latest: Mapping[str, Any] = {}
+
+    def update(self, document: Mapping[str, Any]) -> None:
+        """Take a new document; write it where it says something new."""
+        plain = finite(document)
+        self.latest = {**plain, "updated": iso_utc(self._clock.wall())}
+        if plain == self._written:
+            return
+        try:
+            write_json(self._state.status, self.latest)
+        except OSError as error:
+            if not self._failing:
+                self._report(write_failed("status.json", error))
+            self._failing += 1
+            return
+        self._written = plain
+        if self._failing:
+            lost, self._failing = self._failing, 0
+            self._report(make_finding("disk_recovered", what="status.json", lost=lost))

@@ -1,0 +1,1 @@
+"""The miner's output: read from its pipes and passed on unchanged."""

@@ -1,0 +1,250 @@
+"""The miner's output: read from its pipes, shown to the parts, passed on unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.output.writer import OutputWriter, same_target
+
+CHUNK = 65536
+_PIPE_SIZE = 1024 * 1024
+F_SETPIPE_SZ = 1031
+
+_NAP_S = 0.002
+"""How long a pipe is left alone while its writer prints many small pieces: waking for each costs both sides more than
+the piece does. What comes meanwhile fits into the pipe up to 500 MB/s."""
+
+_SMALL = CHUNK // 4
+
+_UNSEEN = 64 * 1024 * 1024
+"""How far the parts may be behind with looking: a burst of so much passes at the speed of copying, more at theirs."""
+
+_BURST = 8 * 1024 * 1024
+"""After the parts were so far behind, memory is given back."""
+
+_SLICE = 128 * 1024
+_SLICE_S = 0.05
+"""What the parts are shown before the pipes are read again: in less time than it takes to fill a pipe."""
+
+LAST_WORDS = 256 * 1024
+LAST_WORDS_S = 2.0
+"""The end of a launch's output, which the parts are shown in any case: the traceback stands there."""
+
+
+class Relay:
+    """Carries the output of one launch after another. All methods but `say` belong to the loop's thread."""
+
+    def __init__(self, loop: Loop, on_chunk: Callable[[bytes], None]) -> None:
+        self._loop = loop
+        self._on_chunk = on_chunk
+        self._out = OutputWriter(sys.stdout.fileno(), self._room)
+        shared = same_target(sys.stdout.fileno(), sys.stderr.fileno())
+        self._err = self._out if shared else OutputWriter(sys.stderr.fileno(), self._room)
+        self._sources: dict[int, OutputWriter] = {}
+        self._paused: set[int] = set()
+        self._napping: set[int] = set()
+        self._read_at: dict[int, float] = {}
+        self._unseen: deque[bytes] = deque()
+        self._unseen_bytes = 0
+        self._burst = False
+        """More than `_BURST` waited for the parts, and its memory has not been given back yet."""
+
+        self._fresh = False
+        """Something was read since the parts were last shown something."""
+
+        self.relayed_bytes = 0
+
+    @property
+    def outlets(self) -> list[OutputWriter]:
+        return [self._out] if self._out is self._err else [self._out, self._err]
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of all streams that nobody read."""
+        return sum(outlet.dropped for outlet in self.outlets)
+
+    @property
+    def unseen(self) -> int:
+        """Bytes that were passed on and that the parts have not been shown yet."""
+        return self._unseen_bytes
+
+    @property
+    def stuck(self) -> bool:
+        return any(outlet.stuck for outlet in self.outlets)
+
+    def open(self) -> tuple[int, int]:
+        """Pipes for a new launch: the ends that become its stdout and stderr. The caller closes them after the fork.
+
+        Raises OSError where there is no descriptor left.
+        """
+        ends: list[int] = []
+        for outlet in self.outlets:
+            try:
+                mine, its = os.pipe2(os.O_CLOEXEC)
+            except OSError:
+                for end in ends:
+                    os.close(end)
+                raise
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(mine, F_SETPIPE_SZ, _PIPE_SIZE)
+            os.set_blocking(mine, False)
+            self._sources[mine] = outlet
+            self._watch(mine)
+            ends.append(its)
+        return ends[0], ends[-1]
+
+    def say(self, line: str) -> None:
+        """Print whole lines of the guard's own. Safe from any thread."""
+        self._out.say(line)
+
+    def tick(self) -> None:
+        """Now and then: lines that wait, readers that stopped reading."""
+        for outlet in self.outlets:
+            outlet.tick()
+        if self._burst and not self._unseen and all(outlet.idle for outlet in self.outlets):
+            # Not before: what a writer still holds would stay, and nothing would ask again.
+            self._burst = False
+            _give_memory_back()
+        self._resume()
+
+    def _readable(self, fd: int) -> None:
+        taken = self._take(fd)
+        if fd not in self._sources:
+            return
+        if self._must_wait(fd):
+            self._paused.add(fd)
+            self._loop.unwatch(fd)
+        elif taken < _SMALL:
+            self._rest_from(fd)
+
+    def _must_wait(self, fd: int) -> bool:
+        """Whether the miner prints faster than the reader reads, or than the parts look."""
+        return self._unseen_bytes > _UNSEEN or self._sources[fd].congested
+
+    def _rest_from(self, fd: int) -> None:
+        """Let a pipe fill for a moment, if small pieces follow each other at once."""
+        now = time.monotonic()
+        follows = now - self._read_at.get(fd, 0.0) < 2 * _NAP_S
+        self._read_at[fd] = now
+        if follows:
+            self._loop.unwatch(fd)
+            self._napping.add(fd)
+            self._loop.after(_NAP_S, lambda: self._wake(fd))
+
+    def _wake(self, fd: int) -> None:
+        if fd in self._napping:
+            self._napping.discard(fd)
+            self._watch(fd)
+
+    def _watch(self, fd: int) -> None:
+        self._loop.watch(fd, lambda: self._readable(fd))
+
+    def _take(self, fd: int) -> int:
+        """Read what a pipe holds, as much as fits into one at most; returns the number of bytes."""
+        taken = 0
+        while taken < _PIPE_SIZE:
+            try:
+                data = os.read(fd, CHUNK)
+            except BlockingIOError:
+                break
+            if not data:
+                self._close(fd)
+                break
+            taken += len(data)
+            self._sources[fd].put(data)
+            self._queue(data)
+            if len(data) < CHUNK:
+                # Empty now. What a writer of small pieces adds meanwhile is read after a nap, in one piece.
+                break
+        self.relayed_bytes += taken
+        return taken
+
+    def _queue(self, data: bytes) -> None:
+        if not self._unseen:
+            self._loop.after(0.0, self._show)
+        self._unseen.append(data)
+        self._unseen_bytes += len(data)
+        self._fresh = True
+
+    def _show(self) -> None:
+        """Show the parts some of what was passed on. To read on comes first, unless they are too far behind."""
+        try:
+            if not self._fresh or self._unseen_bytes > _UNSEEN:
+                self._show_up_to(_SLICE)
+        finally:
+            # Whatever goes wrong with one piece: the next ones are looked at, or the miner would wait for ever.
+            self._fresh = False
+            self._burst = self._burst or self._unseen_bytes > _BURST
+            if self._unseen:
+                self._loop.after(0.0, self._show)
+            self._resume()
+
+    def _show_up_to(self, size: int, seconds: float = _SLICE_S) -> None:
+        over = time.monotonic() + seconds
+        while self._unseen and size > 0 and time.monotonic() < over:
+            data = self._unseen.popleft()
+            self._unseen_bytes -= len(data)
+            size -= len(data)
+            self._on_chunk(data)
+
+    def end_sources(self) -> None:
+        """Take what the pipes hold now and close them: a process that survived could print for ever.
+
+        The parts are shown it in slices, as always; `unseen` tells when they have seen all.
+        """
+        for fd in list(self._sources):
+            self._take(fd)
+        self.close_sources()
+
+    def show_rest(self) -> int:
+        """Show the parts the last of what they have not seen, `LAST_WORDS` at most; returns the bytes left out."""
+        left_out = 0
+        while self._unseen and self._unseen_bytes > LAST_WORDS:
+            size = len(self._unseen.popleft())
+            self._unseen_bytes -= size
+            left_out += size
+        self._show_up_to(self._unseen_bytes, LAST_WORDS_S)
+        return left_out
+
+    def close_sources(self) -> None:
+        """Forget the pipes of a launch that has ended."""
+        for fd in list(self._sources):
+            self._close(fd)
+
+    def _close(self, fd: int) -> None:
+        self._loop.unwatch(fd)
+        self._paused.discard(fd)
+        self._napping.discard(fd)
+        self._read_at.pop(fd, None)
+        del self._sources[fd]
+        os.close(fd)
+
+    def _room(self) -> None:
+        self._loop.soon(self._resume)
+
+    def _resume(self) -> None:
+        for fd in list(self._paused):
+            if not self._must_wait(fd):
+                self._paused.discard(fd)
+                self._watch(fd)
+
+    def finish(self, seconds: float) -> None:
+        """Let out what is left, `seconds` at most."""
+        self.close_sources()
+        for outlet in self.outlets:
+            outlet.finish(seconds)
+
+
+def _give_memory_back() -> None:
+    """What was allocated for a burst goes back to the system; glibc would keep it."""
+    with contextlib.suppress(AttributeError):
+        # Another libc has no such function, and no such habit.
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,223 @@
+"""Where relayed output leaves the guard: never blocks the supervisor, whoever does not read.
+
+A slow reader slows the miner down (backpressure). A reader that takes nothing at all must not stop it:
+then up to 64 MiB are kept, and only beyond that bytes are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+HIGH_WATER = 8 * 1024 * 1024
+"""More than this waiting: stop reading from the miner, as long as the reader takes anything. Less would make the
+writer's thread ask for the interpreter so often that the miner waits for that."""
+
+LOW_WATER = HIGH_WATER // 2
+LIMIT = 64 * 1024 * 1024
+STUCK_S = 5.0
+UNFINISHED_LINE_S = 1.0
+"""How long a line of the guard waits for the miner to end its own line."""
+
+_BATCH = 64
+_MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM})
+"""Of a file on a disk that is full, over its quota or away for a while."""
+
+
+class OutputWriter:
+    """One output stream of the guard. `put` is for the supervisor's thread, `say` for any."""
+
+    def __init__(self, fd: int, on_room: Callable[[], None]) -> None:
+        """`on_room` is called from the writer's thread when there is room again."""
+        self._on_room = on_room
+        self._write, self._poll_fd, self._direct = _writer(fd)
+        self._mutex = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._held: list[bytes] = []
+        self._held_since = 0.0
+        self._size = 0
+        self._at_line_start = True
+        self._progress = time.monotonic()
+        self._gone = False
+        self._closing = False
+        self._busy = False
+        self.dropped = 0
+        """Bytes that nobody will see."""
+
+        threading.Thread(target=self._run, name=f"outlet-{fd}", daemon=True).start()
+
+    @property
+    def stuck(self) -> bool:
+        """The reader has taken nothing for a while, and something waits for it."""
+        return self._size > 0 and time.monotonic() - self._progress > STUCK_S
+
+    @property
+    def congested(self) -> bool:
+        """The miner should wait: the reader is behind but alive."""
+        return self._size > HIGH_WATER and not self.stuck
+
+    @property
+    def idle(self) -> bool:
+        """Everything has been written; the writer holds no bytes."""
+        with self._mutex:
+            return not self._waiting and not self._busy
+
+    def put(self, data: bytes) -> None:
+        """Output of the miner, unchanged."""
+        with self._mutex:
+            if self._held and (end := data.find(b"\n") + 1):
+                self._add(data[:end])
+                self._release()
+                data = data[end:]
+            if data:
+                self._add(data)
+                self._at_line_start = data.endswith(b"\n")
+
+    def say(self, line: str) -> None:
+        """Whole lines of the guard's own; they wait a moment for an unfinished line of the miner."""
+        data = line.encode("utf-8", "replace")
+        with self._mutex:
+            if self._at_line_start and not self._held:
+                self._add(data)
+                return
+            if not self._held:
+                self._held_since = time.monotonic()
+            self._held.append(data)
+
+    def tick(self) -> None:
+        """Let the guard's lines through where the miner does not end its own."""
+        with self._mutex:
+            if self._held and time.monotonic() - self._held_since >= UNFINISHED_LINE_S:
+                self._break_line()
+
+    def _break_line(self) -> None:
+        self._add(b"\n")
+        self._release()
+        self._at_line_start = True
+
+    def _release(self) -> None:
+        self._add(b"".join(self._held))
+        self._held.clear()
+
+    def _add(self, data: bytes) -> None:
+        if self._gone:
+            self.dropped += len(data)
+            return
+        if self._direct and not self._waiting and not self._busy:
+            try:
+                written = self._write([data])
+            except BlockingIOError:
+                written = 0
+            except OSError:
+                self._gone = True
+                self.dropped += len(data)
+                return
+            if written:
+                self._progress = time.monotonic()
+            data = data[written:]
+            if not data:
+                return
+        if self._size + len(data) > LIMIT and self.stuck:
+            self.dropped += len(data)
+            return
+        if not self._size:
+            self._progress = time.monotonic()
+        self._waiting.append(data)
+        self._size += len(data)
+        self._mutex.notify()
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._poll_fd, select.POLLOUT)
+        while True:
+            with self._mutex:
+                while not self._waiting:
+                    if self._closing:
+                        return
+                    self._mutex.wait()
+                batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+                self._busy = True
+            try:
+                self._deliver(batch, poller)
+            except OSError as error:
+                # A full disk may get room again; after EPIPE nobody will ever read.
+                self._lose(for_good=error.errno not in _MAY_PASS)
+            with self._mutex:
+                self._busy = False
+                self._mutex.notify_all()
+            if self._size <= LOW_WATER:
+                self._on_room()
+
+    def _deliver(self, batch: list[bytes], poller: select.poll) -> None:
+        while batch:
+            if self._direct:
+                poller.poll(1000)
+            try:
+                written = self._write(batch)
+            except BlockingIOError:
+                continue
+            self._progress = time.monotonic()
+            with self._mutex:
+                self._size -= written
+            while batch and written >= len(batch[0]):
+                written -= len(batch.pop(0))
+            if written:
+                batch[0] = batch[0][written:]
+
+    def _lose(self, *, for_good: bool) -> None:
+        with self._mutex:
+            self._gone = for_good
+            self.dropped += self._size
+            self._size = 0
+            self._waiting.clear()
+        self._on_room()
+
+    def finish(self, seconds: float) -> None:
+        """Let out what is left, `seconds` at most; the rest counts as dropped."""
+        with self._mutex:
+            if self._held:
+                if not self._at_line_start:
+                    self._break_line()
+                else:
+                    self._release()
+            self._closing = True
+            self._mutex.notify_all()
+            deadline = time.monotonic() + seconds
+            while (self._waiting or self._busy) and (left := deadline - time.monotonic()) > 0:
+                self._mutex.wait(left)
+            self.dropped += self._size
+            self._size = 0
+
+
+_Write = Callable[[list[bytes]], int]
+
+
+def _writer(fd: int) -> tuple[_Write, int, bool]:
+    """How to write to `fd`, what to poll, and whether a write never blocks.
+
+    The descriptor's own flags stay as they are: others share them.
+    """
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISSOCK(kind):
+        # pm2 gives sockets; /proc/self/fd can't reopen those.
+        peer = socket.socket(fileno=os.dup(fd))
+        return lambda batch: peer.sendmsg(batch, [], socket.MSG_DONTWAIT), peer.fileno(), True
+    if stat.S_ISFIFO(kind):
+        with contextlib.suppress(OSError):
+            again = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            return lambda batch: os.writev(again, batch), again, True
+    return lambda batch: os.writev(fd, batch), fd, False
+
+
+def same_target(one: int, other: int) -> bool:
+    """Whether two descriptors lead to the same place; then the miner's two streams share one pipe, in order."""
+    a, b = os.fstat(one), os.fstat(other)
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)

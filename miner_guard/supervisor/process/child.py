@@ -1,0 +1,80 @@
+"""The miner's launcher as a child of the guard: its own session, ended by the kernel when the guard dies."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from miner_guard.system.processes import Process, stat
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def become_subreaper() -> bool:
+    """Adopt the orphans of all descendants, so that a double fork does not escape. False where it is refused."""
+    return bool(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+
+
+_PRIVATE = 0o077
+
+_given_umask: int | None = None
+
+
+def keep_files_private() -> None:
+    """Whatever this process makes is its user's only; the miner gets the umask that the guard was started with."""
+    global _given_umask
+    before = os.umask(_PRIVATE)
+    if _given_umask is None:
+        _given_umask = before
+
+
+class Child:
+    """One launch of the miner."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int) -> None:
+        """Start it. From the main thread: the death signal is bound to the thread that forks. Raises OSError."""
+        guard = os.getpid()
+
+        def in_child() -> None:
+            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != guard:
+                # The guard died between fork and prctl: nobody would ever end us.
+                os._exit(1)
+
+        self._popen = subprocess.Popen(
+            list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            start_new_session=True, preexec_fn=in_child, umask=-1 if _given_umask is None else _given_umask,
+        )  # fmt: skip
+        self.pid = self._popen.pid
+        try:
+            seen = stat(self.pid)
+        except OSError:
+            # Not known by its start time it could not be ended later.
+            self._popen.kill()
+            self._popen.wait()
+            raise
+        self.process = seen.process if seen is not None else Process(self.pid, 0)
+
+    def code(self) -> int | None:
+        """None while it runs; then its exit code, 128 + n for signal n."""
+        code = self._popen.poll()
+        if code is None:
+            return None
+        return code if code >= 0 else 128 - code
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended it."""
+        code = self._popen.returncode
+        return -code if code is not None and code < 0 else None
+
+    def send(self, number: int) -> None:
+        """Signal the launcher alone."""
+        if self._popen.poll() is None:
+            self._popen.send_signal(number)

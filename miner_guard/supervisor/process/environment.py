@@ -1,0 +1,67 @@
+"""The environment that the miner gets: the guard's own, without what pm2 put there, with what the hook needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+from miner_guard import attach
+from miner_guard.config import Config
+from miner_guard.config.loading import PREFIX, SECRET
+from miner_guard.rank.environment import RANK_ABOVE
+from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir, finite
+from miner_guard.system.processes import HELPER
+
+_RANK_SECTIONS = ("gate", "steps", "gpu", "hang", "costs")
+
+_OF_THE_GUARD = {
+    HELPER, RANK_ABOVE, "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES",
+    *(PREFIX + dotted.upper().replace(".", "__") for dotted in SECRET),
+}  # fmt: skip
+"""Meant for the guard itself: a miner that had them would answer systemd in its place, or leak keys."""
+
+_PM2_TEXT = """
+args autorestart autostart automation axm_actions axm_dynamic axm_monitor axm_options command created_at cwd
+env error_file exec_interpreter exec_mode exit_code filter_env force increment_var instance_var instances
+interpreter km_link kill_retry_time kill_timeout listen_timeout max_memory_restart max_restarts merge_logs
+min_uptime monitoring name namespace node_args node_version out_file pid_file pm2_env pmx prev_restart_delay
+restart_delay restart_time script source_map_support status stop_exit_codes treekill unique_id
+unstable_restarts update_time username vizion vizion_running versioning version wait_ready watch windowsHide
+exp_backoff_restart_delay log_date_format time disable_logs log_type cron_restart pm_err_log_path
+pm_out_log_path exit_timeout
+"""
+_PM2_NAMES = frozenset(_PM2_TEXT.split())
+"""What pm2 7 adds to the environment of what it starts."""
+
+
+def under_pm2(env: Mapping[str, str]) -> bool:
+    """Whether pm2 started this process."""
+    return "pm_id" in env and "pm_exec_path" in env
+
+
+def without_pm2(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` without pm2's own variables; a `NODE_CHANNEL_FD` would make a Node child write into pm2's socket."""
+    if not under_pm2(env):
+        return dict(env)
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _PM2_NAMES and not name.startswith(("pm_", "PM2_", "NODE_APP_INSTANCE", "NODE_CHANNEL_", "axm_"))
+    }
+
+
+def of_miner(env: Mapping[str, str], config: Config, state: StateDir, run_id: str, launch: int) -> dict[str, str]:
+    """The miner's whole environment for launch number `launch` (counted from 0)."""
+    own = {name: value for name, value in without_pm2(env).items() if name not in _OF_THE_GUARD}
+    settings = {name: dataclasses.asdict(getattr(config, name)) for name in _RANK_SECTIONS}
+    # Printed lines reach the log when they are printed, not when a buffer is full or lost with a kill.
+    own.setdefault("PYTHONUNBUFFERED", "1")
+    # torch's flight recorder: names the late rank of a collective after a hang, also on gloo.
+    own.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    return {
+        **attach.environment(config.miner.attach, own),
+        MARKER: run_id,
+        STATE_DIR: str(state.root),
+        RANK_SETTINGS: json.dumps(finite({**settings, "launch": launch}), separators=(",", ":")),
+    }

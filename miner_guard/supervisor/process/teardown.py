@@ -1,0 +1,123 @@
+"""The end of one launch: the launcher first, then whatever is left of it, until nothing is."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from miner_guard.system import processes
+from miner_guard.system.clock import Clock
+from miner_guard.system.processes import Process
+
+TERM_TO_KILL_S = 2.0
+"""What is left gets SIGTERM, and this much later SIGKILL."""
+
+SETTLE_S = 0.25
+"""Children of a process that just ended end a moment later; they are no orphans yet."""
+
+UNKILLABLE_S = 5.0
+"""What is still there so long after SIGKILL waits in the kernel; it is said and no longer waited for."""
+
+_LOOK_EVERY_S = 0.02
+_SAY_EVERY_S = 1.0
+
+
+@dataclass
+class Teardown:
+    """Ends one launch without blocking: `step` is called until it answers None."""
+
+    clock: Clock
+    leftovers: Callable[[], set[Process]]
+    """Living processes of the launch other than the launcher."""
+
+    launcher: Process
+    grace_s: float
+    killed: list[tuple[Process, str]] = field(default_factory=list)
+    """What had to be signalled after the launcher had ended, with its command line."""
+
+    stuck: list[Process] = field(default_factory=list)
+    """What SIGKILL did not end."""
+
+    _stage: str = "launcher"
+    _since: float = 0.0
+    _asked: bool = True
+    _said: float = float("-inf")
+    _told: set[Process] = field(default_factory=set)
+
+    def ask(self) -> None:
+        """With the next step tell the launcher to stop: SIGTERM to it alone, so that its ranks end in order."""
+        self._stage, self._since = "launcher", self.clock.monotonic()
+        self._asked = False
+
+    def ended(self) -> None:
+        """The launcher is gone (and reaped); look after what it left."""
+        self._stage, self._since = "settle", self.clock.monotonic()
+
+    def may_say(self) -> bool:
+        """Once a second: whoever asks for the end may go on asking."""
+        now = self.clock.monotonic()
+        if now - self._said < _SAY_EVERY_S:
+            return False
+        self._said = now
+        return True
+
+    def left_s(self) -> float:
+        """Seconds until SIGKILL at the latest."""
+        waits = {"launcher": self.grace_s + TERM_TO_KILL_S, "settle": SETTLE_S + TERM_TO_KILL_S, "term": TERM_TO_KILL_S}
+        return max(0.0, waits.get(self._stage, 0.0) - (self.clock.monotonic() - self._since))
+
+    def waits_for(self) -> str:
+        """What has not ended yet, and what comes next, for people."""
+        if self._stage == "settle":
+            return "what the miner's launcher left behind gets SIGTERM, then SIGKILL"
+        if self._stage == "kill":
+            return f"what is left of pid {self.launcher.pid} has had SIGKILL"
+        return f"pid {self.launcher.pid} has had SIGTERM and has not ended; SIGKILL comes next"
+
+    def step(self) -> float | None:
+        """Do what is due. Returns seconds until the next call, None when nothing is left or can be done.
+
+        Raises OSError where processes can't be looked at or signalled: to be called again later.
+        """
+        waited = self.clock.monotonic() - self._since
+        if self._stage == "launcher":
+            if not self._asked:
+                processes.send(self.launcher, signal.SIGTERM)
+                # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it goes on.
+                processes.send(self.launcher, signal.SIGCONT)
+                self._asked = True
+            if waited < self.grace_s:
+                return self.grace_s - waited
+            self._enter("term", signal.SIGTERM, {self.launcher} | self.leftovers())
+            return _LOOK_EVERY_S
+        left = self.leftovers() | ({self.launcher} if processes.alive(self.launcher) else set())
+        if not left:
+            return None
+        if self._stage == "settle" and waited >= SETTLE_S:
+            self._enter("term", signal.SIGTERM, left)
+        elif self._stage == "term" and waited >= TERM_TO_KILL_S:
+            self._enter("kill", signal.SIGKILL, left)
+        elif self._stage == "kill":
+            self._tell(signal.SIGKILL, left - self._told)
+            if waited >= UNKILLABLE_S:
+                self.stuck = sorted(left, key=lambda p: p.pid)
+                return None
+        return _LOOK_EVERY_S
+
+    def _enter(self, stage: str, number: int, targets: set[Process]) -> None:
+        self._stage, self._since, self._told = stage, self.clock.monotonic(), set()
+        self._tell(number, targets)
+
+    def _tell(self, number: int, targets: set[Process]) -> None:
+        known = {process for process, _ in self.killed}
+        for process in sorted(targets, key=lambda p: p.pid):
+            if process.pid == os.getpid():
+                continue
+            words = processes.command(process.pid)
+            if processes.send(process, number) and process not in known and process != self.launcher:
+                self.killed.append((process, words))
+            if number == signal.SIGTERM:
+                processes.send(process, signal.SIGCONT)
+            self._told.add(process)

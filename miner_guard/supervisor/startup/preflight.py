@@ -1,0 +1,98 @@
+"""The look before a start: gathers, judges, says what it found, and decides whether the miner may start.
+
+It blocks, up to `[gpu] preflight_wait_s` and the probes' deadlines: run it in a thread of its own, beside
+the supervisor's. It writes nothing but host.json, through which the next run knows how many GPUs this host had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from miner_guard.diagnosis.check import Check, Snapshot, counts
+from miner_guard.diagnosis.gpu_count import usable
+from miner_guard.diagnosis.judge import judge
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.state_dir import StateDir, is_full, read_json, write_json
+from miner_guard.supervisor.startup.collect import PreflightRequest, collect_snapshot
+from miner_guard.system.clock import Clock, SystemClock
+
+_AGAIN_S = 5.0
+"""Between two looks while something may still mend."""
+
+_EVENT_LEVEL = {"warn": "warning", "critical": "critical", "unknown": "warning"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it."""
+
+    go: bool
+    """The miner may be started."""
+
+    checks: Sequence[Check]
+
+
+def preflight(
+    question: PreflightRequest, emit: Callable[[Finding], None], wait: Callable[[float], bool],
+    clock: Clock | None = None, look: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
+) -> Outcome:  # fmt: skip
+    """Look until all is well, or what is critical can't mend, or `preflight_wait_s` is over.
+
+    `wait(seconds)` pauses and answers True where the guard is to stop. `emit` may be called from this thread.
+    """
+    timer = clock or SystemClock()
+    settings = question.config.gpu
+    end = timer.monotonic() + settings.preflight_wait_s
+    said: set[tuple[str, str]] = set()
+    waiting = False
+    while True:
+        snapshot = look(question, wait)
+        checks = judge(snapshot)
+        critical = [c for c in checks if c.level == "critical"]
+        for check in checks:
+            # A reading that only moved (29.1 GB, 29.2 GB) is not news.
+            if check.level != "ok" and (key := (f"{check.check}{check.gpu}", check.level)) not in said:
+                said.add(key)
+                emit(finding_of(check))
+        left = end - timer.monotonic()
+        if not critical or left <= 0 or not all(c.may_mend for c in critical):
+            break
+        if not waiting:
+            waiting = True
+            emit(make_finding("preflight_waiting", left_s=left, what=", ".join(sorted({c.check for c in critical}))))
+        if wait(min(_AGAIN_S, left)):
+            return Outcome(False, checks)
+    go = not critical or settings.on_critical == "warn"
+    if not go and any(c.check == "cuda.available" for c in critical):
+        # Where the miner is started all the same, its ranks say it of themselves.
+        emit(make_finding("cuda_unavailable"))
+    n = counts(checks)
+    emit(make_finding("preflight", level="critical" if critical else None, **n))
+    if not critical:
+        remember_gpus(question.state, snapshot, emit)
+    return Outcome(go, checks)
+
+
+def finding_of(check: Check) -> Finding:
+    """A check as an event."""
+    return make_finding(
+        "preflight_finding", level=_EVENT_LEVEL[check.level], check=check.check, seen=check.seen, limit=check.limit,
+        next_step=check.next_step or "nothing to do", gpu=check.gpu, outcome=check.level,
+    )  # fmt: skip
+
+
+def remember_gpus(state: StateDir, snapshot: Snapshot, emit: Callable[[Finding], None]) -> None:
+    """Note in host.json how many GPUs work here, for the next run's `expect = "auto"`."""
+    if snapshot.nvml is None or snapshot.nvml["state"] not in ("ok", "absent"):
+        return
+    count = usable(snapshot)
+    document = read_json(state.host_facts)
+    memory = document if isinstance(document, dict) else {}
+    if memory.get("gpu_count") == count:
+        return
+    try:
+        write_json(state.host_facts, {**memory, "gpu_count": count})
+    except OSError as error:
+        what = f"{state.host_facts} could not be written: {error.strerror or error}"
+        emit(make_finding("guard_degraded", what=what, disk_full=is_full(error)))

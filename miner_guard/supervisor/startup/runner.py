@@ -1,0 +1,64 @@
+"""Runs the preflight beside the supervisor's thread, which meanwhile hears signals and requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.exits import UNAVAILABLE
+from miner_guard.supervisor.startup.collect import PreflightRequest
+from miner_guard.supervisor.startup.preflight import Outcome, preflight
+from miner_guard.system import probe
+
+
+class PreflightRunner:
+    """One look before the first launch. `look` returns at once; its answer comes through `soon`."""
+
+    def __init__(
+        self, question: PreflightRequest, emit: Callable[[Finding], None], soon: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """`emit` and `soon` are safe from any thread; what `soon` is given runs in the supervisor's thread."""
+        self._question, self._emit, self._soon = question, emit, soon
+        self._stop = threading.Event()
+        self._then: tuple[Callable[[], None], Callable[[int, str], None]] | None = None
+
+    def look(self) -> None:
+        """Begin to look, while the supervisor prepares what else a launch needs."""
+        if self._question.config.gpu.preflight:
+            threading.Thread(target=self._look, name="preflight", daemon=True).start()
+
+    def begin(self, launch: Callable[[], None], refuse: Callable[[int, str], None]) -> None:
+        """After the look, `launch()` or `refuse(exit code, reason)`, in the supervisor's thread.
+
+        To be called before that thread does what `soon` was given.
+        """
+        if self._question.config.gpu.preflight:
+            self._then = (launch, refuse)
+        else:
+            launch()
+
+    def cancel(self) -> None:
+        """Stop waiting, and end the probes, which could hold up the guard's end; nothing is launched any more."""
+        self._stop.set()
+        probe.end_all()
+
+    def _look(self) -> None:
+        try:
+            outcome = preflight(self._question, self._emit, self._stop.wait)
+        except Exception as error:  # noqa: BLE001  a defect of the look must not keep the miner from running; it is said
+            what = f"the preflight failed: {type(error).__name__}: {error}; the miner is started unexamined"
+            self._emit(make_finding("guard_degraded", what=what))
+            outcome = None
+        self._soon(lambda: self._decide(outcome))
+
+    def _decide(self, outcome: Outcome | None) -> None:
+        if self._stop.is_set() or self._then is None:
+            return
+        launch, refuse = self._then
+        if outcome is None or outcome.go:
+            launch()
+            return
+        critical = [c for c in outcome.checks if c.level == "critical"]
+        rest = f" and {len(critical) - 1} more" if len(critical) > 1 else ""
+        refuse(UNAVAILABLE, f"preflight: {critical[0].check}: {critical[0].seen}{rest}")

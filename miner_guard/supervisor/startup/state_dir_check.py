@@ -1,0 +1,138 @@
+"""Before a guard uses its state directory: it is taken from other users, and what is of a wrong kind is set aside.
+
+A folder in place of a socket, a pipe in place of a file, a link to nowhere: opening one would fail, or hang.
+Damaged content of the right kind is the reader's own concern (`Flights`, the ledger, `read_json`).
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.state_dir import PRIVATE_FILE, PRIVATE_FOLDER, StateDir, foreign_link, set_aside, tighten
+
+_KINDS = {
+    stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
+_RANKS_OWN = re.compile(r"rank-\d+\.(?:bin|stacks|collectives)")
+
+
+def check_state_dir(state: StateDir) -> list[Finding]:
+    """Make the directory private, and set aside what is of another kind than its name says.
+
+    For the holder of the lock, before any file is opened.
+    """
+    findings = list(make_private(state))
+    # Folders first: what is inside them can't be seen before.
+    for path, kind in itertools.chain(_folders(state), _within(state)):
+        reason = wrong_kind(path, kind) or _not_ours(path)
+        if reason is not None:
+            findings.append(set_aside_foreign(path, reason))
+    return findings
+
+
+def make_private(state: StateDir) -> Iterator[Finding]:
+    """Take the directory from other users: 0700, and 0600 for each of the guard's files in it."""
+    try:
+        before = _tighten(state.root)
+        if before is not None:
+            yield make_finding("state_dir_tightened", path=str(state.root), mode=f"{before:04o}")
+        # The folder's mode alone would do, but a later chmod of it, or a copy, must not open what it holds.
+        for path in _own(state):
+            _tighten(path)
+    except OSError as error:
+        what = f"other users may read {error.filename or state.root}: {error.strerror}"
+        yield make_finding("guard_degraded", what=f"{what}; give --state-dir a directory that belongs to this user")
+
+
+def _tighten(path: Path) -> int | None:
+    """`statedir.tighten` for a path; symlinks and sockets are left as they are."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        # `_not_ours` has the last word on a file that can't be read.
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            return None
+        raise
+    try:
+        seen = os.fstat(fd).st_mode
+        if seen & stat.S_ISVTX:
+            raise OSError(errno.EPERM, "it is shared by the users of this host (sticky)", str(path))
+        return tighten(fd, PRIVATE_FOLDER if stat.S_ISDIR(seen) else PRIVATE_FILE)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(fd)
+
+
+def _own(state: StateDir) -> Iterator[Path]:
+    """The guard's files and folders below the root, rotated and damaged ones too."""
+    named = (*(path for path, _ in _within(state)), state.lock, state.watched, state.shapes)
+    names = tuple(path.name for path in named)
+    for entry in sorted(state.root.iterdir()):
+        if entry.name.startswith(names):
+            yield entry
+    for folder, _ in _folders(state):
+        yield folder
+        for where, folders, files in os.walk(folder):
+            yield from (Path(where, name) for name in (*folders, *files))
+
+
+def wrong_kind(path: Path, kind: int) -> str | None:
+    """Why `path` is not of `kind` (`stat.S_IFREG` …); None where it is, or is not there."""
+    if (owner := foreign_link(path)) is not None:
+        return f"a symlink of uid {owner}"
+    try:
+        seen = stat.S_IFMT(path.stat().st_mode)
+    except FileNotFoundError:
+        return "a link to nowhere" if path.is_symlink() else None
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+    return None if seen == kind else f"{_KINDS.get(seen, 'of no known kind')} where {_KINDS[kind]} belongs"
+
+
+def set_aside_foreign(path: Path, reason: str) -> Finding:
+    """Rename `path`; what there is to say of it."""
+    try:
+        return make_finding("file_set_aside", path=str(path), reason=reason, aside=str(set_aside(path)))
+    except OSError as error:
+        what = f"{path} is {reason} and can't be renamed ({error.strerror}); move it away by hand"
+        return make_finding("guard_degraded", what=what)
+
+
+def _not_ours(path: Path) -> str | None:
+    """A file of an earlier guard that ran as another user."""
+    return "not this user's to read and write" if path.exists() and not os.access(path, os.R_OK | os.W_OK) else None
+
+
+def _folders(state: StateDir) -> Iterator[tuple[Path, int]]:
+    for path in (state.flight, state.incidents, state.costs.parent):
+        yield path, stat.S_IFDIR
+
+
+def _within(state: StateDir) -> Iterator[tuple[Path, int]]:
+    for path in (
+        state.log,
+        state.gate_inputs,
+        state.status,
+        state.costs,
+        state.ledger,
+        state.host_facts,
+        state.roster,
+    ):
+        yield path, stat.S_IFREG
+    for path in (state.socket, state.control):
+        yield path, stat.S_IFSOCK
+    if state.flight.is_dir():
+        for path in sorted(state.flight.iterdir()):
+            if _RANKS_OWN.fullmatch(path.name):
+                yield path, stat.S_IFREG

@@ -1,0 +1,396 @@
+"""The supervisor: one thread that starts the miner, hears it, ends it, and starts it again.
+
+It is level-triggered: after every turn of the loop `step` compares what is (does the launcher live?) with what is
+asked for (a stop?) and does the next thing. A lost signal or a failure in between costs one turn, never the launch.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.exits import CRASH_LOOP, FAILED
+from miner_guard.monitors.base import Exit, Launch
+from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.supervisor.attribution import Attribution, how_it_ended
+from miner_guard.supervisor.flights import Flights
+from miner_guard.supervisor.launch import RETRY_INSPECT_S, ActiveLaunch
+from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest, Then
+from miner_guard.supervisor.loop import Loop, Timer
+from miner_guard.supervisor.output.relay import Relay
+from miner_guard.supervisor.process.child import Child
+from miner_guard.supervisor.process.process_tree import ProcessTree
+from miner_guard.supervisor.process.teardown import Teardown
+from miner_guard.supervisor.pulse import Pulse
+from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
+from miner_guard.supervisor.states import Event, State, after
+from miner_guard.system.clock import Clock
+
+TICK_S = 0.5
+"""Half of it is the mean delay with which a hang is noticed."""
+
+DRAIN_S = 5.0
+DRAIN_ASKED_S = 1.0
+"""For the monitors to read what the miner printed last, where nobody or somebody asked for its end; of what is left
+then they see the end only."""
+
+
+class Supervisor:
+    """Supervises one order. All methods but `want` belong to the thread that calls `run`."""
+
+    def __init__(
+        self, order: LaunchSpec, clock: Clock, loop: Loop, host: MonitorRunner, relay: Relay, flights: Flights
+    ) -> None:
+        self.order, self.clock, self.loop = order, clock, loop
+        self.host, self.relay, self.flights = host, relay, flights
+        self.policy = RestartPolicy(order.config.restart)
+        self.attribution = Attribution(clock)
+        self.state = State.STARTING
+        self.launch: ActiveLaunch | None = None
+        self.launches = 0
+        self.exit_code: int | None = None
+        self.reason = ""
+        self.paused = False
+        self.last_exit: Exit | None = None
+        self.on_stopping: Callable[[], None] = lambda: None
+        self.before_first: Callable[[Callable[[], None], Callable[[int, str], None]], None] = lambda go, _refuse: go()
+        """Asked before the first launch: calls the first to launch, or the second with an exit code and a reason."""
+        self.before_next: Callable[[Callable[[], None]], None] = lambda proceed: proceed()
+        """Called before every launch but the first; it calls back in this thread when the way is free."""
+
+        self._requests: deque[StopRequest] = deque()
+        self._wish: StopRequest | None = None
+        """The request that the coming steps act on."""
+
+        self._retry_at: float | None = None
+        self._turn = 0
+        self._alarm: Timer | None = None
+        self.family = ProcessTree(order.state, clock)
+        self.pulse = Pulse(self)
+        self._steps: Mapping[State, Callable[[], None]] = {
+            State.STARTING: self._step_idle, State.WAITING: self._step_idle, State.PAUSED: self._step_idle,
+            State.RUNNING: self._step_running, State.STOPPING: self._step_stopping, State.ENDING: self._step_ending,
+            State.DONE: lambda: None,
+        }  # fmt: skip
+
+    @property
+    def child(self) -> Child | None:
+        """The launcher of the current launch."""
+        return None if self.launch is None else self.launch.child
+
+    # --- what others ask for ---
+
+    def want(self, wish: StopRequest) -> None:
+        """End the current launch, or change what comes after it. Safe from any thread."""
+        self._requests.append(wish)
+        self.loop.wake()
+
+    def use_command(self, command: Sequence[str]) -> None:
+        """The miner's command from the next launch on."""
+        self.order = replace(self.order, command=tuple(command))
+
+    def pause(self) -> None:
+        """A miner that ends is not started again until `resume`."""
+        self.paused = True
+        self.host.finding(make_finding("miner_paused"))
+        if self.state is State.WAITING:
+            self._cancel_retry()
+            self._enter(Event.HELD)
+
+    def resume(self) -> None:
+        """Undo `pause`; start the miner if it is not running."""
+        self.paused = False
+        if self.state is State.PAUSED:
+            self._launch()
+
+    # --- the run ---
+
+    def run(self) -> int:
+        """Launch and supervise until the end; returns the guard's exit code."""
+        # The signal only ends the loop's wait sooner: `step` asks for the launcher in any case.
+        self.loop.on_signal(signal.SIGCHLD, lambda: None)
+        self.loop.every(TICK_S, self.pulse.tick)
+        self.before_first(self._first_launch, self._finish)
+        while self.exit_code is None:
+            self.loop.turn()
+            self.loop.attempt(self.step)
+        return self.exit_code
+
+    def step(self) -> None:
+        """Do the next thing that what is, and what is asked for, require. May be repeated at any time."""
+        while self._requests:
+            self._accept(self._requests.popleft())
+        self._steps[self.state]()
+
+    def _enter(self, event: Event) -> None:
+        self.state = after(self.state, event)
+
+    def _step_again_in(self, seconds: float) -> None:
+        """End the loop's wait by then, for the step that is due."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self.loop.after(seconds, lambda: None)
+
+    def _must_stop(self) -> bool:
+        return self._wish is not None and self._wish.then is Then.STOP
+
+    def _accept(self, wish: StopRequest) -> None:
+        if self.state is State.DONE:
+            return
+        if self._must_stop():
+            self._say_ending(wish)
+            return
+        if wish.then is Then.RESTART and self.state is not State.RUNNING:
+            # It was meant for a launch that has ended since: what comes next is the policy's, with its wait.
+            return
+        # From here on it is honoured, whatever fails below.
+        self._wish = wish
+        if wish.then is Then.STOP:
+            self.loop.attempt(self.on_stopping)
+        if self.launch is not None:
+            self.launch.wish = wish
+            self._say_ending(wish)
+
+    def _say_ending(self, wish: StopRequest) -> None:
+        """Whoever asks again for the end is told what it waits for, and how long at most."""
+        teardown = self.launch.teardown if self.launch is not None else None
+        if wish.then is Then.STOP and teardown is not None and teardown.may_say():
+            reason = f"{wish.cause}, and it is ending already: {teardown.waits_for()}"
+            self.host.finding(make_finding("miner_stopping", reason=reason, grace_s=teardown.left_s()))
+
+    # --- between two launches ---
+
+    def _step_idle(self) -> None:
+        if self._wish is not None:
+            if self._wish.then is Then.STOP:
+                self._finish(self._wish.exit_code, self._wish.cause)
+            else:
+                self._launch()
+        elif self._retry_at is not None and self.clock.monotonic() >= self._retry_at:
+            self._retry_at = None
+            self._launch_when_free()
+
+    def _launch_when_free(self) -> None:
+        """Launch when what the last launch held is free; a stop or another start meanwhile takes this back."""
+        self._turn += 1
+        turn = self._turn
+
+        def proceed() -> None:
+            if self.state is State.WAITING and turn == self._turn and self._wish is None:
+                self._launch()
+
+        if not self.loop.attempt(lambda: self.before_next(proceed)):
+            proceed()
+
+    def _first_launch(self) -> None:
+        # A person may have asked for a start, or a stop, during the preflight.
+        if self.state is State.STARTING and self._wish is None and not self._requests:
+            self._launch()
+
+    def _launch(self) -> None:
+        if self._must_stop():
+            return
+        self._cancel_retry()
+        self._wish = None
+        self.attribution.launched()
+        attempt = self.launches
+        try:
+            child = self._start_child(attempt)
+        except OSError as error:
+            self.relay.close_sources()
+            self._launch_failed(error)
+            return
+        self.launches += 1
+        now = self.clock.monotonic()
+        self.launch = ActiveLaunch(child, attempt, now, self.clock, lambda: self.family.leftovers(child.process))
+        self._enter(Event.LAUNCHED)
+        words = shlex.join(self.order.command).replace("\n", "\\n")
+        for work in (
+            lambda: self.flights.launched(child.pid),
+            lambda: self.host.finding(make_finding("miner_started", pid=child.pid, command=words, attempt=attempt)),
+            lambda: self.host.launch(Launch(tuple(self.order.command), child.pid, attempt, now)),
+        ):
+            self.loop.attempt(work)
+        # A child that is gone before SIGCHLD was watched.
+        self.loop.wake()
+
+    def _start_child(self, attempt: int) -> Child:
+        stdout, stderr = self.relay.open()
+        try:
+            return Child(self.order.command, self.order.environment(attempt), stdout, stderr)
+        finally:
+            for end in {stdout, stderr}:
+                os.close(end)
+
+    def _launch_failed(self, error: OSError) -> None:
+        self._enter(Event.LAUNCH_FAILED)
+        cause = f"the command could not be started: {error.strerror or error}"
+        self.host.finding(make_finding("miner_exited", how=cause, code=None, runtime_s=0.0))
+        self._after_failure(Failure(cause, 0.0), FAILED)
+
+    # --- a launch ---
+
+    def _step_running(self) -> None:
+        assert self.launch is not None
+        if self.launch.gone():
+            self._launcher_gone(self.launch)
+        elif self._wish is not None:
+            grace = self.order.config.miner.stop_timeout_s
+            self.launch.wish = self._wish
+            self.launch.ask_to_end(grace)
+            self._enter(Event.STOP_BEGUN)
+            self.host.finding(make_finding("miner_stopping", reason=self._wish.cause, grace_s=grace))
+            self._step_stopping()
+
+    def _step_stopping(self) -> None:
+        assert self.launch is not None
+        if self.launch.gone():
+            self._launcher_gone(self.launch)
+        elif self._torn_down(self.launch):
+            # Not even SIGKILL ends the launcher.
+            self._enter(Event.LAUNCHER_GONE)
+            self._step_ending()
+
+    def _launcher_gone(self, launch: ActiveLaunch) -> None:
+        launch.launcher_ended()
+        self._enter(Event.LAUNCHER_GONE)
+        self._step_ending()
+
+    def _torn_down(self, launch: ActiveLaunch) -> bool:
+        """Whether nothing of the launch is left, or can be ended."""
+        try:
+            again = launch.step()
+        except OSError as error:
+            # No descriptor to read /proc with: nothing is known to be gone.
+            self.pulse.say_blind(error)
+            again = RETRY_INSPECT_S
+        if again is not None:
+            self._step_again_in(again)
+        return again is None
+
+    def _step_ending(self) -> None:
+        launch = self.launch
+        if launch is None:
+            self._next_after_defect()
+        elif launch.drain_until is None:
+            if self._torn_down(launch):
+                seconds = DRAIN_S if launch.wish is None else DRAIN_ASKED_S
+                launch.drain_until = self.clock.monotonic() + seconds
+                self.loop.attempt(self.relay.end_sources)
+                self._step_ending()
+        elif not self.relay.unseen or self.clock.monotonic() >= launch.drain_until:
+            self._conclude(launch)
+
+    def _conclude(self, launch: ActiveLaunch) -> None:
+        """Nothing of the launch is left: hand over its last words, then decide what comes next."""
+        self.launch = None
+        for work in (
+            self._show_last_words,
+            lambda: self.flights.last_look(self.host),
+            lambda: self._report_teardown(launch.teardown),
+        ):
+            self.loop.attempt(work)
+        end = launch.exit(self._said_finished())
+        self.last_exit = end
+        self.loop.attempt(lambda: self._say_exit(end, launch.wish))
+        self.loop.attempt(lambda: self.host.exit(end))
+        self._next(end, launch.wish)
+
+    def _show_last_words(self) -> None:
+        left_out = self.relay.show_rest()
+        if left_out:
+            what = f"{left_out} bytes of the miner's last output were passed on unexamined: the monitors were behind"
+            self.host.finding(make_finding("guard_degraded", what=what))
+
+    def _said_finished(self) -> bool:
+        if self.order.config.miner.finite:
+            return True
+        answers: list[bool] = []
+        self.loop.attempt(lambda: answers.append(self.flights.all_finished()))
+        return answers == [True]
+
+    def _report_teardown(self, teardown: Teardown | None) -> None:
+        if teardown is None:
+            return
+        for process, command in teardown.killed:
+            self.host.finding(make_finding("orphan_killed", pid=process.pid, command=command, of_run=self.order.run_id))
+        for process in teardown.stuck:
+            what = f"pid {process.pid} does not end, not even by SIGKILL: it waits in the kernel (D state)"
+            self.host.finding(make_finding("guard_degraded", what=what))
+
+    def _say_exit(self, end: Exit, wish: StopRequest | None) -> None:
+        runtime = round(end.runtime_s, 3)
+        if end.finished:
+            self.host.finding(make_finding("miner_finished", how=f"code {end.code}", code=end.code, runtime_s=runtime))
+            return
+        how = f"{how_it_ended(end)} {_asked(wish)}"
+        if end.code == 0 and not end.asked:
+            how += (
+                "; where it has finished its work, it must say so: guard.close(finished=True) or [miner] finite = true"
+            )
+        finding = make_finding("miner_exited", how=how, code=end.code, runtime_s=runtime)
+        self.host.finding(finding.at("info") if end.asked else finding)
+
+    def _next(self, end: Exit, wish: StopRequest | None) -> None:
+        if wish is not None and wish.then is Then.STOP:
+            self._finish(wish.exit_code, wish.cause)
+        elif end.finished:
+            self._finish(self.order.finished_code, "the miner finished its work")
+        elif wish is None:
+            self._after_failure(self.attribution.failure(end), end.code)
+        elif wish.then is Then.RELAUNCH:
+            self._wish = None
+            self._enter(Event.RETRY_PLANNED)
+            self._launch_when_free()
+        else:
+            self._wish = None
+            self._after_failure(Failure(wish.cause, end.runtime_s), FAILED)
+
+    def _next_after_defect(self) -> None:
+        """The launch is over, and deciding what comes next failed."""
+        if self._wish is not None and self._must_stop():
+            self._finish(self._wish.exit_code, self._wish.cause)
+        else:
+            restart = self.order.config.restart
+            self._wait(Again(restart.backoff_s, self.launches), "the last launch is over; see GUARD DEGRADED")
+
+    def _after_failure(self, failure: Failure, code: int) -> None:
+        if not self.order.config.restart.enabled:
+            self._finish(code, f"restarts are off; the miner ended: {failure.cause}")
+            return
+        if self.paused:
+            self._enter(Event.HELD)
+            return
+        decision = self.policy.failed(failure)
+        if isinstance(decision, GiveUp):
+            self.host.finding(make_finding("crash_loop", detail=decision.why, restarts=self.policy.failures))
+            self._finish(CRASH_LOOP, f"crash loop: {decision.why}")
+            return
+        self._wait(decision, failure.cause)
+
+    def _wait(self, again: Again, cause: str) -> None:
+        self._enter(Event.RETRY_PLANNED)
+        self._retry_at = self.clock.monotonic() + again.wait_s
+        self._step_again_in(again.wait_s)
+        most = self.order.config.restart.max_restarts
+        self.host.finding(
+            make_finding("miner_restarting", wait_s=again.wait_s, attempt=again.attempt, max_restarts=most, cause=cause)
+        )
+
+    def _cancel_retry(self) -> None:
+        self._turn += 1
+        self._retry_at = None
+
+    def _finish(self, exit_code: int, reason: str) -> None:
+        self._cancel_retry()
+        self._enter(Event.FINISHED)
+        self.exit_code, self.reason = exit_code, reason
+
+
+def _asked(wish: StopRequest | None) -> str:
+    return "without being asked" if wish is None else f"as asked: {wish.cause}"

@@ -1,0 +1,196 @@
+"""Probes: anything that may hang (a driver, a node, a storage, a pickle) runs in a child with a deadline.
+
+The child is `python -m MODULE`; it reads one JSON document from stdin, writes one to the file descriptor
+named in `_MINER_GUARD_PROBE_FD`, and may print what it likes: stdout and stderr are kept for the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_asked: set[subprocess.Popen[bytes]] = set()
+"""Children that have not answered yet."""
+
+PROBE_FD = "_MINER_GUARD_PROBE_FD"
+_TAIL = 2000
+_MAX_ANSWER = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a probe found out, or why it did not."""
+
+    value: Any | None
+    reason: str | None
+    """None where `value` is the answer."""
+
+    seconds: float
+
+    @property
+    def known(self) -> bool:
+        return self.reason is None
+
+
+def ask(
+    module: str | Path,
+    request: Mapping[str, Any],
+    deadline_s: float,
+    *,
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
+) -> Answer:
+    """Run a probe and wait for its answer, `deadline_s` at most. Never raises.
+
+    `module` is a module's name, or the path of a script for an interpreter that does not have this package.
+    """
+    what = ["-m", module] if isinstance(module, str) else [str(module)]
+    name = module if isinstance(module, str) else module.stem
+    start = time.monotonic()
+
+    def unknown(reason: str) -> Answer:
+        return Answer(None, reason, time.monotonic() - start)
+
+    answer_end, child_end = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [python, *what, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(child_end,),
+            env={**(os.environ if env is None else env), PROBE_FD: str(child_end)},
+            start_new_session=True,
+        )
+    except OSError as error:
+        os.close(answer_end)
+        os.close(child_end)
+        return unknown(f"probe {name} could not be started: {error.strerror}")
+    os.close(child_end)
+    _asked.add(child)
+    try:
+        return _talk(child, answer_end, request, start, deadline_s, name)
+    finally:
+        _asked.discard(child)
+        os.close(answer_end)
+        _end(child)
+
+
+def end_all() -> None:
+    """End all probes in progress: whoever asked gets a reason at once. For a guard that stops."""
+    for child in list(_asked):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def _talk(
+    child: subprocess.Popen[bytes], answer_end: int, request: Mapping[str, Any], start: float, deadline_s: float,
+    module: str,
+) -> Answer:  # fmt: skip
+    assert child.stdin is not None
+    assert child.stdout is not None
+    pending = json.dumps(request).encode()
+    stdin, stdout = child.stdin.fileno(), child.stdout.fileno()
+    for fd in (stdin, stdout, answer_end):
+        os.set_blocking(fd, False)
+    reading, listening, writing = {stdout: b"", answer_end: b""}, [stdout, answer_end], [stdin]
+    while True:
+        left = start + deadline_s - time.monotonic()
+        if left <= 0:
+            return Answer(None, f"no answer within {deadline_s:g} s", time.monotonic() - start)
+        readable, writable, _ = select.select(listening, writing, [], left)
+        if writable:
+            pending = _feed(stdin, pending)
+            if not pending:
+                child.stdin.close()
+                writing = []
+        for fd in readable:
+            data = os.read(fd, 65536)
+            if not data and fd == answer_end:
+                # Its last words may have come after this round's select and before its end.
+                reading[stdout] = (reading[stdout] + _rest(stdout))[-_TAIL:]
+                return _parsed(reading, stdout, answer_end, child, time.monotonic() - start, module)
+            if not data:
+                listening.remove(fd)
+                continue
+            reading[fd] += data
+            if fd == stdout:
+                reading[fd] = reading[fd][-_TAIL:]
+            elif len(reading[fd]) > _MAX_ANSWER:
+                return Answer(None, "the answer is too large", time.monotonic() - start)
+
+
+def _rest(fd: int) -> bytes:
+    """What is in a non-blocking pipe now."""
+    found = b""
+    with contextlib.suppress(BlockingIOError):
+        while data := os.read(fd, 65536):
+            found = (found + data)[-_TAIL:]
+    return found
+
+
+def _feed(stdin: int, pending: bytes) -> bytes:
+    try:
+        return pending[os.write(stdin, pending) :]
+    except BlockingIOError:
+        return pending
+    except BrokenPipeError:
+        return b""
+
+
+def _parsed(
+    reading: Mapping[int, bytes], stdout: int, answer_end: int, child: subprocess.Popen[bytes], seconds: float,
+    module: str,
+) -> Answer:  # fmt: skip
+    text = reading[answer_end]
+    if not text:
+        words = reading[stdout].decode("utf-8", "replace").strip().splitlines()
+        try:
+            code: int | None = child.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        last = words[-1] if words else "it said nothing"
+        return Answer(None, f"probe {module} ended with {code}: {last}", seconds)
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return Answer(None, "the answer is not JSON", seconds)
+    if isinstance(document, dict) and "error" in document:
+        return Answer(None, str(document["error"]), seconds)
+    return Answer(document.get("value") if isinstance(document, dict) else document, None, seconds)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # A child in uninterruptible sleep does not die; it is left to be reaped later rather than waited for.
+            child.wait(timeout=0.5)
+
+
+def request() -> Any:
+    """In the child: the request."""
+    return json.load(sys.stdin)
+
+
+def reply(value: Any = None, error: str | None = None) -> None:
+    """In the child: answer once, on the answer's own file descriptor."""
+    document = {"error": error} if error is not None else {"value": value}
+    with os.fdopen(int(os.environ[PROBE_FD]), "w") as file:
+        json.dump(document, file, default=str)

@@ -1,0 +1,43 @@
+"""Files that fail or hang for real processes: a library preloaded into them; see fakes/faulty_files.c."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.support import requires
+
+SOURCE = Path(__file__).with_name("fakes") / "faulty_files.c"
+
+
+class FaultyFiles:
+    """Which paths fail or hang, and the environment that a process needs for it."""
+
+    def __init__(self, folder: Path, library: Path) -> None:
+        self._state = folder / "faulty.state"
+        self.env = {"LD_PRELOAD": str(library), "FAULTY_FILES_STATE": str(self._state)}
+        self.set()
+
+    def set(self, *, fail: Iterable[str] = (), hang: Iterable[str] = ()) -> None:
+        """From now on these patterns of paths (as a shell's) fail with EIO, or hang, and no others."""
+        draft = self._state.with_suffix(".tmp")
+        draft.write_text("".join([*(f"fail {path}\n" for path in fail), *(f"hang {path}\n" for path in hang)]))
+        os.replace(draft, self._state)
+
+
+@pytest.fixture(scope="session")
+def faulty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("faulty") / "faulty_files.so"
+    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([requires.tool("cc"), *flags, "-o", str(library), str(SOURCE), "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture
+def faulty_files(tmp_path: Path, faulty_library: Path) -> FaultyFiles:
+    """All is well, until told otherwise."""
+    return FaultyFiles(tmp_path, faulty_library)

@@ -1,0 +1,44 @@
+"""What a test needs of the machine: locally a missing thing skips with its reason, under CI=true it fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+CORPUS = REPO.parent / "shared" / "corpus"
+
+
+def _missing(reason: str) -> None:
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{reason}, and CI must have it")
+    # Also where a whole file needs it.
+    pytest.skip(reason, allow_module_level=True)
+
+
+def tool(name: str) -> str:
+    """Path of a program."""
+    # The environment's own folder too: some programs come from PyPI, and a venv need not be activated.
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        _missing(f"the program {name} is not installed")
+    return str(found)
+
+
+def module(name: str) -> None:
+    """An importable module."""
+    if importlib.util.find_spec(name) is None:
+        _missing(f"the Python module {name} is not installed")
+
+
+def corpus(name: str) -> Path:
+    """A file of the corpus beside the repository; never a failure, since a clone does not have it."""
+    path = CORPUS / name
+    if not path.exists():
+        pytest.skip(f"{path} is not on this machine")
+    return path

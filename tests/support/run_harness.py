@@ -1,0 +1,70 @@
+"""A supervisor's parts and sinks over ranks that are made up, all on a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import Config, LogSettings
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.eventlog.emitter import ConsoleSink, Emitter, JsonlSink
+from miner_guard.eventlog.redact import Redactor
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.monitors.base import Context, Jobs
+from miner_guard.monitors.registry import load_monitors
+from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import FakeClock
+
+LOGS = LogSettings(max_bytes=200_000, keep=3, step_lines_per_s=1e9)
+RANKS = 2
+
+
+class WholeRun:
+    """Every part of the guard, fed by `step` and `host`; what it logs is in `state.log`."""
+
+    def __init__(self, folder: Path, clock: FakeClock, jobs: Jobs, report: Callable[[Finding], None] | None) -> None:
+        """`report` takes what jobs find, in their threads; without it they log at once."""
+        self.clock, self.state = clock, StateDir(folder)
+        self.printed = self.steps = 0
+        self.degraded: list[Finding] = []
+        self.documents: dict[str, Any] = {}
+        sinks = [ConsoleSink(self._print, LOGS), JsonlSink(self.state.log, LOGS)]
+        emitter = Emitter(clock, "r", Redactor(), sinks)
+        self.host = MonitorRunner(emitter.emit)
+        control: Any = None
+        context = Context(
+            Config(logs=replace(LOGS, keep_incidents=5)), self.state, clock, "r", report or self.host.finding, jobs,
+            control, lambda: self.documents, Redactor(),
+        )  # fmt: skip
+        self.host.parts = load_monitors(context, self.degraded.append)
+        self.host.on_finding = lambda f: self.degraded.append(f) if f.event == "guard_degraded" else None
+
+    def _print(self, text: str) -> None:
+        self.printed += len(text)
+
+    def step(self, seconds: float) -> None:
+        """All ranks have ended a step of `seconds`, now."""
+        self.steps += 1
+        end, number = self.clock.monotonic(), self.steps
+        for rank in range(RANKS):
+            step = StepRecord(
+                number=number, outer_step=number // 500, inner_step=number % 500, total_steps=number,
+                start=end - seconds, end=end, wall=self.clock.wall(), loss=3.0 + 1 / number, lr=1e-4, grad_norm=1.0,
+                eval_loss=3.1, allocated_bytes=2e10, reserved_bytes=2.2e10, tokens=4096,
+                phases={"data": 1.0, "forward": 5.0, "backward": 7.0, f"phase {number % 9}": 0.5},
+            )  # fmt: skip
+            self.host.steps(rank, [step])
+
+    def tick(self) -> None:
+        """The supervisor's pulse."""
+        end, number = self.clock.monotonic(), self.steps
+        now = Now("running", "data", end, end, 1, 1, number, 3.0, None, None, None, number, 0, 0, 0)
+        self.host.tick(end, dict.fromkeys(range(RANKS), now))
+
+    def entries(self, *entries: dict[str, Any]) -> None:
+        """Rank 0 has journaled these."""
+        for entry in entries:
+            self.host.entry(0, entry)

@@ -1,0 +1,141 @@
+"""Makes docs/screens.md and its pictures anew from a real run of the demo: `make screens`, about four minutes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from miner_guard.eventlog.query import Query, last
+from miner_guard.state_dir import StateDir
+from tests.integration.test_http import Port
+from tests.support import requires
+
+DOCS = requires.REPO / "docs"
+FAULTS = ("--fault", "slow@40", "--fault", "crash@60")
+ESTIMATE = "evolution_snapshot --steps 2487 --every 500 --seconds 180 --step-time 3.5"
+SHOWN_AT_STEP = 75
+HEALTH_LINES = 3
+
+PAGE = """\
+# What it looks like
+
+All of it from one run of the demo on two CPU cores, with a slow step and a crash asked for
+(`miner-guard demo {faults}`, minimum inner step 20). `make screens` makes this page anew.
+
+## `miner-guard top`
+
+```
+{top}
+```
+
+80 columns, 24 lines, no colour needed; only lines that change are sent, so a slow ssh is enough. `q` ends it.
+
+## `miner-guard status`
+
+```
+{status}
+```
+
+## The health line, and what monitoring costs
+
+```
+{health}
+```
+
+```
+$ miner-guard costs
+{costs}
+```
+
+An operation is judged before it is enabled; this one once stopped training for minutes at a time:
+
+```
+$ miner-guard costs estimate {estimate_arguments}
+{estimate}
+```
+
+## The report
+
+`miner-guard report -o page.html`: one file that needs nothing else. The same page is live at `/` of the HTTP port.
+
+![The report](images/report.png)
+
+On a phone, in dark mode:
+
+![The report on a phone](images/report-phone.png)
+
+Where `[http] token` is set, the live page asks for it once per tab:
+
+![The live page asks for its token](images/live-token.png)
+"""
+
+
+def _ask(state: StateDir, *words: str) -> str:
+    """What a command prints; its exit code is not judged: `costs` has one for over budget."""
+    command = [Path(sys.executable).with_name("miner-guard"), *words, "--state-dir", state.root]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONUTF8": "1"})
+    return "\n".join(line.rstrip() for line in (done.stdout + done.stderr).strip().splitlines())
+
+
+def _until_step(state: StateDir, step: int) -> None:
+    """Wait for a step after the crash."""
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        if state.log.exists() and last(state.log, Query(events=frozenset({"miner_restarting"})), 1):
+            newest = last(state.log, Query(events=frozenset({"inner_step"})), 1)
+            if newest and newest[0].record()["total_steps"] >= step:
+                return
+        time.sleep(1)
+    raise SystemExit(f"the demo did not come to step {step}")
+
+
+def _pictures(page: Path, state: StateDir) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=requires.tool("chromium"), args=["--no-sandbox"])
+        for name, width, height, scheme in (("report", 1000, 2250, "light"), ("report-phone", 390, 1500, "dark")):
+            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+            shown = context.new_page()
+            shown.goto(page.as_uri())
+            shown.screenshot(path=DOCS / "images" / f"{name}.png")
+        port = Port(state.root, "the token of the picture")
+        shown = browser.new_page(viewport={"width": 700, "height": 120})
+        shown.goto(port.url)
+        shown.locator("form").wait_for()
+        shown.screenshot(path=DOCS / "images" / "live-token.png")
+        port.close()
+        browser.close()
+
+
+def main() -> None:
+    """Run the demo, look at it while it runs and after, write."""
+    with tempfile.TemporaryDirectory() as folder:
+        state = StateDir(Path(folder) / "state")
+        command = [Path(sys.executable).with_name("miner-guard"), "demo", *FAULTS, "--state-dir", state.root]
+        settings = {"MINER_GUARD_GATE__MIN_INNER_STEP": "20"}
+        demo = subprocess.Popen(command, cwd=folder, env={**os.environ, **settings}, stdout=subprocess.DEVNULL)
+        try:
+            _until_step(state, SHOWN_AT_STEP)
+            shown = {"top": _ask(state, "top", "--once"), "status": _ask(state, "status")}
+            if demo.wait(timeout=600):
+                raise SystemExit(f"the demo ended with {demo.returncode}")
+        finally:
+            demo.terminate()
+        health = last(state.log, Query(events=frozenset({"health_snapshot"})), HEALTH_LINES)
+        shown["health"] = "\n".join(hit.console(emoji=True) for hit in health)
+        shown["costs"] = _ask(state, "costs")
+        shown["estimate"] = _ask(state, "costs", "estimate", *ESTIMATE.split())
+        text = PAGE.format(faults=" ".join(FAULTS), estimate_arguments=ESTIMATE, **shown)
+        (DOCS / "screens.md").write_text(re.sub(re.escape(folder), "/home/me", text), encoding="utf-8")
+        _ask(state, "report", "-o", str(Path(folder) / "page.html"))
+        _pictures(Path(folder) / "page.html", state)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A simulated run of several ranks through the parts that judge steps, on a fake clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import Config
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.flight_recorder.layout import FLAG_FIRST
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.monitors.base import Launch, Monitor
+from miner_guard.monitors.curves import CurvesMonitor
+from miner_guard.monitors.ranks import RanksMonitor
+from miner_guard.monitors.steps import StepsMonitor
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import context
+
+GIB = 1024**3
+
+
+QUIET = {"inner_step", "step_lines_left_out", "fast_log", "timing_breakdown", "step_summary"}
+
+
+class Run:
+    """A simulated run: steps of several ranks through all parts of this room, on a fake clock."""
+
+    def __init__(self, folder: Path, config: Config | None = None, ranks: int = 2) -> None:
+        self.clock = FakeClock()
+        self.status: dict[str, Any] = {}
+        around = context(folder, config=config or Config(), clock=self.clock, status=lambda: self.status)
+        self.parts: list[Monitor] = [StepsMonitor(around), CurvesMonitor(around), RanksMonitor(around)]
+        self.ranks: Sequence[int] = range(ranks)
+        self.number = 0
+        self.seen: list[Finding] = []
+        self.launch()
+
+    def launch(self) -> None:
+        for part in self.parts:
+            self._take(part.on_launch(Launch((), 1, 0, self.clock.monotonic())))
+
+    def _take(self, found: Iterable[Finding]) -> None:
+        for finding in found:
+            self.seen.append(finding)
+            for part in self.parts:
+                self._take(part.on_finding(finding))
+
+    def entry(self, **entry: Any) -> None:
+        for part in self.parts:
+            self._take(part.on_entry(0, entry))
+
+    def output(self, chunk: bytes) -> None:
+        for part in self.parts:
+            self._take(part.on_output(chunk))
+
+    def renumber(self, *ranks: int) -> None:
+        """The nodes meet anew, and this one's workers get other ranks."""
+        self.ranks = ranks
+        for part in self.parts:
+            self._take(part.on_tick(self.clock.monotonic(), headers(*ranks)))
+
+    def step(
+        self, seconds: float, loss: float, by_rank: Mapping[int, Mapping[str, Any]] | None = None, **extra: Any
+    ) -> None:
+        self.number += 1
+        start = self.clock.monotonic()
+        self.clock.advance(seconds)
+        for rank in self.ranks:
+            values: dict[str, Any] = {
+                "outer_step": 1, "inner_step": self.number, "total_steps": self.number, "wall": 1e9, "loss": loss,
+                "lr": 2e-4, "grad_norm": None, "eval_loss": None, "allocated_bytes": 18 * GIB,
+                "reserved_bytes": None, "tokens": None, "flags": FLAG_FIRST if self.number == 1 else 0,
+                "phases": {"data": 0.01 * seconds}, "nested_in_monitor_s": 0.0,
+                **extra, **(by_rank or {}).get(rank, {}),
+            }  # fmt: skip
+            step = StepRecord(number=self.number - 1, start=start, end=start + seconds, **values)
+            for part in self.parts:
+                self._take(part.on_steps(rank, [step]))
+        for later in (0.0, 4.0):
+            for part in self.parts:
+                self._take(part.on_tick(self.clock.monotonic() + later, {}))
+
+    def alarms(self) -> list[str]:
+        """Events that a person would see, apart from the ordinary lines."""
+        return [f.event for f in self.seen if f.event not in QUIET]
+
+    def of(self, event: str) -> list[Finding]:
+        return [f for f in self.seen if f.event == event]
+
+
+def headers(*ranks: int) -> dict[int, Now]:
+    """What the supervisor reads of ranks that run."""
+    return {rank: Now("running", "", 0.0, 0.0, 5, 1, 1, None, None, None, None, 1, 0, 0, 0) for rank in ranks}
+
+
+def healthy(seed: int, seconds: float = 15.0, noise: float = 0.03) -> Iterator[tuple[float, float]]:
+    """(step time, loss) of a healthy run: power-law descent with 2 % noise."""
+    source = random.Random(seed)
+    step = 0
+    while True:
+        step += 1
+        yield seconds * source.gauss(1, noise), (2 + 5 * step**-0.3) * source.gauss(1, 0.02)

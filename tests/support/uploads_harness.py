@@ -1,0 +1,91 @@
+"""The part that watches uploads, with everything around it faked but the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
+from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.monitors import uploads as module
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import JobsAtOnce, context
+from uploads import inputs as gate_inputs
+from uploads.gate import decide
+from validators.facts import Candidate, Published
+
+
+class Jobs(JobsAtOnce):
+    """One-time work waits too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Callable[[], None]] = []
+
+    def once(self, name: str, work: Callable[[], None]) -> None:
+        self.waiting.append(work)
+
+    def run(self) -> None:
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
+class Bench:
+    """One part with everything around it faked but the files."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: str = "local", **gate: Any) -> None:
+        self.clock, self.jobs, self.emitted = FakeClock(), Jobs(), list[Finding]()
+        self.repo = Published(age_s=600.0, reason=None, outer_step=56, inner_step=50, revision="5.56.50", checksum="c0")
+        monkeypatch.setattr(module, "look_at", lambda _settings: self.repo)
+        config = Config(
+            miner=MinerSettings(profile="sn38"), gate=GateSettings(**gate),
+            repo=RepoSettings(kind=repo, path=str(tmp_path)),  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.state = StateDir(tmp_path / "state")
+        self.part = module.UploadsMonitor(context(
+            self.state.root, config=config, clock=self.clock, emit=self.emitted.append, jobs=self.jobs
+        ))  # fmt: skip
+        self.jobs.run()
+
+    def look(self) -> None:
+        self.jobs.repeated["repo"]()
+
+    def tick(self, seconds: float = 1.0) -> list[Finding]:
+        self.clock.advance(seconds)
+        findings = list(self.part.on_tick(self.clock.monotonic(), {}))
+        self.jobs.run()
+        return findings
+
+    def step(self, inner: int, seconds: float, flags: int = 0) -> list[Finding]:
+        self.clock.advance(seconds)
+        end = self.clock.monotonic()
+        step = StepRecord(
+            number=inner, outer_step=56, inner_step=inner, total_steps=inner, start=end - seconds, end=end, loss=3.0,
+            flags=flags,
+        )  # fmt: skip
+        return list(self.part.on_steps(0, [step]))
+
+    def entry(self, **entry: Any) -> list[Finding]:
+        return list(self.part.on_entry(0, {"t": self.clock.monotonic(), **entry}))
+
+    def decide(self, inner: int, kind: str = "gradient") -> Mapping[str, Any]:
+        known = gate_inputs.read(self.state.gate_inputs)
+        decision = decide(
+            Candidate(kind, 56, inner, loss=3.4), known, self.part.context.config.gate,
+            now=self.clock.monotonic(), wall=self.clock.wall(),
+        ).as_dict()  # fmt: skip
+        return {"kind": "decision", "upload_kind": decision.pop("kind"), **decision}
+
+    def push(self, phase: str, **more: Any) -> list[Finding]:
+        return self.entry(
+            kind="upload", phase=phase, decision_id="d1", outer_step=56, inner_step=51, upload_kind="gradient",
+            tag="5.56.51", seconds=12.0, bytes=1000, error=None, **more,
+        )  # fmt: skip
+
+    def said(self, event: str) -> list[str]:
+        return [message(f) for f in self.emitted if f.event == event]

@@ -1,0 +1,153 @@
+"""`miner-guard costs` and the supervisor's cost part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.cli.main import run
+from miner_guard.costs import set_global_tracker
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.monitors.base import Exit, Launch
+from miner_guard.monitors.costs import CostsMonitor
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import context
+from tests.support.simulated_ranks import headers
+
+EXAMPLE = ["--steps", "2487", "--every", "500", "--seconds", "180", "--step-time", "3.5"]
+
+
+@pytest.fixture
+def emitted() -> list[Finding]:
+    return []
+
+
+@pytest.fixture
+def part(tmp_path: Path, emitted: list[Finding]) -> Iterator[CostsMonitor]:
+    yield CostsMonitor(context(tmp_path, emit=emitted.append))
+    set_global_tracker(None)
+
+
+def _step(number: int, seconds: float, phases: dict[str, float] | None = None, nested: float = 0.0) -> StepRecord:
+    return StepRecord(
+        number=number, outer_step=1, inner_step=number, total_steps=number, end=seconds, loss=1.0,
+        phases=phases or {}, nested_in_monitor_s=nested,
+    )  # fmt: skip
+
+
+def test_estimate_gives_the_documents_10_1_per_cent_and_exit_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["costs", "estimate", "evolution", *EXAMPLE, "--state-dir", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "evolution: 4.9 calls of 180s = 882s in 8704s of training" in out
+    assert "overhead 10.1% (budget 5%): FAR OVER BUDGET" in out
+
+
+def test_estimate_within_budget_is_exit_0_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cheap = ["--steps", "1000", "--every", "200", "--seconds", "3", "--step-time", "3.5", "--json"]
+    assert run(["costs", "estimate", *cheap, "--state-dir", str(tmp_path)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert round(answer["overhead_pct"], 1) == 0.4
+    assert answer["budget_status"] == "ok"
+
+
+@pytest.mark.parametrize("content", ['{"operations": 5}', '{"operations": {"a": {"seconds": NaN}}}'])
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_ledger_that_is_none_is_said_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, flags: list[str]
+) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "monitoring_costs.json").write_text(content)
+    (tmp_path / "status.json").write_text('{"steps": {"p50_s": NaN}}')
+    assert run(["costs", *flags, "--state-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "is no ledger" in said.err
+    assert run(["costs", "estimate", "--every", "5", "--seconds", "1", "--state-dir", str(tmp_path)]) == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["costs", "estimate"], 64, "needs --every"),
+        (["costs", "estimate", "--every", "5", "--seconds", "1"], 64, "no step time is known"),
+        (["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "0"], 64, "--step-time"),
+        (["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "nan"], 64, "--step-time"),
+        (["costs", "estimate", "--every", "5", "--seconds", "inf", "--step-time", "3"], 64, "--seconds"),
+        (["costs", "estimate", "--every", "9" * 400, "--seconds", "1", "--step-time", "3"], 64, "--every"),
+        (["costs", "estimates"], 64, "not 'estimates'"),
+        (["costs"], 3, "no ledger"),
+    ],
+)
+def test_bad_questions_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
+) -> None:
+    assert run([*arguments, "--state-dir", str(tmp_path)]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_a_ledger_that_is_garbage_is_not_called_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "monitoring_costs.json").write_bytes(b"\x00garbage")
+    assert run(["costs", "--state-dir", str(tmp_path)]) == 3
+    assert "can't be read" in capsys.readouterr().err
+
+
+def test_phases_are_entered_once_each(part: CostsMonitor) -> None:
+    """5 s of monitor phase of which 3 s are validation nested in it: 2 s are its own, 5 s together."""
+    part.on_launch(Launch(["x"], 1, 0, 1000.0))
+    part.on_steps(0, [_step(0, 100.0, {"monitor": 5.0, "val_loss": 3.0, "forward": 50.0}, nested=3.0)])
+    report = part.tracker.get_report()
+    assert {name: row["total_time"] for name, row in report["operations"].items()} == {
+        "monitor": 2.0,
+        "validation": 3.0,
+    }
+    assert report["total_percentage"] == pytest.approx(100 * 5 / 95, abs=1e-3)
+
+
+def test_only_the_lead_rank_is_counted(part: CostsMonitor) -> None:
+    for rank in (0, 1):
+        part.on_steps(rank, [_step(0, 10.0)])
+        part.on_entry(rank, {"kind": "cost", "operation": "guard.hook", "seconds": 0.5, "blocking": True, "count": 64})
+    row = part.tracker.get_report()["operations"]["guard.hook"]
+    assert (row["total_time"], row["calls"]) == (0.5, 64)
+    assert part.snapshot()["guard_blocking_pct"] == pytest.approx(100 * 0.5 / 9.5, abs=1e-3)
+
+
+def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_pay(part: CostsMonitor) -> None:
+    """Guards against monitoring that costs nothing any more, because a rank that went to another node still leads."""
+    part.on_steps(0, [_step(0, 10.0)])
+    part.on_tick(10.0, headers(4, 5))
+    part.on_steps(4, [_step(1, 10.0, {"inference": 3.0})])
+    part.on_entry(4, {"kind": "cost", "operation": "guard.hook", "seconds": 0.5, "blocking": True, "count": 64})
+    operations = part.tracker.get_report()["operations"]
+    assert {name: row["total_time"] for name, row in operations.items() if row["total_time"]} == {
+        "inference": 3.0, "guard.hook": 0.5,
+    }  # fmt: skip
+    assert part.snapshot()["training_s"] == pytest.approx(20.0 - 3.5)
+
+
+def test_an_expensive_call_of_a_rank_is_called_out(part: CostsMonitor, emitted: list[Finding], tmp_path: Path) -> None:
+    part.on_steps(0, [_step(0, 1750.0)])
+    part.on_entry(0, {"kind": "cost", "operation": "evolution_snapshot", "seconds": 180.0, "blocking": True})
+    assert [finding.event for finding in emitted] == ["monitoring_operation_slow", "monitoring_over_budget"]
+    list(part.on_stop())
+    document: dict[str, Any] = json.loads((tmp_path / "status" / "monitoring_costs.json").read_text())
+    assert document["budget_status"] == "critical"
+    assert document["operations"]["guard.loop"]["background_time"] > 0
+
+
+def test_time_in_which_the_miner_does_not_run_is_no_training_time(part: CostsMonitor) -> None:
+    clock = part.context.clock
+    assert isinstance(clock, FakeClock)
+    part.on_launch(Launch(["x"], 1, 0, clock.monotonic()))
+    clock.advance(50)
+    part.on_exit(Exit(1, None, False, False, 50.0))
+    clock.advance(1000)
+    assert part.tracker.training_s() == 50

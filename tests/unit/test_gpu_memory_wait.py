@@ -1,0 +1,64 @@
+"""No launch on GPUs that the last one still fills."""
+
+from __future__ import annotations
+
+import threading
+
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.supervisor.process.gpu_memory_wait import GpuMemoryWait, held
+from miner_guard.system.clock import SystemClock
+
+GIB = 1024**3
+
+
+class Gpus:
+    """Readings one after another; the last one stays."""
+
+    def __init__(self, *readings: dict[str, int] | None) -> None:
+        self.readings = list(readings)
+
+    def read(self) -> dict[str, int] | None:
+        return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
+
+
+def settle(gpus: Gpus, seconds: float) -> tuple[GpuMemoryWait, list[Finding]]:
+    told: list[Finding] = []
+    made = GpuMemoryWait(gpus.read, seconds, SystemClock(), told.append, lambda call: call())
+    made.remember()
+    return made, told
+
+
+def test_only_growth_beyond_the_slack_is_held() -> None:
+    before = {"GPU-a": 2 * GIB, "GPU-b": 0}
+    assert held(before, {"GPU-a": 2 * GIB + 1000, "GPU-b": 9 * GIB, "GPU-new": 30 * GIB}) == {"GPU-b": 9 * GIB}
+
+
+def test_without_a_gpu_nothing_is_waited_for() -> None:
+    made, _ = settle(Gpus(None), 50.0)
+    proceeded: list[bool] = []
+    made.wait(lambda: proceeded.append(True))
+    assert proceeded == [True]
+
+
+def test_the_launch_waits_until_the_memory_is_back() -> None:
+    made, told = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}, {"GPU-a": GIB // 4}), 50.0)
+    proceeded = threading.Event()
+    made.wait(proceeded.set)
+    assert proceeded.wait(10)
+    assert not told
+
+
+def test_memory_that_stays_held_is_said_and_not_waited_for_for_ever() -> None:
+    made, told = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}), 0.1)
+    proceeded = threading.Event()
+    made.wait(proceeded.set)
+    assert proceeded.wait(10)
+    assert "GPU-a 20.0 GB" in told[0].fields["what"]
+
+
+def test_after_the_end_nothing_is_launched() -> None:
+    made, _ = settle(Gpus({"GPU-a": 0}, {"GPU-a": 20 * GIB}), 50.0)
+    proceeded = threading.Event()
+    made.wait(proceeded.set)
+    made.close()
+    assert not proceeded.wait(1.0)

@@ -1,0 +1,74 @@
+"""Output on its way to the parts: nothing lost, nothing twice, and no part is asked about what can't concern it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.monitors.base import Context, Monitor
+from miner_guard.monitors.runner import MonitorRunner
+
+
+class Everything(Monitor):
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.shown: list[bytes] = []
+
+    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+        self.shown.append(bytes(chunk))
+        return ()
+
+
+class Seeker(Everything):
+    words = frozenset({b"val_loss"})
+
+
+def _host() -> tuple[MonitorRunner, Everything, Seeker]:
+    host = MonitorRunner(lambda _finding: None)
+    everything, seeker = Everything(cast(Context, None)), Seeker(cast(Context, None))
+    host.parts = [everything, seeker]
+    return host, everything, seeker
+
+
+@given(
+    st.lists(st.sampled_from([b"step 1 | loss 3.4\n", b"VAL_LOSS: 3.1\n", b"\r 5%", b"x" * 9000, b"\n"]), max_size=40)
+)
+def test_every_byte_arrives_once_and_in_order_however_the_output_is_cut(pieces: list[bytes]) -> None:
+    host, everything, seeker = _host()
+    stream, cut, at = b"".join(pieces), random.Random(len(pieces)), 0
+    while at < len(stream):
+        size = cut.choice((1, 80, 4096, 10000, 65536))
+        host.output(stream[at : at + size])
+        at += size
+    host.tick(0.0, {})
+    assert b"".join(everything.shown) == stream
+    assert b"".join(seeker.shown).count(b"VAL_LOSS") == stream.count(b"VAL_LOSS")
+
+
+def test_a_part_that_looks_for_words_is_spared_the_lines_without_them() -> None:
+    host, _, seeker = _host()
+    ordinary = b"".join(b"Inner Step: %d | Loss: 3.%d\n" % (n, n) for n in range(2000))
+    for _ in range(3):
+        host.output(ordinary)
+    assert seeker.shown == []
+    host.output(ordinary + b"Epoch 2 | Val_Loss: 3.25\n" + ordinary)
+    assert seeker.shown == [b"Epoch 2 | Val_Loss: 3.25\n"]
+
+
+def test_a_progress_bar_without_newlines_is_shown_at_once() -> None:
+    host, everything, _ = _host()
+    host.output(b"\r 5%|#  | 5/100")
+    assert everything.shown == [b"\r 5%|#  | 5/100"]
+
+
+def test_the_unfinished_end_of_a_long_piece_waits_no_longer_than_a_tick() -> None:
+    host, everything, _ = _host()
+    host.output(b"line\n" * 1000 + b"the last words")
+    assert not b"".join(everything.shown).endswith(b"words")
+    host.tick(0.0, {})
+    assert b"".join(everything.shown).endswith(b"the last words")

@@ -1,0 +1,235 @@
+"""Log-only: a miner's lines give the same steps as its code would."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from miner_guard.config import Config, MinerSettings
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.flight_recorder.layout import FLAG_FIRST
+from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.monitors.base import Exit, Launch
+from miner_guard.monitors.log_attach import LogAttachMonitor
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import context
+
+TODAY = "\x1b[34m2025-12-20 10:00:00\x1b[0m |\x1b[1m     INFO     \x1b[0m| \x1b[1mRank 0\x1b[0m | 🏋️  "
+
+
+class Log:
+    """A launch of a miner whose lines are all there is."""
+
+    def __init__(self, folder: Path, **miner: object) -> None:
+        settings = MinerSettings(attach="log", **miner)  # type: ignore[arg-type]
+        self.clock = FakeClock()
+        self.state = StateDir(folder)
+        self.part = LogAttachMonitor(context(folder, config=Config(miner=settings), clock=self.clock))
+        launch = Launch(("miner",), os.getpid(), 0, self.clock.monotonic())
+        self.said: list[Finding] = list(self.part.on_launch(launch))
+
+    def line(self, text: str, after_s: float = 10.0) -> None:
+        self.clock.advance(after_s)
+        list(self.part.on_output(f"{text}\n".encode()))
+
+    @property
+    def reader(self) -> FlightReader:
+        return FlightReader(self.state.flight_of(0))
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return list(self.reader.steps())
+
+
+@pytest.mark.parametrize(
+    ("form", "outer"),
+    [
+        ("INFO | Index: {n} | Loss: {loss:.2f}", None),
+        ("INFO | ⚙️ Inner Step: {n} | Average Loss: {loss:.4f}", None),
+        ("INFO | 🏋️ Outer Step: 5 | Inner Step: {n} | Learning Rate: 0.00002100 | Average Loss: {loss:.2f}", 5),
+        (TODAY + "Outer Step: 5 | Inner Step: {n} | Learning Rate: 0.00002100 | Average Loss: {loss:.2f}", 5),
+        ("Outer Step: 5 | Inner Step: {n} | LR: 0.00002100 | Loss: {loss:.2f}", 5),
+    ],
+)
+def test_five_versions_of_the_miners_step_lines(tmp_path: Path, form: str, outer: int | None) -> None:
+    log = Log(tmp_path, profile="sn38")
+    for number in range(3):
+        log.line("something else")
+        log.line(form.format(n=number, loss=3.5 - number / 4))
+    assert [(s.outer_step, s.inner_step, s.loss) for s in log.steps] == [
+        (outer, 0, 3.5), (outer, 1, 3.25), (outer, 2, 3.0),
+    ]  # fmt: skip
+    assert [round(s.seconds) for s in log.steps] == [20, 20, 20]
+    assert [bool(s.flags & FLAG_FIRST) for s in log.steps] == [True, False, False]
+
+
+@pytest.mark.parametrize("prefix", ["", "Outer Step: 5 | "])
+def test_lines_of_micro_batches_make_one_step(tmp_path: Path, prefix: str) -> None:
+    log = Log(tmp_path, profile="sn38")
+    for number in range(3):
+        for micro in (10, 20, 30):
+            log.line(f"{prefix}Inner Step: {number} | Average Loss: {4 - number:.4f} | Micro Batches: [{micro}/30]", 5)
+    assert [(s.inner_step, s.loss, round(s.seconds)) for s in log.steps] == [(0, 4.0, 20), (1, 3.0, 15)]
+
+
+def test_the_documents_line_brings_its_own_time_and_memory(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.line(
+        "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: 245.7s | GPU Mem: 0.05GB",
+        after_s=300,
+    )
+    (step,) = log.steps
+    assert (step.outer_step, step.inner_step, step.lr, step.loss) == (56, 84, 2.1e-5, 3.4)
+    assert step.seconds == pytest.approx(245.7)
+    assert step.allocated_bytes == pytest.approx(0.05 * 1024**3)
+
+
+@pytest.mark.parametrize(
+    ("line", "step", "loss", "seconds"),
+    [
+        ("iter 100: loss 2.4512, time 250.12ms, mfu 3.10%", 100, 2.4512, 0.25012),
+        ("Step 10: loss=2.45, lr=6.67e-05", 10, 2.45, 10.0),
+        ("[rank0]: step: 10  loss:  7.5012  grad_norm:  1.2  memory:  1.18GiB(3.2%)", 10, 7.5012, 10.0),
+        ("step 00010/01000 (1.00%) | loss: 2.450000 | lrm: 1.00 | dt: 250.00ms | tok/sec: 1", 10, 2.45, 0.25),
+        (
+            "step   10/1000 | loss 2.450000 (-0.52z)| norm 0.8 (+0.1z)| lr 1e-04 | 250.00 ms | 41% bf16 MFU",
+            10,
+            2.45,
+            0.25,
+        ),
+    ],
+)
+def test_other_programs_lines(tmp_path: Path, line: str, step: int, loss: float, seconds: float) -> None:
+    log = Log(tmp_path)
+    log.line(line)
+    (seen,) = log.steps
+    assert (seen.inner_step, seen.loss) == (step, loss)
+    assert seen.seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 500: train loss 2.1000, val loss 3.2000",
+        "iter 500: val loss 3.2",
+        "validation iter 500: loss 3.2, time 10.00ms",
+        "[rank0]: validate step: 500  loss:  7.5012  memory:  1.18GiB(3.2%)",
+        "[eval] Step 500: loss=3.2",
+        "step 500/19560 | val loss 3.2",
+        "Outer Step: 5 | Inner Step: 7 | Validation Loss: 3.20",
+    ],
+)
+def test_the_loss_of_an_evaluation_is_no_step(tmp_path: Path, line: str) -> None:
+    log = Log(tmp_path, profile="sn38")
+    log.line(line)
+    assert log.steps == []
+
+
+def test_time_between_lines_is_shared_by_the_steps_between_them(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.line("Step 10: loss=2.45")
+    log.line("Step 20: loss=2.40", after_s=50)
+    assert log.steps[-1].seconds == pytest.approx(5.0)
+    now = log.reader.now()
+    assert now is not None
+    assert now.allowance_s == 250.0, "a program that prints every tenth step is not hanging in between"
+
+
+def test_a_nan_is_a_loss(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.line("iter 7: loss nan, time 10.00ms")
+    (step,) = log.steps
+    assert step.loss is not None
+    assert math.isnan(step.loss)
+
+
+def test_an_evaluation_that_is_printed_goes_with_the_next_step(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.line("iter 99: loss 2.5, time 10.00ms")
+    log.line("step 100: train loss 2.4100, val loss 2.6000")
+    log.line("iter 100: loss 2.4, time 10.00ms")
+    log.line("Step 101: loss=2.4, val_loss=nan")
+    first, second, third = (s.eval_loss for s in log.steps)
+    assert (first, second) == (None, 2.6)
+    assert third is not None
+    assert math.isnan(third)
+
+
+def test_a_line_of_another_rank_or_twice_is_one_step(tmp_path: Path) -> None:
+    log = Log(tmp_path, profile="sn38")
+    body = "Outer Step: 5 | Inner Step: 7 | Learning Rate: 0.00002100 | Average Loss: 3.40"
+    for rank in (1, 0, 2, 3, 0):
+        log.line(f"2025-12-20 | INFO | Rank {rank} | {body}")
+    assert len(log.steps) == 1
+
+
+def test_lines_cut_anywhere_are_whole_again(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    for byte in "bär\niter 1: loss 2.0, time 1.00ms\riter 2: loss 1.5, time 1.00ms\n".encode():
+        list(log.part.on_output(bytes([byte])))
+    assert [s.inner_step for s in log.steps] == [1, 2]
+
+
+def test_pushes_become_upload_entries(tmp_path: Path) -> None:
+    log = Log(tmp_path, profile="sn38")
+    log.line("Outer Step: 5 | Inner Step: 7 | Learning Rate: 0.00002100 | Average Loss: 3.40")
+    log.line("Successfully pushed new model state with tag 5.5.8 to bucket: llama-4b-ws-4-007")
+    log.line("Successfully pushed new model and optimizer state with tag 5 to repo: someone/model")
+    log.line("Model state upload failed: 403 Forbidden")
+    uploads = [e for _, e in log.reader.entries()]
+    assert [(u["phase"], u["tag"], u["error"], u["inner_step"]) for u in uploads] == [
+        ("finished", "5.5.8", None, 7), ("finished", "5", None, 7), ("failed", None, "403 Forbidden", 7),
+    ]  # fmt: skip
+
+
+def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(tmp_path: Path) -> None:
+    log = Log(tmp_path, log_patterns=(r"batch (?P<step>\d+) cost (?P<loss>\S+)", "(unclosed"))
+    log.line("batch 3 cost 0.5 iter 9: loss 1")
+    assert [(s.inner_step, s.loss) for s in log.steps] == [(3, 0.5)]
+    assert "'(unclosed' is no regular expression" in str(log.said[0].fields["what"])
+
+
+def test_a_pattern_that_can_never_give_a_step_is_named(tmp_path: Path) -> None:
+    log = Log(tmp_path, log_patterns=(r"outer_step (?P<outer_step>\d+) loss (?P<loss>\S+)",))
+    assert "names no group `step` or `inner`" in str(log.said[0].fields["what"])
+
+
+def test_a_number_that_is_written_with_commas_or_is_none(tmp_path: Path) -> None:
+    log = Log(tmp_path, log_patterns=(r"batch (?P<step>\S+) cost (?P<loss>\S+)",))
+    log.line("batch 1,234 cost 0.5")
+    log.line("batch last cost 0.5")
+    assert [s.inner_step for s in log.steps] == [1234]
+
+
+def test_an_allreduce_is_neither_a_hang_nor_a_slow_step(tmp_path: Path) -> None:
+    """Guards against a healthy miner ended in the middle of each AllReduce that is longer than `[hang] min_s`."""
+    log = Log(tmp_path, profile="sn38")
+    log.line(TODAY + "Outer Step: 5 | Inner Step: 80 | Learning Rate: 0.00002100 | Average Loss: 3.40")
+    log.line(TODAY + "Received Main All Reduce Call")
+    now = log.reader.now()
+    assert now is not None
+    assert (now.phase, now.phase_since, now.allowance_s) == ("allreduce", log.clock.monotonic(), None)
+    log.line(TODAY + "Outer Step: 6 | Inner Step: 1 | Learning Rate: 0.00002100 | Average Loss: 3.40", 700)
+    log.line(TODAY + "Outer Step: 6 | Inner Step: 2 | Learning Rate: 0.00002100 | Average Loss: 3.40", 10)
+    now = log.reader.now()
+    assert now is not None
+    assert (now.phase, now.allowance_s) == ("", 50.0), "nor is an hour allowed to the steps after it"
+    assert [dict(s.phases) for s in log.steps] == [{}, {"allreduce": 700.0}, {}]
+
+
+def test_the_record_ends_with_the_launch_and_does_nothing_unless_asked(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.line("iter 1: loss 2.0")
+    list(log.part.on_exit(Exit(0, None, False, False, 1.0)))
+    log.line("iter 2: loss 2.0")
+    now = log.reader.now()
+    assert now is not None
+    assert (now.state, now.inner_step) == ("closed", 1)
+    other = Log(tmp_path / "other")
+    other.part._active = False
+    assert other.part.snapshot() == {"active": False}

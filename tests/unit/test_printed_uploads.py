@@ -1,0 +1,70 @@
+"""Pushes that the miner's own lines alone tell of: looked for, unless a hook tells of them as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.config import Config, MinerSettings, RepoSettings
+from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.monitors.printed_uploads import PrintedUploadsMonitor
+from tests.support.contexts import context
+
+PUSHED = b"2026-01-02 03:04:05 | INFO | Successfully pushed new model state with tag 5.56.51 to bucket: b\n"
+
+
+def part(folder: Path, profile: str | None = None, attach: Any = None, repo: Any = "local") -> PrintedUploadsMonitor:
+    config = Config(
+        miner=MinerSettings(profile=profile, attach=attach), repo=RepoSettings(kind=repo, path=str(folder)),
+    )  # fmt: skip
+    return PrintedUploadsMonitor(context(folder, config=config))
+
+
+def said(part: PrintedUploadsMonitor, *chunks: bytes) -> list[str]:
+    findings: list[Finding] = [finding for chunk in chunks for finding in part.on_output(chunk)]
+    assert all(finding.fields["source"] == "log" for finding in findings)
+    return [message(finding) for finding in findings]
+
+
+@pytest.mark.parametrize("profile", [None, "sn38"])
+def test_a_push_is_reported_by_its_line_wherever_it_is_cut(tmp_path: Path, profile: str | None) -> None:
+    reported = ["UPLOAD REPORTED: tag 5.56.51 by the miner's own line"]
+    assert said(part(tmp_path, profile), b"loss 3.4\n" + PUSHED) == reported
+    assert said(part(tmp_path, profile), PUSHED[:60], PUSHED[60:]) == reported
+
+
+def test_a_push_that_every_rank_tells_of_is_one(tmp_path: Path) -> None:
+    one = part(tmp_path)
+    assert len(said(one, PUSHED, PUSHED)) == 1
+    assert len(said(one, PUSHED.replace(b"5.56.51", b"5.56.61"))) == 1
+
+
+def test_the_miners_own_word_that_it_failed_is_a_failure(tmp_path: Path) -> None:
+    text = b"Model state upload failed: An error occurred (SlowDown)\n"
+    assert said(part(tmp_path), text) == ["UPLOAD FAILED: the miner says: An error occurred (SlowDown)"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"wandb: Successfully pushed metrics to the run\n",
+        b"Uploading model state, 45% done\n",
+        b"Successfully pushed docker image model-server:12\n",
+    ],
+)
+def test_what_is_no_push_of_a_model_is_none(tmp_path: Path, text: bytes) -> None:
+    assert said(part(tmp_path), text) == []
+
+
+def test_a_hook_that_tells_of_pushes_is_believed_alone(tmp_path: Path) -> None:
+    one = part(tmp_path)
+    assert not list(one.on_entry(0, {"kind": "decision"}))
+    assert not list(one.on_entry(0, {"kind": "upload", "phase": "started"}))
+    assert said(one, PUSHED) == []
+
+
+@pytest.mark.parametrize("settings", [{"attach": "log"}, {"repo": "none"}])
+def test_where_the_line_is_read_already_or_nobody_is_to_look_nothing_is_said(tmp_path: Path, settings: Any) -> None:
+    assert said(part(tmp_path, **settings), PUSHED) == []

@@ -1,0 +1,74 @@
+"""What a rank journals is said, and a checkpoint that grows old is said once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.eventlog.catalog import message
+from miner_guard.monitors.base import Launch
+from miner_guard.monitors.reports import ReportsMonitor
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import context
+
+CLOCK_START = 1000.0
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(monotonic=CLOCK_START)
+
+
+@pytest.fixture
+def part(tmp_path: Path, clock: FakeClock) -> ReportsMonitor:
+    return ReportsMonitor(context(tmp_path, clock=clock))
+
+
+def checkpoint(step: int, size: int = 1000, complete: bool = True) -> dict[str, Any]:
+    path = f"ckpt/step-{step}"
+    return {"kind": "checkpoint", "path": path, "step": step, "seconds": 0.5, "size_bytes": size, "complete": complete}
+
+
+def test_a_ranks_own_finding_is_logged_with_its_rank(part: ReportsMonitor) -> None:
+    fields = {"path": "a", "step": 20}
+    entry = {"kind": "finding", "event": "checkpoint_resumed", "level": None, "rank": 1, "fields": fields}
+    (finding,) = part.on_entry(1, entry)
+    assert (finding.rank, message(finding)) == (1, "CHECKPOINT RESUMED: a at step 20")
+
+
+def test_a_finding_that_the_catalogue_lacks_is_said_not_dropped(part: ReportsMonitor) -> None:
+    (finding,) = part.on_entry(0, {"kind": "finding", "event": "nonsense", "fields": {}})
+    assert "nonsense" in message(finding)
+
+
+def test_a_checkpoint_that_grows_old_is_said_once(part: ReportsMonitor, clock: FakeClock) -> None:
+    (saved,) = part.on_entry(0, checkpoint(20))
+    assert message(saved) == "CHECKPOINT SAVED: ckpt/step-20 in 0.50s"
+    assert not list(part.on_tick(CLOCK_START + 3600, {}))
+    (stale,) = part.on_tick(CLOCK_START + 3601, {})
+    assert "step 20) is 3601s old (limit 3600s)" in message(stale)
+    assert not list(part.on_tick(CLOCK_START + 9999, {}))
+    clock.advance(9999)
+    part.on_entry(0, checkpoint(40))
+    assert not list(part.on_tick(clock.monotonic() + 10, {}))
+
+
+def test_a_restart_is_no_stale_checkpoint(part: ReportsMonitor) -> None:
+    part.on_entry(0, checkpoint(20))
+    part.on_launch(Launch(("x",), 1, 1, CLOCK_START + 5000))
+    assert not list(part.on_tick(CLOCK_START + 5001, {}))
+
+
+def test_one_that_is_half_as_large_or_incomplete_is_said(part: ReportsMonitor) -> None:
+    part.on_entry(0, checkpoint(20))
+    _, shrunk = part.on_entry(0, checkpoint(40, size=400))
+    assert "400 bytes, the one before had 1000" in message(shrunk)
+    (incomplete,) = part.on_entry(0, checkpoint(60, complete=False))
+    assert "incomplete" in message(incomplete)
+
+
+def test_a_miner_without_checkpoints_is_left_alone(part: ReportsMonitor) -> None:
+    assert not list(part.on_tick(CLOCK_START + 1e6, {}))
+    assert part.snapshot() == {"checkpoint": None, "checkpoint_age_s": None}

@@ -1,0 +1,46 @@
+"""What the miner prints of its secrets is warned of once, and never repeated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miner_guard.config import Config, RepoSettings
+from miner_guard.eventlog import catalog
+from miner_guard.monitors.secret_leaks import SecretLeaksMonitor
+from tests.support.contexts import context
+
+SECRET = "s3cr3t-of-the-bucket"
+
+
+@pytest.fixture
+def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SecretLeaksMonitor:
+    monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", SECRET)
+    return SecretLeaksMonitor(context(tmp_path))
+
+
+def test_a_printed_secret_is_named_once_even_where_two_chunks_share_it(part: SecretLeaksMonitor) -> None:
+    text = f"debug: {SECRET}\n".encode()
+    said = [f for _ in range(2) for byte in text for f in part.on_output(bytes([byte]))]
+    assert [f.fields["kind"] for f in said] == ["the value of R2_WRITE_SECRET_ACCESS_KEY"]
+    assert SECRET not in catalog.message(said[0])
+
+
+def test_a_secret_of_the_miners_env_file_is_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pm2 runs the guard, the keys are in that file alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("export WANDB_API_KEY='key-of-the-file' # mine\n")
+    config = Config(repo=RepoSettings(credentials="dotenv"))
+    (said,) = SecretLeaksMonitor(context(tmp_path, config=config)).on_output(b"login: key-of-the-file\n")
+    assert said.fields["kind"] == "the value of WANDB_API_KEY"
+
+
+def test_a_commitment_in_the_debug_log_is_warned_of(part: SecretLeaksMonitor) -> None:
+    (said,) = part.on_output(b"Commitment - [" + b"0a" * 64 + b"]\n")
+    assert "commitment" in catalog.message(said)
+    assert "0a0a" not in catalog.message(said)
+
+
+def test_ordinary_output_says_nothing(part: SecretLeaksMonitor) -> None:
+    assert list(part.on_output(b"Outer Step: 1 | Inner Step: 2\n" * 1000)) == []

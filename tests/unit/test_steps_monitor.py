@@ -1,0 +1,345 @@
+"""The steps part says what the flight record shows, in the documents' words, and no more often than asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.cli.screen import CurveHistory, overview
+from miner_guard.config import Config, GateSettings, LogSettings, MinerSettings, StepSettings
+from miner_guard.detectors import timing
+from miner_guard.detectors.step_time import StepTimes, grade
+from miner_guard.eventlog import catalog
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.eventlog.rendering import json_line
+from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.health.snapshot import assemble, summary
+from miner_guard.monitors.base import Exit, Launch
+from miner_guard.monitors.steps import StepsMonitor
+from miner_guard.rank.environment import find
+from miner_guard.rank.guard import Guard
+from miner_guard.reporting import metrics, report
+from miner_guard.state_dir import StateDir, finite, write_json
+from miner_guard.supervisor.control.service_manager import monitor_values
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import context
+from tests.support.simulated_ranks import headers
+
+
+def make_step(number: int, start: float, seconds: float, **extra: Any) -> StepRecord:
+    """A step record; `phases` and whatever else the test is about in `extra`."""
+    values: dict[str, Any] = {
+        "outer_step": 5, "inner_step": number, "total_steps": number, "wall": 1e9, "loss": 3.0,
+        "lr": 2.1e-5, "grad_norm": None, "eval_loss": None, "allocated_bytes": 18.45 * 1024**3, "reserved_bytes": None,
+        "tokens": None, "flags": 0, "phases": {}, "nested_in_monitor_s": 0.0,
+    }  # fmt: skip
+    return StepRecord(number=number, start=start, end=start + seconds, **{**values, **extra})
+
+
+def drive(part: StepsMonitor, clock: FakeClock, durations: Iterable[float], **extra: Any) -> list[Finding]:
+    """Feed steps one after the other on the part's clock."""
+    seen: list[Finding] = []
+    first = part.snapshot()["total_steps"] or 0
+    for number, seconds in enumerate(durations, first + 1):
+        step = make_step(number, clock.monotonic(), seconds, **extra)
+        clock.advance(seconds)
+        seen += part.on_steps(0, [step])
+    return seen
+
+
+def lines(found: Iterable[Finding], event: str) -> list[str]:
+    return [catalog.message(f) for f in found if f.event == event]
+
+
+def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    seen = drive(part, clock, [15.2, 245.7])
+    assert lines(seen, "inner_step")[0] == (
+        "Outer Step: 5 | Inner Step: 1 | LR: 0.00002100 | Loss: 3.00 | Step Time: 15.2s | GPU Mem: 18.45GB"
+    )
+    assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"]
+
+
+def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    noise = random.Random(1)
+    assert not lines(drive(part, clock, [2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step")
+    slow = [f for f in drive(part, clock, [6.0]) if f.event == "slow_step"]
+    assert slow[0].fields["rule"] == "relative"
+    assert slow[0].fields["median_s"] == pytest.approx(2.0, rel=0.05)
+    again = [f for f in drive(part, clock, [2.0, 7.0]) if f.event == "slow_step"]
+    assert [(f.severity, f.fields["step_time_s"]) for f in again] == [("debug", 7.0)], "for the report, not to be read"
+
+
+def test_steps_with_more_tokens_are_longer_and_not_slow(tmp_path: Path) -> None:
+    """Longer sequences, or a larger batch, after a warm-up; and a step that is slow at that."""
+    clock, noise = FakeClock(), random.Random(1)
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    seen = []
+    for tokens in (4096, 8192, 16384, 2048):
+        durations = [3.0 * tokens / 4096 * noise.gauss(1, 0.03) for _ in range(200)]
+        seen += drive(part, clock, durations, tokens=tokens)
+    assert not [f for f in seen if f.event in ("slow_step", "steps_regressed")]
+    assert lines(drive(part, clock, [4.5], tokens=2048), "slow_step")
+    lasting = drive(part, clock, [30.0] * 100, tokens=16384)
+    assert {f.event for f in lasting} >= {"slow_step", "steps_regressed"}
+
+
+def test_an_upload_inside_a_step_does_not_make_it_slow(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    drive(part, clock, [15.0] * 30)
+    assert not lines(drive(part, clock, [615.0], phases={"upload": 600.0}), "slow_step")
+    assert lines(drive(part, clock, [700.0], phases={"upload": 600.0}), "slow_step")
+
+
+def test_the_recent_steps_are_summed_up_with_their_grade(tmp_path: Path) -> None:
+    clock, config = FakeClock(), Config()
+    config = replace(config, steps=replace(config.steps, breakdown_every=30))
+    part = StepsMonitor(context(tmp_path, clock=clock, config=config))
+    told = lines(drive(part, clock, [15.0] * 20 + [18.0] + [15.0] * 39), "step_summary")
+    assert [words.partition("s p95")[0] for words in told] == ["STEP SUMMARY: p50 15.00"] * 2
+    assert told[-1].endswith("s max 18.00s, grade good")
+
+
+def test_step_lines_are_limited_and_the_number_left_out_is_said(tmp_path: Path) -> None:
+    clock = FakeClock()
+    config = replace(Config(), logs=LogSettings(step_lines_per_s=5))
+    part = StepsMonitor(context(tmp_path, clock=clock, config=config))
+    seen = drive(part, clock, [0.01] * 300)
+    seen += part.on_tick(clock.monotonic(), {})
+    printed = len(lines(seen, "inner_step"))
+    assert 15 <= printed <= 20
+    assert lines(seen, "step_lines_left_out") == [
+        f"{300 - printed} step lines left out (limit 5/s); the flight record has them"
+    ]
+
+
+def test_timing_lines_go_on_where_the_miner_counts_its_steps_from_0_again() -> None:
+    log = timing.TimingLog(StepSettings(fast_log_every=10))
+    said = [n for n, step in enumerate([*range(40), *range(40)]) if log.observe(step, {"monitor": 0.1}, 0.0)]
+    assert said == [10, 20, 30, 40, 50, 60, 70]
+
+
+def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    fast = {"monitor": 0.123, "example_loss": 0.045}
+    seen = drive(part, clock, [15.0] * 199, phases=fast, nested_in_monitor_s=0.045)
+    assert lines(seen, "fast_log")[0] == "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
+    assert len(lines(seen, "fast_log")) == 19
+    full = {"monitor": 8.234, "inference": 6.123, "val_loss": 1.456, "example_loss": 0.345}
+    seen = drive(part, clock, [23.0], phases=full, nested_in_monitor_s=7.924)
+    assert lines(seen, "timing_breakdown") == [
+        "TIMING BREAKDOWN (Step 200):\n"
+        "   Total:          8.234s\n"
+        "   Inference:      6.123s (74.4%)\n"
+        "   Val Loss:       1.456s (17.7%)\n"
+        "   Example Loss:   0.345s (4.2%)\n"
+        "   Overhead:       0.310s (3.8%)"
+    ]
+    assert not lines(seen, "timing_red_flag")
+    assert not lines(seen, "fast_log")
+
+
+@pytest.mark.parametrize(
+    ("phases", "nested", "which"),
+    [
+        ({"monitor": 1.5}, 0.0, "fast log"),
+        ({"monitor": 10.0, "inference": 7.0}, 7.0, "overhead"),
+        ({"monitor": 10.0, "inference": 9.5}, 9.5, "inference"),
+        ({"monitor": 10.0, "inference": 3.0, "val_loss": 6.0}, 9.0, "validation"),
+    ],
+)
+def test_each_red_flag_says_which(tmp_path: Path, phases: Mapping[str, float], nested: float, which: str) -> None:
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    drive(part, clock, [15.0] * 199)
+    seen = drive(part, clock, [25.0], phases=phases, nested_in_monitor_s=nested)
+    assert [f.fields["which"] for f in seen if f.event == "timing_red_flag"] == [which]
+
+
+def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    seen = drive(part, clock, [15.0] * 150 + [30.0] + [15.0] * 48)
+    assert lines(seen, "step_summary") == []
+    seen = drive(part, clock, [15.0] * 200)
+    assert lines(seen, "step_summary") == ["STEP SUMMARY: p50 15.00s p95 15.00s max 30.00s, grade good"]
+
+
+def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -> None:
+    clock = FakeClock()
+    config = replace(Config(), miner=MinerSettings(upload_steps=3), gate=GateSettings(min_inner_step=50))
+    part = StepsMonitor(context(tmp_path, clock=clock, config=config))
+    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
+    clock.advance(100)
+    list(part.on_entry(0, {"kind": "training", "effective_batch_size": 512, "inner_steps_per_outer": 500}))
+    drive(part, clock, [15.0] * 40, phases={"data": 3.0})
+    shot = part.snapshot()
+    assert (shot["p50_s"], shot["p95_s"], shot["max_s"], shot["grade"]) == (15.0, 15.0, 15.0, "good")
+    assert shot["eta_upload_s"] == (51 - 40) * 15
+    assert shot["eta_outer_s"] == 460 * 15
+    assert shot["samples_per_s"] == pytest.approx(512 / 15)
+    assert sum(shot["goodput"].values()) == pytest.approx(1)
+    assert shot["goodput"]["data"] == pytest.approx(120 / 700)
+    assert shot["goodput"]["init"] == pytest.approx(100 / 700)
+
+
+def test_time_lost_to_a_hang_and_to_a_restart_is_told_apart(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
+    drive(part, clock, [10.0] * 20)
+    clock.advance(300)
+    part.on_finding(catalog.make_finding("hang_detected", detail="", culprits=[0], idle_s=300, limit_s=300))
+    list(part.on_exit(Exit(137, 9, True, False, 500)))
+    clock.advance(50)
+    list(part.on_launch(Launch((), 2, 1, clock.monotonic())))
+    clock.advance(50)
+    shares = part.snapshot()["goodput"]
+    assert shares["hang"] == pytest.approx(0.5)
+    assert shares["restart"] == pytest.approx(100 / 600)
+
+
+def test_the_time_after_a_finish_is_not_lost_to_a_restart(tmp_path: Path) -> None:
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
+    drive(part, clock, [10.0] * 20)
+    clock.advance(60)
+    list(part.on_exit(Exit(0, None, False, True, 260)))
+    clock.advance(600)
+    shares = part.snapshot()["goodput"]
+    assert shares["restart"] == 0
+    assert shares["training"] == pytest.approx(1)
+
+
+def test_unknown_stays_unknown(tmp_path: Path) -> None:
+    shot = StepsMonitor(context(tmp_path)).snapshot()
+    assert shot["loss"] is None
+    assert shot["p50_s"] is None
+    assert shot["goodput"] == {}
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.05])
+def test_ordinary_noise_is_silent_and_each_slow_step_is_found(noise: float) -> None:
+    source = random.Random(7)
+    judge = StepTimes(StepSettings())
+    false = sum(judge.observe(15 * source.gauss(1, noise)) is not None for _ in range(10_000))
+    assert false == 0
+    found = 0
+    for _ in range(100):
+        for _ in range(20):
+            judge.observe(15 * source.gauss(1, noise))
+        found += judge.observe(15 * 1.8) is not None
+    assert found == 100
+
+
+def test_a_slow_step_that_evaluates_too_is_found_before_there_are_others_of_its_kind() -> None:
+    """Guards against a slow step that hides behind the first evaluation: nothing was there to compare it with."""
+    for scheduled, step_s, slow in ((0.9, 1.9, False), (9.0, 10.0, False), (0.9, 8.9, True)):
+        judge = StepTimes(StepSettings())
+        assert not any(judge.observe(1.0) for _ in range(29))
+        found = judge.observe(step_s, "inference+val_loss", scheduled)
+        assert (found is not None) == slow
+        if found is not None:
+            assert found.seconds == step_s
+
+
+def test_grades_are_source_004s() -> None:
+    settings = StepSettings()
+    assert [grade(s, settings) for s in (15.2, 30.0, 50.0, 245.7)] == ["good", "acceptable", "poor", "bad"]
+
+
+def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
+    part = StepsMonitor(context(tmp_path))
+    now: dict[int, Now] = {}
+    assert not list(part.on_tick(0.0, now))
+
+
+def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> None:
+    """From `with guard.phase(…)` in a rank, through the flight record, to the words on the console."""
+    clock = FakeClock()
+    state = StateDir(tmp_path)
+    guard = Guard(find({"RANK": "0", "WORLD_SIZE": "1"}, state.root), clock.monotonic)
+
+    def spend(name: str, seconds: float) -> None:
+        with guard.phase(name):
+            clock.advance(seconds)
+
+    for step in range(1, 201):
+        spend("forward", 15.0)
+        with guard.phase("monitor"):
+            clock.advance(0.078)
+            spend("example_loss", 0.045)
+            if step == 200:
+                spend("inference", 6.123)
+                spend("val_loss", 1.456)
+        guard.step(outer_step=56, inner_step=step, loss=3.4, lr=2.1e-5)
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    seen = list(part.on_steps(0, list(FlightReader(state.flight_of(0)).steps())))
+    assert set(lines(seen, "fast_log")) == {"Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"}
+    assert len(lines(seen, "fast_log")) == 19
+    block = lines(seen, "timing_breakdown")[0].splitlines()
+    assert block[0] == "TIMING BREAKDOWN (Step 200):"
+    assert block[2] == "   Inference:      6.123s (79.5%)"
+    assert block[5] == "   Overhead:       0.078s (1.0%)"
+    assert not lines(seen, "timing_red_flag")
+    assert part.snapshot()["goodput"]["monitoring"] == pytest.approx((200 * 0.123 + 7.579) / (200 * 15.123 + 7.579))
+
+
+def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Path) -> None:
+    """Guards against a node that is silent to its end, because a rank that went to another node still leads."""
+    part = StepsMonitor(context(tmp_path))
+    list(part.on_steps(0, [make_step(1, 0.0, 15.0)]))
+    list(part.on_tick(16.0, headers(4, 5)))
+    assert lines(part.on_steps(4, [make_step(2, 15.0, 15.0)]), "inner_step")
+    assert part.snapshot()["inner_step"] == 2
+
+
+def test_a_loss_that_is_no_number_is_said_everywhere_in_the_same_word(tmp_path: Path) -> None:
+    """Guards against `loss ?` and null while the loss is NaN: they say that nothing was measured."""
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    (line,) = [f for f in drive(part, clock, [1.0], loss=math.nan, grad_norm=math.inf) if f.event == "inner_step"]
+    assert " | Loss: NaN | " in catalog.message(line)
+    record = json.loads(json_line({**line.fields}))
+    assert (record["loss"], record["grad_norm"], record["eval_loss"]) == ("NaN", "Infinity", None)
+    steps = json.loads(json.dumps(finite(part.snapshot()), allow_nan=False))
+    status = {"state": "running", "steps": steps}
+    assert "loss NaN" in summary(assemble(status, None, None, {"cpu_pct": None, "memory_bytes": None}, {}))
+    assert any(row.startswith("loss   NaN") for row in overview(status, CurveHistory(), 80, min_inner_step=50))
+    assert monitor_values(status)["Loss"] == "NaN"
+    exposition = metrics.text(status, version="1", age_s=0.0)
+    assert b"minerguard_loss NaN" in exposition
+    assert b"minerguard_gradient_norm +Inf" in exposition
+    write_json(StateDir(tmp_path).status, status)
+    assert re.search("NaN.{0,40}loss|loss.{0,40}NaN", report.render(StateDir(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "remark"),
+    [
+        (0, ""),
+        (2 << layout.LOSS_LAG_SHIFT, " (of step 82)"),
+        (layout.FLAG_LOSS_SUMMED, " (sum of what went into backward)"),
+    ],
+)
+def test_a_loss_that_is_not_simply_the_steps_own_says_so(tmp_path: Path, flags: int, remark: str) -> None:
+    """Guards against a loss of another step, or of several objectives, that reads like the step's own."""
+    part = StepsMonitor(context(tmp_path))
+    (line,) = lines(part.on_steps(0, [make_step(84, 0.0, 15.0, flags=flags)]), "inner_step")
+    assert f"| Loss: 3.00{remark} |" in line

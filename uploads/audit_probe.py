@@ -1,0 +1,116 @@
+"""The child that fetches what a validator fetches: `python -m uploads.audit_probe`, see `uploads.audit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import RepoSettings
+from miner_guard.system import probe
+from uploads.repos import open_repo
+from uploads.repos.base import LOOKS, Damaged, Missing, ObjectInfo, Refused, Repo, RepoError, Unreadable, parsed
+from validators import block_list
+from validators.metadata import mixed
+
+_WILDCARD = "*"
+
+
+def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
+    """`metadata.json`, the epoch's `config.json` and `gradients.pt`, which is stored under `folder`.
+
+    Raises RepoError, and Damaged for a document that no validator can read either.
+
+    `keys` have `{outer_step}`; where the epoch is not said, it is what metadata.json names. A gradients.pt of more
+    than `max_bytes` is not fetched.
+    """
+    for _ in range(LOOKS):
+        answer, entry = _looked(repo, request)
+        metadata = answer["metadata"] or {}
+        if entry is None or metadata.get("outer_step") != answer["outer_step"]:
+            break
+        if mixed(metadata, entry.size_bytes, entry.checksum) is None:
+            break
+    most = request["max_bytes"]
+    if entry is None or (most is not None and entry.size_bytes > most):
+        return {**answer, "file": None}
+    path = Path(request["folder"]) / "gradients.pt"
+    path.write_bytes(repo.get(entry.key, limit=max(entry.size_bytes, 1)))
+    return {**answer, "file": str(path), "fetched_bytes": answer["fetched_bytes"] + entry.size_bytes}
+
+
+def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], ObjectInfo | None]:
+    """The answer but for the gradients' bytes, and the gradients' entry where there is one."""
+    keys = request["keys"]
+    metadata, size = _document(repo, keys.get("metadata"))
+    outer = request["outer_step"]
+    outer = outer if outer is not None else (metadata or {}).get("outer_step")
+    if outer is None:
+        return {"metadata": metadata, "outer_step": None, "fetched_bytes": size}, None
+    names = {**request["names"], "outer_step": outer}
+    config, more = _document(repo, _filled(keys.get("config"), names))
+    gradients = _filled(keys["gradients"], names) or ""
+    try:
+        entry = _newest(repo, gradients)
+    except Unreadable as refusal:
+        raise Damaged(f"{gradients}: {refusal}") from refusal
+    answer = {
+        "metadata": metadata, "config": _read_of(config, names.get("uid")), "outer_step": outer,
+        "fetched_bytes": size + more,
+    }  # fmt: skip
+    if entry is None:
+        return {**answer, "empty": True, "key": _filled(keys["gradients"], names)}, None
+    answer |= {"key": entry.key, "age_s": entry.age_s, "size_bytes": entry.size_bytes, "checksum": entry.checksum}
+    return answer, entry
+
+
+def _document(repo: Repo, key: str | None) -> tuple[dict[str, Any] | None, int]:
+    if key is None:
+        return None, 0
+    try:
+        data = repo.get(key)
+    except Missing:
+        return None, 0
+    except Unreadable as refusal:
+        raise Damaged(f"{key}: {refusal}") from refusal
+    return parsed(key, data), len(data)
+
+
+def _read_of(config: dict[str, Any] | None, uid: int | None) -> dict[str, Any] | None:
+    """Of config.json what is read of it here: a block list may be long."""
+    reduced = block_list.reduced(config, uid)
+    if config is None or reduced is None:
+        return None
+    return {**reduced, "last_allreduce_block": config.get("last_allreduce_block")}
+
+
+def _filled(pattern: str | None, names: dict[str, Any]) -> str | None:
+    return None if pattern is None else pattern.format(**names)
+
+
+def _newest(repo: Repo, key: str) -> ObjectInfo | None:
+    if _WILDCARD not in key:
+        try:
+            return repo.head(key)
+        except Missing:
+            return None
+    before, _, after = key.partition(_WILDCARD)
+    found = [entry for entry in repo.list(before) if entry.key.endswith(after)]
+    return min(found, key=lambda entry: entry.age_s, default=None)
+
+
+def main() -> None:
+    """Answer with what `fetch` says; `damaged` where a document is unreadable, `refused` where the bucket is."""
+    request = probe.request()
+    settings = request["repo"]
+    try:
+        probe.reply(fetch(open_repo(RepoSettings(**settings)), request))
+    except Damaged as damage:
+        probe.reply({"damaged": str(damage)})
+    except Refused as refusal:
+        probe.reply({"refused": str(refusal)})
+    except RepoError as error:
+        probe.reply(error=str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Finishes an upload whose publisher was killed while it showed the new revision: `python -m uploads.recovery_process`.
+
+It waits on its stdin, which the publisher holds open. At its end the journal tells whether there is something to
+finish. The publisher's lock is inherited, so that no other publisher comes in between.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from miner_guard.config import RepoSettings
+from uploads.journal import COMMITTING, Journal
+from uploads.publisher import Publisher, Retry
+from uploads.repos import open_repo
+
+_DEADLINE_S = 120.0
+
+
+def start(settings: dict[str, object], journal: Path, lock: int) -> subprocess.Popen[bytes]:
+    """Start the companion of this process. Its stdin, open as long as this process lives, is its lifeline."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "uploads.recovery_process"],
+        stdin=subprocess.PIPE,
+        # Not the publisher's, which its caller reads to the end: that would be the companion's.
+        stdout=subprocess.DEVNULL,
+        pass_fds=(lock,),
+        # Of its own session: what ends the publisher's group must not end the one who cleans up after it.
+        start_new_session=True,
+    )
+    assert child.stdin is not None
+    child.stdin.write(json.dumps({"repo": settings, "journal": str(journal)}).encode() + b"\n")
+    child.stdin.flush()
+    return child
+
+
+def main() -> None:
+    """Wait for the publisher's end, then finish what it left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    request = json.loads(sys.stdin.readline())
+    sys.stdin.read()
+    journal = Journal(Path(request["journal"]))
+    left = journal.read()
+    if left is None or left["phase"] != COMMITTING:
+        return
+    repo = open_repo(RepoSettings(**request["repo"]))
+    line = Publisher(repo, journal, _say, Retry(deadline_s=_DEADLINE_S)).recover()
+    if line is not None:
+        _say(line)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""The probe that looks at the published repo: `python -m uploads.repos.state_probe`, see `miner_guard.system.probe`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from miner_guard.config import RepoSettings
+from miner_guard.system import probe
+from uploads.repos import open_repo
+from uploads.repos.base import RepoError
+
+
+def main() -> None:
+    """Answer with the fields of `Published`."""
+    settings = RepoSettings(**probe.request()["repo"])
+    try:
+        probe.reply(dataclasses.asdict(open_repo(settings).state()))
+    except RepoError as error:
+        probe.reply(error=str(error))
+
+
+if __name__ == "__main__":
+    main()
