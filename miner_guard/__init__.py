@@ -17,7 +17,14 @@ _HOMES = {
     "init": "miner_guard.rank.guard",
 }
 
-__all__ = ["GateDecision", "Guard", "MonitoringCostTracker", "__version__", "get_global_tracker", "init"]
+__all__ = [
+    "GateDecision",
+    "Guard",
+    "MonitoringCostTracker",
+    "__version__",
+    "get_global_tracker",
+    "init",
+]
 
 if TYPE_CHECKING:
     from miner_guard.costs.tracker import MonitoringCostTracker, get_global_tracker

@@ -1,8 +1,9 @@
 """Checkpoints of a sharded run: complete or absent, never half.
 
-Written by torch.distributed.checkpoint into a draft folder, asynchronously; when every rank's part is there, rank 0
-writes a manifest (sizes and crc32 of the files) and renames the folder to `step-00000060`. What carries that name is
-whole; what a death leaves behind carries another and is swept at the next start. All ranks must see one folder.
+Written by torch.distributed.checkpoint into a draft folder, asynchronously; when every rank's part
+is there, rank 0 writes a manifest (sizes and crc32 of the files) and renames the folder to
+`step-00000060`. What carries that name is whole; what a death leaves behind carries another and is
+swept at the next start. All ranks must see one folder.
 """
 
 from __future__ import annotations
@@ -53,15 +54,21 @@ class CheckpointError(Exception):
 
 
 class Checkpointer:
-    """Saves every `every` steps and on request, keeps the last `keep`, resumes the newest whole one.
+    """Saves every `every` steps and on request, keeps the last `keep`, resumes the newest whole
+    one.
 
-    Every method but `request` is collective: each rank calls it at the same place. Making one makes a gloo group,
-    which the writing threads have for themselves; with NCCL the default group must be `cpu:gloo,cuda:nccl`.
-    `on_saved` is called on rank 0, from the writing thread.
+    Every method but `request` is collective: each rank calls it at the same place. Making one makes
+    a gloo group, which the writing threads have for themselves; with NCCL the default group must be
+    `cpu:gloo,cuda:nccl`. `on_saved` is called on rank 0, from the writing thread.
     """
 
     def __init__(
-        self, folder: Path, *, every: int, keep: int = 2, on_saved: Callable[[Saved], None] = lambda _saved: None
+        self,
+        folder: Path,
+        *,
+        every: int,
+        keep: int = 2,
+        on_saved: Callable[[Saved], None] = lambda _saved: None,
     ) -> None:
         if every < 1 or keep < 1:
             raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
@@ -85,11 +92,13 @@ class Checkpointer:
         self._requested = True
 
     def due(self, step: int, *, asked: bool = False) -> bool:
-        """Is a checkpoint due after `step`? The same on every rank if `asked` is, and `request` was called alike."""
+        """Is a checkpoint due after `step`? The same on every rank if `asked` is, and `request` was
+        called alike."""
         return step % self._every == 0 or asked or self._requested
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Begin to write `state` (tensors, DTensors, numbers). Waits for the one before, not for this one.
+        """Begin to write `state` (tensors, DTensors, numbers). Waits for the one before, not for
+        this one.
 
         Raises CheckpointError where the one before could not be written.
         """
@@ -106,14 +115,17 @@ class Checkpointer:
         self._pending = self._writer.submit(self._finish, written, draft, step, start)
 
     def wait(self) -> None:
-        """Until the checkpoint in writing is complete. Raises CheckpointError where it could not be written."""
+        """Until the checkpoint in writing is complete. Raises CheckpointError where it could not be
+        written."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         try:
             pending.result()
         except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"no checkpoint was written: {error}; check space in {self._folder}") from error
+            raise CheckpointError(
+                f"no checkpoint was written: {error}; check space in {self._folder}"
+            ) from error
 
     def close(self) -> None:
         """`wait`, and end the writing thread."""
@@ -121,7 +133,8 @@ class Checkpointer:
         self._writer.shutdown()
 
     def _finish(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
-        # A rank's future is done when every rank's part and the common index are: torch gathers the results.
+        # A rank's future is done when every rank's part and the common index are: torch gathers the
+        # results.
         written.result()
         if self._rank != 0:
             return
@@ -137,12 +150,16 @@ class Checkpointer:
         self._on_saved(Saved(path, step, size, time.monotonic() - start))
 
     def resume(
-        self, state: dict[str, Any], which: str = "latest", on_skipped: Callable[[Skipped], None] = lambda _s: None
+        self,
+        state: dict[str, Any],
+        which: str = "latest",
+        on_skipped: Callable[[Skipped], None] = lambda _s: None,
     ) -> Path | None:
-        """Load a checkpoint into `state`, in place: the newest whole one, or the one named `step-…`.
+        """Load a checkpoint into `state`, in place: the newest whole one, or the one named
+        `step-…`.
 
-        None where there is none. Damaged ones are skipped, each said through `on_skipped` on rank 0. Raises
-        CheckpointError for a named one that is damaged or not there.
+        None where there is none. Damaged ones are skipped, each said through `on_skipped` on rank
+        0. Raises CheckpointError for a named one that is damaged or not there.
         """
         while True:
             path = self._agree(self._choose(which, on_skipped) if self._rank == 0 else None)
@@ -157,7 +174,9 @@ class Checkpointer:
                 on_skipped(Skipped(path, reason))
                 os.replace(path, path.with_name(f"damaged-{path.name}"))
 
-    def _choose(self, which: str, on_skipped: Callable[[Skipped], None]) -> Path | CheckpointError | None:
+    def _choose(
+        self, which: str, on_skipped: Callable[[Skipped], None]
+    ) -> Path | CheckpointError | None:
         if which != "latest":
             path = self._folder / which
             reason = damage(path)
@@ -182,7 +201,10 @@ class Checkpointer:
         try:
             load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - any failure is a reason to take another, and is said
-            reason = f"cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            reason = (
+                f"cannot be loaded: {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}"
+            )
         reasons: list[str | None] = [reason]
         if self._group is not None:
             reasons = [None] * dist.get_world_size(self._group)
@@ -195,12 +217,16 @@ class Checkpointer:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a complete checkpoint's files, by its manifest; None where all are as written."""
+    """What is wrong with a complete checkpoint's files, by its manifest; None where all are as
+    written."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its manifest cannot be read ({error}); it was not finished, or not written by miner-guard"
+        return (
+            f"its manifest cannot be read ({error}); it was not finished, or not written by "
+            "miner-guard"
+        )
     for name, facts in files.items():
         file = path / name
         if not file.is_file():
@@ -213,7 +239,8 @@ def damage(path: Path) -> str | None:
 
 
 def _unname(checkpoint: Path) -> Path:
-    """Take the name from a checkpoint that goes: a death while it is removed leaves no half under a good name."""
+    """Take the name from a checkpoint that goes: a death while it is removed leaves no half under a
+    good name."""
     unnamed = checkpoint.with_name(f"{_DRAFT}old-{checkpoint.name}")
     shutil.rmtree(unnamed, ignore_errors=True)
     os.replace(checkpoint, unnamed)
@@ -228,8 +255,13 @@ def _seal(draft: Path, step: int) -> int:
     files = {}
     for file in sorted(p for p in draft.rglob("*") if p.is_file()):
         _fsync(file)
-        files[str(file.relative_to(draft))] = {"size_bytes": file.stat().st_size, "crc32": _crc32(file)}
-    (draft / MANIFEST).write_text(json.dumps({"step": step, "written": time.time(), "files": files}))
+        files[str(file.relative_to(draft))] = {
+            "size_bytes": file.stat().st_size,
+            "crc32": _crc32(file),
+        }
+    (draft / MANIFEST).write_text(
+        json.dumps({"step": step, "written": time.time(), "files": files})
+    )
     _fsync(draft / MANIFEST)
     _fsync(draft)
     return sum(f["size_bytes"] for f in files.values())

@@ -18,7 +18,8 @@ CONFIG = 78
 
 
 class Refused(Exception):
-    """A command can't be done. The message is for people: what happened, the value seen, what to do."""
+    """A command can't be done. The message is for people: what happened, the value seen, what to
+    do."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

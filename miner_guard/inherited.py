@@ -1,7 +1,9 @@
-"""What a process inherits from whoever started it, and what the guard can't work with: put right before anything else.
+"""What a process inherits from whoever started it, and what the guard can't work with: put right
+before anything else.
 
-Signals that the parent blocked or ignores, and standard streams that it closed. Without this a stop is never
-heard, the end of the miner goes unnoticed, or the lock file is opened as descriptor 1 and printed into.
+Signals that the parent blocked or ignores, and standard streams that it closed. Without this a stop
+is never heard, the end of the miner goes unnoticed, or the lock file is opened as descriptor 1 and
+printed into.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import sys
 
 
 def settle_signals() -> None:
-    """Let through every signal that the parent blocked, and take back what it ignores and the guard needs."""
+    """Let through every signal that the parent blocked, and take back what it ignores and the guard
+    needs."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # Ignored, the kernel would reap the miner itself, and its exit code were lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

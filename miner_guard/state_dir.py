@@ -47,7 +47,8 @@ class StateDir:
         return self.flight / f"rank-{rank:04d}.bin"
 
     def stacks_of(self, rank: int) -> Path:
-        """Where a rank writes its threads' stacks when it is asked to (`rank.stacks.STACKS_SIGNAL`)."""
+        """Where a rank writes its threads' stacks when it is asked to
+        (`rank.stacks.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
 
     def collectives_of(self, rank: int) -> Path:
@@ -73,7 +74,8 @@ class StateDir:
 
     @property
     def watched(self) -> Path:
-        """The repo and chain that the guard here watches or last watched (`uploads.remembered_settings`)."""
+        """The repo and chain that the guard here watches or last watched
+        (`uploads.remembered_settings`)."""
         return self.root / "watched.json"
 
     @property
@@ -108,14 +110,15 @@ class StateDir:
 
 
 class ForeignLink(RuntimeError):
-    """The way to the state directory leads over another user's symlink; the message names it and its owner."""
+    """The way to the state directory leads over another user's symlink; the message names it and
+    its owner."""
 
 
 def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
     """The state directory by flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME`, home; in that order.
 
-    Symlinks are resolved, so that one directory has one name. Raises ForeignLink for a symlink of another user,
-    RuntimeError where no directory is given and there is no home.
+    Symlinks are resolved, so that one directory has one name. Raises ForeignLink for a symlink of
+    another user, RuntimeError where no directory is given and there is no home.
     """
     if explicit := flag or env.get("MINER_GUARD_STATE_DIR"):
         return StateDir(_resolved(Path(explicit).expanduser().absolute()))
@@ -141,17 +144,21 @@ def _resolved(path: Path, links: int = 40) -> Path:
 
 
 def foreign_link(path: Path) -> int | None:
-    """The owner of the symlink at `path` where that is neither this user nor root; None for anything else."""
+    """The owner of the symlink at `path` where that is neither this user nor root; None for
+    anything else."""
     try:
         seen = path.lstat()
     except OSError:
         return None
-    return seen.st_uid if stat.S_ISLNK(seen.st_mode) and seen.st_uid not in (os.geteuid(), 0) else None
+    return (
+        seen.st_uid if stat.S_ISLNK(seen.st_mode) and seen.st_uid not in (os.geteuid(), 0) else None
+    )
 
 
 PRIVATE_FOLDER = 0o700
 PRIVATE_FILE = 0o600
-"""What the guard writes quotes logs, stacks and command lines: for its own user only, whatever the umask."""
+"""What the guard writes quotes logs, stacks and command lines: for its own user only, whatever the
+umask."""
 
 
 def make_folder(path: Path) -> None:
@@ -167,12 +174,14 @@ def make_folder(path: Path) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open one of the guard's own files, and take it from other users where it was readable by them.
+    """Open one of the guard's own files, and take it from other users where it was readable by
+    them.
 
-    Raises OSError: also for another user's symlink (ELOOP), and for a pipe or device (EINVAL), which could hang the
-    writer.
+    Raises OSError: also for another user's symlink (ELOOP), and for a pipe or device (EINVAL),
+    which could hang the writer.
     """
-    # O_NONBLOCK: the open itself must not wait for the other end of a pipe. It changes nothing for a file.
+    # O_NONBLOCK: the open itself must not wait for the other end of a pipe. It changes nothing for
+    # a file.
     flags |= os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW, PRIVATE_FILE)
@@ -212,14 +221,16 @@ def write_private(path: Path, data: bytes) -> None:
 def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
     """Replace `path` by `text` so that a reader sees the old or the new whole. Raises OSError.
 
-    `mode` 0o666 leaves it to the umask who may read it: for files that people ask for by their path.
+    `mode` 0o666 leaves it to the umask who may read it: for files that people ask for by their
+    path.
     """
     make_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with open(fd, "wb") as file:
-            # A path or an argument may hold bytes that are no UTF-8; Python carries them as lone surrogates.
+            # A path or an argument may hold bytes that are no UTF-8; Python carries them as lone
+            # surrogates.
             file.write(text.encode("utf-8", "replace"))
         os.replace(draft, path)
     except OSError:
@@ -241,7 +252,8 @@ def read_json(path: Path) -> Any | None:
 
 
 ROOM_TO_RESUME = 64 * 1024
-"""Free bytes from which on a full disk is full no more: a short line may fit where a longer one did not."""
+"""Free bytes from which on a full disk is full no more: a short line may fit where a longer one did
+not."""
 
 
 def is_full(error: OSError) -> bool:
@@ -256,7 +268,8 @@ def has_room(where: int | Path) -> bool:
 
 
 def is_at(path: Path, fd: int) -> bool:
-    """Whether the open file is still the one at `path`, neither removed nor replaced. Raises OSError."""
+    """Whether the open file is still the one at `path`, neither removed nor replaced. Raises
+    OSError."""
     try:
         seen, held = os.stat(path), os.fstat(fd)
     except FileNotFoundError:
@@ -266,13 +279,16 @@ def is_at(path: Path, fd: int) -> bool:
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged file of ours out of the way; returns its new path. Raises OSError."""
-    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{time.monotonic_ns() % 10**6:06d}")
+    aside = path.with_name(
+        f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
+    )
     os.replace(path, aside)
     return aside
 
 
 def json_number(value: float | None) -> float | str | None:
-    """A measured number that JSON has no word for as `NaN`, `Infinity` or `-Infinity`: null says "not measured"."""
+    """A measured number that JSON has no word for as `NaN`, `Infinity` or `-Infinity`: null says
+    "not measured"."""
     if value is None or value - value == 0:
         return value
     return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"

@@ -17,7 +17,8 @@ hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's background job ignores SIGINT, and so would every program that the tests start and interrupt.
+    # A shell's background job ignores SIGINT, and so would every program that the tests start and
+    # interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -35,13 +35,17 @@ _95 = 1.959964
 
 _BUSY = (
     "[rank{r}]: allreduce of 128 MB took {ms} ms",
-    "Outer Step: 56 | Inner Step: {n} | LR: 0.00002100 | Loss: 3.{ms} | Step Time: 15.2s | GPU Mem: 18.45GB",
+    (
+        "Outer Step: 56 | Inner Step: {n} | LR: 0.00002100 | Loss: 3.{ms} | Step Time: "
+        "15.2s | GPU Mem: 18.45GB"
+    ),
     "2026-01-02 03:04:05.678 | INFO     | train:loop:{n} - fetched {ms} pages",
     "GPU {r}: 71 C, 312 W, 18.3 / 24.0 GB",
     "{n}/90000 [1:02:03<9:08:07,  2.1s/it]",
 )
 _QUIET = tuple(line for line in _BUSY if "Loss" not in line)
-"""What other ranks print while one fails: not the steps that would show that training got over it."""
+"""What other ranks print while one fails: not the steps that would show that training got over
+it."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,13 @@ def load(path: Path) -> list[Excerpt]:
             rows = tomllib.loads(text)["excerpt"]
         else:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        excerpts = [Excerpt(r["label"], r["text"], r.get("source", "")) for r in rows if "skip" not in r]
+        excerpts = [
+            Excerpt(r["label"], r["text"], r.get("source", "")) for r in rows if "skip" not in r
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadFile(f"{path}: {error!r}; it needs entries with `label` and `text`, as TOML or JSON lines") from error
+        raise BadFile(
+            f"{path}: {error!r}; it needs entries with `label` and `text`, as TOML or JSON lines"
+        ) from error
     known = {BENIGN, *knowledge.load().labels}
     if unknown := sorted({e.label for e in excerpts} - known):
         raise BadFile(f"{path}: unknown label {unknown[0]}; known: {', '.join(sorted(known))}")
@@ -101,7 +109,8 @@ def buried(excerpt: Excerpt) -> str:
 
 
 def after_teardown(excerpt: Excerpt) -> str:
-    """Followed by the other ranks' words and torchrun's; a benign text has no such end, and stays as it is."""
+    """Followed by the other ranks' words and torchrun's; a benign text has no such end, and stays
+    as it is."""
     if excerpt.label == BENIGN:
         return excerpt.text
     others = [CONSEQUENCES[rank % len(CONSEQUENCES)].format(rank=rank) for rank in range(1, 4)]
@@ -123,8 +132,13 @@ def answers(excerpts: Sequence[Excerpt], setting: Callable[[Excerpt], str]) -> l
 def rows(excerpts: Sequence[Excerpt], answered: Sequence[str]) -> list[Row]:
     """Figures by label, in the order of their names."""
     labelled, given = Counter(e.label for e in excerpts), Counter(answered)
-    right = Counter(e.label for e, answer in zip(excerpts, answered, strict=True) if e.label == answer)
-    return [Row(label, right[label], labelled[label], given[label]) for label in sorted({*labelled, *given})]
+    right = Counter(
+        e.label for e, answer in zip(excerpts, answered, strict=True) if e.label == answer
+    )
+    return [
+        Row(label, right[label], labelled[label], given[label])
+        for label in sorted({*labelled, *given})
+    ]
 
 
 def wilson(right: int, of: int) -> tuple[float, float]:
@@ -154,7 +168,8 @@ def summary(excerpts: Sequence[Excerpt], answered: Sequence[str]) -> str:
     missed = sum(answer == BENIGN for _, answer in faults)
     quiet = [answer for label, answer in pairs if label == BENIGN]
     return (
-        f"root cause right {_share(right, len(faults))}, wrong {len(faults) - right - missed}, none {missed}; "
+        f"root cause right {_share(right, len(faults))}, wrong {len(faults) - right - missed}, "
+        f"none {missed}; "
         f"benign texts alarmed {sum(answer != BENIGN for answer in quiet)} of {len(quiet)}"
     )
 
@@ -167,14 +182,20 @@ def _share(right: int, of: int) -> str:
 
 
 def _busy(chance: random.Random, lines: Sequence[str]) -> str:
-    return chance.choice(lines).format(r=chance.randrange(8), n=chance.randrange(10, 90), ms=chance.randrange(100, 999))
+    return chance.choice(lines).format(
+        r=chance.randrange(8), n=chance.randrange(10, 90), ms=chance.randrange(100, 999)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the figures of one file; 0 once they are printed, 2 where the file can't be used."""
-    parser = argparse.ArgumentParser(prog="python -m tests.diagnosis", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.diagnosis", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("file", type=Path)
-    parser.add_argument("--wrong", action="store_true", help="list each text that was not named right")
+    parser.add_argument(
+        "--wrong", action="store_true", help="list each text that was not named right"
+    )
     given = parser.parse_args(arguments)
     try:
         excerpts = load(given.file)

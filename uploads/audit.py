@@ -69,35 +69,54 @@ class AuditReport:
         return make_finding(_EVENTS[self.outcome], **fields)
 
 
-def look(repo: RepoSettings, on: ChainSettings, limits: Limits, model: Shapes | None) -> AuditReport:
-    """Look at the chain, where one is configured, and audit the repo by what it says. Never raises."""
+def look(
+    repo: RepoSettings, on: ChainSettings, limits: Limits, model: Shapes | None
+) -> AuditReport:
+    """Look at the chain, where one is configured, and audit the repo by what it says. Never
+    raises."""
     if on.network is None:
         return run(repo, limits, Network(reason="no [chain] configured"), model=model)
     seen = chain.look(on)
     ahead = progress(repo, limits, seen.master_commitment)
-    network = network_of(seen, ahead, time.monotonic(), limits.commitment_form, on.blocks_per_allreduce)
+    network = network_of(
+        seen, ahead, time.monotonic(), limits.commitment_form, on.blocks_per_allreduce
+    )
     return run(repo, limits, network, seen.commitment, model=model)
 
 
 def run(
-    repo: RepoSettings, limits: Limits, network: Network, commitment: str | None = None, *,
-    model: Shapes | None = None, deadline_s: float = FETCH_S, python: str = sys.executable,
-) -> AuditReport:  # fmt: skip
-    """Audit the repo. `commitment` is what the hotkey has committed on chain, where that is known. Never raises.
+    repo: RepoSettings,
+    limits: Limits,
+    network: Network,
+    commitment: str | None = None,
+    *,
+    model: Shapes | None = None,
+    deadline_s: float = FETCH_S,
+    python: str = sys.executable,
+) -> AuditReport:
+    """Audit the repo. `commitment` is what the hotkey has committed on chain, where that is known.
+    Never raises.
 
     `model`: the shapes that the gradients must fit, where they are known.
     """
     start = time.monotonic()
     if repo.kind == "none":
         return AuditReport(
-            "unknown", "no repo is configured; give -c or --state-dir as `run` had it, or set [repo] kind"
+            "unknown",
+            "no repo is configured; give -c or --state-dir as `run` had it, or set [repo] kind",
         )
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
     access = _Access(keys, (configured(repo) or {}).get("R2_ACCOUNT_ID"))
     if keys is not None and placeholder(commitment or "", limits.commitment_form):
-        words = "the commitment on chain is filled with x, which validators read as no keys; the miner has to commit"
+        words = (
+            "the commitment on chain is filled with x, which validators read as no keys; "
+            "the miner has to commit"
+        )
         return AuditReport(
-            "rejected", words, (Verdict("commitment", "block", None, None, words),), credentials="commitment"
+            "rejected",
+            words,
+            (Verdict("commitment", "block", None, None, words),),
+            credentials="commitment",
         )
     try:
         _sweep()
@@ -108,7 +127,11 @@ def run(
 
             return _audited(repo, limits, network, access, Path(folder), start, deadline_s, inspect)
     except OSError as error:
-        return AuditReport("unknown", f"no place for the files: {error.strerror or error}", credentials=access.whose)
+        return AuditReport(
+            "unknown",
+            f"no place for the files: {error.strerror or error}",
+            credentials=access.whose,
+        )
 
 
 def _sweep() -> None:
@@ -141,23 +164,44 @@ class _Access:
         if refused is not None:
             return f"the keys committed on chain open nothing ({refused}); commit those in use"
         if self.own_account is not None and self.keys["R2_ACCOUNT_ID"] != self.own_account:
-            return f"the account committed on chain is not the one in use and gives no answer ({reason}); commit again"
+            return (
+                "the account committed on chain is not the one in use and gives no answer "
+                f"({reason}); commit again"
+            )
         return None
 
 
 def _audited(
-    repo: RepoSettings, limits: Limits, network: Network, access: _Access, folder: Path, start: float,
-    deadline_s: float, inspect: Inspect,
-) -> AuditReport:  # fmt: skip
+    repo: RepoSettings,
+    limits: Limits,
+    network: Network,
+    access: _Access,
+    folder: Path,
+    start: float,
+    deadline_s: float,
+    inspect: Inspect,
+) -> AuditReport:
     def ended(outcome: str, rule: str, words: str) -> AuditReport:
         verdicts = () if outcome == "unknown" else (Verdict(rule, "block", None, None, words),)
         return AuditReport(
-            outcome, words, verdicts, seconds=round(time.monotonic() - start, 2), credentials=access.whose
+            outcome,
+            words,
+            verdicts,
+            seconds=round(time.monotonic() - start, 2),
+            credentials=access.whose,
         )
 
     limits = in_force(limits, network)
     epoch = audit.epoch_scored(None, network.outer_step, network.blocks_since_allreduce, limits)
-    answer = _fetch(repo, limits, network, access.keys, None if epoch is None else epoch.outer_step, folder, deadline_s)
+    answer = _fetch(
+        repo,
+        limits,
+        network,
+        access.keys,
+        None if epoch is None else epoch.outer_step,
+        folder,
+        deadline_s,
+    )
     fetched = answer.value if isinstance(answer.value, Mapping) else {}
     refused = fetched.get("refused")
     if refused is not None or answer.reason is not None or not fetched:
@@ -170,7 +214,9 @@ def _audited(
     epoch = epoch or audit.epoch_scored(fetched.get("outer_step"), None, None, limits)
     if epoch is None:
         return ended(
-            "rejected", "repo_age", "nothing is published: metadata.json is missing or names no outer step; upload"
+            "rejected",
+            "repo_age",
+            "nothing is published: metadata.json is missing or names no outer step; upload",
         )
     facts = _facts(fetched, epoch.outer_step, limits, network, repo, inspect)
     facts = dataclasses.replace(facts, tried=access.keys is not None)
@@ -180,16 +226,25 @@ def _audited(
     words = audit.detail(outcome, verdicts, epoch, seconds, size)
     if limits.read_from is not None:
         words += f"; by {limits.read_from}"
-    return AuditReport(outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, access.whose)
+    return AuditReport(
+        outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, access.whose
+    )
 
 
 def _fetch(
-    repo: RepoSettings, limits: Limits, network: Network, keys: Mapping[str, str] | None, outer_step: int | None,
-    folder: Path, deadline_s: float,
-) -> probe.Answer:  # fmt: skip
+    repo: RepoSettings,
+    limits: Limits,
+    network: Network,
+    keys: Mapping[str, str] | None,
+    outer_step: int | None,
+    folder: Path,
+    deadline_s: float,
+) -> probe.Answer:
     env: Mapping[str, str] = os.environ
     if keys is not None and limits.endpoint is not None:
-        repo = dataclasses.replace(repo, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]))
+        repo = dataclasses.replace(
+            repo, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"])
+        )
     # As a validator: with the committed keys alone, else with ours that can only read.
     if (readers := keys or configured(repo)) is not None:
         env = {**without_secrets(env), **readers}
@@ -199,48 +254,74 @@ def _fetch(
         window = network.block // limits.window_blocks - 1
     most = min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
     request = {
-        "repo": dataclasses.asdict(repo), "outer_step": window if window is not None else outer_step,
-        "names": {"window": window, "uid": network.uid}, "folder": str(folder), "max_bytes": most,
+        "repo": dataclasses.asdict(repo),
+        "outer_step": window if window is not None else outer_step,
+        "names": {"window": window, "uid": network.uid},
+        "folder": str(folder),
+        "max_bytes": most,
         "keys": {
             "metadata": limits.metadata_key or "metadata.json",
             "config": limits.config_key or "epoch-{outer_step}/config.json",
             "gradients": limits.gradients_key or "epoch-{outer_step}/gradients.pt",
         },
-    }  # fmt: skip
+    }
     return probe.ask("uploads.audit_probe", request, deadline_s, env=env)
 
 
 def _facts(
-    fetched: Mapping[str, Any], outer_step: int, limits: Limits, network: Network, repo: RepoSettings,
+    fetched: Mapping[str, Any],
+    outer_step: int,
+    limits: Limits,
+    network: Network,
+    repo: RepoSettings,
     inspect: Inspect,
-) -> Facts:  # fmt: skip
+) -> Facts:
     metadata = fetched.get("metadata")
     inner = read_inner_step(metadata)
     now = time.monotonic()
     published = Published(
-        age_s=fetched.get("age_s"), reason=None, empty=bool(fetched.get("empty")), seen_at=now, outer_step=outer_step,
-        inner_step=inner, size_bytes=fetched.get("size_bytes"), checksum=fetched.get("checksum"), metadata=metadata,
+        age_s=fetched.get("age_s"),
+        reason=None,
+        empty=bool(fetched.get("empty")),
+        seen_at=now,
+        outer_step=outer_step,
+        inner_step=inner,
+        size_bytes=fetched.get("size_bytes"),
+        checksum=fetched.get("checksum"),
+        metadata=metadata,
         config=fetched.get("config"),
-    )  # fmt: skip
+    )
     named = metadata.get("outer_step") if metadata else None
     # The root metadata names the newest step; the epoch that is scored may be the one before.
     outer = named if isinstance(named, int) and not isinstance(named, bool) else outer_step
     # Of the epoch before nothing is said by the inner step that the root metadata names.
     kind = "archive" if inner == 0 and outer == outer_step else "gradient"
     candidate = Candidate(
-        kind, outer, inner if inner is not None else 0, files=_inspected(fetched, limits, inspect),
-        config=fetched.get("config") or {}, metadata=metadata or {},
-    )  # fmt: skip
+        kind,
+        outer,
+        inner if inner is not None else 0,
+        files=_inspected(fetched, limits, inspect),
+        config=fetched.get("config") or {},
+        metadata=metadata or {},
+    )
     own = fingerprint(commitment_of(configured(repo)))
     return Facts(candidate, published, network, now, own, repo.bucket)
 
 
 def _inspected(fetched: Mapping[str, Any], limits: Limits, inspect: Inspect) -> Mapping[str, Any]:
     if fetched.get("empty"):
-        return {"problems": [f"{fetched.get('key')} does not exist; upload for the epoch that is scored"], "params": 0}
+        return {
+            "problems": [
+                f"{fetched.get('key')} does not exist; upload for the epoch that is scored"
+            ],
+            "params": 0,
+        }
     if fetched.get("file") is None:
         size, most = int(fetched.get("size_bytes") or 0), limits.gradients_max_bytes
         if most is not None and size > most:
             return {"size_bytes": size, "problems": [f"{size} bytes, more than a plausible {most}"]}
-        return {"size_bytes": size, "reason": f"{size} bytes, more than the {MAX_BYTES} that an audit fetches"}
+        return {
+            "size_bytes": size,
+            "reason": f"{size} bytes, more than the {MAX_BYTES} that an audit fetches",
+        }
     return inspect(Path(str(fetched["file"])))

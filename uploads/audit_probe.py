@@ -1,4 +1,5 @@
-"""The child that fetches what a validator fetches: `python -m uploads.audit_probe`, see `uploads.audit`."""
+"""The child that fetches what a validator fetches: `python -m uploads.audit_probe`, see
+`uploads.audit`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ from typing import Any
 from miner_guard.config import RepoSettings
 from miner_guard.system import probe
 from uploads.repos import open_repo
-from uploads.repos.base import LOOKS, Damaged, Missing, ObjectInfo, Refused, Repo, RepoError, Unreadable, parsed
+from uploads.repos.base import (
+    LOOKS,
+    Damaged,
+    Missing,
+    ObjectInfo,
+    Refused,
+    Repo,
+    RepoError,
+    Unreadable,
+    parsed,
+)
 from validators import block_list
 from validators.metadata import mixed
 
@@ -16,12 +27,13 @@ _WILDCARD = "*"
 
 
 def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
-    """`metadata.json`, the epoch's `config.json` and `gradients.pt`, which is stored under `folder`.
+    """`metadata.json`, the epoch's `config.json` and `gradients.pt`, which is stored under
+    `folder`.
 
     Raises RepoError, and Damaged for a document that no validator can read either.
 
-    `keys` have `{outer_step}`; where the epoch is not said, it is what metadata.json names. A gradients.pt of more
-    than `max_bytes` is not fetched.
+    `keys` have `{outer_step}`; where the epoch is not said, it is what metadata.json names. A
+    gradients.pt of more than `max_bytes` is not fetched.
     """
     for _ in range(LOOKS):
         answer, entry = _looked(repo, request)
@@ -35,7 +47,11 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
         return {**answer, "file": None}
     path = Path(request["folder"]) / "gradients.pt"
     path.write_bytes(repo.get(entry.key, limit=max(entry.size_bytes, 1)))
-    return {**answer, "file": str(path), "fetched_bytes": answer["fetched_bytes"] + entry.size_bytes}
+    return {
+        **answer,
+        "file": str(path),
+        "fetched_bytes": answer["fetched_bytes"] + entry.size_bytes,
+    }
 
 
 def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], ObjectInfo | None]:
@@ -54,12 +70,19 @@ def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], Object
     except Unreadable as refusal:
         raise Damaged(f"{gradients}: {refusal}") from refusal
     answer = {
-        "metadata": metadata, "config": _read_of(config, names.get("uid")), "outer_step": outer,
+        "metadata": metadata,
+        "config": _read_of(config, names.get("uid")),
+        "outer_step": outer,
         "fetched_bytes": size + more,
-    }  # fmt: skip
+    }
     if entry is None:
         return {**answer, "empty": True, "key": _filled(keys["gradients"], names)}, None
-    answer |= {"key": entry.key, "age_s": entry.age_s, "size_bytes": entry.size_bytes, "checksum": entry.checksum}
+    answer |= {
+        "key": entry.key,
+        "age_s": entry.age_s,
+        "size_bytes": entry.size_bytes,
+        "checksum": entry.checksum,
+    }
     return answer, entry
 
 
@@ -99,7 +122,8 @@ def _newest(repo: Repo, key: str) -> ObjectInfo | None:
 
 
 def main() -> None:
-    """Answer with what `fetch` says; `damaged` where a document is unreadable, `refused` where the bucket is."""
+    """Answer with what `fetch` says; `damaged` where a document is unreadable, `refused` where the
+    bucket is."""
     request = probe.request()
     settings = request["repo"]
     try:

@@ -1,4 +1,5 @@
-"""Subnet 38's commitment: the read keys of a bucket, as the miner writes them on chain (utils/chain.py there)."""
+"""Subnet 38's commitment: the read keys of a bucket, as the miner writes them on chain
+(utils/chain.py there)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def commitment_of(keys: Mapping[str, str] | None) -> str | None:
 
 
 def configured(repo: RepoSettings) -> dict[str, str] | None:
-    """The read keys by name, from where the settings say; None where one is missing or the file can't be read."""
+    """The read keys by name, from where the settings say; None where one is missing or the file
+    can't be read."""
     try:
         keys = find(repo)
     except RepoError:
@@ -29,7 +31,8 @@ def configured(repo: RepoSettings) -> dict[str, str] | None:
 
 
 def keys_of(commitment: str, form: Sequence[int]) -> dict[str, str] | None:
-    """The keys in a commitment whose parts have the lengths `form`; None where it is not of that form."""
+    """The keys in a commitment whose parts have the lengths `form`; None where it is not of that
+    form."""
     if len(commitment) != sum(form) or len(form) != len(NAMES):
         return None
     found, start = {}, 0

@@ -22,7 +22,9 @@ class Forecast:
         return self.eta_s > self.stale_s
 
 
-def forecast(*, inner_step: int, step_s: float, min_inner_step: int, age_s: float, limit_s: float) -> Forecast:
+def forecast(
+    *, inner_step: int, step_s: float, min_inner_step: int, age_s: float, limit_s: float
+) -> Forecast:
     """The forecast after `inner_step` inner steps of `step_s` seconds, for a repo `age_s` old."""
     left = max(min_inner_step - inner_step, 0)
     return Forecast(min_inner_step, left * step_s, max(limit_s - age_s, 0.0))

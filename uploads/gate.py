@@ -1,7 +1,7 @@
 """The gate: may this upload go out?
 
-Pure and standard library only: it runs inside rank 0. The same candidate, inputs, settings and times give
-the same decision, so that one can be replayed from the ledger.
+Pure and standard library only: it runs inside rank 0. The same candidate, inputs, settings and
+times give the same decision, so that one can be replayed from the ledger.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from validators.limits import Limits, in_force
 from validators.verdict import Verdict, worst
 
 _MAX_LENGTH = 240
-"""Characters of a sentence: a decision with all its verdicts must fit into one entry of the journal (4080 bytes)."""
+"""Characters of a sentence: a decision with all its verdicts must fit into one entry of the journal
+(4080 bytes)."""
 
 
 def decide(
     candidate: Candidate, inputs: GateInputs, settings: GateSettings, *, now: float, wall: float
 ) -> GateDecision:
-    """Judge a candidate at `now` (monotonic) and `wall`. Never raises: an error inside the rules blocks and says so."""
+    """Judge a candidate at `now` (monotonic) and `wall`. Never raises: an error inside the rules
+    blocks and says so."""
     record: Mapping[str, Any] = {}
     try:
         candidate = reduced(candidate)
         record = recorded(candidate, inputs, settings, now)
         facts, limits = _facts(candidate, inputs, settings, now)
         verdicts = tuple(
-            _said(v, candidate.kind) for v in rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
+            _said(v, candidate.kind)
+            for v in rules.evaluate_all(rules.gate_rules(facts, limits), facts, limits)
         )
     except Exception as error:  # noqa: BLE001 -- an error in the gate must block on every rank alike, not raise in rank 0
         facts = Facts(candidate, now=now)
@@ -44,7 +47,8 @@ def decide(
 
 
 def reduced(candidate: Candidate) -> Candidate:
-    """The candidate with only what the rules read, so that the record of a decision stays small and replays alike."""
+    """The candidate with only what the rules read, so that the record of a decision stays small and
+    replays alike."""
     return replace(
         candidate,
         recent_losses=tuple(candidate.recent_losses[-loss.POINTS :]),
@@ -55,14 +59,27 @@ def reduced(candidate: Candidate) -> Candidate:
     )
 
 
-def recorded(candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float) -> dict[str, Any]:
+def recorded(
+    candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float
+) -> dict[str, Any]:
     """What a replay needs beside the inputs, which the ledger keeps by their digest."""
-    stated = {name: value for name, value in vars(candidate).items() if value is not None and value != ()}
+    stated = {
+        name: value for name, value in vars(candidate).items() if value is not None and value != ()
+    }
     for name in ("loss", "recent_losses"):
         if name in stated:
             stated[name] = _spelled(stated[name])
-    record = {"candidate": stated, "settings": dict(vars(settings)), "inputs": inputs.digest, "now": now}
-    return record if inputs.reason is None else {**record, "inputs_unknown": inputs.reason[:_MAX_LENGTH]}
+    record = {
+        "candidate": stated,
+        "settings": dict(vars(settings)),
+        "inputs": inputs.digest,
+        "now": now,
+    }
+    return (
+        record
+        if inputs.reason is None
+        else {**record, "inputs_unknown": inputs.reason[:_MAX_LENGTH]}
+    )
 
 
 def _spelled(value: Any) -> Any:
@@ -72,7 +89,9 @@ def _spelled(value: Any) -> Any:
     return value if math.isfinite(value) else str(float(value))
 
 
-def _facts(candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float) -> tuple[Facts, Limits]:
+def _facts(
+    candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float
+) -> tuple[Facts, Limits]:
     known = inputs.aged(now, settings.inputs_max_age_s)
     facts = Facts(candidate, known.published, known.network, now, known.credentials, known.bucket)
     return facts, in_force(Limits.of(settings, known.limits), known.network)
@@ -90,9 +109,13 @@ def _said(verdict: Verdict, kind: str) -> Verdict:
 
 
 def _concluded(
-    facts: Facts, limits: Limits, verdicts: Sequence[Verdict], settings: GateSettings, record: Mapping[str, Any],
+    facts: Facts,
+    limits: Limits,
+    verdicts: Sequence[Verdict],
+    settings: GateSettings,
+    record: Mapping[str, Any],
     wall: float,
-) -> GateDecision:  # fmt: skip
+) -> GateDecision:
     candidate, published = facts.candidate, facts.published
     blocked = worst(verdicts) == "block"
     shadow = blocked and settings.mode == "shadow"
@@ -108,8 +131,12 @@ def _concluded(
         due=published.empty or (age is not None and age > limits.repo_age_target_s),
         stale=age is not None and age > limits.repo_age_limit_s,
         shadow=shadow,
-        retry_after_steps=max((v.retry_after_steps for v in blocks if v.retry_after_steps is not None), default=None),
-        retry_after_s=max((v.retry_after_s for v in blocks if v.retry_after_s is not None), default=None),
+        retry_after_steps=max(
+            (v.retry_after_steps for v in blocks if v.retry_after_steps is not None), default=None
+        ),
+        retry_after_s=max(
+            (v.retry_after_s for v in blocks if v.retry_after_s is not None), default=None
+        ),
         decided_at=wall,
         decision_id=hashlib.sha256(canonical([record, wall]).encode()).hexdigest()[:16],
         record=record,
@@ -122,7 +149,9 @@ def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool
         return f"shadow mode, would be blocked: {words}" if shadow else words
     order = ("warn", "pass", "unknown")
     telling = sorted(verdicts, key=lambda v: order.index(v.outcome))
-    return "; ".join(f"warning: {v.sentence}" if v.outcome == "warn" else v.sentence for v in telling)
+    return "; ".join(
+        f"warning: {v.sentence}" if v.outcome == "warn" else v.sentence for v in telling
+    )
 
 
 def due(inputs: GateInputs, settings: GateSettings, now: float) -> bool:
@@ -138,4 +167,10 @@ def replay(record: Mapping[str, Any], inputs: GateInputs, wall: float) -> GateDe
     stated["recent_losses"] = tuple(float(v) for v in stated.get("recent_losses", ()))
     if stated.get("loss") is not None:
         stated["loss"] = float(stated["loss"])
-    return decide(Candidate(**stated), inputs, GateSettings(**record["settings"]), now=record["now"], wall=wall)
+    return decide(
+        Candidate(**stated),
+        inputs,
+        GateSettings(**record["settings"]),
+        now=record["now"],
+        wall=wall,
+    )

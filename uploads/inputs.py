@@ -1,7 +1,7 @@
 """gate-inputs.json: what the gate inside rank 0 needs to know of the outside world.
 
-Standard library only. The supervisor replaces the file atomically; the gate reads it. Whatever is wrong
-with the file makes its content unknown, with the reason; it never makes the gate fail.
+Standard library only. The supervisor replaces the file atomically; the gate reads it. Whatever is
+wrong with the file makes its content unknown, with the reason; it never makes the gate fail.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class GateInputs:
     """`digest`, where it is known from the file's text."""
 
     def aged(self, now: float, max_age_s: float) -> GateInputs:
-        """Repo and network unknown where it was written more than `max_age_s` before `now` (monotonic)."""
+        """Repo and network unknown where it was written more than `max_age_s` before `now`
+        (monotonic)."""
         if self.reason is not None or self.written_monotonic is None:
             return self
         age = now - self.written_monotonic
@@ -55,8 +56,13 @@ class GateInputs:
         if age < 0:
             reason = "gate-inputs.json is of an earlier boot of this host"
         else:
-            reason = f"gate-inputs.json is {age:.0f}s old (limit {max_age_s:.0f}s): is the guard running?"
-        return replace(self, published=Published(reason=reason), network=Network(reason=reason), reason=reason)
+            reason = (
+                f"gate-inputs.json is {age:.0f}s old (limit {max_age_s:.0f}s): is the guard "
+                "running?"
+            )
+        return replace(
+            self, published=Published(reason=reason), network=Network(reason=reason), reason=reason
+        )
 
     @property
     def digest(self) -> str:
@@ -119,16 +125,23 @@ def _read_now(path: Path) -> GateInputs:
     except (ValueError, RecursionError):
         return unknown("gate-inputs.json is torn or not JSON")
     inputs = from_document(document)
-    return inputs if inputs.reason is not None else replace(inputs, text_digest=_digest_of(text.rstrip("\n")))
+    return (
+        inputs
+        if inputs.reason is not None
+        else replace(inputs, text_digest=_digest_of(text.rstrip("\n")))
+    )
 
 
 def unknown(reason: str) -> GateInputs:
     """Inputs of which nothing is known."""
-    return GateInputs(published=Published(reason=reason), network=Network(reason=reason), reason=reason)
+    return GateInputs(
+        published=Published(reason=reason), network=Network(reason=reason), reason=reason
+    )
 
 
 def from_document(document: Any) -> GateInputs:
-    """Inputs from a JSON document; a value of a wrong type makes all of it unknown. Never raises."""
+    """Inputs from a JSON document; a value of a wrong type makes all of it unknown. Never
+    raises."""
     try:
         if not isinstance(document, Mapping):
             raise TypeError("not an object")
@@ -142,7 +155,9 @@ def from_document(document: Any) -> GateInputs:
             credentials=_typed(document.get("credentials"), (str,), "credentials"),
             limits=dict(limits),
             written=_typed(document.get("written"), (int, float), "written"),
-            written_monotonic=_typed(document.get("written_monotonic"), (int, float), "written_monotonic"),
+            written_monotonic=_typed(
+                document.get("written_monotonic"), (int, float), "written_monotonic"
+            ),
             reason=_typed(document.get("reason"), (str,), "reason"),
         )
     except TypeError as error:
@@ -181,4 +196,6 @@ def _fields_of(kind: Any) -> dict[str, tuple[type, ...]]:
     return {f.name: _classes(hints[f.name]) for f in fields(kind)}
 
 
-_ALLOWED: Mapping[str, dict[str, tuple[type, ...]]] = {kind.__name__: _fields_of(kind) for kind in (Published, Network)}
+_ALLOWED: Mapping[str, dict[str, tuple[type, ...]]] = {
+    kind.__name__: _fields_of(kind) for kind in (Published, Network)
+}

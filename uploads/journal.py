@@ -1,4 +1,5 @@
-"""What a publisher is doing, on disk: so that whoever comes after its death can finish or undo it."""
+"""What a publisher is doing, on disk: so that whoever comes after its death can finish or undo
+it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Journal:
         self._document: dict[str, Any] = {}
 
     def read(self) -> Mapping[str, Any] | None:
-        """What an earlier publisher left; None where there is nothing, or nothing that can be read."""
+        """What an earlier publisher left; None where there is nothing, or nothing that can be
+        read."""
         try:
             document = json.loads(self.path.read_text())
         except (OSError, ValueError):
@@ -43,7 +45,8 @@ class Journal:
         return document
 
     def begin(self, tag: str, notes: Mapping[str, Any]) -> None:
-        """A new publication; `notes` are those of the same revision's earlier attempt, if there was one."""
+        """A new publication; `notes` are those of the same revision's earlier attempt, if there was
+        one."""
         self._set(phase=STAGING, tag=tag, tickets=[], notes=dict(notes))
 
     def committing(self, tickets: list[StagedObject]) -> None:
@@ -106,15 +109,19 @@ def journal_path(folder: Path, label: str) -> Path:
 
 @contextlib.contextmanager
 def exclusively(path: Path) -> Iterator[int]:
-    """Hold the journal's lock, for this process and for children that inherit the descriptor. Raises Busy."""
+    """Hold the journal's lock, for this process and for children that inherit the descriptor.
+    Raises Busy."""
     make_folder(path.parent)
     fd = open_private(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise PublishInProgress("Previous upload still in progress, skipping new upload") from error
+            raise PublishInProgress(
+                "Previous upload still in progress, skipping new upload"
+            ) from error
         yield fd
     finally:
-        # Closed, not unlocked: a companion that still has work to do inherited it, and keeps the others out.
+        # Closed, not unlocked: a companion that still has work to do inherited it, and keeps the
+        # others out.
         os.close(fd)

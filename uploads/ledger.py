@@ -1,7 +1,8 @@
 """The ledger: decisions, uploads, repo age, incidents and restarts, in SQLite.
 
-It must never stop the guard. A full disk costs rows, which are counted; a damaged file is set aside and a
-new one begun; where the file is locked or its file system fails, rows wait. Methods are safe from any thread.
+It must never stop the guard. A full disk costs rows, which are counted; a damaged file is set aside
+and a new one begun; where the file is locked or its file system fails, rows wait. Methods are safe
+from any thread.
 """
 
 from __future__ import annotations
@@ -56,7 +57,14 @@ TABLES = ("decisions", "inputs", "uploads", "repo_age", "incidents", "restarts")
 _OWN_COLUMNS = ("verdicts", "record")
 """Of a decision; the rest of it is in `document`."""
 
-_DAMAGED = ("malformed", "not a database", "file is encrypted", "no such table", "no such column", "has no column")
+_DAMAGED = (
+    "malformed",
+    "not a database",
+    "file is encrypted",
+    "no such table",
+    "no such column",
+    "has no column",
+)
 
 _HOLD_S = 0.1
 """How long the file may hold up who writes: the supervisor's loop does."""
@@ -76,7 +84,9 @@ _TROUBLES = (sqlite3.Error, OSError, OverflowError, ValueError)
 
 
 def _no_room(error: Exception, where: Path) -> bool:
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(
+        error
+    ):
         return True
     try:
         # What SQLite says where there is no room for its -shm.
@@ -89,9 +99,11 @@ class Ledger:
     """One ledger file; opened with the first row or question."""
 
     def __init__(
-        self, path: Path, report: Callable[[Finding], None] = lambda _finding: None,
+        self,
+        path: Path,
+        report: Callable[[Finding], None] = lambda _finding: None,
         monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.path = path
         self._report = report
         self._monotonic = monotonic
@@ -107,7 +119,9 @@ class Ledger:
         self.unread: str | None = None
         """Why the last question found nothing, where the file is there and cannot be read."""
 
-    def decision(self, document: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> None:
+    def decision(
+        self, document: Mapping[str, Any], inputs: Mapping[str, Any] | None = None
+    ) -> None:
         """Store a gate decision (`GateDecision.as_dict()`) and the inputs that its record names."""
         record = document.get("record") or {}
         rest = {name: value for name, value in document.items() if name not in _OWN_COLUMNS}
@@ -118,22 +132,42 @@ class Ledger:
                 (record["inputs"], wall, json.dumps(inputs)),
             )
         self._write(
-            "INSERT OR IGNORE INTO decisions (id, wall, outer_step, inner_step, kind, allowed, shadow, reason,"
+            "INSERT OR IGNORE INTO decisions (id, wall, outer_step, inner_step, kind, allowed, "
+            "shadow, reason,"
             " verdicts, record, document) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
             (
-                document.get("decision_id"), wall, document.get("outer_step"), document.get("inner_step"),
-                document.get("kind"), document.get("allowed"), document.get("shadow"), document.get("reason"),
-                json.dumps(document.get("verdicts") or []), json.dumps(record), json.dumps(rest),
+                document.get("decision_id"),
+                wall,
+                document.get("outer_step"),
+                document.get("inner_step"),
+                document.get("kind"),
+                document.get("allowed"),
+                document.get("shadow"),
+                document.get("reason"),
+                json.dumps(document.get("verdicts") or []),
+                json.dumps(record),
+                json.dumps(rest),
             ),
-        )  # fmt: skip
+        )
         self._decisions += 1
         if self._decisions % _FORGET_EVERY == 0:
             self._do(self._forget_old)
 
     def upload(self, wall: float, outcome: str, **fields: Any) -> None:
         """Store an upload's end: `reported`, `verified`, `superseded`, `refuted` or `failed`."""
-        names = ("decision_id", "tag", "outer_step", "inner_step", "kind", "bytes", "seconds", "attempts", "checksum",
-                 "error", "verified")  # fmt: skip
+        names = (
+            "decision_id",
+            "tag",
+            "outer_step",
+            "inner_step",
+            "kind",
+            "bytes",
+            "seconds",
+            "attempts",
+            "checksum",
+            "error",
+            "verified",
+        )
         columns = ", ".join(names)
         marks = ",".join("?" * (len(names) + 2))
         self._write(
@@ -142,17 +176,27 @@ class Ledger:
         )
 
     def repo_age(
-        self, wall: float, age_s: float | None, *, outer_step: int | None = None, inner_step: int | None = None,
-        size_bytes: int | None = None, checksum: str | None = None, reason: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        wall: float,
+        age_s: float | None,
+        *,
+        outer_step: int | None = None,
+        inner_step: int | None = None,
+        size_bytes: int | None = None,
+        checksum: str | None = None,
+        reason: str | None = None,
+    ) -> None:
         """Store one look at the repo; a null age has its reason."""
         self._write(
-            "INSERT INTO repo_age (wall, age_s, outer_step, inner_step, size_bytes, checksum, reason)"
+            "INSERT INTO repo_age (wall, age_s, outer_step, inner_step, size_bytes, checksum, "
+            "reason)"
             " VALUES (?,?,?,?,?,?,?)",
             (wall, age_s, outer_step, inner_step, size_bytes, checksum, reason),
         )
 
-    def incident(self, wall: float, label: str, cause: str, fix: str, excerpt: str, rank: int | None) -> None:
+    def incident(
+        self, wall: float, label: str, cause: str, fix: str, excerpt: str, rank: int | None
+    ) -> None:
         """Store an incident."""
         self._write(
             "INSERT INTO incidents (wall, label, cause, fix, excerpt, rank) VALUES (?,?,?,?,?,?)",
@@ -162,11 +206,13 @@ class Ledger:
     def restart(self, wall: float, cause: str, attempt: int | None, wait_s: float | None) -> None:
         """Store a restart of the miner."""
         self._write(
-            "INSERT INTO restarts (wall, cause, attempt, wait_s) VALUES (?,?,?,?)", (wall, cause, attempt, wait_s)
+            "INSERT INTO restarts (wall, cause, attempt, wait_s) VALUES (?,?,?,?)",
+            (wall, cause, attempt, wait_s),
         )
 
     def rows(self, table: str, *, since: float = 0.0, limit: int = 1000) -> list[dict[str, Any]]:
-        """The newest `limit` rows of a table from wall time `since` on, oldest first. Empty where it can't be read."""
+        """The newest `limit` rows of a table from wall time `since` on, oldest first. Empty where
+        it can't be read."""
         if table not in TABLES:
             raise ValueError(f"the ledger has no table {table!r}; there are {', '.join(TABLES)}")
         query = f"SELECT * FROM {table} WHERE wall >= ? ORDER BY rowid DESC LIMIT ?"
@@ -176,16 +222,25 @@ class Ledger:
         """The newest row of a table."""
         return next(iter(self.rows(table, limit=1)), None)
 
-    def find_decision(self, decision_id: str) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-        """A decision's document and its inputs' document (None where they were not stored), by id or its beginning."""
+    def find_decision(
+        self, decision_id: str
+    ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
+        """A decision's document and its inputs' document (None where they were not stored), by id
+        or its beginning."""
         pattern = decision_id.replace("%", "").replace("_", "") + "%"
         found_rows = self._read(
-            "SELECT document, verdicts, record FROM decisions WHERE id LIKE ? ORDER BY rowid DESC LIMIT 1", (pattern,)
+            (
+                "SELECT document, verdicts, record FROM decisions WHERE id LIKE ? ORDER BY "
+                "rowid DESC LIMIT 1"
+            ),
+            (pattern,),
         )
         if not found_rows or len(pattern) == 1:
             return None
         row = found_rows[0]
-        document: dict[str, Any] = json.loads(row["document"]) | {name: json.loads(row[name]) for name in _OWN_COLUMNS}
+        document: dict[str, Any] = json.loads(row["document"]) | {
+            name: json.loads(row[name]) for name in _OWN_COLUMNS
+        }
         digest = (document.get("record") or {}).get("inputs")
         inputs = self._read("SELECT document FROM inputs WHERE id = ?", (digest,))
         return document, json.loads(inputs[0]["document"]) if inputs else None
@@ -195,7 +250,9 @@ class Ledger:
         with self._mutex:
             finding = self._write_waiting(_LAST_S) if self._waiting else None
             if self._waiting:
-                finding = make_finding("ledger_stuck", reason=f"{len(self._waiting)} rows were never written")
+                finding = make_finding(
+                    "ledger_stuck", reason=f"{len(self._waiting)} rows were never written"
+                )
             self._disconnect()
         if finding is not None:
             self._report(finding)
@@ -223,7 +280,8 @@ class Ledger:
         until = self._monotonic() + seconds
         try:
             if self._connection is not None and not self.path.exists():
-                # Removed to make room, perhaps: held open it takes the room, and nobody finds what goes into it.
+                # Removed to make room, perhaps: held open it takes the room, and nobody finds what
+                # goes into it.
                 self._leave()
             if self._trouble == _FULL and not has_room(self.path.parent):
                 # One row may still fit where another did not: that is no end of the trouble.
@@ -242,13 +300,18 @@ class Ledger:
             raise
 
     def _failed(self, error: Exception) -> Finding | None:
-        """Rows that no room is left for are lost, those that the file refuses for now wait; said once."""
+        """Rows that no room is left for are lost, those that the file refuses for now wait; said
+        once."""
         before = self._trouble
         if _no_room(error, self.path.parent):
             self._trouble = _FULL
             self._lost += len(self._waiting)
             self._waiting.clear()
-            return None if before == _FULL else make_finding("disk_full", what="ledger.sqlite3", reason=str(error))
+            return (
+                None
+                if before == _FULL
+                else make_finding("disk_full", what="ledger.sqlite3", reason=str(error))
+            )
         self._trouble = before or _STUCK
         self._retry_at = self._monotonic() + _RETRY_S
         if not isinstance(error, (sqlite3.OperationalError, OSError)):
@@ -280,7 +343,8 @@ class Ledger:
             self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
 
     def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
-        """Do it; where the file turns out to be damaged, set it aside and do it once more in a new one."""
+        """Do it; where the file turns out to be damaged, set it aside and do it once more in a new
+        one."""
         try:
             return self._done(work)
         except sqlite3.DatabaseError as error:
@@ -290,7 +354,12 @@ class Ledger:
             aside = set_aside(self.path)
             self._leave()
             self._report(
-                make_finding("file_set_aside", path=str(self.path), reason=f"damaged ({error})", aside=str(aside))
+                make_finding(
+                    "file_set_aside",
+                    path=str(self.path),
+                    reason=f"damaged ({error})",
+                    aside=str(aside),
+                )
             )
             return self._done(work)
 
@@ -302,7 +371,8 @@ class Ledger:
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
             make_folder(self.path.parent)
-            # Made here: SQLite gives its -wal and -shm the mode that the file has when they are made.
+            # Made here: SQLite gives its -wal and -shm the mode that the file has when they are
+            # made.
             os.close(open_private(self.path, os.O_RDWR | os.O_CREAT))
             db = sqlite3.connect(self.path, timeout=_HOLD_S, check_same_thread=False)
             try:
@@ -323,8 +393,12 @@ class Ledger:
     def _forget_old(self, db: sqlite3.Connection) -> None:
         with db:
             for table in TABLES:
-                # Counted from the least of the newest rows: this host's clock may be wrong, now or for a while.
-                newest = f"SELECT MIN(wall) FROM (SELECT wall FROM {table} ORDER BY rowid DESC LIMIT 100)"
+                # Counted from the least of the newest rows: this host's clock may be wrong, now or
+                # for a while.
+                newest = (
+                    f"SELECT MIN(wall) FROM (SELECT wall FROM {table} ORDER BY rowid DESC "
+                    "LIMIT 100)"
+                )
                 db.execute(f"DELETE FROM {table} WHERE wall < ({newest}) - ?", (KEPT_S,))
             last = "SELECT MAX(rowid) FROM decisions"
             db.execute(f"DELETE FROM decisions WHERE rowid <= ({last}) - ?", (MAX_DECISIONS,))
@@ -343,11 +417,14 @@ class ReadOnlyLedger(Ledger):
         if self._connection is None:
             if not self.path.is_file():
                 raise FileNotFoundError(f"{self.path} does not exist")
-            # Where nobody writes there is no -wal, and a reader that may not write would leave an empty one behind.
+            # Where nobody writes there is no -wal, and a reader that may not write would leave an
+            # empty one behind.
             log = self.path.with_name(f"{self.path.name}-wal")
             how = "mode=ro" if log.exists() else "immutable=1"
             path = urllib.parse.quote(str(self.path.absolute()))
-            db = sqlite3.connect(f"file:{path}?{how}", uri=True, timeout=2.0, check_same_thread=False)
+            db = sqlite3.connect(
+                f"file:{path}?{how}", uri=True, timeout=2.0, check_same_thread=False
+            )
             db.row_factory = sqlite3.Row
             self._connection = db
         return self._connection
@@ -357,7 +434,8 @@ class ReadOnlyLedger(Ledger):
 
 
 def read(path: Path, table: str, *, since: str = "", limit: int = 1000) -> list[dict[str, Any]]:
-    """`ReadOnlyLedger.since` of a ledger that somebody else may be writing; empty where there is none."""
+    """`ReadOnlyLedger.since` of a ledger that somebody else may be writing; empty where there is
+    none."""
     ledger = ReadOnlyLedger(path)
     try:
         return ledger.since(table, since, limit=limit)

@@ -1,7 +1,7 @@
 """The network's progress: what the master validator publishes of its outer step.
 
-Read as miners read it: with the read keys that the master committed on chain, from the bucket that is named as ours
-is, without the uid. Goes through the same child as any other look at a repo.
+Read as miners read it: with the read keys that the master committed on chain, from the bucket that
+is named as ours is, without the uid. Goes through the same child as any other look at a repo.
 """
 
 from __future__ import annotations
@@ -38,18 +38,35 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
     keys = keys_of(master_commitment, limits.commitment_form)
     bucket = master_bucket(repo.bucket, limits.bucket_pattern)
     if None in (keys, bucket, limits.endpoint, limits.gradients_key):
-        return Progress(reason="the profile does not say how the master's repo is found, or [repo] bucket is not set")
+        return Progress(
+            reason=(
+                "the profile does not say how the master's repo is found, or [repo] bucket "
+                "is not set"
+            )
+        )
     assert keys is not None
     assert limits.endpoint is not None
     settings = dataclasses.replace(
-        repo, kind="s3", bucket=bucket, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]),
-        credentials="env", credentials_file=None,
-    )  # fmt: skip
+        repo,
+        kind="s3",
+        bucket=bucket,
+        endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"]),
+        credentials="env",
+        credentials_file=None,
+    )
     env = without_secrets(os.environ) | keys
     request = {
-        "repo": dataclasses.asdict(settings), "outer_step": None, "names": {}, "folder": "", "max_bytes": -1,
-        "keys": {"metadata": limits.metadata_key, "config": limits.config_key, "gradients": limits.gradients_key},
-    }  # fmt: skip
+        "repo": dataclasses.asdict(settings),
+        "outer_step": None,
+        "names": {},
+        "folder": "",
+        "max_bytes": -1,
+        "keys": {
+            "metadata": limits.metadata_key,
+            "config": limits.config_key,
+            "gradients": limits.gradients_key,
+        },
+    }
     answer = probe.ask("uploads.audit_probe", request, repo.timeout_s, env=env)
     if answer.reason is not None or not isinstance(answer.value, Mapping):
         return Progress(reason=f"the master's repo: {answer.reason or 'no answer'}")
@@ -70,22 +87,33 @@ def _told(commitment: str | None, form: Sequence[int]) -> str:
 
 
 def network_of(
-    look: ChainLook, ahead: Progress, seen_at: float, form: Sequence[int] = (), per_allreduce: int | None = None
+    look: ChainLook,
+    ahead: Progress,
+    seen_at: float,
+    form: Sequence[int] = (),
+    per_allreduce: int | None = None,
 ) -> Network:
-    """What the rules need of a look at the chain, whose block was first seen at `seen_at`, and at the master's repo.
+    """What the rules need of a look at the chain, whose block was first seen at `seen_at`, and at
+    the master's repo.
 
-    `form` is the commitment's, `per_allreduce` the blocks per AllReduce where the operator has set them.
+    `form` is the commitment's, `per_allreduce` the blocks per AllReduce where the operator has set
+    them.
     """
     since = None
     if look.block is not None and ahead.last_allreduce_block is not None:
         since = look.block - ahead.last_allreduce_block
     told = bool(look.registered) and "commitment" not in (look.errors or {})
     return Network(
-        block=look.block, outer_step=ahead.outer_step, blocks_since_allreduce=since,
+        block=look.block,
+        outer_step=ahead.outer_step,
+        blocks_since_allreduce=since,
         commitment=fingerprint(_told(look.commitment, form)) if told else None,
-        registered=look.registered, uid=look.uid, reason=look.reason, seen_at=seen_at,
+        registered=look.registered,
+        uid=look.uid,
+        reason=look.reason,
+        seen_at=seen_at,
         blocks_per_allreduce=per_allreduce,
-    )  # fmt: skip
+    )
 
 
 def master_bucket(own: str | None, pattern: str | None) -> str | None:

@@ -1,19 +1,22 @@
 """Publishes a revision: staged in parallel, shown in a few short requests, read back.
 
-Everything is with the repo, unseen, before the first object is shown; then the objects are shown in order, the root
-metadata last. A publisher that dies before that point has changed nothing; one that dies after it is finished by its
-companion (`uploads.recovery_process`), or, where that died too, by the next publisher.
+Everything is with the repo, unseen, before the first object is shown; then the objects are shown in
+order, the root metadata last. A publisher that dies before that point has changed nothing; one that
+dies after it is finished by its companion (`uploads.recovery_process`), or, where that died too, by
+the next publisher.
 
-What a reader sees in between depends on the storage. The Hub shows a revision at once. A folder and S3 show one object
-at once, under names that validators prescribe and that two revisions of an outer step share, so no order of requests
-can switch them all together. What holds there:
+What a reader sees in between depends on the storage. The Hub shows a revision at once. A folder and
+S3 show one object at once, under names that validators prescribe and that two revisions of an outer
+step share, so no order of requests can switch them all together. What holds there:
 
-- The bytes are there before the first name is switched: the switch is a few short requests, however large the files
-  (docs/figures.md has its length), and a death within it is mended.
-- What the root metadata names is there. In between it may be older than the gradients, never newer: a validator reads
-  whole new gradients under the inner step before. A new outer step has new names, so it begins with its metadata.
-- The metadata names the size and checksum of the gradients it goes with, so whoever compares knows a mixed view from a
-  whole one (`validators.metadata.mixed`). The guard's own looks and audit do, and look again.
+- The bytes are there before the first name is switched: the switch is a few short requests,
+  however large the files (docs/figures.md has its length), and a death within it is mended.
+- What the root metadata names is there. In between it may be older than the gradients, never
+  newer: a validator reads whole new gradients under the inner step before. A new outer step has
+  new names, so it begins with its metadata.
+- The metadata names the size and checksum of the gradients it goes with, so whoever compares
+  knows a mixed view from a whole one (`validators.metadata.mixed`). The guard's own looks and
+  audit do, and look again.
 """
 
 from __future__ import annotations
@@ -63,14 +66,18 @@ class Revision:
         return f"{self.run}.{self.outer_step}.{self.inner_step}"
 
     def files(self) -> list[tuple[str, Path]]:
-        """Key and file, in the order in which they are shown: the root metadata, where a validator starts, last."""
+        """Key and file, in the order in which they are shown: the root metadata, where a validator
+        starts, last."""
         names = (GRADIENTS, CONFIG, METADATA)
-        return [(epoch_key(self.outer_step, n), self.folder / n) for n in names] + [(METADATA, self.folder / METADATA)]
+        return [(epoch_key(self.outer_step, n), self.folder / n) for n in names] + [
+            (METADATA, self.folder / METADATA)
+        ]
 
 
 @dataclass(frozen=True)
 class Retry:
-    """How long to try. Full jitter, as AWS recommends, so that many miners don't come back at once."""
+    """How long to try. Full jitter, as AWS recommends, so that many miners don't come back at
+    once."""
 
     deadline_s: float = 600.0
     backoff_s: float = 0.5
@@ -122,7 +129,9 @@ class _Effort:
 class Publisher:
     """Publishes to one repo. Whoever calls holds `journal.exclusively`."""
 
-    def __init__(self, repo: Repo, journal: Journal, say: Callable[[str], None], retry: Retry | None = None) -> None:
+    def __init__(
+        self, repo: Repo, journal: Journal, say: Callable[[str], None], retry: Retry | None = None
+    ) -> None:
         self._repo = repo
         self._journal = journal
         self._say = say
@@ -130,14 +139,17 @@ class Publisher:
         self.cancelled = threading.Event()
 
     def recover(self) -> str | None:
-        """Finish or undo what a dead publisher left; returns a line for people where there was something."""
+        """Finish or undo what a dead publisher left; returns a line for people where there was
+        something."""
         left = self._journal.read()
         if left is None:
             return None
         tickets = tickets_of(left)
         effort = self._effort()
         if left["phase"] == COMMITTING:
-            effort.of("finishing", lambda: self._repo.commit(tickets, left["tag"]), may_cancel=False)
+            effort.of(
+                "finishing", lambda: self._repo.commit(tickets, left["tag"]), may_cancel=False
+            )
             for ticket in tickets:
                 effort.of("reading back", lambda t=ticket: self._repo.confirm(t), may_cancel=False)  # type: ignore[misc]
             self._journal.end()
@@ -146,26 +158,36 @@ class Publisher:
         return None
 
     def publish(self, revision: Revision) -> Result:
-        """Publish and verify. Raises PublishError or Cancelled; then what was published before is still whole."""
+        """Publish and verify. Raises PublishError or Cancelled; then what was published before is
+        still whole."""
         effort = self._effort()
         missing = [str(path) for _, path in revision.files() if not path.is_file()]
         if missing:
-            raise PublishError(f"nothing published: {', '.join(missing)} is not there; stage all files first")
+            raise PublishError(
+                f"nothing published: {', '.join(missing)} is not there; stage all files first"
+            )
         try:
             self._mend()
             tickets = self._staged(revision, effort)
             self._journal.committing(tickets)
             effort.of("showing", lambda: self._repo.commit(tickets, revision.tag), may_cancel=False)
-            entries = [effort.of("reading back", lambda t=t: self._repo.confirm(t), may_cancel=False) for t in tickets]  # type: ignore[misc]
+            entries = [
+                effort.of("reading back", lambda t=t: self._repo.confirm(t), may_cancel=False)
+                for t in tickets
+            ]  # type: ignore[misc]
         except RepoError as error:
             raise PublishError(str(error)) from error
         except OSError as error:
             # Of the journal or of the miner's own files: what a repo's files raise is a RepoError.
-            raise PublishError(f"{error.filename or self._journal.path}: {error.strerror or error}") from error
+            raise PublishError(
+                f"{error.filename or self._journal.path}: {error.strerror or error}"
+            ) from error
         self._journal.end()
         size = sum(t.size_bytes for t in tickets)
         seconds = time.monotonic() - effort.start
-        return Result(revision.tag, self._repo.label, size, seconds, effort.attempts, entries[0].checksum)
+        return Result(
+            revision.tag, self._repo.label, size, seconds, effort.attempts, entries[0].checksum
+        )
 
     def _mend(self) -> None:
         try:
@@ -174,7 +196,8 @@ class Publisher:
         except RepoError as error:
             if error.transient:
                 raise
-            # What was staged is gone, or others than we may reach it: no later upload would ever get past it.
+            # What was staged is gone, or others than we may reach it: no later upload would ever
+            # get past it.
             self._say(f"An earlier upload can't be finished ({error}); this one takes its place")
 
     def _effort(self) -> _Effort:
@@ -194,11 +217,15 @@ class Publisher:
         tickets, failed = self._together(content, effort, meter)
         if failed is None:
             metadata = self._metadata(revision, tickets)
-            more, failed = self._together([(key, metadata) for key, p in files if p.name == METADATA], effort, meter)
+            more, failed = self._together(
+                [(key, metadata) for key, p in files if p.name == METADATA], effort, meter
+            )
             tickets += more
         if isinstance(failed, Cancelled) or self.cancelled.is_set():
             self._undo(tickets)
-            raise Cancelled(f"upload with tag {revision.tag} cancelled; what was published before is untouched")
+            raise Cancelled(
+                f"upload with tag {revision.tag} cancelled; what was published before is untouched"
+            )
         if failed is not None:
             raise failed
         return tickets
@@ -206,14 +233,16 @@ class Publisher:
     def _together(
         self, files: Sequence[tuple[str, Path]], effort: _Effort, meter: _Meter
     ) -> tuple[list[StagedObject], BaseException | None]:
-        """Stage in parallel: what was staged, in order, and what went wrong. Nothing is under way when it returns."""
+        """Stage in parallel: what was staged, in order, and what went wrong. Nothing is under way
+        when it returns."""
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="stage") as pool:
             waiting = [pool.submit(self._stage, key, path, effort, meter) for key, path in files]
         failed = [error for w in waiting if (error := w.exception()) is not None]
         return [w.result() for w in waiting if w.exception() is None], next(iter(failed), None)
 
     def _metadata(self, revision: Revision, tickets: Sequence[StagedObject]) -> Path:
-        """The miner's metadata.json, and in it what it goes with. Anything but a JSON object goes as it is."""
+        """The miner's metadata.json, and in it what it goes with. Anything but a JSON object goes
+        as it is."""
         own = revision.folder / METADATA
         try:
             document = json.loads(own.read_bytes())
@@ -221,7 +250,10 @@ class Publisher:
             return own
         if not isinstance(document, dict):
             return own
-        described = {t.key.rpartition("/")[2]: {"size_bytes": t.size_bytes, "checksum": t.checksum} for t in tickets}
+        described = {
+            t.key.rpartition("/")[2]: {"size_bytes": t.size_bytes, "checksum": t.checksum}
+            for t in tickets
+        }
         path = self._journal.path.with_suffix(f".{METADATA}")
         path.write_text(json.dumps({**document, FILES: described}))
         return path
@@ -239,12 +271,15 @@ class Publisher:
             self._repo.abort(tickets)
             self._repo.sweep()
         except RepoError as error:
-            self._say(f"What was sent is still with the repo, unseen; the next upload removes it: {error}")
+            self._say(
+                f"What was sent is still with the repo, unseen; the next upload removes it: {error}"
+            )
         self._journal.end()
 
 
 class _Meter:
-    """Progress of one publication: a line now and then, and the place where a cancellation is noticed."""
+    """Progress of one publication: a line now and then, and the place where a cancellation is
+    noticed."""
 
     def __init__(self, size: int, say: Callable[[str], None], cancelled: threading.Event) -> None:
         self._size = size

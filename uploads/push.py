@@ -1,7 +1,9 @@
-"""Pushes one revision from a child process, so that a training rank neither waits for a server nor shares its fate.
+"""Pushes one revision from a child process, so that a training rank neither waits for a server nor
+shares its fate.
 
-`push` is the parent's side. The child is `python -m uploads.push`: a JSON request on stdin, lines for people on
-stdout, one JSON result as the last line. SIGTERM cancels. No credential is on the command line or in the request.
+`push` is the parent's side. The child is `python -m uploads.push`: a JSON request on stdin, lines
+for people on stdout, one JSON result as the last line. SIGTERM cancels. No credential is on the
+command line or in the request.
 """
 
 from __future__ import annotations
@@ -32,16 +34,25 @@ _GRACE_S = 10.0
 
 
 def push(
-    settings: RepoSettings, revision: Revision, journal_folder: Path, say: Callable[[str], None],
+    settings: RepoSettings,
+    revision: Revision,
+    journal_folder: Path,
+    say: Callable[[str], None],
     deadline_s: float = 600.0,
-) -> Result:  # fmt: skip
-    """Publish in a child and wait for it. Raises PublishError, also where the child dies or overstays."""
+) -> Result:
+    """Publish in a child and wait for it. Raises PublishError, also where the child dies or
+    overstays."""
     request = {
-        "repo": dataclasses.asdict(settings), "journal_folder": str(journal_folder), "deadline_s": deadline_s,
+        "repo": dataclasses.asdict(settings),
+        "journal_folder": str(journal_folder),
+        "deadline_s": deadline_s,
         "revision": {**dataclasses.asdict(revision), "folder": str(revision.folder)},
-    }  # fmt: skip
+    }
     child = subprocess.Popen(
-        [sys.executable, "-u", "-m", "uploads.push"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-u", "-m", "uploads.push"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdin is not None
     assert child.stdout is not None
@@ -73,7 +84,9 @@ def _result(child: subprocess.Popen[str], say: Callable[[str], None], deadline_s
     if answer is None:
         seconds = time.monotonic() - start
         late = f" after its {deadline_s:g} s" if seconds >= deadline_s else ""
-        raise PublishError(f"the publisher ended with {code}{late} and no result; the published revision is whole")
+        raise PublishError(
+            f"the publisher ended with {code}{late} and no result; the published revision is whole"
+        )
     if "error" in answer:
         raise PublishError(answer["error"])
     return Result(**answer["result"])

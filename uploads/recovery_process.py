@@ -1,7 +1,8 @@
-"""Finishes an upload whose publisher was killed while it showed the new revision: `python -m uploads.recovery_process`.
+"""Finishes an upload whose publisher was killed while it showed the new revision: `python -m
+uploads.recovery_process`.
 
-It waits on its stdin, which the publisher holds open. At its end the journal tells whether there is something to
-finish. The publisher's lock is inherited, so that no other publisher comes in between.
+It waits on its stdin, which the publisher holds open. At its end the journal tells whether there is
+something to finish. The publisher's lock is inherited, so that no other publisher comes in between.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ _DEADLINE_S = 120.0
 
 
 def start(settings: dict[str, object], journal: Path, lock: int) -> subprocess.Popen[bytes]:
-    """Start the companion of this process. Its stdin, open as long as this process lives, is its lifeline."""
+    """Start the companion of this process. Its stdin, open as long as this process lives, is its
+    lifeline."""
     child = subprocess.Popen(
         [sys.executable, "-m", "uploads.recovery_process"],
         stdin=subprocess.PIPE,
         # Not the publisher's, which its caller reads to the end: that would be the companion's.
         stdout=subprocess.DEVNULL,
         pass_fds=(lock,),
-        # Of its own session: what ends the publisher's group must not end the one who cleans up after it.
+        # Of its own session: what ends the publisher's group must not end the one who cleans up
+        # after it.
         start_new_session=True,
     )
     assert child.stdin is not None

@@ -1,4 +1,5 @@
-"""What the guard of a state directory watches: for commands that are asked without the guard.toml that it had.
+"""What the guard of a state directory watches: for commands that are asked without the guard.toml
+that it had.
 
 Names of places and where keys are found, no key: neither section can hold one.
 """
@@ -34,14 +35,17 @@ def write(state: StateDir, config: Config) -> None:
     keys = repo.credentials_file or (".env" if repo.credentials == "dotenv" else None)
     repo = dataclasses.replace(repo, path=_absolute(repo.path), credentials_file=_absolute(keys))
     document = {
-        "repo": dataclasses.asdict(repo), "chain": dataclasses.asdict(config.chain),
-        "gate": dataclasses.asdict(config.gate), "limits": dict(limits_of(config.miner)),
-    }  # fmt: skip
+        "repo": dataclasses.asdict(repo),
+        "chain": dataclasses.asdict(config.chain),
+        "gate": dataclasses.asdict(config.gate),
+        "limits": dict(limits_of(config.miner)),
+    }
     write_json(state.watched, document)
 
 
 def read(state: StateDir) -> Watched | None:
-    """What the guard there watches or last watched; None where none has written it, or not whole."""
+    """What the guard there watches or last watched; None where none has written it, or not
+    whole."""
     document = read_json(state.watched)
     if not isinstance(document, Mapping):
         return None

@@ -1,6 +1,7 @@
 """Did a push that was reported really arrive? Pure: two looks at the repo and what was reported.
 
-Upstream never checks the exit code of its upload worker: a crashed one still logs `Successfully pushed`.
+Upstream never checks the exit code of its upload worker: a crashed one still logs `Successfully
+pushed`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Reported:
     outer_step: int | None
     inner_step: int | None
     since_start_s: float | None
-    """Seconds from the push's beginning to the look after it; None where only its end was reported, by a log."""
+    """Seconds from the push's beginning to the look after it; None where only its end was reported,
+    by a log."""
 
     tag: str | None = None
     size_bytes: int | None = None
@@ -45,31 +47,47 @@ class Verification:
 
 
 def verify(before: Published | None, after: Published, reported: Reported) -> Verification:
-    """Compare the repo after a push with what was reported, and with the repo before where that is known."""
+    """Compare the repo after a push with what was reported, and with the repo before where that is
+    known."""
     if after.empty:
         return Verification(False, "the repo is empty")
     if after.age_s is None:
         return Verification(None, f"the repo could not be read: {after.reason}")
     if (still := _not_moved(before, after, reported)) is not None:
         return Verification(False, still)
-    # Only what was published since the push began can have followed it: a higher step may be an earlier run's.
-    if None not in (after.outer_step, reported.outer_step) and (after.outer_step or 0) > (reported.outer_step or 0):
+    # Only what was published since the push began can have followed it: a higher step may be an
+    # earlier run's.
+    if None not in (after.outer_step, reported.outer_step) and (after.outer_step or 0) > (
+        reported.outer_step or 0
+    ):
         later = after.revision or f"outer step {after.outer_step}"
         return Verification(None, f"followed by {later} before anybody looked", superseded=True)
     torn = mixed(after.metadata, after.size_bytes, after.checksum)
-    doubts = (_other_steps(after, reported), _same_content(before, after), _other_content(after, reported), torn)
+    doubts = (
+        _other_steps(after, reported),
+        _same_content(before, after),
+        _other_content(after, reported),
+        torn,
+    )
     for doubt in doubts:
         if doubt is not None:
             return Verification(False, doubt)
-    if reported.since_start_s is None and moved_by(before, after) is None and reported.inner_step is None:
-        return Verification(None, "nothing is known of the repo before the push, nor of its beginning")
+    if (
+        reported.since_start_s is None
+        and moved_by(before, after) is None
+        and reported.inner_step is None
+    ):
+        return Verification(
+            None, "nothing is known of the repo before the push, nor of its beginning"
+        )
     size = "size unknown" if after.size_bytes is None else f"{after.size_bytes} bytes"
     sum_ = "no checksum" if after.checksum is None else f"checksum {after.checksum[:12]}"
     return Verification(True, f"gradients {after.age_s:.0f}s old, {size}, {sum_}")
 
 
 def moved_by(before: Published | None, after: Published) -> float | None:
-    """Seconds by which LastModified moved between two looks; None where one of them did not know its age."""
+    """Seconds by which LastModified moved between two looks; None where one of them did not know
+    its age."""
     if before is None or None in (before.age_s, before.seen_at, after.age_s, after.seen_at):
         return None
     assert before.age_s is not None
@@ -86,7 +104,10 @@ def _not_moved(before: Published | None, after: Published, reported: Reported) -
     if reported.since_start_s is not None:
         if after.age_s <= reported.since_start_s + _SLACK_S:
             return None
-        ages = f"the gradients are {after.age_s:.0f}s old, the push began {reported.since_start_s:.0f}s ago"
+        ages = (
+            f"the gradients are {after.age_s:.0f}s old, the push began "
+            f"{reported.since_start_s:.0f}s ago"
+        )
         return f"LastModified did not move: {ages}"
     moved = moved_by(before, after)
     if moved is not None and moved <= _SLACK_S and not _is_that(after, reported):
@@ -95,16 +116,33 @@ def _not_moved(before: Published | None, after: Published, reported: Reported) -
 
 
 def _is_that(after: Published, reported: Reported) -> bool:
-    """The look before may have come after the files and before the log line; the steps then tell."""
-    return (after.outer_step, after.inner_step) == (reported.outer_step, reported.inner_step) != (None, None)
+    """The look before may have come after the files and before the log line; the steps then
+    tell."""
+    return (
+        (after.outer_step, after.inner_step)
+        == (reported.outer_step, reported.inner_step)
+        != (None, None)
+    )
 
 
 def _other_steps(after: Published, reported: Reported) -> str | None:
-    if None not in (reported.outer_step, after.outer_step) and after.outer_step != reported.outer_step:
-        return f"metadata.json names outer step {after.outer_step}, reported was {reported.outer_step}"
-    # Upstream writes the root metadata last, with the inner step of then: a later one is right, an earlier one is not.
-    if reported.inner_step is not None and after.inner_step is not None and after.inner_step < reported.inner_step:
-        return f"metadata.json names inner step {after.inner_step}, reported was {reported.inner_step}"
+    if (
+        None not in (reported.outer_step, after.outer_step)
+        and after.outer_step != reported.outer_step
+    ):
+        return (
+            f"metadata.json names outer step {after.outer_step}, reported was {reported.outer_step}"
+        )
+    # Upstream writes the root metadata last, with the inner step of then: a later one is right, an
+    # earlier one is not.
+    if (
+        reported.inner_step is not None
+        and after.inner_step is not None
+        and after.inner_step < reported.inner_step
+    ):
+        return (
+            f"metadata.json names inner step {after.inner_step}, reported was {reported.inner_step}"
+        )
     return None
 
 
@@ -113,14 +151,25 @@ def _same_content(before: Published | None, after: Published) -> str | None:
         return None
     if (before.outer_step, before.inner_step) == (after.outer_step, after.inner_step):
         return None
-    return f"the gradients did not change: checksum {after.checksum[:12]} as before, under another step"
+    return (
+        f"the gradients did not change: checksum {after.checksum[:12]} as before, under "
+        "another step"
+    )
 
 
 def _other_content(after: Published, reported: Reported) -> str | None:
     same_push = (after.outer_step, after.inner_step) == (reported.outer_step, reported.inner_step)
-    if not same_push or after.checksum is None or reported.checksum is None or MASK in reported.checksum:
+    if (
+        not same_push
+        or after.checksum is None
+        or reported.checksum is None
+        or MASK in reported.checksum
+    ):
         return None
     # A report may hold the checksum's beginning only.
     if after.checksum.startswith(reported.checksum) or reported.checksum.startswith(after.checksum):
         return None
-    return f"the gradients have checksum {after.checksum[:12]}, the publisher read {reported.checksum[:12]}"
+    return (
+        f"the gradients have checksum {after.checksum[:12]}, the publisher read "
+        f"{reported.checksum[:12]}"
+    )

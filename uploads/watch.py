@@ -1,4 +1,5 @@
-"""What is said of the repo and of the gate's decisions, and how often. Pure: times are handed in (monotonic)."""
+"""What is said of the repo and of the gate's decisions, and how often. Pure: times are handed in
+(monotonic)."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ class RateLimiter:
 class RepoWatch:
     """Repo age, stale and unknown.
 
-    Stale is counted by the monotonic time since the last look that knew the age, so neither a wall clock that
-    steps nor a storage that stops answering makes a repo look young.
+    Stale is counted by the monotonic time since the last look that knew the age, so neither a wall
+    clock that steps nor a storage that stops answering makes a repo look young.
     """
 
     def __init__(self, settings: GateSettings) -> None:
@@ -76,10 +77,13 @@ class RepoWatch:
         """A look at the repo has ended."""
         self.latest = published
         if published.age_s is None:
-            reason = self._emptied() if published.empty else published.reason or "no reason was given"
+            reason = (
+                self._emptied() if published.empty else published.reason or "no reason was given"
+            )
             if reason is not None and self._unknown.ask(reason, now):
                 yield make_finding("repo_unknown", reason=reason)
-            # When it can be read again that is said at once: the line that it is unknown is the last one until then.
+            # When it can be read again that is said at once: the line that it is unknown is the
+            # last one until then.
             self._age.forget()
             return
         self._unknown.forget()
@@ -88,13 +92,21 @@ class RepoWatch:
         due = age is not None and age > self._gate.repo_age_target_s
         if self._age.ask((published.revision, due), now):
             yield make_finding(
-                "repo_age", age_s=age, target_s=self._gate.repo_age_target_s, revision=published.revision, due=due
+                "repo_age",
+                age_s=age,
+                target_s=self._gate.repo_age_target_s,
+                revision=published.revision,
+                due=due,
             )
         yield from self.tick(now)
 
     def _emptied(self) -> str | None:
         known = self._known
-        return None if known is None else f"nothing is published any more, {known.revision or 'something'} was"
+        return (
+            None
+            if known is None
+            else f"nothing is published any more, {known.revision or 'something'} was"
+        )
 
     def tick(self, now: float) -> Iterator[Finding]:
         """Time has passed."""
@@ -102,7 +114,12 @@ class RepoWatch:
         if age is None or not self.is_stale(now):
             self._stale.forget()
         elif self._stale.ask("stale", now):
-            yield make_finding("repo_stale", age_s=age, limit_s=self._gate.repo_age_limit_s, reason=self.latest.reason)
+            yield make_finding(
+                "repo_stale",
+                age_s=age,
+                limit_s=self._gate.repo_age_limit_s,
+                reason=self.latest.reason,
+            )
 
 
 class ForecastWatch:
@@ -115,10 +132,17 @@ class ForecastWatch:
         self.latest: Forecast | None = None
 
     def step(
-        self, outer_step: int | None, inner_step: int | None, seconds: float, *, first: bool, age_s: float | None,
+        self,
+        outer_step: int | None,
+        inner_step: int | None,
+        seconds: float,
+        *,
+        first: bool,
+        age_s: float | None,
         now: float,
-    ) -> Iterator[Finding]:  # fmt: skip
-        """An inner step has ended; `first` of its launch: it is no measure, it compiles and fills caches."""
+    ) -> Iterator[Finding]:
+        """An inner step has ended; `first` of its launch: it is no measure, it compiles and fills
+        caches."""
         if not first:
             self._recent.append(seconds)
         self.latest = None
@@ -126,21 +150,30 @@ class ForecastWatch:
             return
         step_s = statistics.median(self._recent)
         self.latest = ahead = forecast(
-            inner_step=inner_step, step_s=step_s, min_inner_step=self._gate.min_inner_step, age_s=age_s,
+            inner_step=inner_step,
+            step_s=step_s,
+            min_inner_step=self._gate.min_inner_step,
+            age_s=age_s,
             limit_s=self._gate.repo_age_limit_s,
-        )  # fmt: skip
+        )
         if not ahead.late or ahead.stale_s == 0:
             # Stale already: that is said by itself, and no forecast.
             return
         if self._said.ask(outer_step, now):
             yield make_finding(
-                "upload_forecast", min_inner_step=ahead.min_inner_step, eta_min=ahead.eta_s / 60,
-                stale_min=ahead.stale_s / 60, inner_step=inner_step, outer_step=outer_step, step_time_s=step_s,
-            )  # fmt: skip
+                "upload_forecast",
+                min_inner_step=ahead.min_inner_step,
+                eta_min=ahead.eta_s / 60,
+                stale_min=ahead.stale_s / 60,
+                inner_step=inner_step,
+                outer_step=outer_step,
+                step_time_s=step_s,
+            )
 
 
 class DecisionNotifier:
-    """Decisions as events. The first block is said, then what changes, then the same once in five minutes."""
+    """Decisions as events. The first block is said, then what changes, then the same once in five
+    minutes."""
 
     def __init__(self) -> None:
         self._blocked = RateLimiter(BLOCKED_EVERY_S)
@@ -149,17 +182,27 @@ class DecisionNotifier:
         """The decision's event, or None for a block that was said already."""
         verdicts = decision.get("verdicts") or []
         fields = {
-            "reason": decision.get("reason"), "outer_step": decision.get("outer_step"),
-            "inner_step": decision.get("inner_step"), "kind": decision.get("upload_kind", decision.get("kind")),
-            "verdicts": verdicts, "decision_id": decision.get("decision_id"), "due": decision.get("due"),
-            "stale": decision.get("stale"), "shadow": decision.get("shadow"),
-            "retry_after_steps": decision.get("retry_after_steps"), "retry_after_s": decision.get("retry_after_s"),
-        }  # fmt: skip
+            "reason": decision.get("reason"),
+            "outer_step": decision.get("outer_step"),
+            "inner_step": decision.get("inner_step"),
+            "kind": decision.get("upload_kind", decision.get("kind")),
+            "verdicts": verdicts,
+            "decision_id": decision.get("decision_id"),
+            "due": decision.get("due"),
+            "stale": decision.get("stale"),
+            "shadow": decision.get("shadow"),
+            "retry_after_steps": decision.get("retry_after_steps"),
+            "retry_after_s": decision.get("retry_after_s"),
+        }
         if decision.get("allowed") and not decision.get("shadow"):
             self._blocked.forget()
             return make_finding("upload_allowed", **fields, left_out=self._blocked.take_left_out())
         rules = frozenset(v.get("rule") for v in verdicts if v.get("outcome") == "block")
-        if not self._blocked.ask((rules, fields["kind"], fields["outer_step"], bool(decision.get("shadow"))), now):
+        if not self._blocked.ask(
+            (rules, fields["kind"], fields["outer_step"], bool(decision.get("shadow"))), now
+        ):
             return None
         event = "upload_allowed" if decision.get("allowed") else "upload_blocked"
-        return make_finding(event, level="warning", **fields, left_out=self._blocked.take_left_out())
+        return make_finding(
+            event, level="warning", **fields, left_out=self._blocked.take_left_out()
+        )

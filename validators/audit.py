@@ -1,4 +1,5 @@
-"""The audit's verdict: would a validator accept what is published for the epoch that is being scored now? Pure."""
+"""The audit's verdict: would a validator accept what is published for the epoch that is being
+scored now? Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Epoch:
 def epoch_scored(
     published: int | None, network: int | None, blocks_since_allreduce: int | None, limits: Limits
 ) -> Epoch | None:
-    """The one before, in the first half after an AllReduce (subnet 38, F:91); else the network's; else the published.
+    """The one before, in the first half after an AllReduce (subnet 38, F:91); else the network's;
+    else the published.
 
     None where neither the network's nor the published outer step is known.
     """
@@ -35,7 +37,9 @@ def epoch_scored(
     if per_allreduce is None or blocks_since_allreduce is None:
         return Epoch(network, "the network's; blocks since the AllReduce are unknown")
     if blocks_since_allreduce < per_allreduce / 2 and network != 0:
-        return Epoch(network - 1, f"the one before: {blocks_since_allreduce} blocks since the AllReduce")
+        return Epoch(
+            network - 1, f"the one before: {blocks_since_allreduce} blocks since the AllReduce"
+        )
     return Epoch(network, f"the network's: {blocks_since_allreduce} blocks since the AllReduce")
 
 
@@ -44,23 +48,37 @@ def judge(facts: Facts, limits: Limits) -> tuple[Verdict, ...]:
     return tuple(evaluate_all(audit_rules(facts, limits), facts, limits))
 
 
-def detail(outcome: str, verdicts: Sequence[Verdict], epoch: Epoch, seconds: float, fetched_bytes: int) -> str:
+def detail(
+    outcome: str, verdicts: Sequence[Verdict], epoch: Epoch, seconds: float, fetched_bytes: int
+) -> str:
     """The words after `AUDIT PASSED: `, `AUDIT FAILED: ` or `AUDIT UNKNOWN: `."""
     blocks = [f"{v.rule}: {v.sentence}" for v in verdicts if v.outcome == "block"]
     unknown = [f"{v.rule} unknown ({v.sentence})" for v in verdicts if v.outcome == "unknown"]
     warned = [f"warning: {v.sentence}" for v in verdicts if v.outcome == "warn"]
     cost = f"{fetched_bytes} bytes in {seconds:.1f}s"
     if outcome == "rejected":
-        # Between an AllReduce and the first gradient after it this is how things are, and nothing else is broken.
-        if any(v.rule == min_inner_step.RULE and v.outcome == "block" and v.seen == 0 for v in verdicts):
-            blocks.append("this is the upload after an AllReduce; the next gradient's upload mends it")
+        # Between an AllReduce and the first gradient after it this is how things are, and nothing
+        # else is broken.
+        if any(
+            v.rule == min_inner_step.RULE and v.outcome == "block" and v.seen == 0 for v in verdicts
+        ):
+            blocks.append(
+                "this is the upload after an AllReduce; the next gradient's upload mends it"
+            )
         return f"epoch {epoch.outer_step} ({epoch.why}): {'; '.join(blocks)}"
     passed = sum(v.outcome == "pass" for v in verdicts)
-    return "; ".join([f"epoch {epoch.outer_step} ({epoch.why}), {passed} rules passed, {cost}", *warned, *unknown])
+    return "; ".join(
+        [
+            f"epoch {epoch.outer_step} ({epoch.why}), {passed} rules passed, {cost}",
+            *warned,
+            *unknown,
+        ]
+    )
 
 
 def outcome_of(verdicts: Sequence[Verdict]) -> str:
-    """`rejected` where a rule blocks, `unknown` where the files themselves could not be judged, else `accepted`."""
+    """`rejected` where a rule blocks, `unknown` where the files themselves could not be judged,
+    else `accepted`."""
     outcomes = {v.rule: v.outcome for v in verdicts}
     if "block" in outcomes.values():
         return "rejected"

@@ -1,8 +1,9 @@
 """block_list: config.json names the blocks the miner trained in; an old newest one is rejected.
 
-Subnet 38: the reward code rejects `current_block - max(block_list) > blocks_per_allreduce / 2`; a list that is empty
-or holds what has no maximum raises there and resets the scores. It then draws one of the blocks, by the miner's uid,
-to advance a random generator, which takes whole numbers only.
+Subnet 38: the reward code rejects `current_block - max(block_list) > blocks_per_allreduce / 2`; a
+list that is empty or holds what has no maximum raises there and resets the scores. It then draws
+one of the blocks, by the miner's uid, to advance a random generator, which takes whole numbers
+only.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def age_limit(limits: Limits) -> float | None:
 
 
 def current_block(network: Network, now: float, block_s: float) -> int | None:
-    """The block at `now` (monotonic): the one that was read and those due since. None where unknown."""
+    """The block at `now` (monotonic): the one that was read and those due since. None where
+    unknown."""
     if network.block is None:
         return None
     since = 0.0 if network.seen_at is None else max(now - network.seen_at, 0.0)
@@ -35,7 +37,8 @@ def current_block(network: Network, now: float, block_s: float) -> int | None:
 
 
 def reduced(config: Mapping[str, Any] | None, uid: int | None = None) -> Mapping[str, Any] | None:
-    """Of config.json only what this rule reads: the newest block, in a list, or what is wrong with the list."""
+    """Of config.json only what this rule reads: the newest block, in a list, or what is wrong with
+    the list."""
     if config is None:
         return None
     blocks = config.get("block_list")
@@ -47,7 +50,8 @@ def reduced(config: Mapping[str, Any] | None, uid: int | None = None) -> Mapping
 
 
 def _newest(blocks: Sequence[Any], uid: int | None) -> float | None:
-    """The newest block; None where validators can't compare the blocks or use the one that they draw."""
+    """The newest block; None where validators can't compare the blocks or use the one that they
+    draw."""
     if not set(map(type, blocks)) <= {int, float, bool}:
         return None
     drawn = blocks if uid is None else random.Random(uid).sample(list(blocks), 1)
@@ -56,26 +60,36 @@ def _newest(blocks: Sequence[Any], uid: int | None) -> float | None:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block an empty or missing list, and one whose newest block is older than `block_list_max_age` blocks."""
+    """Block an empty or missing list, and one whose newest block is older than `block_list_max_age`
+    blocks."""
     limit = age_limit(limits)
     if facts.candidate.config is None:
         return Verdict(RULE, "unknown", None, limit, "config.json was not handed in")
     known = reduced(facts.candidate.config, facts.network.uid)
     blocks = None if known is None else known["block_list"]
     if blocks is None:
-        words = "config.json has no block_list of whole numbers, and validators draw one of it; add it"
+        words = (
+            "config.json has no block_list of whole numbers, and validators draw one of it; add it"
+        )
         return Verdict(RULE, "block", None, limit, words)
     if not blocks:
-        words = "block_list is empty: it raises in the validator and resets scores; wait for the chain to be read"
+        words = (
+            "block_list is empty: it raises in the validator and resets scores; wait for "
+            "the chain to be read"
+        )
         return Verdict(RULE, "block", 0, limit, words)
     block = current_block(facts.network, facts.now, limits.block_s)
     if block is None:
         why = facts.network.reason or "the block was not read"
         return Verdict(RULE, "unknown", max(blocks), limit, f"the current block is unknown: {why}")
     age = block - max(blocks)
-    old = f"newest block of block_list is {age if isinstance(age, int) else round(age, 1)} blocks old"
+    old = (
+        f"newest block of block_list is {age if isinstance(age, int) else round(age, 1)} blocks old"
+    )
     if limit is not None and age > limit:
-        return Verdict(RULE, "block", age, limit, f"{old} > {limit:.0f}: rejected. Is the chain frozen here?")
+        return Verdict(
+            RULE, "block", age, limit, f"{old} > {limit:.0f}: rejected. Is the chain frozen here?"
+        )
     if limit is not None and age > 0.75 * limit:
         return Verdict(RULE, "warn", age, limit, f"{old}, limit {limit:.0f}")
     return Verdict(RULE, "pass", age, limit, old)

@@ -12,33 +12,54 @@ RULE = "bucket"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block another form than `bucket_pattern`, another model, or another uid than the chain's, of three digits.
+    """Block another form than `bucket_pattern`, another model, or another uid than the chain's, of
+    three digits.
 
     Subnet 38: `{global_model_name}-{uid:03d}`.
     """
     seen, pattern, uid = facts.bucket, limits.bucket_pattern, facts.network.uid
     if seen is None:
-        return Verdict(RULE, "unknown", None, pattern, "the bucket's name is not known; set [repo] bucket")
+        return Verdict(
+            RULE, "unknown", None, pattern, "the bucket's name is not known; set [repo] bucket"
+        )
     if pattern is None:
         return Verdict(RULE, "unknown", seen, None, "no profile says what a bucket is called")
     match = re.fullmatch(pattern, seen)
     if match is None:
         return Verdict(
-            RULE, "block", seen, pattern, f"bucket {seen!r} is not of the form {pattern}; nobody looks there"
+            RULE,
+            "block",
+            seen,
+            pattern,
+            f"bucket {seen!r} is not of the form {pattern}; nobody looks there",
         )
     named, model = match.groupdict().get("uid"), match.groupdict().get("model")
     if model is not None and limits.global_model is not None and model != limits.global_model:
-        words = f"bucket {seen!r} is of model {model}, validators score {limits.global_model} and look for its buckets"
+        words = (
+            f"bucket {seen!r} is of model {model}, validators score {limits.global_model} "
+            "and look for its buckets"
+        )
         return Verdict(RULE, "block", model, limits.global_model, f"{words}; rename the bucket")
     if named is None:
         return Verdict(RULE, "pass", seen, pattern, f"bucket {seen}")
     if uid is None:
         why = facts.network.reason or "the chain was not read"
-        return Verdict(RULE, "unknown", seen, pattern, f"bucket {seen} is of uid {int(named)}; ours is unknown: {why}")
+        return Verdict(
+            RULE,
+            "unknown",
+            seen,
+            pattern,
+            f"bucket {seen} is of uid {int(named)}; ours is unknown: {why}",
+        )
     if int(named) == uid and named != f"{uid:03d}":
-        words = f"bucket {seen!r} writes uid {uid} as {named}, validators look for {uid:03d}; rename the bucket"
+        words = (
+            f"bucket {seen!r} writes uid {uid} as {named}, validators look for {uid:03d}; "
+            "rename the bucket"
+        )
         return Verdict(RULE, "block", named, f"{uid:03d}", words)
     if int(named) != uid:
-        words = f"bucket {seen!r} is of uid {int(named)}, the hotkey's uid is {uid}; rename the bucket"
+        words = (
+            f"bucket {seen!r} is of uid {int(named)}, the hotkey's uid is {uid}; rename the bucket"
+        )
         return Verdict(RULE, "block", int(named), uid, words)
     return Verdict(RULE, "pass", seen, pattern, f"bucket {seen} is of uid {uid}")

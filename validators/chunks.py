@@ -1,7 +1,8 @@
-"""How subnet 38 and Templar cut a parameter into chunks before they keep the largest values of each.
+"""How subnet 38 and Templar cut a parameter into chunks before they keep the largest values of
+each.
 
-The edge of a chunk is the largest divisor of a dimension that does not exceed the target (DeMo's transform,
-`_get_smaller_split` in utils/compression.py of dstrbtd/DistributedTraining).
+The edge of a chunk is the largest divisor of a dimension that does not exceed the target (DeMo's
+transform, `_get_smaller_split` in utils/compression.py of dstrbtd/DistributedTraining).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ def chunk_edge(length: int, target: int) -> int:
 def scattered_into(shape: Sequence[int], target: int | None, dct: bool) -> tuple[int, ...] | None:
     """The shape that validators scatter a parameter's values into, along its last dimension.
 
-    Of a matrix in `y·h` rows and `x·w` columns: `(y, x, h·w)` with the DCT, and `(y, h, x·w)` without it, since the
-    same rearrangement then meets axes in another order. Of a vector: `(x, w)`. Without a `target` indices count
-    through the whole tensor. None for a parameter of no or more than two dimensions, which neither subnet has.
+    Of a matrix in `y·h` rows and `x·w` columns: `(y, x, h·w)` with the DCT, and `(y, h, x·w)`
+    without it, since the same rearrangement then meets axes in another order. Of a vector: `(x,
+    w)`. Without a `target` indices count through the whole tensor. None for a parameter of no or
+    more than two dimensions, which neither subnet has.
     """
     if target is None:
         return (math.prod(shape),)

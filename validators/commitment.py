@@ -1,4 +1,5 @@
-"""Commitment: what the hotkey has written on chain must be the keys that validators can read the bucket with."""
+"""Commitment: what the hotkey has written on chain must be the keys that validators can read the
+bucket with."""
 
 from __future__ import annotations
 
@@ -23,14 +24,18 @@ def judge_tried(facts: Facts, limits: Limits) -> Verdict:
     verdict = judge(facts, limits)
     if verdict.outcome != "warn":
         return verdict
-    words = "the commitment on chain is of other read keys than those in use; they open the bucket all right"
+    words = (
+        "the commitment on chain is of other read keys than those in use; they open the "
+        "bucket all right"
+    )
     return Verdict(RULE, "warn", verdict.seen, verdict.limit, words)
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block where nothing, or another length (subnet 38: exactly 128 characters), is committed.
 
-    Keys other than those in use are warned of: whether they open the bucket, only the audit can try.
+    Keys other than those in use are warned of: whether they open the bucket, only the audit can
+    try.
     """
     seen, chars = facts.network.commitment, limits.commitment_chars
     if seen is None:
@@ -38,16 +43,31 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "unknown", None, chars, f"the commitment is unknown: {why}")
     length = int(seen.partition(":")[0])
     if length == 0:
-        words = "nothing is committed for this hotkey, so nobody can read the bucket; the miner commits when it starts"
+        words = (
+            "nothing is committed for this hotkey, so nobody can read the bucket; the "
+            "miner commits when it starts"
+        )
         return Verdict(RULE, "block", 0, chars, words)
     if chars is not None and length != chars:
-        words = f"the commitment has {length} characters, validators expect exactly {chars}; commit again"
+        words = (
+            f"the commitment has {length} characters, validators expect exactly {chars}; "
+            "commit again"
+        )
         return Verdict(RULE, "block", length, chars, words)
     if facts.credentials is None:
         return Verdict(
-            RULE, "unknown", length, chars, f"a commitment of {length} characters; the read keys are not known"
+            RULE,
+            "unknown",
+            length,
+            chars,
+            f"a commitment of {length} characters; the read keys are not known",
         )
     if facts.credentials != seen:
-        words = "the commitment on chain is of other read keys than those in use; `miner-guard audit` tries them"
+        words = (
+            "the commitment on chain is of other read keys than those in use; `miner-guard "
+            "audit` tries them"
+        )
         return Verdict(RULE, "warn", "other keys", "the keys in use", words)
-    return Verdict(RULE, "pass", length, chars, f"the commitment of {length} characters is of the keys in use")
+    return Verdict(
+        RULE, "pass", length, chars, f"the commitment of {length} characters is of the keys in use"
+    )

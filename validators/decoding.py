@@ -1,7 +1,8 @@
-"""One parameter's values, decoded as a validator decodes them. For the inspecting child alone: it needs torch.
+"""One parameter's values, decoded as a validator decodes them. For the inspecting child alone: it
+needs torch.
 
-What a validator would raise on is `Unusable`: it resets the scores of the whole file. What it skips without a word
-is no error there, and is said as a warning here.
+What a validator would raise on is `Unusable`: it resets the scores of the whole file. What it skips
+without a word is no error there, and is said as a warning here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from validators.chunks import scattered_into
 
 SQUARE_OVERFLOWS = 1.8e19
-"""Square root of the largest float32: a norm of larger weights is infinite, and the loss after it NaN."""
+"""Square root of the largest float32: a norm of larger weights is infinite, and the loss after it
+NaN."""
 
 _DENSE_ELEMENTS = 1 << 22
 """Elements of a decoded gradient that are held at a time (16 MiB of float32)."""
@@ -27,7 +29,8 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Format:
-    """How a network writes a parameter's compressed gradient; fields of `Limits` without `gradients_`."""
+    """How a network writes a parameter's compressed gradient; fields of `Limits` without
+    `gradients_`."""
 
     index_suffix: str = "idxs"
     value_suffix: str = "vals"
@@ -72,8 +75,11 @@ def stored(document: Mapping[str, Any], name: str, form: Format) -> Stored:
     return Stored(name, *(document.get(name + suffix) for suffix in suffixes))
 
 
-def decode(torch: Any, entry: Stored, shape: Sequence[int] | None, form: Format, size: int) -> Decoded:
-    """Decode `entry` of a file of `size` bytes for a parameter of `shape` (None: unknown). Raises Unusable."""
+def decode(
+    torch: Any, entry: Stored, shape: Sequence[int] | None, form: Format, size: int
+) -> Decoded:
+    """Decode `entry` of a file of `size` bytes for a parameter of `shape` (None: unknown). Raises
+    Unusable."""
     indices = _plain(torch, entry.indices, "indices", size)
     values = _plain(torch, entry.values, "values", size)
     if entry.quantisation is not None:
@@ -108,18 +114,27 @@ def _plain(torch: Any, value: Any, what: str, size: int) -> Any:
 def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
     """Values by their lookup table: `table[value] + shift` in the type that is named last."""
     if not isinstance(parameters, (list, tuple)) or len(parameters) != 5:
-        count = len(parameters) if isinstance(parameters, (list, tuple)) else type(parameters).__name__
-        raise Unusable(f"{count} quantisation parameters; validators unpack shift, scale, offset, table and dtype")
+        count = (
+            len(parameters) if isinstance(parameters, (list, tuple)) else type(parameters).__name__
+        )
+        raise Unusable(
+            f"{count} quantisation parameters; validators unpack shift, scale, offset, "
+            "table and dtype"
+        )
     shift, _, _, table, dtype = parameters
     if not isinstance(dtype, torch.dtype):
-        raise Unusable(f"the quantisation names its type as a {type(dtype).__name__}, not as a torch.dtype")
+        raise Unusable(
+            f"the quantisation names its type as a {type(dtype).__name__}, not as a torch.dtype"
+        )
     if not isinstance(shift, (int, float)):
         shift = _plain(torch, shift, "quantisation shifts", size)
     table = _plain(torch, table, "quantisation table entries", size)
     try:
         return (table[values.long()] + shift).to(dtype)
     except (IndexError, RuntimeError, TypeError) as error:
-        raise Unusable(f"the quantised values do not decode: {' '.join(str(error).split())[:100]}") from error
+        raise Unusable(
+            f"the quantised values do not decode: {' '.join(str(error).split())[:100]}"
+        ) from error
 
 
 def _checked_dtype(torch: Any, values: Any, form: Format) -> Any:
@@ -130,13 +145,16 @@ def _checked_dtype(torch: Any, values: Any, form: Format) -> Any:
     expected = getattr(torch, form.value_dtype)
     if values.dtype != expected:
         raise Unusable(
-            f"values are {_short(values.dtype)}; validators add them to a {form.value_dtype} tensor, which raises. "
+            f"values are {_short(values.dtype)}; validators add them to a {form.value_dtype} "
+            "tensor, which raises. "
             f"Upload {form.value_dtype}"
         )
     return expected
 
 
-def _check_shapes(torch: Any, whole: Any, values: Any, target: tuple[int, ...] | None, dtype: Any) -> None:
+def _check_shapes(
+    torch: Any, whole: Any, values: Any, target: tuple[int, ...] | None, dtype: Any
+) -> None:
     # On "meta" torch checks all that it would check, and touches no memory.
     # Without the model's shapes only what indices and values say of each other can be checked.
     into = tuple(values.shape) if target is None else target
@@ -161,10 +179,15 @@ def _check_bounds(whole: Any, bound: int | None) -> None:
 
 
 def _computable(tensor: Any) -> Any:
-    """The same numbers in a type that torch computes with: of float8 and unsigned integers it knows next to nothing."""
+    """The same numbers in a type that torch computes with: of float8 and unsigned integers it knows
+    next to nothing."""
     if tensor.is_floating_point():
         return tensor.float() if tensor.element_size() == 1 else tensor
-    return tensor.long() if str(tensor.dtype) in ("torch.uint16", "torch.uint32", "torch.uint64") else tensor
+    return (
+        tensor.long()
+        if str(tensor.dtype) in ("torch.uint16", "torch.uint32", "torch.uint64")
+        else tensor
+    )
 
 
 def _check_finite(torch: Any, whole: Any, used: Any, target: tuple[int, ...] | None) -> None:
@@ -182,7 +205,9 @@ def _check_finite(torch: Any, whole: Any, used: Any, target: tuple[int, ...] | N
     for first in range(0, len(rows), step):
         index, value = rows[first : first + step], numbers[first : first + step]
         dense = torch.zeros((len(index), width), dtype=used.dtype)
-        if not torch.isfinite(dense.scatter_reduce_(-1, index, value, "mean", include_self=False)).all():
+        if not torch.isfinite(
+            dense.scatter_reduce_(-1, index, value, "mean", include_self=False)
+        ).all():
             raise Unusable("NaN or Inf where values of one index are added up")
 
 
@@ -190,7 +215,11 @@ def _partial(whole: Any, target: tuple[int, ...] | None) -> str | None:
     if target is None or len(target) < 2 or not whole.numel():
         return None
     covered, rows = math.prod(whole.shape[:-1]), math.prod(target[:-1])
-    return None if covered == rows else f"covers {covered} of {rows} rows, the rest of the parameter stays as it is"
+    return (
+        None
+        if covered == rows
+        else f"covers {covered} of {rows} rows, the rest of the parameter stays as it is"
+    )
 
 
 def _short(dtype: Any) -> str:

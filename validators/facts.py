@@ -15,7 +15,8 @@ class Candidate:
     """What the miner wants to upload."""
 
     kind: str
-    """`gradient`, or `archive`: the upload after an AllReduce, which starts at inner step 0 and is needed."""
+    """`gradient`, or `archive`: the upload after an AllReduce, which starts at inner step 0 and is
+    needed."""
 
     outer_step: int
     inner_step: int
@@ -25,7 +26,8 @@ class Candidate:
     """The outer step of the global state that the local one was loaded from."""
 
     files: Mapping[str, Any] | None = None
-    """What the file check of gradients.pt found (`validators.gradients`), None where it was not looked at."""
+    """What the file check of gradients.pt found (`validators.gradients`), None where it was not
+    looked at."""
 
     config: Mapping[str, Any] | None = None
     """The candidate's config.json."""
@@ -68,7 +70,8 @@ class Network:
     outer_step: int | None = None
     blocks_since_allreduce: int | None = None
     commitment: str | None = None
-    """`validators.commitment.fingerprint` of what the hotkey has committed on chain; of `""` where nothing is."""
+    """`validators.commitment.fingerprint` of what the hotkey has committed on chain; of `""` where
+    nothing is."""
 
     registered: bool | None = None
     uid: int | None = None
@@ -93,7 +96,8 @@ class Facts:
     """Monotonic seconds, the clock of `seen_at`."""
 
     credentials: str | None = None
-    """`validators.commitment.fingerprint` of the commitment that the credentials in use would give."""
+    """`validators.commitment.fingerprint` of the commitment that the credentials in use would
+    give."""
 
     bucket: str | None = None
     """Name of the bucket in use."""

@@ -15,7 +15,8 @@ from validators.verdict import Verdict
 RULE = "gradients"
 
 ALL_ZERO = "all values are zero"
-"""What a gradient must not be and an archive is: after an outer step the local weights are the global ones."""
+"""What a gradient must not be and an archive is: after an outer step the local weights are the
+global ones."""
 
 _PROBLEMS_KEPT = 3
 _SHAPES: Mapping[Any, str] = {
@@ -44,7 +45,8 @@ def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block a file with problems or of an implausible size; unknown where it could not be inspected.
+    """Block a file with problems or of an implausible size; unknown where it could not be
+    inspected.
 
     An archive may be zero.
     """
@@ -53,20 +55,52 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "unknown", None, None, "gradients.pt was not inspected")
     size = report.get("size_bytes")
     if report.get("reason") is not None:
-        return Verdict(RULE, "unknown", size, None, f"gradients.pt could not be inspected: {report['reason']}")
+        return Verdict(
+            RULE, "unknown", size, None, f"gradients.pt could not be inspected: {report['reason']}"
+        )
     least, most = limits.gradients_min_bytes, limits.gradients_max_bytes
     problems = list(report.get("problems") or ())
     if problems == [ALL_ZERO] and facts.candidate.kind == "archive":
-        return Verdict(RULE, "pass", size, most, f"gradients.pt: {ALL_ZERO}, as an archive's are after an outer step")
+        return Verdict(
+            RULE,
+            "pass",
+            size,
+            most,
+            f"gradients.pt: {ALL_ZERO}, as an archive's are after an outer step",
+        )
     if problems:
-        return Verdict(RULE, "block", size, None, f"gradients.pt: {'; '.join(map(str, problems[:_PROBLEMS_KEPT]))}")
+        return Verdict(
+            RULE,
+            "block",
+            size,
+            None,
+            f"gradients.pt: {'; '.join(map(str, problems[:_PROBLEMS_KEPT]))}",
+        )
     if least is not None and size is not None and size < least:
-        return Verdict(RULE, "block", size, least, f"gradients.pt has {size} bytes, fewer than a plausible {least}")
+        return Verdict(
+            RULE,
+            "block",
+            size,
+            least,
+            f"gradients.pt has {size} bytes, fewer than a plausible {least}",
+        )
     if most is not None and size is not None and size > most:
-        return Verdict(RULE, "block", size, most, f"gradients.pt has {size} bytes, more than a plausible {most}")
+        return Verdict(
+            RULE,
+            "block",
+            size,
+            most,
+            f"gradients.pt has {size} bytes, more than a plausible {most}",
+        )
     if not report.get("params"):
         return Verdict(RULE, "block", 0, 1, "gradients.pt holds no parameter's gradient")
     if warnings := list(report.get("warnings") or ()):
-        return Verdict(RULE, "warn", size, most, f"gradients.pt: {'; '.join(map(str, warnings[:_PROBLEMS_KEPT]))}")
+        return Verdict(
+            RULE,
+            "warn",
+            size,
+            most,
+            f"gradients.pt: {'; '.join(map(str, warnings[:_PROBLEMS_KEPT]))}",
+        )
     words = f"gradients.pt: {report['params']} parameters, all finite"
     return Verdict(RULE, "pass", size, most, words + _SHAPES.get(report.get("shapes_known"), ""))

@@ -1,7 +1,8 @@
-"""The child that opens a gradients file: `python -m validators.inspect_gradients`, see `validators.inspection`.
+"""The child that opens a gradients file: `python -m validators.inspect_gradients`, see
+`validators.inspection`.
 
-Loads it as a validator does (`weights_only=True`: tensors and plain containers, no code) and looks at what
-came out. Memory and processor time are limited before the file is touched.
+Loads it as a validator does (`weights_only=True`: tensors and plain containers, no code) and looks
+at what came out. Memory and processor time are limited before the file is touched.
 """
 
 from __future__ import annotations
@@ -41,15 +42,27 @@ def main() -> None:
     except OSError as error:
         probe.reply(error=f"{path}: {error.strerror}")
         return
-    shapes = None if request["shapes"] is None else Shapes(request["shapes"], frozenset(request["optional"]))
-    probe.reply(examine(torch, path, size, limits, shapes, request["memory_bytes"], request["cpu_s"]))
+    shapes = (
+        None
+        if request["shapes"] is None
+        else Shapes(request["shapes"], frozenset(request["optional"]))
+    )
+    probe.reply(
+        examine(torch, path, size, limits, shapes, request["memory_bytes"], request["cpu_s"])
+    )
 
 
 def examine(
-    torch: Any, path: str, size: int, limits: Mapping[str, Any], shapes: Shapes | None,
-    memory_bytes: int | None, cpu_s: float,
-) -> dict[str, Any]:  # fmt: skip
-    """The report on a file of `size` bytes; `memory_bytes` beyond what is taken now limits this process for good."""
+    torch: Any,
+    path: str,
+    size: int,
+    limits: Mapping[str, Any],
+    shapes: Shapes | None,
+    memory_bytes: int | None,
+    cpu_s: float,
+) -> dict[str, Any]:
+    """The report on a file of `size` bytes; `memory_bytes` beyond what is taken now limits this
+    process for good."""
     report: dict[str, Any] = {"size_bytes": size, "problems": [], "warnings": [], "params": 0}
     try:
         _check_size(size, limits.get("gradients_max_bytes"))
@@ -60,10 +73,17 @@ def examine(
     except RejectedFile as refusal:
         return {**report, "problems": [str(refusal)]}
     except MemoryError:
-        return {**report, "problems": [f"needs more memory than is allowed for a file of {size} bytes"]}
+        return {
+            **report,
+            "problems": [f"needs more memory than is allowed for a file of {size} bytes"],
+        }
     except Exception as error:  # noqa: BLE001 -- torch raises anything on tensors of an odd kind; reported as a problem
-        # Not unknown, which lets an upload pass: what can't be judged here a validator can't use either.
-        return {**report, "problems": [f"cannot be looked into: {type(error).__name__}: {_gist(str(error))}"]}
+        # Not unknown, which lets an upload pass: what can't be judged here a validator can't use
+        # either.
+        return {
+            **report,
+            "problems": [f"cannot be looked into: {type(error).__name__}: {_gist(str(error))}"],
+        }
 
 
 def _check_size(size: int, most: int | None) -> None:
@@ -104,7 +124,9 @@ def _load(torch: Any, path: str) -> Mapping[str, Any]:
         words = _gist(str(error))
         if "alloc" in words or "memory" in words.lower():
             raise RejectedFile(f"needs more memory than allowed: {words}") from error
-        raise RejectedFile(f"does not load with weights_only=True: {type(error).__name__}: {words}") from error
+        raise RejectedFile(
+            f"does not load with weights_only=True: {type(error).__name__}: {words}"
+        ) from error
     if not isinstance(document, dict):
         raise RejectedFile(f"holds a {type(document).__name__}, not a dictionary")
     return document
@@ -113,16 +135,26 @@ def _load(torch: Any, path: str) -> Mapping[str, Any]:
 def _gist(text: str) -> str:
     """Of torch's long explanation the part that names the culprit."""
     words = " ".join(text.split()).partition(" Check the documentation")[0]
-    for mark in ("Unsupported global:", "Unsupported operand", "WeightsUnpickler error:", "PytorchStreamReader"):
+    for mark in (
+        "Unsupported global:",
+        "Unsupported operand",
+        "WeightsUnpickler error:",
+        "PytorchStreamReader",
+    ):
         if mark in words:
             return words[words.index(mark) :][:120]
     return words[:120]
 
 
 def _look(
-    torch: Any, document: Mapping[str, Any], limits: Mapping[str, Any], shapes: Shapes | None, size: int
+    torch: Any,
+    document: Mapping[str, Any],
+    limits: Mapping[str, Any],
+    shapes: Shapes | None,
+    size: int,
 ) -> dict[str, Any]:
-    """Apply the file as a validator does: by the model's own names where they are known, else by the file's."""
+    """Apply the file as a validator does: by the model's own names where they are known, else by
+    the file's."""
     form = Format.of(limits)
     key = limits.get("gradients_metadata_key")
     problems: list[str] = []
@@ -131,7 +163,8 @@ def _look(
     named = _named(document, form)
     if not named:
         problems.append(f"holds no `<param>{form.index_suffix}` and `<param>{form.value_suffix}`")
-    # No validator has a parameter of a wrapper's name: it unwraps the model before it asks for the state.
+    # No validator has a parameter of a wrapper's name: it unwraps the model before it asks for the
+    # state.
     names = [name for name in named if plain_name(name) == name] if shapes is None else shapes.of
     applied, wrong, warned = _applied(torch, document, names, shapes, form, size)
     problems += wrong
@@ -149,11 +182,18 @@ def _look(
 def _named(document: Mapping[str, Any], form: Format) -> list[str]:
     """Names of the parameters that the file holds anything of."""
     ends = (form.index_suffix, form.value_suffix)
-    return sorted({k[: -len(s)] for k in document for s in ends if isinstance(k, str) and k.endswith(s)})
+    return sorted(
+        {k[: -len(s)] for k in document for s in ends if isinstance(k, str) and k.endswith(s)}
+    )
 
 
 def _applied(
-    torch: Any, document: Mapping[str, Any], names: Iterable[str], shapes: Shapes | None, form: Format, size: int
+    torch: Any,
+    document: Mapping[str, Any],
+    names: Iterable[str],
+    shapes: Shapes | None,
+    form: Format,
+    size: int,
 ) -> tuple[dict[str, Decoded], list[str], list[str]]:
     """What is applied by name, what a validator raises on, and what is worth a warning."""
     applied: dict[str, Decoded] = {}
@@ -166,7 +206,9 @@ def _applied(
                 warned.append(f"{name}: {lacking} are missing, validators skip the parameter")
             continue
         try:
-            applied[name] = decode(torch, entry, None if shapes is None else shapes.of.get(name), form, size)
+            applied[name] = decode(
+                torch, entry, None if shapes is None else shapes.of.get(name), form, size
+            )
         except Unusable as why:
             problems.append(f"{name}: {why}")
             continue
@@ -175,37 +217,57 @@ def _applied(
     return applied, problems, warned
 
 
-def _worthless(applied: Mapping[str, Decoded], named: Sequence[str], shapes: Shapes | None) -> Iterator[str]:
+def _worthless(
+    applied: Mapping[str, Decoded], named: Sequence[str], shapes: Shapes | None
+) -> Iterator[str]:
     """Why a file that no validator raises on scores zero."""
     wrapped = [name for name in named if plain_name(name) != name]
     if not applied and wrapped:
-        yield f"{wrapped[0]}: validators know this parameter as {plain_name(wrapped[0])} and skip it, as all others"
+        yield (
+            f"{wrapped[0]}: validators know this parameter as {plain_name(wrapped[0])} and "
+            "skip it, as all others"
+        )
     elif not applied and shapes is not None:
-        yield f"none of its {len(named)} parameters is of the model that trains here; validators skip them all"
+        yield (
+            f"none of its {len(named)} parameters is of the model that trains here; "
+            "validators skip them all"
+        )
     elif not any(decoded.something for decoded in applied.values()):
         yield ALL_ZERO
     elif beyond := [name for name, decoded in applied.items() if decoded.enormous > 0.5]:
-        yield f"{beyond[0]}: values beyond {SQUARE_OVERFLOWS:.1e}: the loss after them is NaN, which scores zero"
+        yield (
+            f"{beyond[0]}: values beyond {SQUARE_OVERFLOWS:.1e}: the loss after them is "
+            "NaN, which scores zero"
+        )
 
 
 def _compared(
     named: Sequence[str], applied: Mapping[str, Decoded], shapes: Shapes | None
 ) -> tuple[list[str], list[str]]:
-    """Names that the model does not have, and words about parameters of the model that are missing."""
+    """Names that the model does not have, and words about parameters of the model that are
+    missing."""
     if shapes is None:
         return [name for name in named if plain_name(name) != name], []
     missing = sorted(set(shapes.of) - shapes.optional - set(named))
-    words = [f"{len(missing)} of the model's parameters are missing, {missing[0]} among them"] if missing else []
+    words = (
+        [f"{len(missing)} of the model's parameters are missing, {missing[0]} among them"]
+        if missing
+        else []
+    )
     return [name for name in named if name not in shapes.of], words if applied else []
 
 
 def _summed(unnamed: Sequence[str]) -> Iterator[str]:
     if unnamed:
-        yield f"validators skip {len(unnamed)} parameters by names that they do not know, {unnamed[0]} among them"
+        yield (
+            f"validators skip {len(unnamed)} parameters by names that they do not know, "
+            f"{unnamed[0]} among them"
+        )
 
 
 def _shown(words: str) -> str:
-    """Of any length and with any characters are a file's names: here they are short, and can be written anywhere."""
+    """Of any length and with any characters are a file's names: here they are short, and can be
+    written anywhere."""
     return words[:_MAX_LENGTH].encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,4 +1,5 @@
-"""Have a gradients file inspected: in a child with a deadline and limited memory, since the file may be anything.
+"""Have a gradients file inspected: in a child with a deadline and limited memory, since the file
+may be anything.
 
 Not for ranks: it starts a process and waits for it.
 """
@@ -16,7 +17,8 @@ from validators.shapes import Shapes
 
 DEADLINE_S = 120.0
 MEMORY_BYTES = 2 * 1024**3
-"""What the child may take beside torch itself and three times the file (the file, its tensors, a mask)."""
+"""What the child may take beside torch itself and three times the file (the file, its tensors, a
+mask)."""
 
 
 def inspect_file(
@@ -30,14 +32,18 @@ def inspect_file(
 ) -> dict[str, Any]:
     """What is in `path`: `size_bytes`, `params`, and `problems` in words (empty: none).
 
-    `shapes` are the model's; `shapes_known` says whether the file was compared with them. Where nothing could be
-    found out, `reason` says why. Never raises.
+    `shapes` are the model's; `shapes_known` says whether the file was compared with them. Where
+    nothing could be found out, `reason` says why. Never raises.
     """
     request = {
         "path": str(path),
-        "shapes": None if shapes is None else {name: list(shape) for name, shape in shapes.of.items()},
+        "shapes": None
+        if shapes is None
+        else {name: list(shape) for name, shape in shapes.of.items()},
         "optional": [] if shapes is None else sorted(shapes.optional),
-        "limits": {k: v for k, v in dataclasses.asdict(limits).items() if k.startswith("gradients_")},
+        "limits": {
+            k: v for k, v in dataclasses.asdict(limits).items() if k.startswith("gradients_")
+        },
         "memory_bytes": memory_bytes,
         "cpu_s": deadline_s,
     }

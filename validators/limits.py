@@ -27,7 +27,8 @@ class OwnLimits(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of all rules. The first four are the miner's own caution, the others what validators enforce."""
+    """Limits of all rules. The first four are the miner's own caution, the others what validators
+    enforce."""
 
     min_inner_step: int = 50
     min_upload_interval_s: float = 0.0
@@ -62,7 +63,8 @@ class Limits:
     """Regular expression of a revision, with the groups `outer` and `inner` where it has them."""
 
     bucket_pattern: str | None = None
-    """Regular expression of the bucket's name; a group `uid` must be the miner's, one `model` the `global_model`."""
+    """Regular expression of the bucket's name; a group `uid` must be the miner's, one `model` the
+    `global_model`."""
 
     global_model: str | None = None
     """The model that validators score; buckets are named after it."""
@@ -93,16 +95,19 @@ class Limits:
 
     gradients_index_suffix: str = "idxs"
     gradients_value_suffix: str = "vals"
-    """`<param>idxs` and `<param>vals` hold the indices and values of a parameter's compressed gradient."""
+    """`<param>idxs` and `<param>vals` hold the indices and values of a parameter's compressed
+    gradient."""
 
     gradients_chunk: int | None = None
-    """Indices count within chunks of this edge (the DCT's), and are whole-tensor indices where it is None."""
+    """Indices count within chunks of this edge (the DCT's), and are whole-tensor indices where it
+    is None."""
 
     gradients_dct: bool = False
     """Whether validators decode with the DCT: it decides which axes the chunks lie on."""
 
     gradients_value_dtype: str | None = None
-    """torch's name of the type that values must have: validators scatter them into a tensor of it."""
+    """torch's name of the type that values must have: validators scatter them into a tensor of
+    it."""
 
     gradients_min_bytes: int | None = None
     gradients_max_bytes: int | None = None
@@ -113,10 +118,13 @@ class Limits:
 
     @classmethod
     def of(cls, settings: OwnLimits, numbers: Mapping[str, Any]) -> Limits:
-        """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for a name that no rule has."""
+        """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for a name that no rule
+        has."""
         if foreign := sorted(numbers.keys() - _NAMES):
             raise TypeError(f"limits that no rule has: {', '.join(foreign)}")
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in numbers.items()}
+        values: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in numbers.items()
+        }
         for name in _OWN:
             values[name] = getattr(settings, name)
         return cls(**values)

@@ -17,30 +17,42 @@ RISING_P = 0.99
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block a loss that is not finite; warn where it rises over the last 10 inner steps with P > 0.99."""
+    """Block a loss that is not finite; warn where it rises over the last 10 inner steps with P >
+    0.99."""
     loss, recent = facts.candidate.loss, facts.candidate.recent_losses
     if loss is None and not recent:
         return Verdict(RULE, "unknown", None, None, "the loss was not handed in")
     seen = recent[-1] if loss is None else loss
     if not math.isfinite(seen):
         return Verdict(
-            RULE, "block", str(seen), "finite", f"loss is {seen}: the gradient is poisoned. Reload the state"
+            RULE,
+            "block",
+            str(seen),
+            "finite",
+            f"loss is {seen}: the gradient is poisoned. Reload the state",
         )
     if len(recent) >= POINTS and all(math.isfinite(v) for v in recent[-POINTS:]):
         p = rising_probability(recent[-POINTS:])
         if p > RISING_P:
             first = recent[-POINTS]
             return Verdict(
-                RULE, "warn", round(p, 4), RISING_P,
-                f"loss rises over the last {POINTS} inner steps ({first:.3g} to {seen:.3g}, P = {p:.3f})",
-            )  # fmt: skip
+                RULE,
+                "warn",
+                round(p, 4),
+                RISING_P,
+                (
+                    f"loss rises over the last {POINTS} inner steps ({first:.3g} to "
+                    f"{seen:.3g}, P = {p:.3f})"
+                ),
+            )
     return Verdict(RULE, "pass", round(seen, 4), "finite", f"loss {seen:.4g} is finite")
 
 
 def rising_probability(values: Sequence[float]) -> float:
     """P(slope > 0) of a least-squares line through `values` (an even count of at least 4).
 
-    Student's t with n - 2 degrees of freedom; the closed form for even ones is Abramowitz & Stegun 26.7.4.
+    Student's t with n - 2 degrees of freedom; the closed form for even ones is Abramowitz & Stegun
+    26.7.4.
     """
     n = len(values)
     mean_x, mean_y = (n - 1) / 2, math.fsum(values) / n

@@ -11,22 +11,26 @@ from validators.verdict import Verdict
 
 RULE = "metadata"
 FILES = "files"
-"""Of metadata.json: `{"gradients.pt": {"size_bytes", "checksum"}, …}`, what the metadata goes with. Ours alone
-writes it (`uploads.publisher`); validators read past it."""
+"""Of metadata.json: `{"gradients.pt": {"size_bytes", "checksum"}, …}`, what the metadata goes with.
+Ours alone writes it (`uploads.publisher`); validators read past it."""
 
 
 def reduced(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Of metadata.json the scalar fields, cut to a size that a decision can carry."""
     if metadata is None:
         return None
-    scalars = {str(k)[:40]: v for k, v in metadata.items() if isinstance(v, (str, int, float)) or v is None}
+    scalars = {
+        str(k)[:40]: v for k, v in metadata.items() if isinstance(v, (str, int, float)) or v is None
+    }
     return {k: v[:80] if isinstance(v, str) else v for k, v in list(scalars.items())[:12]}
 
 
 def read_inner_step(metadata: Mapping[str, Any] | None) -> int | None:
-    """The inner step that validators read: `int()` of what follows the last dot of it. None where that raises.
+    """The inner step that validators read: `int()` of what follows the last dot of it. None where
+    that raises.
 
-    They put it into a revision and take it out again (R:433), so 84.5 is 5, 84.0 is 0 and "84" is 84.
+    They put it into a revision and take it out again (R:433), so 84.5 is 5, 84.0 is 0 and "84" is
+    84.
     """
     if metadata is None or "inner_step" not in metadata:
         return None
@@ -37,37 +41,61 @@ def read_inner_step(metadata: Mapping[str, Any] | None) -> int | None:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block where a field that validators read is missing, whatever its value, or the inner step can't be read.
+    """Block where a field that validators read is missing, whatever its value, or the inner step
+    can't be read.
 
-    Other steps than the candidate's are warned of: validators take the outer step from the network, and upstream
-    writes the inner step of the upload's end.
+    Other steps than the candidate's are warned of: validators take the outer step from the network,
+    and upstream writes the inner step of the upload's end.
     """
     seen, needed = facts.candidate.metadata, list(limits.metadata_fields)
     if seen is None:
         return Verdict(RULE, "unknown", None, needed, "metadata.json was not handed in")
     if missing := [name for name in needed if name not in seen]:
-        words = f"metadata.json lacks {', '.join(missing)}: validators read inner step 0 then, and reset scores"
+        words = (
+            f"metadata.json lacks {', '.join(missing)}: validators read inner step 0 then, "
+            "and reset scores"
+        )
         return Verdict(RULE, "block", sorted(map(str, seen)), needed, f"{words}; write them")
     inner = read_inner_step(seen)
     if inner is None and "inner_step" in needed:
         value = _short(seen["inner_step"])
-        return Verdict(RULE, "block", value, "a step", f"metadata.json: inner_step is {value}, not a step; write one")
-    for name, ours in (("outer_step", facts.candidate.outer_step), ("inner_step", facts.candidate.inner_step)):
+        return Verdict(
+            RULE,
+            "block",
+            value,
+            "a step",
+            f"metadata.json: inner_step is {value}, not a step; write one",
+        )
+    for name, ours in (
+        ("outer_step", facts.candidate.outer_step),
+        ("inner_step", facts.candidate.inner_step),
+    ):
         told: Any = inner if name == "inner_step" else seen.get(name)
         if name in seen and told != ours:
             named = _short(told)
-            words = f"metadata.json names {name.replace('_', ' ')} {named}, the gradient is of {ours}"
+            words = (
+                f"metadata.json names {name.replace('_', ' ')} {named}, the gradient is of {ours}"
+            )
             return Verdict(RULE, "warn", named, ours, words)
     return Verdict(
-        RULE, "pass", sorted(seen), needed, f"metadata.json has {', '.join(needed) or 'nothing that is needed'}"
+        RULE,
+        "pass",
+        sorted(seen),
+        needed,
+        f"metadata.json has {', '.join(needed) or 'nothing that is needed'}",
     )
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
     """As `judge`; warn where the published gradients are not those that the metadata goes with."""
     verdict, published, metadata = judge(facts, limits), facts.published, facts.candidate.metadata
-    # In the first half after an AllReduce the epoch before is scored: the root metadata does not speak of it.
-    if verdict.outcome != "pass" or metadata is None or metadata.get("outer_step") != published.outer_step:
+    # In the first half after an AllReduce the epoch before is scored: the root metadata does not
+    # speak of it.
+    if (
+        verdict.outcome != "pass"
+        or metadata is None
+        or metadata.get("outer_step") != published.outer_step
+    ):
         return verdict
     why = mixed(metadata, published.size_bytes, published.checksum)
     if why is None:
@@ -76,16 +104,28 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     return Verdict(RULE, "warn", published.checksum, None, words)
 
 
-def mixed(metadata: Mapping[str, Any] | None, size_bytes: int | None, checksum: str | None) -> str | None:
-    """Why gradients of this size and checksum are of another revision than `metadata`; None where nothing says so.
+def mixed(
+    metadata: Mapping[str, Any] | None, size_bytes: int | None, checksum: str | None
+) -> str | None:
+    """Why gradients of this size and checksum are of another revision than `metadata`; None where
+    nothing says so.
 
     Checksums of different forms (an md5, a digest of parts' digests, a sha256) can't be compared.
     """
     named = _named(metadata)
-    if size_bytes is not None and isinstance(size := named.get("size_bytes"), int) and size != size_bytes:
+    if (
+        size_bytes is not None
+        and isinstance(size := named.get("size_bytes"), int)
+        and size != size_bytes
+    ):
         return f"gradients.pt has {size_bytes} bytes, metadata.json goes with one of {size}"
     other = named.get("checksum")
-    if checksum is None or not isinstance(other, str) or _form(checksum) != _form(other) or checksum == other:
+    if (
+        checksum is None
+        or not isinstance(other, str)
+        or _form(checksum) != _form(other)
+        or checksum == other
+    ):
         return None
     return f"gradients.pt has checksum {checksum[:12]}, metadata.json goes with {other[:12]}"
 

@@ -12,7 +12,8 @@ RULE = "min_inner_step"
 def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block below `min_inner_step` (source 004: 50). The words are a contract.
 
-    An archive is exempt: the upload after an AllReduce starts at inner step 0, and the miner's own reload needs it.
+    An archive is exempt: the upload after an AllReduce starts at inner step 0, and the miner's own
+    reload needs it.
     """
     seen, least = facts.candidate.inner_step, limits.min_inner_step
     if seen < least and facts.candidate.kind == "archive":
@@ -20,29 +21,49 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "pass", seen, least, sentence)
     if seen < least:
         return Verdict(
-            RULE, "block", seen, least,
-            f"inner_step ({seen}) < minimum ({least}). Validators will reject this! Waiting for more training steps...",
+            RULE,
+            "block",
+            seen,
+            least,
+            (
+                f"inner_step ({seen}) < minimum ({least}). Validators will reject this! "
+                "Waiting for more training steps..."
+            ),
             retry_after_steps=least - seen,
-        )  # fmt: skip
+        )
     return Verdict(RULE, "pass", seen, least, f"inner_step {seen} >= minimum {least}")
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
-    """What validators say of the inner step in the published metadata (subnet 38: 0 is rejected)."""
+    """What validators say of the inner step in the published metadata (subnet 38: 0 is
+    rejected)."""
     seen, least = facts.published.inner_step, limits.validator_min_inner_step
     if seen is None:
         words = "the published inner step is not known: metadata.json does not name one"
         return Verdict(RULE, "unknown", None, least, words)
     if least is not None and 0 <= seen < least:
         return Verdict(
-            RULE, "block", seen, least,
-            f"published inner_step {seen} < {least}: validators reject it; publish again after more inner steps",
-        )  # fmt: skip
+            RULE,
+            "block",
+            seen,
+            least,
+            (
+                f"published inner_step {seen} < {least}: validators reject it; publish "
+                "again after more inner steps"
+            ),
+        )
     if facts.candidate.kind == "archive":
-        words = f"this is the archive after an outer step (inner_step {seen}), no gradient yet; the next upload is one"
+        words = (
+            f"this is the archive after an outer step (inner_step {seen}), no gradient yet; "
+            "the next upload is one"
+        )
         return Verdict(RULE, "warn", seen, limits.min_inner_step, words)
     if seen < limits.min_inner_step:
         return Verdict(
-            RULE, "warn", seen, limits.min_inner_step, f"published inner_step {seen} < minimum {limits.min_inner_step}"
+            RULE,
+            "warn",
+            seen,
+            limits.min_inner_step,
+            f"published inner_step {seen} < minimum {limits.min_inner_step}",
         )
     return Verdict(RULE, "pass", seen, least, f"published inner_step {seen}")

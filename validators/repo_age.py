@@ -10,7 +10,8 @@ RULE = "repo_age"
 
 
 def age_now(published: Published, now: float) -> float | None:
-    """Age in seconds at `now` (monotonic): the age when it was read and the time since. None where unknown."""
+    """Age in seconds at `now` (monotonic): the age when it was read and the time since. None where
+    unknown."""
     if published.age_s is None:
         return None
     since = 0.0 if published.seen_at is None else max(now - published.seen_at, 0.0)
@@ -18,20 +19,35 @@ def age_now(published: Published, now: float) -> float | None:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block what comes sooner than `min_upload_interval_s` after the last; an old repo is cured by an upload."""
+    """Block what comes sooner than `min_upload_interval_s` after the last; an old repo is cured by
+    an upload."""
     published, least = facts.published, limits.min_upload_interval_s
     age = age_now(published, facts.now)
     if published.empty:
-        return Verdict(RULE, "pass", None, limits.repo_age_limit_s, "the repo is empty: the first upload is due")
+        return Verdict(
+            RULE,
+            "pass",
+            None,
+            limits.repo_age_limit_s,
+            "the repo is empty: the first upload is due",
+        )
     if age is None:
-        return Verdict(RULE, "unknown", None, limits.repo_age_limit_s, f"repo age unknown: {published.reason}")
+        return Verdict(
+            RULE, "unknown", None, limits.repo_age_limit_s, f"repo age unknown: {published.reason}"
+        )
     seen = round(age, 1)
     if age < least:
         return Verdict(
-            RULE, "block", seen, least,
-            f"repo age {age:.0f}s < minimum interval {least:.0f}s: too soon. Wait {least - age:.0f}s",
+            RULE,
+            "block",
+            seen,
+            least,
+            (
+                f"repo age {age:.0f}s < minimum interval {least:.0f}s: too soon. Wait "
+                f"{least - age:.0f}s"
+            ),
             retry_after_s=round(least - age, 1),
-        )  # fmt: skip
+        )
     if age > limits.repo_age_limit_s:
         words = f"repo age {age:.0f}s > limit {limits.repo_age_limit_s:.0f}s: stale, upload now"
         return Verdict(RULE, "warn", seen, limits.repo_age_limit_s, words)
@@ -43,19 +59,32 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
-    """What validators say of the age of the published gradients (subnet 38: from 4800 s on they score zero)."""
+    """What validators say of the age of the published gradients (subnet 38: from 4800 s on they
+    score zero)."""
     published = facts.published
     age = age_now(published, facts.now)
     limit = limits.validator_repo_age_s or limits.repo_age_limit_s
     if published.empty:
-        return Verdict(RULE, "block", None, limit, "nothing is published: there is no gradients file; upload")
+        return Verdict(
+            RULE, "block", None, limit, "nothing is published: there is no gradients file; upload"
+        )
     if age is None:
         return Verdict(RULE, "unknown", None, limit, f"repo age unknown: {published.reason}")
     seen = round(age, 1)
     if age >= limit:
         known = limits.validator_repo_age_s is not None
-        why = "they score zero" if known else "the guard's own limit, no profile says when they score zero"
-        return Verdict(RULE, "block", seen, limit, f"gradients are {age:.0f}s old >= {limit:.0f}s: {why}; upload")
+        why = (
+            "they score zero"
+            if known
+            else "the guard's own limit, no profile says when they score zero"
+        )
+        return Verdict(
+            RULE,
+            "block",
+            seen,
+            limit,
+            f"gradients are {age:.0f}s old >= {limit:.0f}s: {why}; upload",
+        )
     if age > limits.repo_age_limit_s:
         own = limits.repo_age_limit_s
         return Verdict(RULE, "warn", seen, own, f"gradients are {age:.0f}s old (keep < {own:.0f}s)")

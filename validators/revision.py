@@ -1,4 +1,5 @@
-"""Revision: the tag that names outer and inner step, `{run}.{outer_step}.{inner_step}` on subnet 38."""
+"""Revision: the tag that names outer and inner step, `{run}.{outer_step}.{inner_step}` on subnet
+38."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ RULE = "revision"
 def judge(facts: Facts, limits: Limits) -> Verdict:
     """Block another form, and another outer step than the candidate's; warn of another inner step.
 
-    Upstream writes the root metadata at the end of an upload with the inner step of then, so the inner steps
-    may differ in a revision that is accepted.
+    Upstream writes the root metadata at the end of an upload with the inner step of then, so the
+    inner steps may differ in a revision that is accepted.
     """
     seen, pattern = facts.candidate.revision, limits.revision_pattern
     if seen is None:
@@ -24,12 +25,24 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "unknown", seen, None, "no profile says what a revision looks like")
     match = re.fullmatch(pattern, seen)
     if match is None:
-        return Verdict(RULE, "block", seen, pattern, f"revision {seen!r} is not of the form {pattern}; rename it")
+        return Verdict(
+            RULE,
+            "block",
+            seen,
+            pattern,
+            f"revision {seen!r} is not of the form {pattern}; rename it",
+        )
     named, candidate = match.groupdict(), facts.candidate
     if "outer" in named and int(named["outer"]) != candidate.outer_step:
-        words = f"revision {seen!r} names outer step {named['outer']}, the gradient is of {candidate.outer_step}"
+        words = (
+            f"revision {seen!r} names outer step {named['outer']}, the gradient is of "
+            f"{candidate.outer_step}"
+        )
         return Verdict(RULE, "block", seen, candidate.outer_step, words)
     if "inner" in named and int(named["inner"]) != candidate.inner_step:
-        words = f"revision {seen!r} names inner step {named['inner']}, the gradient is of {candidate.inner_step}"
+        words = (
+            f"revision {seen!r} names inner step {named['inner']}, the gradient is of "
+            f"{candidate.inner_step}"
+        )
         return Verdict(RULE, "warn", seen, candidate.inner_step, words)
     return Verdict(RULE, "pass", seen, pattern, f"revision {seen}")

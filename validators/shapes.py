@@ -1,6 +1,8 @@
-"""The shapes of the model that trains here, by which a gradients file is judged. Standard library only.
+"""The shapes of the model that trains here, by which a gradients file is judged. Standard library
+only.
 
-Rank 0 writes them once, at `guard.diagnose`, into the state directory; the audit and `miner-guard gate` read them.
+Rank 0 writes them once, at `guard.diagnose`, into the state directory; the audit and `miner-guard
+gate` read them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Shapes:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what `torch.compile`, checkpointing, FSDP and DDP put around it."""
+    """A parameter's name without what `torch.compile`, checkpointing, FSDP and DDP put around
+    it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")

@@ -13,26 +13,39 @@ _NARROW = 0.3
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block outside `window_put_s` seconds after the start of a window of `window_blocks` blocks."""
+    """Block outside `window_put_s` seconds after the start of a window of `window_blocks`
+    blocks."""
     network, blocks, put = facts.network, limits.window_blocks, limits.window_put_s
     if blocks is None or put is None:
         return Verdict(RULE, "unknown", None, None, "no profile says when a window takes uploads")
     if network.block is None:
         why = network.reason or "the block was not read"
-        return Verdict(RULE, "unknown", None, list(put), f"the place in the window is unknown: {why}")
+        return Verdict(
+            RULE, "unknown", None, list(put), f"the place in the window is unknown: {why}"
+        )
     elapsed = 0.0 if network.seen_at is None else max(facts.now - network.seen_at, 0.0)
     length = blocks * limits.block_s
     into = ((network.block % blocks) * limits.block_s + elapsed) % length
     seen = round(into, 1)
     if put[0] <= into <= put[1] and put[1] - into < _NARROW * (put[1] - put[0]):
         words = (
-            f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s: will it be there in {put[1] - into:.0f}s?"
+            f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s: will it be "
+            f"there in {put[1] - into:.0f}s?"
         )
         return Verdict(RULE, "warn", seen, list(put), words)
     if put[0] <= into <= put[1]:
-        return Verdict(RULE, "pass", seen, list(put), f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s")
+        return Verdict(
+            RULE,
+            "pass",
+            seen,
+            list(put),
+            f"{into:.0f}s into the window, uploads count up to {put[1]:.0f}s",
+        )
     early = into < put[0]
     wait = put[0] - into if early else length - into + put[0]
     word = "TOO_EARLY" if early else "TOO_LATE"
-    words = f"{into:.0f}s into the window, uploads count from {put[0]:.0f}s to {put[1]:.0f}s: {word}. Wait {wait:.0f}s"
+    words = (
+        f"{into:.0f}s into the window, uploads count from {put[0]:.0f}s to {put[1]:.0f}s: "
+        f"{word}. Wait {wait:.0f}s"
+    )
     return Verdict(RULE, "block", seen, list(put), words, retry_after_s=round(wait, 1))

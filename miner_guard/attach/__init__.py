@@ -1,7 +1,7 @@
 """Hooks a miner that does not call the hook: its source stays untouched.
 
-`environment` is the supervisor's side. Everything else here runs INSIDE the miner's processes: standard
-library and torch only, and what fails leaves training as it was.
+`environment` is the supervisor's side. Everything else here runs INSIDE the miner's processes:
+standard library and torch only, and what fails leaves training as it was.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class UnknownAttach(ValueError):
 def environment(mode: str | None, env: Mapping[str, str]) -> dict[str, str]:
     """The miner's environment with what attaching needs. `mode` is one of MODES, or None.
 
-    With `log` only the miner's lines are read. Else a `sitecustomize` is put first on PYTHONPATH; it chains to an
-    existing one. Raises UnknownAttach.
+    With `log` only the miner's lines are read. Else a `sitecustomize` is put first on PYTHONPATH;
+    it chains to an existing one. Raises UnknownAttach.
     """
     result = {name: value for name, value in env.items() if name != ATTACHED}
     if mode in (None, "log"):

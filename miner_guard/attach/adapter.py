@@ -1,4 +1,5 @@
-"""What all ways of attaching share: one guard per process, phases around calls, and a way to say what did not fit."""
+"""What all ways of attaching share: one guard per process, phases around calls, and a way to say
+what did not fit."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class StepListener(Protocol):
         ...
 
     def share(self, loss: Any) -> None:
-        """What one micro-batch adds to the loss that the framework logs; a tensor without a dimension."""
+        """What one micro-batch adds to the loss that the framework logs; a tensor without a
+        dimension."""
         ...
 
     def step(self, number: int, optimizer: Any) -> None:
@@ -56,7 +58,8 @@ class Adapter:
         self._pending: list[Finding] = []
 
     def begin(self, *, agree: bool) -> None:
-        """Make this process's guard. `agree`: with the group that the gate needs, which is collective."""
+        """Make this process's guard. `agree`: with the group that the gate needs, which is
+        collective."""
         if self.guard is not None:
             return
         # What this process starts from now on (upload workers, dataloaders) is no rank of its own.
@@ -118,8 +121,7 @@ def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Calla
 
 
 def followed(
-    function: Callable[..., Any],
-    after: Callable[[Any, BaseException | None], None],
+    function: Callable[..., Any], after: Callable[[Any, BaseException | None], None]
 ) -> Callable[..., Any]:
     """`function` with `after(self, error)` called when a call ends; the error goes on as it was."""
     if inspect.iscoroutinefunction(function):

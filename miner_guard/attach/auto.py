@@ -1,6 +1,8 @@
-"""Any training script, unmodified: steps by its optimizer, loss where backward starts, devices by what is optimized.
+"""Any training script, unmodified: steps by its optimizer, loss where backward starts, devices by
+what is optimized.
 
-Hugging Face's Trainer and Lightning are followed through their callbacks; the optimizer is left alone then.
+Hugging Face's Trainer and Lightning are followed through their callbacks; the optimizer is left
+alone then.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ _OTHERS_IN_A_ROW = 64
 
 
 class Leader:
-    """Which of several optimizers counts the steps: one of them, and a step ends with the last of its cycle.
+    """Which of several optimizers counts the steps: one of them, and a step ends with the last of
+    its cycle.
 
-    The generator of a GAN steps after the discriminator, once for each of its steps: then the generator's step ends
-    the training step, so that the losses of both are in it. DiLoCo's outer optimizer steps once in many inner steps
-    and a critic steps several times for each step of its generator: there the frequent one counts.
+    The generator of a GAN steps after the discriminator, once for each of its steps: then the
+    generator's step ends the training step, so that the losses of both are in it. DiLoCo's outer
+    optimizer steps once in many inner steps and a critic steps several times for each step of its
+    generator: there the frequent one counts.
     """
 
     def __init__(self) -> None:
@@ -35,7 +39,8 @@ class Leader:
         self._others = 0
         self._last_other: Callable[[], Any] = lambda: None
         self.cyclic = False
-        """All optimizers step once in each training step: the losses of all of them are its loss."""
+        """All optimizers step once in each training step: the losses of all of them are its
+        loss."""
 
     def leads(self, optimizer: Any) -> bool:
         """`optimizer` has stepped; whether that ends a training step."""
@@ -49,7 +54,8 @@ class Leader:
             return False
         last = self._last_other()
         if self._steps == 1 and self._others and last is not None:
-            # The second time round, and others stepped in between: the last of them ends the step from now on.
+            # The second time round, and others stepped in between: the last of them ends the step
+            # from now on.
             self._leader, self._steps, self._others, self.cyclic = self._last_other, 2, 1, True
             return False
         self._steps += 1
@@ -97,7 +103,8 @@ class Auto:
         setattr(Tensor, "backward", followed)  # noqa: B010 - mypy takes no assigned method
 
     def follow_scaler(self, module: Any) -> None:
-        """`torch.amp.grad_scaler` was imported: backward is called on the loss times a scale that jumps."""
+        """`torch.amp.grad_scaler` was imported: backward is called on the loss times a scale that
+        jumps."""
         scaler = module.GradScaler
         scale, update = scaler.scale, scaler.update
 
@@ -109,7 +116,8 @@ class Auto:
 
         @functools.wraps(update)
         def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            # Where it found infinite gradients no optimizer stepped: the next step has losses of its own.
+            # Where it found infinite gradients no optimizer stepped: the next step has losses of
+            # its own.
             self.losses.drop()
             return update(scaler, *args, **kwargs)
 
@@ -126,7 +134,8 @@ class Auto:
         if self.framework == "transformers":
             return
         if self._stepping_now:
-            # LBFGS evaluates its closure many times in a step: the first value is the one that its `step` returns.
+            # LBFGS evaluates its closure many times in a step: the first value is the one that its
+            # `step` returns.
             if self._closure_seen:
                 return
             self._closure_seen = True
@@ -173,7 +182,12 @@ class Auto:
         assert guard is not None
         loss = self.losses.take(number)
         evaluated, self._evaluated = self._evaluated, None
-        guard.step(inner_step=number, loss=loss, lr=optimizer.param_groups[0].get("lr"), eval_loss=evaluated)
+        guard.step(
+            inner_step=number,
+            loss=loss,
+            lr=optimizer.param_groups[0].get("lr"),
+            eval_loss=evaluated,
+        )
         if not self._diagnosed:
             self._diagnosed = True
             guard.diagnose(
@@ -210,7 +224,8 @@ class Auto:
 
 
 def optimized(optimizer: Any) -> Any:
-    """What the optimizer trains, as one module: the very parameters, wherever FSDP or DDP have put them."""
+    """What the optimizer trains, as one module: the very parameters, wherever FSDP or DDP have put
+    them."""
     import torch
 
     module = torch.nn.Module()
@@ -235,5 +250,9 @@ def imported(name: str, module: Any) -> None:
     else:
         from miner_guard.attach import frameworks
 
-        follow = frameworks.follow_transformers if name == "transformers.trainer" else frameworks.follow_lightning
+        follow = (
+            frameworks.follow_transformers
+            if name == "transformers.trainer"
+            else frameworks.follow_lightning
+        )
         follow(_auto.adapter, _auto, module)

@@ -63,7 +63,8 @@ def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -
 
 
 def _share_losses(listener: StepListener, trainer: Any) -> None:
-    """What `training_step` returns is what the Trainer adds up and logs, however it was normalised before."""
+    """What `training_step` returns is what the Trainer adds up and logs, however it was normalised
+    before."""
     original = vars(trainer).get("training_step")
     if not inspect.isfunction(original):
         return

@@ -1,8 +1,10 @@
-"""The loss of a step: the sum of what the program passes to `backward`, read without ever waiting for the GPU.
+"""The loss of a step: the sum of what the program passes to `backward`, read without ever waiting
+for the GPU.
 
-Gradients add up over the micro-batches of a step, so the sum of what `backward` was called on is the loss whose
-gradient the optimizer applies: with `(loss / 4).backward()` four times it is the mean. Where nothing shows that the
-program divided its micro-batches, the loss says that it is a sum (`Loss.summed`).
+Gradients add up over the micro-batches of a step, so the sum of what `backward` was called on is
+the loss whose gradient the optimizer applies: with `(loss / 4).backward()` four times it is the
+mean. Where nothing shows that the program divided its micro-batches, the loss says that it is a sum
+(`Loss.summed`).
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from miner_guard.rank.numbers import Loss
 
 _MAX_DIVISIONS = 4
 _MAX_JUDGED_STEPS = 4
-"""The first steps tell whether the program divides its micro-batches; walking the graph at each step costs CPU."""
+"""The first steps tell whether the program divides its micro-batches; walking the graph at each
+step costs CPU."""
 
 _MAX_IN_FLIGHT = 12
-"""Steps whose loss is still on its way from the GPU. `layout.MAX_LOSS_LAG` is what a record has room for."""
+"""Steps whose loss is still on its way from the GPU. `layout.MAX_LOSS_LAG` is what a record has
+room for."""
 
 _SLOTS = 512
 """Scalars of pinned memory: micro-batches of all steps in flight."""
@@ -46,7 +50,8 @@ class Device(Protocol):
     """What reading from a GPU needs of torch; a test hands in its own."""
 
     def capturing(self) -> bool:
-        """A CUDA graph is being captured: a copy would become part of it, and a query would break it."""
+        """A CUDA graph is being captured: a copy would become part of it, and a query would break
+        it."""
         ...
 
     def stream(self, device: Any) -> Any:
@@ -119,15 +124,18 @@ class Losses:
         self._judged = 0
         self._divided = False
         self.micro_batches: int | None = None
-        """Micro-batches of a step, where the program was seen to divide its loss by their number."""
+        """Micro-batches of a step, where the program was seen to divide its loss by their
+        number."""
 
     def scaled(self, raw: Any, result: Any) -> None:
-        """A GradScaler made `result` of `raw`: backward is going to be called on `result`, the loss is `raw`."""
+        """A GradScaler made `result` of `raw`: backward is going to be called on `result`, the loss
+        is `raw`."""
         if result is not raw and hasattr(raw, "grad_fn"):
             self._scaled = (weakref.ref(result), raw.detach(), raw.grad_fn)
 
     def note(self, tensor: Any, *, whole: bool = False) -> None:
-        """`backward` begins at `tensor`. `whole`: it is a share of the loss as the trainer itself adds it up."""
+        """`backward` begins at `tensor`. `whole`: it is a share of the loss as the trainer itself
+        adds it up."""
         graph = tensor.grad_fn
         if self._scaled is not None:
             result, raw, raw_graph = self._scaled
@@ -153,7 +161,8 @@ class Losses:
             gathered.unread += 1
 
     def _copy(self, value: Any, gathered: _Gathered) -> bool:
-        """Start the copy to the host. At once: a program may average its loss over the ranks in place afterwards."""
+        """Start the copy to the host. At once: a program may average its loss over the ranks in
+        place afterwards."""
         if self._device.capturing():
             return False
         if not self._slots:
@@ -170,12 +179,14 @@ class Losses:
         return True
 
     def drop(self) -> None:
-        """What was gathered belongs to no step: another optimizer's, or one that the GradScaler skipped."""
+        """What was gathered belongs to no step: another optimizer's, or one that the GradScaler
+        skipped."""
         self._free.extend(self._gathered.slots)
         self._gathered = _Gathered()
 
     def take(self, step: int) -> Loss | None:
-        """Step `step` ends. Its loss, or that of an earlier step which has arrived meanwhile; None where none is known.
+        """Step `step` ends. Its loss, or that of an earlier step which has arrived meanwhile; None
+        where none is known.
 
         Of several that have arrived the latest, but one that is no finite number before all.
         """
@@ -240,7 +251,8 @@ def _divisor(graph: Any) -> float:
         value = _constant(getattr(graph, "_saved_other", None))
         if value and graph.name() == "MulBackward0":
             value = 1 / value
-        # Accumulation divides by a whole number of micro-batches; other quotients are part of the loss.
+        # Accumulation divides by a whole number of micro-batches; other quotients are part of the
+        # loss.
         if value is None or value < 1 or abs(value - round(value)) > 1e-6 * value:
             break
         product *= round(value)

@@ -18,7 +18,8 @@ _COMMON = Path(__file__).with_name("patterns.toml")
 
 
 def patterns(profile: str | None, first: Iterable[str] = ()) -> Patterns:
-    """Those of `profile`, if there is one, and the common ones. `first`: patterns of steps that come before both."""
+    """Those of `profile`, if there is one, and the common ones. `first`: patterns of steps that
+    come before both."""
     tables: list[Mapping[str, Iterable[str]]] = [{"step": tuple(first)}]
     if profile is not None:
         tables.append(profiles.load_profile(profile).patterns)

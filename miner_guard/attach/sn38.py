@@ -1,4 +1,5 @@
-"""Subnet 38's own miner, unmodified: its class is followed as it is defined, in all its historical shapes.
+"""Subnet 38's own miner, unmodified: its class is followed as it is defined, in all its historical
+shapes.
 
     base class      __init__ (the guard begins when the process group is there), run
     miner class     inner_optimizer_step, start_background_upload, upload_model, and the phases below
@@ -49,7 +50,9 @@ class Subnet38:
         """The module of the base class was imported."""
         base = getattr(module, "BaseMinerNeuron", None)
         if not inspect.isclass(base):
-            self.adapter.degraded(f"{module.__name__} has no class BaseMinerNeuron; use --attach log")
+            self.adapter.degraded(
+                f"{module.__name__} has no class BaseMinerNeuron; use --attach log"
+            )
             return
         own = vars(base).get("__init_subclass__")
         follow = self.subclass
@@ -68,7 +71,8 @@ class Subnet38:
             self._replace(base, "run", lambda f: followed(f, self._loop_ended))
 
     def state_loader(self, module: Any) -> None:
-        """The module that loads states was imported; the others take the function from it by name."""
+        """The module that loads states was imported; the others take the function from it by
+        name."""
         if callable(getattr(module, "load_state_from_peer", None)):
             loader = in_phase(self.adapter, module.load_state_from_peer, "load_state")
             module.load_state_from_peer = followed(loader, self._loaded)
@@ -78,7 +82,8 @@ class Subnet38:
         own = vars(cls)
         if not any(hasattr(cls, name) for name in _STEPS):
             self.adapter.degraded(
-                f"{cls.__name__} has none of {', '.join(_STEPS)}: steps are not timed; use --attach log"
+                f"{cls.__name__} has none of {', '.join(_STEPS)}: steps are not timed; "
+                "use --attach log"
             )
         for name, phase in _PHASES.items():
             if name in own:
@@ -102,10 +107,14 @@ class Subnet38:
         if "upload_model" in own:
             self._replace(cls, "upload_model", self.uploads.recorded)
 
-    def _replace(self, cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _replace(
+        self, cls: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         function = vars(cls).get(name)
         if not inspect.isfunction(function):
-            self.adapter.degraded(f"{cls.__name__} has no method {name} of its own; nothing is followed there")
+            self.adapter.degraded(
+                f"{cls.__name__} has no method {name} of its own; nothing is followed there"
+            )
             return
         setattr(cls, name, wrap(function))
 
@@ -173,7 +182,8 @@ class Subnet38:
             self._loaded(miner, None)
 
     def _step_numbers(self, miner: Any) -> dict[str, Any]:
-        """Outer and inner step, loss and learning rate as the miner has them now. Raises AttributeError."""
+        """Outer and inner step, loss and learning rate as the miner has them now. Raises
+        AttributeError."""
         groups = getattr(getattr(miner, "inner_optimizer", None), "param_groups", None)
         return {
             "outer_step": miner.local_progress.epoch,
@@ -191,7 +201,9 @@ class Subnet38:
             return
         self._failure_said = True
         # Not an incident: what rank 0 prints of it is one already, and this comes from every rank.
-        text = f"training loop failed, the miner swallows it and will exit with code 0: {what[:500]}"
+        text = (
+            f"training loop failed, the miner swallows it and will exit with code 0: {what[:500]}"
+        )
         self.adapter.say(make_finding("rank_message", level="error", text=text))
 
     def _loop_ended(self, miner: Any, error: BaseException | None) -> None:

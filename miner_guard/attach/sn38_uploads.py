@@ -16,7 +16,8 @@ from miner_guard.eventlog.redact import SECRET_NAME
 from uploads.decision import GateDecision
 
 _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
-"""Parameters of all signatures so far: (epoch, batch_size), (epoch, inner_step, batch_size), (epoch, archive=False)."""
+"""Parameters of all signatures so far: (epoch, batch_size), (epoch, inner_step, batch_size),
+(epoch, archive=False)."""
 
 _UNREAD = {"outer_step": -1, "inner_step": -1}
 """What rank 0 blocks; of the other ranks only rank 0's answer matters."""
@@ -25,7 +26,8 @@ _REVISION = re.compile(r"\w+\.\d+\.\d+")
 
 
 class Sn38Uploads:
-    """What the miner publishes. The gate is asked on every rank; the worker's exit code is the truth of an upload."""
+    """What the miner publishes. The gate is asked on every rank; the worker's exit code is the
+    truth of an upload."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
@@ -37,7 +39,8 @@ class Sn38Uploads:
         self._keys_said = False
 
     def gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`start_background_upload`: nothing is gathered, and no error feedback is spent, for what may not go out."""
+        """`start_background_upload`: nothing is gathered, and no error feedback is spent, for what
+        may not go out."""
         signature = inspect.signature(function)
         unknown = [
             name
@@ -45,7 +48,9 @@ class Sn38Uploads:
             if name not in _KNOWN and parameter.default is inspect.Parameter.empty
         ]
         if unknown or "epoch" not in signature.parameters:
-            self._adapter.degraded(f"{function.__name__}{signature} is not a known signature; uploads are not gated")
+            self._adapter.degraded(
+                f"{function.__name__}{signature} is not a known signature; uploads are not gated"
+            )
             return function
 
         @functools.wraps(function)
@@ -58,7 +63,9 @@ class Sn38Uploads:
 
         return start
 
-    def _ask(self, signature: inspect.Signature, miner: Any, args: Any, kwargs: Any) -> GateDecision | None:
+    def _ask(
+        self, signature: inspect.Signature, miner: Any, args: Any, kwargs: Any
+    ) -> GateDecision | None:
         guard = self._adapter.guard
         if guard is None:
             self._adapter.degraded("an upload began before the guard did; it is not gated")
@@ -68,12 +75,15 @@ class Sn38Uploads:
         seen = self._adapter.quiet(self._candidate, signature, miner, args, kwargs) or _UNREAD
         return guard.may_upload(**seen, question=f"upload {self._asked}")
 
-    def _candidate(self, signature: inspect.Signature, miner: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    def _candidate(
+        self, signature: inspect.Signature, miner: Any, args: Any, kwargs: Any
+    ) -> dict[str, Any]:
         given = signature.bind(miner, *args, **kwargs).arguments
         return {
             # The local counters, not `epoch`: rank 0 alone keeps the global one up to date.
             "outer_step": miner.local_progress.epoch,
-            # It is the loaded state's: whatever loads one sets it, and an AllReduce makes the next one of it.
+            # It is the loaded state's: whatever loads one sets it, and an AllReduce makes the next
+            # one of it.
             "base_outer_step": miner.local_progress.epoch,
             "inner_step": given["inner_step"] if "inner_step" in given else self.inner_step(miner),
             "kind": "archive" if given.get("archive") or paused(miner) else "gradient",
@@ -81,7 +91,8 @@ class Sn38Uploads:
         }
 
     def inner_step(self, miner: Any) -> int:
-        """The miner's inner step; before 2025-02-08 it kept none, or none that is shared: steps are counted here."""
+        """The miner's inner step; before 2025-02-08 it kept none, or none that is shared: steps are
+        counted here."""
         kept = getattr(miner.local_progress, "inner_step", None)
         return self.steps if kept is None else int(kept)
 
@@ -109,27 +120,39 @@ class Sn38Uploads:
         if self._keys_said or not any(_is_key(str(word)) for word in words):
             return
         self._keys_said = True
-        self._adapter.say(make_finding(
-            "secret_exposed", where="the upload worker's command line", kind="the bucket's write keys",
-            next_step="every user of this host can read them while it runs: give the miner a host or container of its "
-            "own, or mount /proc with hidepid=2",
-        ))  # fmt: skip
+        self._adapter.say(
+            make_finding(
+                "secret_exposed",
+                where="the upload worker's command line",
+                kind="the bucket's write keys",
+                next_step="every user of this host can read them while it runs: give the miner a host or "
+                "container of its "
+                "own, or mount /proc with hidepid=2",
+            )
+        )
 
     def _look(self, miner: Any, before: Any, result: Any, record: Any) -> None:
         worker = getattr(miner, "upload_process", None)
         if worker is not None and worker is not before:
-            # The arguments hold the write keys: the revision is the only one that is ever looked at.
+            # The arguments hold the write keys: the revision is the only one that is ever looked
+            # at.
             words = worker.args if isinstance(worker.args, (list, tuple)) else ()
             record.tag = next((str(w) for w in words if _REVISION.fullmatch(str(w))), None)
             self._warn_of_keys(words)
             if worker.poll() not in (0, None):
-                record.error = f"the upload worker ended with code {worker.returncode}, whatever the miner logs"
+                record.error = (
+                    f"the upload worker ended with code {worker.returncode}, whatever the "
+                    "miner logs"
+                )
         if result is False:
             record.error = "the upload was cancelled, the published files may be mixed"
 
 
 def _is_key(word: str) -> bool:
-    return any(SECRET_NAME.search(name) and len(word) >= 8 and word == value for name, value in os.environ.items())
+    return any(
+        SECRET_NAME.search(name) and len(word) >= 8 and word == value
+        for name, value in os.environ.items()
+    )
 
 
 def paused(miner: Any) -> bool:

@@ -14,7 +14,9 @@ from miner_guard.exits import FAILED, USAGE, Refused
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="test", help="Send a test message to every target.")],
+    what: Annotated[
+        str, typer.Argument(metavar="test", help="Send a test message to every target.")
+    ],
     config: Config = None,
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
@@ -30,7 +32,9 @@ def command(
     if not settings.urls:
         unread = credentials.problem(known.repo)
         why = f"no targets, and {unread}" if unread else "no targets"
-        raise Refused(f"{why}; set MINER_GUARD_ALERTS__URLS to Apprise URLs, separated by commas", USAGE)
+        raise Refused(
+            f"{why}; set MINER_GUARD_ALERTS__URLS to Apprise URLs, separated by commas", USAGE
+        )
     answer = send_test(settings)
     if not answer.known:
         words = Redactor(settings.urls).text(answer.reason or "")

@@ -21,13 +21,18 @@ _EXITS = {"accepted": OK, "rejected": FAILED, "unknown": UNAVAILABLE}
 
 
 def command(
-    as_json: options.Json = False, config: options.Config = None, name: options.Name = options.DEFAULT_NAME,
+    as_json: options.Json = False,
+    config: options.Config = None,
+    name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
-) -> None:  # fmt: skip
-    """Would validators accept what is published? Exit 0: accepted, 1: rejected, 69: could not look."""
+) -> None:
+    """Would validators accept what is published? Exit 0: accepted, 1: rejected, 69: could not
+    look."""
     place = options.open_context(config, name, state_dir)
     what = _what(place)
-    report = audit.look(what.repo, what.chain, Limits.of(what.gate, what.limits), shapes.read(place.state.shapes))
+    report = audit.look(
+        what.repo, what.chain, Limits.of(what.gate, what.limits), shapes.read(place.state.shapes)
+    )
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:
@@ -38,11 +43,18 @@ def command(
 
 
 def _what(place: options.CommandContext) -> Watched:
-    """What the settings here name; where they name no repo, what the guard of the state directory watches."""
+    """What the settings here name; where they name no repo, what the guard of the state directory
+    watches."""
     own = place.settings.config
     known = remembered_settings.read(place.state) if own.repo.kind == "none" else None
     if known is None or known.repo.kind == "none":
         return Watched(own.repo, own.chain, own.gate, limits_of(own.miner))
     where = known.repo.path or known.repo.bucket or known.repo.repo_id
-    echo(f"no [repo] in the settings here: auditing {where}, as the guard of {place.state.root} does", err=True)
+    echo(
+        (
+            f"no [repo] in the settings here: auditing {where}, as the guard of "
+            f"{place.state.root} does"
+        ),
+        err=True,
+    )
     return known

@@ -20,7 +20,8 @@ def command(
     name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
 ) -> None:
-    """Collect what a helper asks for, from diagnostics to settings, in one redacted archive with a manifest."""
+    """Collect what a helper asks for, from diagnostics to settings, in one redacted archive with a
+    manifest."""
     from miner_guard.eventlog.redact import Redactor
     from miner_guard.reporting.bundle import collect, pack
     from uploads.repos.credentials import beside
@@ -31,7 +32,9 @@ def command(
     files = collect(place.state, earliest, place.settings)
     settings = place.settings.config
     try:
-        manifest = pack(output, files, Redactor.for_guard(beside(os.environ, settings.repo), settings))
+        manifest = pack(
+            output, files, Redactor.for_guard(beside(os.environ, settings.repo), settings)
+        )
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     for row in manifest["files"]:

@@ -10,14 +10,24 @@ from typing import Annotated, Any
 import typer
 
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, CommandContext, Config, Json, Name, State, open_context
+from miner_guard.cli.options import (
+    DEFAULT_NAME,
+    CommandContext,
+    Config,
+    Json,
+    Name,
+    State,
+    open_context,
+)
 from miner_guard.eventlog.redact import MASK, Redactor
 
 _COLUMN = 44
 
 
 def command(
-    changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults.")] = False,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only what differs from the defaults.")
+    ] = False,
     config: Config = None,
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
@@ -72,5 +82,7 @@ def _document(place: CommandContext, rows: list[tuple[str, Any, str]]) -> Mappin
 def _toml(value: Any) -> str:
     """A value as guard.toml spells it; JSON's spelling is TOML's for all but tables."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"
+        return (
+            "{ " + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"
+        )
     return json.dumps(value, ensure_ascii=False)

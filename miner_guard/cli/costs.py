@@ -26,16 +26,25 @@ from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="estimate|presets", help="Neither: what was spent so far.")] = "",
-    operation: Annotated[str, typer.Argument(help="estimate: a name for the operation.")] = "this operation",
+    what: Annotated[
+        str, typer.Argument(metavar="estimate|presets", help="Neither: what was spent so far.")
+    ] = "",
+    operation: Annotated[
+        str, typer.Argument(help="estimate: a name for the operation.")
+    ] = "this operation",
     every: Annotated[
-        Optional[int], typer.Option("--every", min=1, max=MAX_COUNT, help="estimate: steps between two calls.")
+        Optional[int],
+        typer.Option("--every", min=1, max=MAX_COUNT, help="estimate: steps between two calls."),
     ] = None,
     seconds: Annotated[
         Optional[float],
-        typer.Option("--seconds", min=0, max=MAX_COUNT, callback=a_number, help="estimate: time of one call."),
+        typer.Option(
+            "--seconds", min=0, max=MAX_COUNT, callback=a_number, help="estimate: time of one call."
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=MAX_COUNT, help="estimate: steps of training.")] = 1000,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, max=MAX_COUNT, help="estimate: steps of training.")
+    ] = 1000,
     step_time: Annotated[
         Optional[float],
         typer.Option(
@@ -71,7 +80,11 @@ def command(
 def _ledger(place: CommandContext, *, as_json: bool) -> None:
     report = statedir.read_json(place.state.costs)
     if not isinstance(report, dict) or "operations" not in report:
-        why = "what is there can't be read" if place.state.costs.exists() else "no guard has run there yet"
+        why = (
+            "what is there can't be read"
+            if place.state.costs.exists()
+            else "no guard has run there yet"
+        )
         raise Refused(f"no ledger at {place.state.costs}: {why}", NOT_RUNNING)
     try:
         words = table.text(report)
@@ -86,7 +99,12 @@ def _ledger(place: CommandContext, *, as_json: bool) -> None:
 
 
 def _estimate(
-    place: CommandContext, operation: str, steps: int, every: int, seconds: float, step_time: float | None
+    place: CommandContext,
+    operation: str,
+    steps: int,
+    every: int,
+    seconds: float,
+    step_time: float | None,
 ) -> dict[str, Any]:
     budget = Budget.from_settings(place.settings.config.costs)
     step_time_s = step_time if step_time is not None else _step_time(place)
@@ -128,12 +146,14 @@ def _words(answer: dict[str, Any]) -> str:
         "critical": "FAR OVER BUDGET: don't enable it as it is",
     }[answer["budget_status"]]
     lines = [
-        f"{answer['operation']}: {answer['calls']:g} calls of {answer['seconds']:g}s = {answer['cost_s']:.0f}s"
+        f"{answer['operation']}: {answer['calls']:g} calls of {answer['seconds']:g}s = "
+        f"{answer['cost_s']:.0f}s"
         f" in {answer['training_s']:.0f}s of training",
         f"overhead {answer['overhead_pct']:.1f}% (budget {answer['budget_pct']:g}%): {verdict}",
     ]
     if answer["budget_status"] != "ok":
         lines.append(
-            f"it would fit every {answer['fits_every_steps']} steps; or with fewer examples, or run after training"
+            f"it would fit every {answer['fits_every_steps']} steps; or with fewer "
+            "examples, or run after training"
         )
     return "\n".join(lines)

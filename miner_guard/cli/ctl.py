@@ -22,12 +22,15 @@ class ControlAction(str, Enum):
 
 
 def command(
-    order: Annotated[ControlAction, typer.Argument(metavar="checkpoint|restart|pause|resume", help="What to do.")],
+    order: Annotated[
+        ControlAction, typer.Argument(metavar="checkpoint|restart|pause|resume", help="What to do.")
+    ],
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
 ) -> None:
-    """Tell the running guard: write a checkpoint, restart the miner, leave it down, start it again."""
+    """Tell the running guard: write a checkpoint, restart the miner, leave it down, start it
+    again."""
     from miner_guard.supervisor.control.control_socket import NotRunning, ask
 
     state = options.choose_state(name, state_dir)

@@ -30,7 +30,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "hang": {"min_s": 45.0},
     "steps": {"breakdown_every": 30},
 }
-"""What the demo has otherwise than a real run: it is over in minutes. guard.toml and the environment win over it."""
+"""What the demo has otherwise than a real run: it is over in minutes. guard.toml and the
+environment win over it."""
 
 _WORK = "demo"
 
@@ -44,16 +45,21 @@ def command(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Inner steps.")] = 90,
-    ranks: Annotated[Optional[int], typer.Option(min=1, help="Ranks; one per GPU, or 2.", show_default=False)] = None,
+    ranks: Annotated[
+        Optional[int], typer.Option(min=1, help="Ranks; one per GPU, or 2.", show_default=False)
+    ] = None,
     fault_repeat: Annotated[
         bool, typer.Option("--fault-repeat", help="Let a fault fire again after a restart.")
     ] = False,
     config: options.Config = None,
     name: options.Name = "demo",
     state_dir: options.State = None,
-    finished_code: Annotated[int, typer.Option(min=0, max=255, help="Exit code when the demo has finished.")] = 0,
+    finished_code: Annotated[
+        int, typer.Option(min=0, max=255, help="Exit code when the demo has finished.")
+    ] = 0,
 ) -> None:
-    """Watch a small real miner train under the guard: uploads blocked, then published, and a summary."""
+    """Watch a small real miner train under the guard: uploads blocked, then published, and a
+    summary."""
     ranks = ranks or _default_ranks()
     _check(fault or [], steps, ranks)
     state = options.choose_state(name, state_dir)
@@ -80,21 +86,32 @@ def _check(faults: list[str], steps: int, ranks: int) -> None:
         except ValueError as error:
             raise Refused(str(error), USAGE) from error
         if fault.step > steps:
-            raise Refused(f"fault {text!r} never happens: the demo has {steps} steps; give more with --steps", USAGE)
+            raise Refused(
+                f"fault {text!r} never happens: the demo has {steps} steps; give more with --steps",
+                USAGE,
+            )
         if fault.rank is not None and fault.rank >= ranks:
             raise Refused(
-                f"fault {text!r} never happens: the ranks are 0 to {ranks - 1}; give more with --ranks", USAGE
+                (
+                    f"fault {text!r} never happens: the ranks are 0 to {ranks - 1}; give "
+                    "more with --ranks"
+                ),
+                USAGE,
             )
     if importlib.util.find_spec("torch") is None:
         raise Refused(
-            "the demo trains with torch, which is not installed: pip install 'miner-guard[demo]'", UNAVAILABLE
+            "the demo trains with torch, which is not installed: pip install 'miner-guard[demo]'",
+            UNAVAILABLE,
         )
 
 
 def _settings(config: Path | None, state: StateDir) -> Config:
     from miner_guard.config import loading
 
-    defaults = {**DEFAULTS, "repo": {**DEFAULTS["repo"], "path": str(state.root / _WORK / "published")}}
+    defaults = {
+        **DEFAULTS,
+        "repo": {**DEFAULTS["repo"], "path": str(state.root / _WORK / "published")},
+    }
     try:
         return loading.load(config, profile=defaults, profile_origin="the demo's defaults").config
     except loading.BadConfig as error:
@@ -118,7 +135,9 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
     except LockHeld as problem:
         raise Refused(str(problem), CONFIG) from problem
     except OSError as error:
-        raise Refused(f"state directory {state.root} can't be cleared: {error}; give another", CONFIG) from error
+        raise Refused(
+            f"state directory {state.root} can't be cleared: {error}; give another", CONFIG
+        ) from error
     start = time.monotonic()
     code = GuardApp(Request(miner, settings, state, finished_code), lock).run()
     _summary(state, time.monotonic() - start)
@@ -126,7 +145,8 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
 
 
 def start_fresh(state: StateDir) -> None:
-    """Clear away an earlier demo; what a real miner's guard left here is moved aside, never deleted. Raises OSError."""
+    """Clear away an earlier demo; what a real miner's guard left here is moved aside, never
+    deleted. Raises OSError."""
     work = state.root / _WORK
     own = [
         state.flight,
@@ -158,7 +178,10 @@ def _summary(state: StateDir, wall_s: float) -> None:
     usage = summary.Usage(own.ru_utime + own.ru_stime, wall_s, own.ru_maxrss / 1024)
     costs = read_json(state.costs)
     found = summary.summarise(
-        summary.read_log(state.log), costs if isinstance(costs, dict) else None, usage, _blocked(state)
+        summary.read_log(state.log),
+        costs if isinstance(costs, dict) else None,
+        usage,
+        _blocked(state),
     )
     echo("\n".join(summary.lines(found)))
 
@@ -167,4 +190,6 @@ def _blocked(state: StateDir) -> int:
     """Decisions of the ledger that blocked; 0 where it can't be read."""
     from uploads import ledger
 
-    return sum(not row["allowed"] for row in ledger.read(state.ledger, "decisions", limit=1_000_000))
+    return sum(
+        not row["allowed"] for row in ledger.read(state.ledger, "decisions", limit=1_000_000)
+    )

@@ -28,16 +28,25 @@ _STYLE = {"ok": "green", "warn": "yellow", "critical": "bold red", "unknown": "c
 def command(
     miner: Annotated[
         Optional[list[str]],
-        typer.Argument(metavar="-- CMD…", help="The miner's command: names its interpreter.", show_default=False),
+        typer.Argument(
+            metavar="-- CMD…",
+            help="The miner's command: names its interpreter.",
+            show_default=False,
+        ),
     ] = None,
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
     as_json: options.Json = False,
-    expect_gpus: Annotated[Optional[int], typer.Option(help="GPUs that must be there.", show_default=False)] = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Also a matmul per GPU and an all_reduce.")] = False,
+    expect_gpus: Annotated[
+        Optional[int], typer.Option(help="GPUs that must be there.", show_default=False)
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also a matmul per GPU and an all_reduce.")
+    ] = False,
 ) -> None:
-    """Check GPUs, driver, torch, node, environment and repo. Exit 0, or 69 where something is critical."""
+    """Check GPUs, driver, torch, node, environment and repo. Exit 0, or 69 where something is
+    critical."""
     flags: dict[str, Any] = {} if expect_gpus is None else {"gpu.expect": expect_gpus}
     place = options.open_context(config, name, state_dir, flags)
     if miner:
@@ -47,13 +56,19 @@ def command(
     from miner_guard.supervisor.startup.collect import PreflightRequest, collect_snapshot
 
     start = time.monotonic()
-    question = PreflightRequest(place.settings.config, place.state, tuple(miner or ()), dict(os.environ), deep=deep)
+    question = PreflightRequest(
+        place.settings.config, place.state, tuple(miner or ()), dict(os.environ), deep=deep
+    )
     snapshot = collect_snapshot(question, _pause)
     checks = judge(snapshot)
     critical = any(c.level == "critical" for c in checks)
     seconds = time.monotonic() - start
     if as_json:
-        echo(json.dumps(document(snapshot, checks, seconds), indent=1, ensure_ascii=False, default=str))
+        echo(
+            json.dumps(
+                document(snapshot, checks, seconds), indent=1, ensure_ascii=False, default=str
+            )
+        )
     else:
         _table(checks, seconds)
     raise typer.Exit(UNAVAILABLE if critical else OK)
@@ -65,7 +80,8 @@ def _pause(seconds: float) -> bool:
 
 
 def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dict[str, Any]:
-    """Everything that was read and judged. The environment and the command stay out: they may hold secrets."""
+    """Everything that was read and judged. The environment and the command stay out: they may hold
+    secrets."""
     from miner_guard.diagnosis.check import counts
     from miner_guard.eventlog.redact import Redactor
     from miner_guard.state_dir import finite
@@ -92,7 +108,8 @@ def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dic
 
 
 def folded(checks: Sequence[Check]) -> list[Check]:
-    """The rows of a table that is calm to read: what is well with several GPUs alike stands on one line."""
+    """The rows of a table that is calm to read: what is well with several GPUs alike stands on one
+    line."""
     rows: list[Check] = []
     places: dict[tuple[str, str], int] = {}
     gpus: dict[int, list[int]] = {}
@@ -130,7 +147,11 @@ def _table(checks: Sequence[Check], seconds: float) -> None:
     table.add_column("read", overflow="fold")
     for check in folded(checks):
         style = _STYLE[check.level]
-        limit = f" [dim](limit: {escape(redact(check.limit))})[/]" if check.level != "ok" and check.limit else ""
+        limit = (
+            f" [dim](limit: {escape(redact(check.limit))})[/]"
+            if check.level != "ok" and check.limit
+            else ""
+        )
         table.add_row(check.check, f"[{style}]{check.level}[/]", escape(redact(check.seen)) + limit)
         if check.level != "ok" and check.next_step:
             table.add_row("", "", f"[dim]→ {escape(redact(check.next_step))}[/]")
@@ -138,6 +159,7 @@ def _table(checks: Sequence[Check], seconds: float) -> None:
     console.print(table)
     n = counts(checks)
     console.print(
-        f"{n['ok']} ok, {counted(n['warn'], 'warning')}, {n['critical']} critical, {n['unknown']} unknown"
+        f"{n['ok']} ok, {counted(n['warn'], 'warning')}, {n['critical']} critical, "
+        f"{n['unknown']} unknown"
         f" in {seconds:.1f} s"
     )

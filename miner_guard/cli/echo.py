@@ -1,4 +1,5 @@
-"""What the commands print: all of it through here, so that nothing in a log or a state file steers a terminal."""
+"""What the commands print: all of it through here, so that nothing in a log or a state file steers
+a terminal."""
 
 from __future__ import annotations
 
@@ -8,5 +9,6 @@ from miner_guard.eventlog.rendering import visible
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print `text` and a newline on stdout (`err`: on stderr), control characters made visible. JSON stays valid."""
+    """Print `text` and a newline on stdout (`err`: on stderr), control characters made visible.
+    JSON stays valid."""
     typer.echo(visible(text), err=err)

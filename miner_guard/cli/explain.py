@@ -14,7 +14,15 @@ from typing import Annotated, BinaryIO, cast
 import typer
 
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, CommandContext, Config, Json, Name, State, open_context
+from miner_guard.cli.options import (
+    DEFAULT_NAME,
+    CommandContext,
+    Config,
+    Json,
+    Name,
+    State,
+    open_context,
+)
 from miner_guard.config import MinerSettings
 from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.redact import Redactor
@@ -34,9 +42,15 @@ _UNPACKED_AT_ONCE = 8 * 1024 * 1024
 
 
 def command(
-    file: Annotated[str, typer.Argument(metavar="FILE|-", help="The log; - or nothing reads stdin.")] = "-",
-    trace: Annotated[bool, typer.Option("--trace", help="FILE holds numbers by step instead of a log.")] = False,
-    note: Annotated[str, typer.Option("--note", help="What helped; shown the next time this label appears.")] = "",
+    file: Annotated[
+        str, typer.Argument(metavar="FILE|-", help="The log; - or nothing reads stdin.")
+    ] = "-",
+    trace: Annotated[
+        bool, typer.Option("--trace", help="FILE holds numbers by step instead of a log.")
+    ] = False,
+    note: Annotated[
+        str, typer.Option("--note", help="What helped; shown the next time this label appears.")
+    ] = "",
     config: Config = None,
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
@@ -44,7 +58,10 @@ def command(
 ) -> None:
     """Root cause and fixes from any log. Exit 1: nothing wrong."""
     if trace and note:
-        raise Refused("--note goes with a log, not with --trace: notes are kept by the label of an incident", USAGE)
+        raise Refused(
+            "--note goes with a log, not with --trace: notes are kept by the label of an incident",
+            USAGE,
+        )
     place = open_context(config, name, state_dir)
     if trace:
         # Late: a log needs none of it.
@@ -69,10 +86,14 @@ def _read(file: str, place: CommandContext) -> LogExplanation:
     redactor = Redactor.from_environment(os.environ)
     try:
         with _opened(file) as log:
-            return explain(log, knowledge.load(), _training(place.settings.config.miner), redactor.text)
+            return explain(
+                log, knowledge.load(), _training(place.settings.config.miner), redactor.text
+            )
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Refused(f"{file} can't be read: {reason}; give a log file, or - for stdin", USAGE) from error
+        raise Refused(
+            f"{file} can't be read: {reason}; give a log file, or - for stdin", USAGE
+        ) from error
 
 
 @contextlib.contextmanager
@@ -91,7 +112,8 @@ def _opened(file: str) -> Iterator[BinaryIO]:
 
 
 class _Bounded:
-    """A gzip that is read no further than a log can reach: 300 KB of it may unpack to 300 MB of zeros, or to more."""
+    """A gzip that is read no further than a log can reach: 300 KB of it may unpack to 300 MB of
+    zeros, or to more."""
 
     def __init__(self, unpacked: BinaryIO | gzip.GzipFile, packed: BinaryIO, name: str) -> None:
         self._unpacked, self._packed, self._name = unpacked, packed, name
@@ -103,7 +125,8 @@ class _Bounded:
         self._size += len(data)
         if self._size > _UNPACKED_AT_ONCE + _MAX_RATIO * self._packed.tell():
             raise Refused(
-                f"{self._name} unpacks to more than {_MAX_RATIO} times its size, which no log does; if it is one, give "
+                f"{self._name} unpacks to more than {_MAX_RATIO} times its size, which no log "
+                "does; if it is one, give "
                 f"its end: zcat {self._name} | tail -n 100000 | miner-guard explain -",
                 USAGE,
             )
@@ -120,7 +143,9 @@ def _remember(place: CommandContext, report: LogExplanation, note: str) -> None:
     try:
         notes.add(place.state, report.root.label, note, SystemClock())
     except OSError as error:
-        raise Refused(f"the note can't be stored in {place.state.root}: {error.strerror or error}", FAILED) from error
+        raise Refused(
+            f"the note can't be stored in {place.state.root}: {error.strerror or error}", FAILED
+        ) from error
 
 
 def text(report: LogExplanation, known: Mapping[str, Sequence[notes.Note]], file: str) -> str:
@@ -137,7 +162,10 @@ def text(report: LogExplanation, known: Mapping[str, Sequence[notes.Note]], file
     ]
     rows += [f"  Source      {root.sources[0]}"] if root.sources[0] else []
     rows += [f"  If not      {fix}" for fix in root.fixes[1:]]
-    rows += [f"  Helped      {n.text} ({n.when[:10]})" for n in list(known.get(root.label, ()))[:_NOTES_SHOWN]]
+    rows += [
+        f"  Helped      {n.text} ({n.when[:10]})"
+        for n in list(known.get(root.label, ()))[:_NOTES_SHOWN]
+    ]
     others = [finding for finding in report.findings if not finding.root]
     rows += ["", "Also seen:"] if others else []
     rows += [_other(finding) for finding in others]

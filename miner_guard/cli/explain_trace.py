@@ -1,4 +1,5 @@
-"""`miner-guard explain --trace FILE [--json]`: what the numbers of a run show, and what to do about it."""
+"""`miner-guard explain --trace FILE [--json]`: what the numbers of a run show, and what to do about
+it."""
 
 from __future__ import annotations
 
@@ -26,17 +27,21 @@ _STEPS_SHOWN = 20
 
 
 def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
-    """Explain the trace in the file `source` (`-`: standard input). Exits with 1 where it is healthy.
+    """Explain the trace in the file `source` (`-`: standard input). Exits with 1 where it is
+    healthy.
 
-    `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) for what can't be read
-    or holds no trace line. A remark (severity info) alone is no alarm: the run counts as healthy.
+    `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) for what
+    can't be read or holds no trace line. A remark (severity info) alone is no alarm: the run counts
+    as healthy.
     """
     with _lines(source) as lines:
         trace = reading.read(lines)
     if not trace.used:
         raise exits.Refused(
-            f"{source}: none of {catalog.counted(trace.lines, 'line')} is a trace line; give JSON lines such as "
-            '{"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a first line such as '
+            f"{source}: none of {catalog.counted(trace.lines, 'line')} is a trace line; give "
+            "JSON lines such as "
+            '{"step": 10, "loss": 2.45, "step_time": 15.2}, guard.jsonl, CSV with a first line '
+            "such as "
             "`step,loss,lr`, or lines such as `Step 10: loss=2.45, lr=6.67e-05`",
             exits.USAGE,
         )
@@ -53,9 +58,12 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
 def document(anomaly: Anomaly) -> Mapping[str, Any]:
     """One finding as `--json` gives it."""
     return {
-        "type": anomaly.type, "at_step": anomaly.at_step, "severity": anomaly.severity, "detail": anomaly.detail,
+        "type": anomaly.type,
+        "at_step": anomaly.at_step,
+        "severity": anomaly.severity,
+        "detail": anomaly.detail,
         "fixes": list(anomaly.fixes),
-    }  # fmt: skip
+    }
 
 
 @contextmanager
@@ -69,12 +77,17 @@ def _lines(source: str) -> Iterator[TextIO]:
             yield file
     except OSError as error:
         reason = error.strerror or str(error)
-        raise exits.Refused(f"{source}: cannot be read: {reason}; give a trace file, or -", exits.USAGE) from error
+        raise exits.Refused(
+            f"{source}: cannot be read: {reason}; give a trace file, or -", exits.USAGE
+        ) from error
 
 
 def report(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
-    """The findings for people: each type once with its evidence and fixes, what is alike as a list of steps."""
-    counts = ", ".join(f"{len(series)} {name}" for name, series in trace.series.items() if len(series))
+    """The findings for people: each type once with its evidence and fixes, what is alike as a list
+    of steps."""
+    counts = ", ".join(
+        f"{len(series)} {name}" for name, series in trace.series.items() if len(series)
+    )
     yield f"{trace.used} of {trace.lines} lines read: {counts or 'no numbers'}"
     if not found:
         yield "Nothing wrong."

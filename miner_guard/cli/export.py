@@ -22,13 +22,18 @@ def command(
     kind: Annotated[str, typer.Argument(metavar="tensorboard|wandb", help="Whose format.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write into.")],
     project: Annotated[str, typer.Option("--project", help="wandb: the project.")] = "miner-guard",
-    online: Annotated[bool, typer.Option("--online", help="wandb: send it; without, offline files only.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+    online: Annotated[
+        bool, typer.Option("--online", help="wandb: send it; without, offline files only.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as lines are written.")
+    ] = False,
     config: Config = None,
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
 ) -> None:
-    """Write the run's numbers for TensorBoard or Weights & Biases, out of the guard's way. Exit 1: no numbers."""
+    """Write the run's numbers for TensorBoard or Weights & Biases, out of the guard's way. Exit 1:
+    no numbers."""
     from miner_guard.reporting import export
 
     if kind not in _KINDS:
@@ -43,7 +48,9 @@ def command(
         else:
             write, close = export.wandb_writer(output, project, online=online)
     except ImportError as error:
-        raise Refused(f"{kind} is not installed ({error}); pip install 'miner-guard[{kind}]'", UNAVAILABLE) from error
+        raise Refused(
+            f"{kind} is not installed ({error}); pip install 'miner-guard[{kind}]'", UNAVAILABLE
+        ) from error
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     count = 0

@@ -32,21 +32,38 @@ _THERE: Any = {"exists": True, "dir_okay": False}
 
 
 def command(
-    outer_step: Annotated[Optional[int], typer.Option(min=0, help="Outer step of the upload.")] = None,
-    inner_step: Annotated[Optional[int], typer.Option(min=0, help="Inner step of the upload.")] = None,
-    kind: Annotated[str, typer.Option(help="gradient, or archive (after an AllReduce: let through).")] = "gradient",
-    loss: Annotated[Optional[float], typer.Option(help="The last loss.")] = None,
-    base_outer_step: Annotated[Optional[int], typer.Option(min=0, help="Outer step of its base.")] = None,
-    gradients: Annotated[Optional[Path], typer.Option(**_THERE, help="The gradients.pt to inspect.")] = None,
-    config_json: Annotated[Optional[Path], typer.Option(**_THERE, help="Its config.json.")] = None,
-    metadata_json: Annotated[Optional[Path], typer.Option(**_THERE, help="Its metadata.json.")] = None,
-    revision: Annotated[Optional[str], typer.Option(help="The upload's tag, such as 5.56.84.")] = None,
-    replay_id: Annotated[
-        Optional[str], typer.Option("--replay", metavar="ID", help="Make a decision of the ledger again.")
+    outer_step: Annotated[
+        Optional[int], typer.Option(min=0, help="Outer step of the upload.")
     ] = None,
-    as_json: options.Json = False, config: options.Config = None, name: options.Name = options.DEFAULT_NAME,
+    inner_step: Annotated[
+        Optional[int], typer.Option(min=0, help="Inner step of the upload.")
+    ] = None,
+    kind: Annotated[
+        str, typer.Option(help="gradient, or archive (after an AllReduce: let through).")
+    ] = "gradient",
+    loss: Annotated[Optional[float], typer.Option(help="The last loss.")] = None,
+    base_outer_step: Annotated[
+        Optional[int], typer.Option(min=0, help="Outer step of its base.")
+    ] = None,
+    gradients: Annotated[
+        Optional[Path], typer.Option(**_THERE, help="The gradients.pt to inspect.")
+    ] = None,
+    config_json: Annotated[Optional[Path], typer.Option(**_THERE, help="Its config.json.")] = None,
+    metadata_json: Annotated[
+        Optional[Path], typer.Option(**_THERE, help="Its metadata.json.")
+    ] = None,
+    revision: Annotated[
+        Optional[str], typer.Option(help="The upload's tag, such as 5.56.84.")
+    ] = None,
+    replay_id: Annotated[
+        Optional[str],
+        typer.Option("--replay", metavar="ID", help="Make a decision of the ledger again."),
+    ] = None,
+    as_json: options.Json = False,
+    config: options.Config = None,
+    name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
-) -> None:  # fmt: skip
+) -> None:
     """May this upload go out? Exit 0: allowed, 1: blocked."""
     place = options.open_context(config, name, state_dir)
     if replay_id is not None:
@@ -61,10 +78,18 @@ def command(
     except TypeError as error:
         raise Refused(f"{place.state.gate_inputs}: {error}", CONFIG) from error
     candidate = Candidate(
-        kind, outer_step, inner_step, loss=loss, base_outer_step=base_outer_step,
-        files=None if gradients is None else inspect_file(gradients, limits, shapes=shapes.read(place.state.shapes)),
-        config=_document(config_json), metadata=_document(metadata_json), revision=revision,
-    )  # fmt: skip
+        kind,
+        outer_step,
+        inner_step,
+        loss=loss,
+        base_outer_step=base_outer_step,
+        files=None
+        if gradients is None
+        else inspect_file(gradients, limits, shapes=shapes.read(place.state.shapes)),
+        config=_document(config_json),
+        metadata=_document(metadata_json),
+        revision=revision,
+    )
     decision = decide(candidate, known, settings, now=time.monotonic(), wall=time.time())
     _keep(place.state, decision, known)
     _show(decision, as_json)
@@ -81,14 +106,19 @@ def _inputs(place: options.CommandContext) -> GateInputs:
 
 
 def _settings(place: options.CommandContext) -> GateSettings:
-    """[gate] as it is set here; where nothing of it is, that of the guard of the state directory."""
+    """[gate] as it is set here; where nothing of it is, that of the guard of the state
+    directory."""
     own = place.settings
-    if any(name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()):
+    if any(
+        name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()
+    ):
         return own.config.gate
     there = remembered_settings.read(place.state)
     if there is None or there.gate == own.config.gate:
         return own.config.gate
-    echo(f"no [gate] in the settings here: asking as the guard of {place.state.root} does", err=True)
+    echo(
+        f"no [gate] in the settings here: asking as the guard of {place.state.root} does", err=True
+    )
     return there.gate
 
 
@@ -120,13 +150,16 @@ def _show(decision: GateDecision, as_json: bool) -> None:
 
 
 def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
-    """The decision again, from the ledger alone. 1 where it was blocked or where it differs from what is stored."""
+    """The decision again, from the ledger alone. 1 where it was blocked or where it differs from
+    what is stored."""
     ledger = ReadOnlyLedger(state.ledger)
     stored = ledger.find_decision(decision_id)
     if stored is None and ledger.unread is not None:
         raise Refused(f"{state.ledger} cannot be read: {ledger.unread}", FAILED)
     if stored is None:
-        raise Refused(f"{state.ledger} holds no decision {decision_id!r}; see `miner-guard status`", FAILED)
+        raise Refused(
+            f"{state.ledger} holds no decision {decision_id!r}; see `miner-guard status`", FAILED
+        )
     document, inputs_document = stored
     record = document.get("record") or {}
     if inputs_document is not None:
@@ -135,15 +168,25 @@ def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
         known = gate_inputs.unknown(record["inputs_unknown"])
     else:
         raise Refused(
-            f"decision {document.get('decision_id')}: the ledger lacks what the gate knew of the repo then", FAILED
+            (
+                f"decision {document.get('decision_id')}: the ledger lacks what the gate "
+                "knew of the repo then"
+            ),
+            FAILED,
         )
     try:
         again = replay(record, known, document["decided_at"])
     except (KeyError, TypeError, ValueError) as error:
-        raise Refused(f"decision {decision_id}: its record cannot be replayed: {error!r}", FAILED) from error
+        raise Refused(
+            f"decision {decision_id}: its record cannot be replayed: {error!r}", FAILED
+        ) from error
     equal = _plain(again.as_dict()) == _plain(document)
     if as_json:
-        echo(json.dumps({"equal": equal, "decision": _plain(again.as_dict()), "stored": _plain(document)}))
+        echo(
+            json.dumps(
+                {"equal": equal, "decision": _plain(again.as_dict()), "stored": _plain(document)}
+            )
+        )
     else:
         _show(again, as_json=False)
         echo("replay: the same decision" if equal else "replay: DIFFERENT from what is stored")

@@ -30,7 +30,9 @@ _NUMBERS = {
 
 
 def command(
-    cmd: Annotated[list[str], typer.Argument(metavar="-- CMD…", help="The command that starts the miner.")],
+    cmd: Annotated[
+        list[str], typer.Argument(metavar="-- CMD…", help="The command that starts the miner.")
+    ],
     name: Name = DEFAULT_NAME,
     directory: Annotated[Path, typer.Option("--dir", help="Where to write.")] = Path(),
     config: Config = None,
@@ -38,14 +40,23 @@ def command(
 ) -> None:
     """Write guard.toml and ecosystem.config.js for a miner's command; overwrites nothing."""
     if not cmd:
-        raise Refused("no command; write it after --, as in `miner-guard init -- torchrun … neurons/miner.py`", USAGE)
+        raise Refused(
+            (
+                "no command; write it after --, as in `miner-guard init -- torchrun … "
+                "neurons/miner.py`"
+            ),
+            USAGE,
+        )
     choose_state(name, state_dir)
     texts = {
         directory / (config or "guard.toml"): guard_toml(cmd),
         directory / "ecosystem.config.js": ecosystem(cmd, name, _flags(config, state_dir)),
     }
     if taken := [str(path) for path in texts if path.exists() or path.is_symlink()]:
-        raise Refused(f"{' and '.join(taken)} already there, nothing written; move it away or use --dir", FAILED)
+        raise Refused(
+            f"{' and '.join(taken)} already there, nothing written; move it away or use --dir",
+            FAILED,
+        )
     try:
         for path, text in texts.items():
             write_atomic(path, text, 0o666)
@@ -59,7 +70,8 @@ def command(
 
 
 def guard_toml(cmd: Sequence[str]) -> str:
-    """The settings file: what the command line says is set, what a person has to say is commented."""
+    """The settings file: what the command line says is set, what a person has to say is
+    commented."""
     miner, chain, gpu = _miner(cmd), _chain(cmd), _gpu(cmd)
     return _fill("guard.toml", {"MINER": "\n".join(miner), "CHAIN": "\n".join(chain), "GPU": gpu})
 
@@ -70,17 +82,24 @@ def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
     values = {"RUN": ["run", *flags, "--", *cmd], "PYTHON": sys.executable, "GUARD": str(guard)}
     # The name stands between the quotes of the template.
     quoted = json.dumps(name)[1:-1]
-    return _fill("ecosystem.config.js", {**{k: json.dumps(v) for k, v in values.items()}, "NAME": quoted})
+    return _fill(
+        "ecosystem.config.js", {**{k: json.dumps(v) for k, v in values.items()}, "NAME": quoted}
+    )
 
 
 def _flags(config: Path | None, state_dir: str | None) -> list[str]:
     """The guard's own flags that `run` needs to find what `init` was told."""
     settings = [] if config is None else ["-c", str(config)]
-    return settings if state_dir is None else [*settings, "--state-dir", str(Path(state_dir).absolute())]
+    return (
+        settings
+        if state_dir is None
+        else [*settings, "--state-dir", str(Path(state_dir).absolute())]
+    )
 
 
 def _place(name: str, state_dir: str | None) -> str:
-    """The flag by which the other commands find this guard; empty where they find it by themselves."""
+    """The flag by which the other commands find this guard; empty where they find it by
+    themselves."""
     if state_dir is not None:
         return f"--state-dir {shlex.quote(str(Path(state_dir).absolute()))}"
     return "" if name == DEFAULT_NAME else f"--name {shlex.quote(name)}"

@@ -28,26 +28,39 @@ _FOR_REPLAY = frozenset({"verdicts", "record", "document"})
 
 
 def command(
-    event: Annotated[Optional[list[str]], typer.Option("--event", "-e", help="Only this event; repeatable.")] = None,
+    event: Annotated[
+        Optional[list[str]], typer.Option("--event", "-e", help="Only this event; repeatable.")
+    ] = None,
     level: Annotated[
-        str, typer.Option("--level", "-l", help="This level (debug, info, warning, error, critical) and above.")
+        str,
+        typer.Option(
+            "--level", "-l", help="This level (debug, info, warning, error, critical) and above."
+        ),
     ] = "debug",
     since: options.Since = "",
     rank: Annotated[
         Optional[list[int]], typer.Option("--rank", "-r", min=0, help="Only this rank; repeatable.")
     ] = None,
     lines: Annotated[
-        Optional[int], typer.Option("--lines", "-n", min=0, help="Only the last N; with --follow 10.")
+        Optional[int],
+        typer.Option("--lines", "-n", min=0, help="Only the last N; with --follow 10."),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as lines are written.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="The events as a JSON array; with --follow, one a line.")
     ] = False,
     ledger: Annotated[
         Optional[str],
-        typer.Option("--ledger", help="Rows of the ledger: decisions, uploads, repo_age, incidents, restarts."),
+        typer.Option(
+            "--ledger",
+            help="Rows of the ledger: decisions, uploads, repo_age, incidents, restarts.",
+        ),
     ] = None,
-    emoji: Annotated[bool, typer.Option("--emoji/--no-emoji", help="The emoji before the words.")] = True,
+    emoji: Annotated[
+        bool, typer.Option("--emoji/--no-emoji", help="The emoji before the words.")
+    ] = True,
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
@@ -58,14 +71,24 @@ def command(
     options.check_there(state)
     if ledger is not None:
         if event or rank or follow or level != "debug":
-            raise Refused("--ledger takes --since, --lines and --json; the others choose among the log's lines", USAGE)
+            raise Refused(
+                (
+                    "--ledger takes --since, --lines and --json; the others choose among "
+                    "the log's lines"
+                ),
+                USAGE,
+            )
         _write(_ledger(state, ledger, query.since, lines, as_json=as_json))
         return
     log = state.log
     if follow:
         _follow(log, query, lines, as_json=as_json, emoji=emoji)
         return
-    hits = logquery.search(log, query, seen) if lines is None else iter(logquery.last(log, query, lines, seen))
+    hits = (
+        logquery.search(log, query, seen)
+        if lines is None
+        else iter(logquery.last(log, query, lines, seen))
+    )
     if as_json:
         _write(_array(hits))
     else:
@@ -76,8 +99,11 @@ def command(
         raise typer.Exit(FAILED)
 
 
-def _ledger(state: StateDir, table: str, since: str, lines: int | None, *, as_json: bool) -> Iterator[bytes]:
-    """The ledger's rows, oldest first. Raises Refused: 64 for a table that is none, 1 where it has no row."""
+def _ledger(
+    state: StateDir, table: str, since: str, lines: int | None, *, as_json: bool
+) -> Iterator[bytes]:
+    """The ledger's rows, oldest first. Raises Refused: 64 for a table that is none, 1 where it has
+    no row."""
     from uploads.ledger import ReadOnlyLedger
 
     ledger = ReadOnlyLedger(state.ledger)
@@ -95,7 +121,9 @@ def _ledger(state: StateDir, table: str, since: str, lines: int | None, *, as_js
         yield (visible(json.dumps(shown, ensure_ascii=False, indent=1)) + "\n").encode()
         return
     for row in shown:
-        told = " ".join(f"{key}={value}" for key, value in row.items() if value is not None and key != "wall")
+        told = " ".join(
+            f"{key}={value}" for key, value in row.items() if value is not None and key != "wall"
+        )
         yield f"{iso_utc(row['wall'])} {visible(told)}\n".encode("utf-8", "replace")
 
 
@@ -105,7 +133,10 @@ def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query
 
         like = difflib.get_close_matches(unknown[0], CATALOGUE)
         meant = f"did you mean {' or '.join(like)}? " if like else ""
-        raise Refused(f"unknown event {unknown[0]!r}; {meant}the events are {', '.join(sorted(CATALOGUE))}", USAGE)
+        raise Refused(
+            f"unknown event {unknown[0]!r}; {meant}the events are {', '.join(sorted(CATALOGUE))}",
+            USAGE,
+        )
     if level not in LEVELS:
         raise Refused(f"unknown level {level!r}; allowed: {', '.join(LEVELS)}", USAGE)
     return Query(frozenset(events), level, options.earliest(since), frozenset(ranks))
@@ -131,7 +162,15 @@ def _follow(log: Path, query: Query, lines: int | None, *, as_json: bool, emoji:
     # The follower first: what is written between the two is shown twice at worst here, never lost.
     follower = Follower(log, query)
     count = _TAIL_OF_FOLLOW if lines is None and not query.since else lines
-    earlier = logquery.search(log, query) if count is None else iter(logquery.last(log, query, count))
+    earlier = (
+        logquery.search(log, query) if count is None else iter(logquery.last(log, query, count))
+    )
     with contextlib.suppress(KeyboardInterrupt):
         for hit in chain(earlier, follower.hits()):
-            _write([hit.raw + b"\n" if as_json else f"{hit.console(emoji=emoji)}\n".encode("utf-8", "replace")])
+            _write(
+                [
+                    hit.raw + b"\n"
+                    if as_json
+                    else f"{hit.console(emoji=emoji)}\n".encode("utf-8", "replace")
+                ]
+            )

@@ -19,13 +19,30 @@ import typer
 from miner_guard import __version__, exits, inherited
 
 COMMANDS = (
-    "run", "doctor", "status", "top", "logs", "gate", "audit", "explain", "plan", "costs", "report", "bundle", "export",
-    "alerts", "ctl", "config", "init", "demo",
-)  # fmt: skip
+    "run",
+    "doctor",
+    "status",
+    "top",
+    "logs",
+    "gate",
+    "audit",
+    "explain",
+    "plan",
+    "costs",
+    "report",
+    "bundle",
+    "export",
+    "alerts",
+    "ctl",
+    "config",
+    "init",
+    "demo",
+)
 """Modules of `miner_guard.cli`, in the order of `--help`."""
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
-"""A command line that typer refuses; it exports this class under no name, and has it from another module by version."""
+"""A command line that typer refuses; it exports this class under no name, and has it from another
+module by version."""
 
 _GC_EVERY = 20_000
 
@@ -33,15 +50,21 @@ _GC_EVERY = 20_000
 def build(arguments: Sequence[str]) -> typer.Typer:
     """The application with the command that `arguments` names, or with all of them for the help."""
     app = typer.Typer(
-        name="miner-guard", no_args_is_help=True, add_completion=False, rich_markup_mode=None,
-        pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
-    )  # fmt: skip
+        name="miner-guard",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
     app.callback()(_options)
     wanted = next((a for a in arguments if not a.startswith("-")), "")
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
         module = importlib.import_module(f"miner_guard.cli.{name}")
         short = _first_sentence(module.command.__doc__ or "")
-        app.command(name, short_help=short, context_settings=getattr(module, "CONTEXT", None))(module.command)
+        app.command(name, short_help=short, context_settings=getattr(module, "CONTEXT", None))(
+            module.command
+        )
     return app
 
 
@@ -57,23 +80,29 @@ def _version(asked: bool) -> None:
 
 
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+    ] = False,
 ) -> None:
     """Runs a distributed-training miner, sees its silent failures, gates its uploads."""
 
 
 def main() -> None:
     """Entry point. Exits with the codes of `miner_guard.exits`."""
-    # What is imported lives to the end: to look for garbage in it every 700 objects is a tenth of the start.
+    # What is imported lives to the end: to look for garbage in it every 700 objects is a tenth of
+    # the start.
     gc.set_threshold(_GC_EVERY)
     inherited.open_standard_streams()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; returns its exit code. Whatever goes wrong is one line on stderr, never a traceback."""
+    """Run one command line; returns its exit code. Whatever goes wrong is one line on stderr, never
+    a traceback."""
     try:
-        code = build(arguments)(args=list(arguments), prog_name="miner-guard", standalone_mode=False)
+        code = build(arguments)(
+            args=list(arguments), prog_name="miner-guard", standalone_mode=False
+        )
     except exits.Refused as refusal:
         return _refused(str(refusal), refusal.code)
     except _UsageError as error:
@@ -82,12 +111,15 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Abort:
         return _refused("ended by the keyboard", exits.FAILED)
     except (BrokenPipeError, SystemExit):
-        # `miner-guard logs | head`: nobody reads on, which is no error of ours; typer makes a SystemExit of it.
+        # `miner-guard logs | head`: nobody reads on, which is no error of ours; typer makes a
+        # SystemExit of it.
         sys.stdout = None
         return exits.OK
     except OSError as error:
         sys.stdout = None
-        return _refused(f"{error.filename or 'the output'}: {error.strerror or error}", exits.FAILED)
+        return _refused(
+            f"{error.filename or 'the output'}: {error.strerror or error}", exits.FAILED
+        )
     except Exception as error:  # noqa: BLE001 - a defect of ours; it is said with its place
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"

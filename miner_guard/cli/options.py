@@ -1,7 +1,7 @@
 """The options that every command takes (`-c`, `--name`, `--state-dir`), and what they lead to.
 
-A command declares them as `config: Config = None, name: Name = DEFAULT_NAME, state_dir: State = None` and
-calls `open_place(config, name, state_dir)`.
+A command declares them as `config: Config = None, name: Name = DEFAULT_NAME, state_dir: State =
+None` and calls `open_place(config, name, state_dir)`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "miner"
 
 MAX_COUNT = 10**15
-"""The greatest number that a flag takes where it has no limit of its own; infinity is no number that JSON knows."""
+"""The greatest number that a flag takes where it has no limit of its own; infinity is no number
+that JSON knows."""
 
 
 _OTHERS = 5
@@ -39,17 +40,25 @@ def a_number(value: Optional[float]) -> Optional[float]:
 
 
 Config = Annotated[
-    Optional[Path], typer.Option("--config", "-c", help="Settings file; ./guard.toml where it is there.")
+    Optional[Path],
+    typer.Option("--config", "-c", help="Settings file; ./guard.toml where it is there."),
 ]
-Name = Annotated[str, typer.Option("--name", help="Name of the miner; chooses the state directory.")]
-State = Annotated[Optional[str], typer.Option("--state-dir", help="State directory; overrides --name.")]
-Since = Annotated[str, typer.Option("--since", help="From then on: 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC).")]
+Name = Annotated[
+    str, typer.Option("--name", help="Name of the miner; chooses the state directory.")
+]
+State = Annotated[
+    Optional[str], typer.Option("--state-dir", help="State directory; overrides --name.")
+]
+Since = Annotated[
+    str, typer.Option("--since", help="From then on: 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC).")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
 @dataclass(frozen=True)
 class CommandContext:
-    """What a command works with: checked settings and the state directory, which nobody has touched yet."""
+    """What a command works with: checked settings and the state directory, which nobody has touched
+    yet."""
 
     settings: Settings
     state: statedir.StateDir
@@ -59,8 +68,10 @@ class CommandContext:
 def open_context(
     config: Path | None, name: str, state_dir: str | None, flags: Mapping[str, Any] | None = None
 ) -> CommandContext:
-    """Load the settings and choose the state directory. Raises Refused: 64 for a bad flag, 78 for bad settings."""
-    # Here, not above: it is most of the start-up time of commands that read no settings, such as `logs`.
+    """Load the settings and choose the state directory. Raises Refused: 64 for a bad flag, 78 for
+    bad settings."""
+    # Here, not above: it is most of the start-up time of commands that read no settings, such as
+    # `logs`.
     from miner_guard.config import loading
     from validators.profiles import chosen
 
@@ -70,15 +81,22 @@ def open_context(
         profile = chosen(first.miner)
         document = None if profile is None else _of_profile(profile)
         loaded = loading.load(
-            config, profile=document, profile_origin=f"profile {profile}", dotenv=_dotenv(first.repo), flags=flags
+            config,
+            profile=document,
+            profile_origin=f"profile {profile}",
+            dotenv=_dotenv(first.repo),
+            flags=flags,
         )
     except loading.BadConfig as error:
-        raise Refused(str(error), USAGE if isinstance(error, loading.BadFlag) else CONFIG) from error
+        raise Refused(
+            str(error), USAGE if isinstance(error, loading.BadFlag) else CONFIG
+        ) from error
     return CommandContext(loaded, choose_state(name, state_dir), profile)
 
 
 def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
-    """The miner's `.env`, where the guard's keys are in it: pm2's filter_env lets no secret through the environment."""
+    """The miner's `.env`, where the guard's keys are in it: pm2's filter_env lets no secret through
+    the environment."""
     if repo.credentials != "dotenv":
         return None
     from uploads.repos.base import RepoError
@@ -87,7 +105,8 @@ def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
     try:
         return repo.credentials_file or ".env", find(repo)
     except RepoError:
-        # Whoever looks at the repo says what is wrong with the file; a command that needs no key goes on.
+        # Whoever looks at the repo says what is wrong with the file; a command that needs no key
+        # goes on.
         return None
 
 
@@ -101,26 +120,38 @@ def _of_profile(profile: str) -> Mapping[str, Any]:
 
 
 def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
-    """The state directory alone, for commands that need no settings. Raises Refused (78) for an impossible name."""
+    """The state directory alone, for commands that need no settings. Raises Refused (78) for an
+    impossible name."""
     if os.sep in name or name in ("", ".", ".."):
-        raise Refused(f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG)
+        raise Refused(
+            f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG
+        )
     try:
         return statedir.choose(name, state_dir, os.environ)
     except statedir.ForeignLink as error:
-        raise Refused(f"no place for the state: {error} Give --state-dir a path without that link", CONFIG) from error
+        raise Refused(
+            f"no place for the state: {error} Give --state-dir a path without that link", CONFIG
+        ) from error
     except RuntimeError as error:
         # No HOME, and a user that the host does not know: a container under another uid.
-        raise Refused(f"no place for the state: {error} Give --state-dir, or set HOME", CONFIG) from error
+        raise Refused(
+            f"no place for the state: {error} Give --state-dir, or set HOME", CONFIG
+        ) from error
 
 
 def start_or_name(state: statedir.StateDir) -> str:
-    """What to do where no guard runs: start one, or name one of those that ran beside this state directory."""
+    """What to do where no guard runs: start one, or name one of those that ran beside this state
+    directory."""
     start = "start it with `miner-guard run`"
     folder = state.root.parent
     if folder.name != statedir.FOLDER:
         return start
     try:
-        others = sorted(p.name for p in folder.iterdir() if p != state.root and statedir.StateDir(p).status.is_file())
+        others = sorted(
+            p.name
+            for p in folder.iterdir()
+            if p != state.root and statedir.StateDir(p).status.is_file()
+        )
     except OSError:
         return start
     if not others:
@@ -132,7 +163,10 @@ def start_or_name(state: statedir.StateDir) -> str:
 def check_there(state: statedir.StateDir) -> None:
     """Raises Refused (1) where no guard has ever run in this state directory."""
     if not state.root.is_dir():
-        raise Refused(f"there is no state directory {state.root}; give --name or --state-dir as `run` had it", FAILED)
+        raise Refused(
+            f"there is no state directory {state.root}; give --name or --state-dir as `run` had it",
+            FAILED,
+        )
 
 
 def earliest(since: str) -> str:

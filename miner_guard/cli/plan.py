@@ -1,4 +1,5 @@
-"""`miner-guard plan`: what the training settings imply; the reckoning is `miner_guard.cli.plan_model`."""
+"""`miner-guard plan`: what the training settings imply; the reckoning is
+`miner_guard.cli.plan_model`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import typer
 
 from miner_guard.cli import plan_model
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, MAX_COUNT, Config, Json, Name, State, a_number, open_context
+from miner_guard.cli.options import (
+    DEFAULT_NAME,
+    MAX_COUNT,
+    Config,
+    Json,
+    Name,
+    State,
+    a_number,
+    open_context,
+)
 from miner_guard.detectors.step_time import grade
 from miner_guard.exits import USAGE, Refused
 
@@ -32,32 +42,61 @@ def _params(text: str) -> float:
 
 
 def command(
-    gpus: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="GPUs of the miner (world size).")] = 4,
+    gpus: Annotated[
+        int, typer.Option(min=1, max=MAX_COUNT, help="GPUs of the miner (world size).")
+    ] = 4,
     batch: Annotated[
         Optional[int],
-        typer.Option(min=1, max=MAX_COUNT, help="Samples per micro-batch; else [miner] batch_size, else 2."),
+        typer.Option(
+            min=1, max=MAX_COUNT, help="Samples per micro-batch; else [miner] batch_size, else 2."
+        ),
     ] = None,
     effective: Annotated[
         Optional[int],
-        typer.Option(min=1, max=MAX_COUNT, help="Effective batch size; else [miner] effective_batch_size, else 512."),
+        typer.Option(
+            min=1,
+            max=MAX_COUNT,
+            help="Effective batch size; else [miner] effective_batch_size, else 512.",
+        ),
     ] = None,
-    params: Annotated[str, typer.Option(metavar="N", help="Parameters, such as 4e9 or 4B.")] = "4e9",
+    params: Annotated[
+        str, typer.Option(metavar="N", help="Parameters, such as 4e9 or 4B.")
+    ] = "4e9",
     seq: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="Sequence length.")] = 1024,
     upload_steps: Annotated[
         Optional[int],
-        typer.Option(min=1, max=MAX_COUNT, help="Inner steps between uploads; else [miner] upload_steps, else 3."),
+        typer.Option(
+            min=1,
+            max=MAX_COUNT,
+            help="Inner steps between uploads; else [miner] upload_steps, else 3.",
+        ),
     ] = None,
     micro_batch_ms: Annotated[
         Optional[float],
-        typer.Option(min=0.001, max=MAX_COUNT, callback=a_number, help="Time of one micro-batch, measured or assumed."),
+        typer.Option(
+            min=0.001,
+            max=MAX_COUNT,
+            callback=a_number,
+            help="Time of one micro-batch, measured or assumed.",
+        ),
     ] = None,
     step_s: Annotated[
         Optional[float],
-        typer.Option(min=0.001, max=MAX_COUNT, callback=a_number, help="Measured time of an inner step, instead."),
+        typer.Option(
+            min=0.001,
+            max=MAX_COUNT,
+            callback=a_number,
+            help="Measured time of an inner step, instead.",
+        ),
     ] = None,
     gpu_memory_gb: Annotated[
         Optional[float],
-        typer.Option(min=0.1, max=MAX_COUNT, callback=a_number, help="Memory of one GPU, to say whether it fits."),
+        typer.Option(
+            min=0.1,
+            max=MAX_COUNT,
+            callback=a_number,
+            help="Memory of one GPU, to say whether it fits.",
+        ),
     ] = None,
     config: Config = None,
     name: Name = DEFAULT_NAME,
@@ -93,7 +132,8 @@ def command(
 
 
 def document(plan: plan_model.Plan) -> dict[str, Any]:
-    """The plan for `--json`; the document's reckoning at the top, what the miner does under `actual`."""
+    """The plan for `--json`; the document's reckoning at the top, what the miner does under
+    `actual`."""
     return {
         **_way(plan.document),
         "actual": _way(plan.actual),
@@ -106,9 +146,13 @@ def document(plan: plan_model.Plan) -> dict[str, Any]:
 
 def _way(way: plan_model.PlanEstimate) -> dict[str, Any]:
     return {
-        "accumulation_steps": way.accumulation_steps, "micro_batches": way.micro_batches, "samples": way.samples,
-        "memory_gb": way.memory.as_dict(), "inner_step_s": way.inner_step_s, "upload": asdict(way.upload),
-    }  # fmt: skip
+        "accumulation_steps": way.accumulation_steps,
+        "micro_batches": way.micro_batches,
+        "samples": way.samples,
+        "memory_gb": way.memory.as_dict(),
+        "inner_step_s": way.inner_step_s,
+        "upload": asdict(way.upload),
+    }
 
 
 def fits(plan: plan_model.Plan) -> bool | None:
@@ -125,12 +169,22 @@ def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
     yield ""
     yield f"{'':34}{'usual estimate':>18}{'as the miner does':>20}"
     for title, one, two in (
-        ("Gradient accumulation steps", str(doc.accumulation_steps), str(actual.accumulation_steps)),
+        (
+            "Gradient accumulation steps",
+            str(doc.accumulation_steps),
+            str(actual.accumulation_steps),
+        ),
         ("Micro-batches per inner step", str(doc.micro_batches), str(actual.micro_batches)),
         ("Samples per inner step", str(doc.samples), str(actual.samples)),
         *_memory_rows(doc.memory, actual.memory),
         ("Time per inner step", _seconds(doc.inner_step_s), _seconds(actual.inner_step_s)),
-        ("  grade", *(("unknown" if w.inner_step_s is None else grade(w.inner_step_s, steps)) for w in (doc, actual))),
+        (
+            "  grade",
+            *(
+                ("unknown" if w.inner_step_s is None else grade(w.inner_step_s, steps))
+                for w in (doc, actual)
+            ),
+        ),
         (
             "First valid upload, inner step",
             str(doc.upload.first_valid_inner_step),
@@ -141,7 +195,9 @@ def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
         ("Repo stays fresh", _yes(doc.upload.fresh), _yes(actual.upload.fresh)),
     ):
         yield f"{title:34}{one:>18}{two:>20}"
-    yield f"Uploads: every {s.upload_steps} inner steps, {doc.upload.cadence}; repo: {doc.upload.why}"
+    yield (
+        f"Uploads: every {s.upload_steps} inner steps, {doc.upload.cadence}; repo: {doc.upload.why}"
+    )
     if s.gpu_memory_gb is not None:
         verdict = "fits" if fits(plan) else "does NOT fit"
         yield f"GPU memory: {actual.memory.total:.1f} of {s.gpu_memory_gb:g} GB, {verdict}"
@@ -154,16 +210,24 @@ def text(plan: plan_model.Plan, steps: Any) -> Iterator[str]:
     for change in plan.changes:
         time = "" if change.inner_step_s is None else f", {_seconds(change.inner_step_s)}"
         yield (
-            f"  - {change.what} ({change.arguments}): {change.accumulation_steps} accumulation steps, "
-            f"{change.micro_batches} micro-batches, ~{change.memory_gb:.0f} GB{time}: {change.effect}"
+            f"  - {change.what} ({change.arguments}): {change.accumulation_steps} accumulation "
+            "steps, "
+            f"{change.micro_batches} micro-batches, ~{change.memory_gb:.0f} GB{time}: "
+            f"{change.effect}"
         )
 
 
-def _memory_rows(one: plan_model.MemoryPlan, two: plan_model.MemoryPlan) -> Iterator[tuple[str, str, str]]:
+def _memory_rows(
+    one: plan_model.MemoryPlan, two: plan_model.MemoryPlan
+) -> Iterator[tuple[str, str, str]]:
     for title, name in (
-        ("Memory: weights (bf16)", "weights"), ("  optimizer (AdamW)", "optimizer"), ("  gradients", "gradients"),
-        ("  activations", "activations"), ("  FSDP overhead", "fsdp"), ("  total per GPU", "total"),
-    ):  # fmt: skip
+        ("Memory: weights (bf16)", "weights"),
+        ("  optimizer (AdamW)", "optimizer"),
+        ("  gradients", "gradients"),
+        ("  activations", "activations"),
+        ("  FSDP overhead", "fsdp"),
+        ("  total per GPU", "total"),
+    ):
         yield title, f"~{getattr(one, name):.1f} GB", f"~{getattr(two, name):.1f} GB"
 
 

@@ -1,9 +1,10 @@
-"""What training settings imply, before a GPU hour is spent: source 004's analysis, and where reality differs.
+"""What training settings imply, before a GPU hour is spent: source 004's analysis, and where
+reality differs.
 
-The document's figures (`Plan.accumulation_steps`, `micro_batches`, `memory`, `inner_step_s`) follow source
-004 to the letter. `Plan.actual` says what subnet 38's miner does: it divides the effective batch by the
-world size, the ranks work at the same time, and FSDP2 shards weights, gradients and optimizer state.
-GB are 10^9 bytes here, as in the document.
+The document's figures (`Plan.accumulation_steps`, `micro_batches`, `memory`, `inner_step_s`) follow
+source 004 to the letter. `Plan.actual` says what subnet 38's miner does: it divides the effective
+batch by the world size, the ranks work at the same time, and FSDP2 shards weights, gradients and
+optimizer state. GB are 10^9 bytes here, as in the document.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class UploadPlan:
     every_s: float | None
     cadence: str
     fresh: bool | None
-    """Whether the repo stays younger than its target between uploads and up to the first valid one; None: unknown."""
+    """Whether the repo stays younger than its target between uploads and up to the first valid one;
+    None: unknown."""
 
     why: str
 
@@ -136,7 +138,11 @@ def plan(settings: PlanSettings) -> Plan:
     _check(settings)
     document, actual = _document(settings), _actual(settings)
     return Plan(
-        settings, document, actual, tuple(_simplifications(settings, document, actual)), tuple(_changes(settings))
+        settings,
+        document,
+        actual,
+        tuple(_simplifications(settings, document, actual)),
+        tuple(_changes(settings)),
     )
 
 
@@ -146,59 +152,75 @@ def _check(settings: PlanSettings) -> None:
             raise BadPlan(f"{name} is {getattr(settings, name):g}: at least 1")
     if settings.effective < settings.batch:
         raise BadPlan(
-            f"effective batch {settings.effective} is below the batch {settings.batch}; raise it or lower batch"
+            f"effective batch {settings.effective} is below the batch {settings.batch}; "
+            "raise it or lower batch"
         )
 
 
 def _document(s: PlanSettings) -> PlanEstimate:
-    """Source 004: accumulation = effective / batch; micro-batches = accumulation · GPUs, one after the other."""
+    """Source 004: accumulation = effective / batch; micro-batches = accumulation · GPUs, one after
+    the other."""
     accumulation = s.effective // s.batch
     micro_batches = accumulation * s.gpus
     seconds = s.step_s
     if seconds is None and s.micro_batch_s is not None:
         seconds = micro_batches * s.micro_batch_s
     samples = micro_batches * s.batch
-    return PlanEstimate(accumulation, micro_batches, samples, document_memory(s), seconds, _upload(s, seconds))
+    return PlanEstimate(
+        accumulation, micro_batches, samples, document_memory(s), seconds, _upload(s, seconds)
+    )
 
 
 def _actual(s: PlanSettings) -> PlanEstimate:
-    """Subnet 38's miner: a rank takes effective / world size samples, in micro-batches; the ranks work at once."""
+    """Subnet 38's miner: a rank takes effective / world size samples, in micro-batches; the ranks
+    work at once."""
     accumulation = max(1, s.effective // s.gpus // s.batch)
     seconds = s.step_s
     if seconds is None and s.micro_batch_s is not None:
         seconds = accumulation * s.micro_batch_s
     micro_batches = accumulation * s.gpus
     return PlanEstimate(
-        accumulation, micro_batches, micro_batches * s.batch, sharded_memory(s), seconds, _upload(s, seconds)
+        accumulation,
+        micro_batches,
+        micro_batches * s.batch,
+        sharded_memory(s),
+        seconds,
+        _upload(s, seconds),
     )
 
 
 def document_memory(s: PlanSettings) -> MemoryPlan:
     """Source 004: nothing sharded, no gradients.
 
-    Weights = params · 2 bytes (bf16). Optimizer = 2 moments · params · 2 bytes. Activations: the document's upper
-    figure, 4 GB for batch 2, sequence 1024 and 4B parameters, scaled as in `activations_gb`. FSDP: its 2 GB for
-    8 GB of weights, that is a quarter of the weights gathered or in buffers.
+    Weights = params · 2 bytes (bf16). Optimizer = 2 moments · params · 2 bytes. Activations: the
+    document's upper figure, 4 GB for batch 2, sequence 1024 and 4B parameters, scaled as in
+    `activations_gb`. FSDP: its 2 GB for 8 GB of weights, that is a quarter of the weights gathered
+    or in buffers.
     """
     weights = s.params * s.weight_bytes / GB
-    return MemoryPlan(weights, 2 * s.params * s.state_bytes / GB, 0.0, activations_gb(s), weights / 4)
+    return MemoryPlan(
+        weights, 2 * s.params * s.state_bytes / GB, 0.0, activations_gb(s), weights / 4
+    )
 
 
 def sharded_memory(s: PlanSettings) -> MemoryPlan:
-    """FSDP2, fully sharded: weights, gradients and both moments by the number of GPUs (ZeRO, Rajbhandari et al. 2020,
-    stage 3: (weights + gradients + optimizer) / N). Activations are not sharded. FSDP: as in `document_memory`."""
+    """FSDP2, fully sharded: weights, gradients and both moments by the number of GPUs (ZeRO,
+    Rajbhandari et al. 2020, stage 3: (weights + gradients + optimizer) / N). Activations are not
+    sharded. FSDP: as in `document_memory`."""
     weights = s.params * s.weight_bytes / GB
     optimizer = 2 * s.params * s.state_bytes / GB
-    return MemoryPlan(weights / s.gpus, optimizer / s.gpus, weights / s.gpus, activations_gb(s), weights / 4)
+    return MemoryPlan(
+        weights / s.gpus, optimizer / s.gpus, weights / s.gpus, activations_gb(s), weights / 4
+    )
 
 
 def activations_gb(s: PlanSettings) -> float:
     """Activation memory, anchored at source 004's 4 GB.
 
-    Korthikanti et al. 2022: bytes per layer = 34 · seq · batch · hidden (+ attention scores, which flash attention
-    does not keep), so it grows with seq · batch · hidden · layers. With layers and hidden in a fixed ratio,
-    params = 12 · layers · hidden², so hidden · layers grows with params^(2/3). Checkpointing saves
-    30-40 % of it (source 003).
+    Korthikanti et al. 2022: bytes per layer = 34 · seq · batch · hidden (+ attention scores, which
+    flash attention does not keep), so it grows with seq · batch · hidden · layers. With layers and
+    hidden in a fixed ratio, params = 12 · layers · hidden², so hidden · layers grows with
+    params^(2/3). Checkpointing saves 30-40 % of it (source 003).
     """
     scale: float = s.batch * s.seq / _DOCUMENT_TOKENS * (s.params / _DOCUMENT_PARAMS) ** (2 / 3)
     saved = 1 - _CHECKPOINTING_SAVES if s.checkpointing else 1.0
@@ -209,12 +231,20 @@ def _upload(s: PlanSettings, step_s: float | None) -> UploadPlan:
     first = next_multiple(s.min_inner_step, s.upload_steps)
     if s.upload_steps <= 5:
         cadence = (
-            "good (every 3-5 inner steps)" if s.upload_steps >= 3 else "good, though more often than every 3-5 steps"
+            "good (every 3-5 inner steps)"
+            if s.upload_steps >= 3
+            else "good, though more often than every 3-5 steps"
         )
     else:
-        cadence = "acceptable (up to every 10)" if s.upload_steps <= 10 else "rare: every 3-5 inner steps is good"
+        cadence = (
+            "acceptable (up to every 10)"
+            if s.upload_steps <= 10
+            else "rare: every 3-5 inner steps is good"
+        )
     if step_s is None:
-        return UploadPlan(first, None, None, cadence, None, "no step time given: --micro-batch-ms or --step-s")
+        return UploadPlan(
+            first, None, None, cadence, None, "no step time given: --micro-batch-ms or --step-s"
+        )
     until_first, every = first * step_s, s.upload_steps * step_s
     longest = max(until_first, every)
     if longest < s.repo_age_target_s:
@@ -222,74 +252,131 @@ def _upload(s: PlanSettings, step_s: float | None) -> UploadPlan:
         return UploadPlan(first, until_first, every, cadence, True, why)
     which = "the first valid upload" if until_first >= every else "the next upload"
     what = "stale" if longest >= s.repo_age_limit_s else "past its target"
-    why = f"{which} takes {longest:.0f}s (target {s.repo_age_target_s:.0f}s, limit {s.repo_age_limit_s:.0f}s): {what}"
+    why = (
+        f"{which} takes {longest:.0f}s (target {s.repo_age_target_s:.0f}s, limit "
+        f"{s.repo_age_limit_s:.0f}s): {what}"
+    )
     return UploadPlan(first, until_first, every, cadence, False, why)
 
 
-def _simplifications(s: PlanSettings, document: PlanEstimate, actual: PlanEstimate) -> Iterator[str]:
+def _simplifications(
+    s: PlanSettings, document: PlanEstimate, actual: PlanEstimate
+) -> Iterator[str]:
     if s.gpus > 1:
         yield (
-            f"The usual estimate lets every GPU take {document.accumulation_steps} micro-batches. Subnet 38's miner "
-            f"divides the effective batch by the world size: {s.effective} / {s.gpus} GPUs / {s.batch} = "
+            f"The usual estimate lets every GPU take {document.accumulation_steps} "
+            "micro-batches. Subnet 38's miner "
+            f"divides the effective batch by the world size: {s.effective} / {s.gpus} GPUs / "
+            f"{s.batch} = "
             f"{actual.accumulation_steps} micro-batches on each, {actual.micro_batches} in all, "
             f"{actual.samples} samples and not {document.samples}."
         )
-        if s.step_s is None and document.inner_step_s is not None and actual.inner_step_s is not None:
+        if (
+            s.step_s is None
+            and document.inner_step_s is not None
+            and actual.inner_step_s is not None
+        ):
             yield (
-                "The usual estimate adds up the micro-batches of all GPUs, which work at the same time: "
-                f"{actual.accumulation_steps} x {1000 * (s.micro_batch_s or 0):g} ms = {actual.inner_step_s:.3g}s "
-                f"instead of {document.inner_step_s:.4g}s (communication and optimizer not counted)."
+                "The usual estimate adds up the micro-batches of all GPUs, which work at the "
+                "same time: "
+                f"{actual.accumulation_steps} x {1000 * (s.micro_batch_s or 0):g} ms = "
+                f"{actual.inner_step_s:.3g}s "
+                f"instead of {document.inner_step_s:.4g}s (communication and optimizer not "
+                "counted)."
             )
         yield (
-            f"The miner divides the loss by effective // batch = {document.accumulation_steps}, though a rank "
-            f"accumulates {actual.accumulation_steps} micro-batches: its gradient is {s.gpus} times smaller than the "
+            f"The miner divides the loss by effective // batch = {document.accumulation_steps}, "
+            "though a rank "
+            f"accumulates {actual.accumulation_steps} micro-batches: its gradient is {s.gpus} "
+            "times smaller than the "
             "mean (AdamW's steps hardly depend on that, clipping by norm does)."
         )
         yield (
-            f"The usual estimate counts weights and optimizer whole on each GPU; FSDP2 shards them: "
+            "The usual estimate counts weights and optimizer whole on each GPU; FSDP2 shards "
+            "them: "
             f"{actual.memory.total:.1f} GB instead of {document.memory.total:.1f} GB."
         )
     gradients = s.params * s.weight_bytes / GB
     sharded = f"sharded {gradients / s.gpus:.1f} GB on each GPU"
     yield f"The usual estimate leaves out gradients: {gradients:.1f} GB, {sharded}."
-    yield "The usual 16 GB of AdamW state for 4B parameters are bf16 moments; fp32 moments take twice that."
+    yield (
+        "The usual 16 GB of AdamW state for 4B parameters are bf16 moments; fp32 moments "
+        "take twice that."
+    )
     if s.effective % s.batch:
-        yield f"{s.effective} is no multiple of {s.batch}: {s.effective % s.batch} samples of each step are dropped."
+        yield (
+            f"{s.effective} is no multiple of {s.batch}: {s.effective % s.batch} samples of "
+            "each step are dropped."
+        )
     if s.effective % (s.gpus * s.batch):
-        yield f"{s.effective} is no multiple of {s.gpus} GPUs x {s.batch}: the miner takes {actual.samples} samples."
+        yield (
+            f"{s.effective} is no multiple of {s.gpus} GPUs x {s.batch}: the miner takes "
+            f"{actual.samples} samples."
+        )
 
 
 def _changes(s: PlanSettings) -> Iterator[Suggestion]:
     """The changes that source 004 suggests, and source 003's checkpointing."""
-    batch, effective = "--neuron.local_batch_size_train={}", "--neuron.local_batch_size_train_effective={}"
+    batch, effective = (
+        "--neuron.local_batch_size_train={}",
+        "--neuron.local_batch_size_train_effective={}",
+    )
     fewer = replace(s, effective=max(s.batch, s.effective // 2))
-    yield _change(s, "halve the effective batch", fewer, effective.format(fewer.effective), "half the time")
+    yield _change(
+        s, "halve the effective batch", fewer, effective.format(fewer.effective), "half the time"
+    )
     if s.batch > 1:
-        smaller = replace(s, batch=s.batch // 2, micro_batch_s=s.micro_batch_s and s.micro_batch_s / 2)
-        yield _change(
-            s, "halve the batch", smaller, batch.format(smaller.batch),
-            "less memory, same samples; slower where a micro-batch does not get faster in proportion",
-        )  # fmt: skip
-        both = replace(smaller, effective=max(1, s.effective // 4))
-        yield _change(
-            s, "halve the batch, quarter the effective batch", both,
-            f"{batch.format(both.batch)} {effective.format(both.effective)}", "least memory, a quarter of the samples",
-        )  # fmt: skip
-    if not s.checkpointing:
-        slower = replace(
-            s, checkpointing=True, micro_batch_s=s.micro_batch_s and s.micro_batch_s * _CHECKPOINTING_SLOWS
+        smaller = replace(
+            s, batch=s.batch // 2, micro_batch_s=s.micro_batch_s and s.micro_batch_s / 2
         )
         yield _change(
-            s, "gradient checkpointing", slower, "model.gradient_checkpointing_enable()",
+            s,
+            "halve the batch",
+            smaller,
+            batch.format(smaller.batch),
+            (
+                "less memory, same samples; slower where a micro-batch does not get faster "
+                "in proportion"
+            ),
+        )
+        both = replace(smaller, effective=max(1, s.effective // 4))
+        yield _change(
+            s,
+            "halve the batch, quarter the effective batch",
+            both,
+            f"{batch.format(both.batch)} {effective.format(both.effective)}",
+            "least memory, a quarter of the samples",
+        )
+    if not s.checkpointing:
+        slower = replace(
+            s,
+            checkpointing=True,
+            micro_batch_s=s.micro_batch_s and s.micro_batch_s * _CHECKPOINTING_SLOWS,
+        )
+        yield _change(
+            s,
+            "gradient checkpointing",
+            slower,
+            "model.gradient_checkpointing_enable()",
             "30-40 % less activation memory, about 20 % slower",
-        )  # fmt: skip
+        )
 
 
-def _change(s: PlanSettings, what: str, changed: PlanSettings, arguments: str, effect: str) -> Suggestion:
+def _change(
+    s: PlanSettings, what: str, changed: PlanSettings, arguments: str, effect: str
+) -> Suggestion:
     way = _document(replace(changed, step_s=None))
     seconds = way.inner_step_s
     if s.step_s is not None:
         # A measured step scales with its work.
         work = way.micro_batches * changed.batch / (_document(s).micro_batches * s.batch)
         seconds = s.step_s * work * (_CHECKPOINTING_SLOWS if changed.checkpointing else 1.0)
-    return Suggestion(what, arguments, way.accumulation_steps, way.micro_batches, way.memory.total, seconds, effect)
+    return Suggestion(
+        what,
+        arguments,
+        way.accumulation_steps,
+        way.micro_batches,
+        way.memory.total,
+        seconds,
+        effect,
+    )

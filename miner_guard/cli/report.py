@@ -20,7 +20,8 @@ def command(
     name: options.Name = options.DEFAULT_NAME,
     state_dir: options.State = None,
 ) -> None:
-    """Write one self-contained HTML page of the run: curves, uploads, costs, incidents, milestones."""
+    """Write one self-contained HTML page of the run: curves, uploads, costs, incidents,
+    milestones."""
     from miner_guard.reporting.report import render
     from uploads import ledger
 

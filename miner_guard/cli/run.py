@@ -15,7 +15,8 @@ CONTEXT = {"allow_interspersed_args": False}
 
 def command(
     miner: Annotated[
-        Optional[list[str]], typer.Argument(metavar="-- CMD…", help="The miner's command.", show_default=False)
+        Optional[list[str]],
+        typer.Argument(metavar="-- CMD…", help="The miner's command.", show_default=False),
     ] = None,
     config: options.Config = None,
     name: options.Name = options.DEFAULT_NAME,
@@ -23,16 +24,23 @@ def command(
     attach: Annotated[
         Optional[str],
         typer.Option(
-            help="Hook an unmodified miner: sn38 (subnet 38's), auto (any torch loop), log (its step lines).",
+            help=(
+                "Hook an unmodified miner: sn38 (subnet 38's), auto (any torch loop), log "
+                "(its step lines)."
+            ),
             show_default=False,
         ),
     ] = None,
-    max_restarts: Annotated[Optional[int], typer.Option(help="Restarts in a row before it is a crash loop.")] = None,
+    max_restarts: Annotated[
+        Optional[int], typer.Option(help="Restarts in a row before it is a crash loop.")
+    ] = None,
     no_restart: Annotated[
         bool, typer.Option("--no-restart", help="Never restart; exit with the miner's code.")
     ] = False,
     expect_gpus: Annotated[Optional[int], typer.Option(help="GPUs that must be there.")] = None,
-    no_preflight: Annotated[bool, typer.Option("--no-preflight", help="Start without looking first.")] = False,
+    no_preflight: Annotated[
+        bool, typer.Option("--no-preflight", help="Start without looking first.")
+    ] = False,
     finished_code: Annotated[
         int, typer.Option(min=0, max=255, help="Exit code when the miner has finished its work.")
     ] = 0,
@@ -46,8 +54,12 @@ def command(
         "gpu.preflight": False if no_preflight else None,
     }
     if not miner:
-        raise Refused("no command to run; write it after `--`: miner-guard run -- torchrun … train.py", USAGE)
-    place = options.open_context(config, name, state_dir, {k: v for k, v in flags.items() if v is not None})
+        raise Refused(
+            "no command to run; write it after `--`: miner-guard run -- torchrun … train.py", USAGE
+        )
+    place = options.open_context(
+        config, name, state_dir, {k: v for k, v in flags.items() if v is not None}
+    )
     options.check_command(miner[0])
     raise typer.Exit(_supervise(miner, place, finished_code))
 
@@ -65,4 +77,6 @@ def _supervise(miner: list[str], place: options.CommandContext, finished_code: i
     except LockHeld as problem:
         raise Refused(str(problem), CONFIG) from problem
     sys.stdout.flush()
-    return GuardApp(Request(tuple(miner), place.settings.config, place.state, finished_code), lock).run()
+    return GuardApp(
+        Request(tuple(miner), place.settings.config, place.state, finished_code), lock
+    ).run()

@@ -1,4 +1,5 @@
-"""The screen of `miner-guard top`: plain lines from status.json and the last events. Pure; readable without colour."""
+"""The screen of `miner-guard top`: plain lines from status.json and the last events. Pure; readable
+without colour."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
     bars = _ASCII_BARS if ascii_only else _BARS
     low, high = min(shown), max(shown)
     span = (high - low) or 1.0
-    return "".join(bars[min(len(bars) - 1, int(len(bars) * (value - low) / span))] for value in shown)
+    return "".join(
+        bars[min(len(bars) - 1, int(len(bars) * (value - low) / span))] for value in shown
+    )
 
 
 def progress_bar(done: float, whole: float, width: int, *, ascii_only: bool = False) -> str:
@@ -67,14 +70,23 @@ def duration(seconds: Any) -> str:
 
 
 def lines(
-    status: Mapping[str, Any] | None, curves: CurveHistory, events: Sequence[str], width: int, height: int, *, age_s: float,
-    min_inner_step: int, ascii_only: bool = False,
-) -> list[str]:  # fmt: skip
+    status: Mapping[str, Any] | None,
+    curves: CurveHistory,
+    events: Sequence[str],
+    width: int,
+    height: int,
+    *,
+    age_s: float,
+    min_inner_step: int,
+    ascii_only: bool = False,
+) -> list[str]:
     """Exactly `height` lines of at most `width` columns; the events fill what is left."""
     if status is None:
         top = ["no guard is running here", ""]
     else:
-        shown = overview(status, curves, width, min_inner_step=min_inner_step, ascii_only=ascii_only)
+        shown = overview(
+            status, curves, width, min_inner_step=min_inner_step, ascii_only=ascii_only
+        )
         top = [head(status, age_s), "", *shown, ""]
     room = max(0, height - len(top) - 1)
     body = [*top[: height - 1], "last events", *events[-room + 1 :]] if room > 1 else top
@@ -90,11 +102,19 @@ def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
 
 
 def overview(
-    status: Mapping[str, Any], curves: CurveHistory, width: int, *, min_inner_step: int, ascii_only: bool = False
+    status: Mapping[str, Any],
+    curves: CurveHistory,
+    width: int,
+    *,
+    min_inner_step: int,
+    ascii_only: bool = False,
 ) -> list[str]:
     """Steps, uploads, ranks, GPUs, host; `status` shows the same lines."""
     steps = part(status, "steps")
-    rows = [*_steps(steps, curves, width, ascii_only), *_uploads(status, min_inner_step, ascii_only)]
+    rows = [
+        *_steps(steps, curves, width, ascii_only),
+        *_uploads(status, min_inner_step, ascii_only),
+    ]
     rows += [*_ranks(steps), *_gpus(part(status, "health")), _host(status)]
     return [cut(line, width, ascii_only=ascii_only) for line in rows]
 
@@ -110,14 +130,24 @@ def head(status: Mapping[str, Any], age_s: float) -> str:
     return "  ".join(words)
 
 
-def _steps(steps: Mapping[str, Any], curves: CurveHistory, width: int, ascii_only: bool) -> list[str]:
+def _steps(
+    steps: Mapping[str, Any], curves: CurveHistory, width: int, ascii_only: bool
+) -> list[str]:
     room = max(10, min(60, width - 34))
     place = f"outer {number(steps.get('outer_step'))} inner {number(steps.get('inner_step'))}"
-    speed = f"p50 {number(steps.get('p50_s'), '.3g', 's')} p95 {number(steps.get('p95_s'), '.3g', 's')}"
-    last = f"last {duration(steps.get('last_step_age_s'))} ago, {number(steps.get('tokens_per_s'), ',.0f')} tokens/s"
+    speed = (
+        f"p50 {number(steps.get('p50_s'), '.3g', 's')} p95 {number(steps.get('p95_s'), '.3g', 's')}"
+    )
+    last = (
+        f"last {duration(steps.get('last_step_age_s'))} ago, "
+        f"{number(steps.get('tokens_per_s'), ',.0f')} tokens/s"
+    )
     return [
         f"steps  {place}  {speed}  {last}",
-        f"loss   {number(steps.get('loss'), '.4f'):<7}  {sparkline(curves.loss, room, ascii_only=ascii_only)}",
+        (
+            f"loss   {number(steps.get('loss'), '.4f'):<7}  "
+            f"{sparkline(curves.loss, room, ascii_only=ascii_only)}"
+        ),
         f"time   {number(steps.get('step_time_s'), '.2f', 's'):<7}  "
         f"{sparkline(curves.step_time, room, ascii_only=ascii_only)}",
     ]
@@ -127,23 +157,38 @@ def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[st
     steps, uploads = part(status, "steps"), part(status, "uploads")
     repo, decision = part(uploads, "repo"), part(uploads, "decision")
     inner = steps.get("inner_step")
-    # What the running guard counts with, where it says so: its settings may not be those of this terminal.
+    # What the running guard counts with, where it says so: its settings may not be those of this
+    # terminal.
     least = part(uploads, "forecast").get("min_inner_step") or least
     bar = progress_bar(inner or 0, least, 20, ascii_only=ascii_only)
     valid = (
-        "valid now" if isinstance(inner, int) and inner >= least else f"valid in {duration(steps.get('eta_upload_s'))}"
+        "valid now"
+        if isinstance(inner, int) and inner >= least
+        else f"valid in {duration(steps.get('eta_upload_s'))}"
     )
     age, limit = repo.get("age_s"), repo.get("limit_s")
     state = "STALE" if repo.get("stale") else "due" if repo.get("due") else "fresh"
-    known = f"{number(age, ',.0f', 's')} of {number(limit, ',.0f', 's')} ({state}) {repo.get('revision') or ''}"
-    unseen = "empty: nothing is published" if repo.get("empty") else f"unknown: {repo.get('reason') or 'not read yet'}"
+    known = (
+        f"{number(age, ',.0f', 's')} of {number(limit, ',.0f', 's')} ({state}) "
+        f"{repo.get('revision') or ''}"
+    )
+    unseen = (
+        "empty: nothing is published"
+        if repo.get("empty")
+        else f"unknown: {repo.get('reason') or 'not read yet'}"
+    )
     rows = [
-        f"upload {bar} {number(inner)}/{least} {valid}; outer step in {duration(steps.get('eta_outer_s'))}",
+        (
+            f"upload {bar} {number(inner)}/{least} {valid}; outer step in "
+            f"{duration(steps.get('eta_outer_s'))}"
+        ),
         f"repo   {known if age is not None else unseen}",
     ]
     if decision:
         word = "allowed" if decision.get("allowed") else "BLOCKED"
-        rows.append(f"gate   {word}{_ago(status, decision.get('decided_at'))}: {decision.get('reason')}")
+        rows.append(
+            f"gate   {word}{_ago(status, decision.get('decided_at'))}: {decision.get('reason')}"
+        )
     return rows
 
 
@@ -175,11 +220,22 @@ def _gpus(health: Mapping[str, Any]) -> list[str]:
     gpus = part(health, "gpus")
     rows = []
     for row in gpus.get("gpus") or ():
-        used, total, busy = row.get("memory_used_bytes"), row.get("memory_total_bytes"), row.get("utilization_ratio")
-        memory = f"{number(used and used / _GIB, '.0f')}/{number(total and total / _GIB, '.0f', 'G')}"
-        heat = f"{number(row.get('temperature_c'), '.0f', 'C')} {number(row.get('power_w'), '.0f', 'W')}"
+        used, total, busy = (
+            row.get("memory_used_bytes"),
+            row.get("memory_total_bytes"),
+            row.get("utilization_ratio"),
+        )
+        memory = (
+            f"{number(used and used / _GIB, '.0f')}/{number(total and total / _GIB, '.0f', 'G')}"
+        )
+        heat = (
+            f"{number(row.get('temperature_c'), '.0f', 'C')} "
+            f"{number(row.get('power_w'), '.0f', 'W')}"
+        )
         bad = "" if row.get("state") == "ok" else f" {str(row.get('state')).upper()}"
-        rows.append(f"gpu{row.get('index')} {number(busy and 100 * busy, '.0f', '%')} {memory} {heat}{bad}")
+        rows.append(
+            f"gpu{row.get('index')} {number(busy and 100 * busy, '.0f', '%')} {memory} {heat}{bad}"
+        )
     if not rows:
         reason = part(health, "unknown").get("gpus") or gpus.get("reason") or "not read yet"
         return [f"gpus   {reason}"]
@@ -188,12 +244,19 @@ def _gpus(health: Mapping[str, Any]) -> list[str]:
 
 def _host(status: Mapping[str, Any]) -> str:
     host = part(part(status, "health"), "host")
-    used, limit, disk = (host.get(key) for key in ("memory_used_bytes", "memory_limit_bytes", "disk_free_bytes"))
+    used, limit, disk = (
+        host.get(key) for key in ("memory_used_bytes", "memory_limit_bytes", "disk_free_bytes")
+    )
     guard = part(part(status, "health"), "guard")
-    own = f"guard {number(guard.get('cpu_pct'), '.1f', '%')} {number(_mib(guard.get('memory_bytes')), '.0f', 'MB')}"
+    own = (
+        f"guard {number(guard.get('cpu_pct'), '.1f', '%')} "
+        f"{number(_mib(guard.get('memory_bytes')), '.0f', 'MB')}"
+    )
     return (
-        f"host   cpu {number(host.get('cpu_pct'), '.0f', '%')}, memory {number(used and used / _GIB, '.1f')}"
-        f"/{number(limit and limit / _GIB, '.0f', 'GB')}, disk {number(disk and disk / _GIB, '.0f', 'GB')} free, {own}"
+        f"host   cpu {number(host.get('cpu_pct'), '.0f', '%')}, memory "
+        f"{number(used and used / _GIB, '.1f')}"
+        f"/{number(limit and limit / _GIB, '.0f', 'GB')}, disk "
+        f"{number(disk and disk / _GIB, '.0f', 'GB')} free, {own}"
     )
 
 

@@ -39,18 +39,27 @@ def command(
         advice = options.start_or_name(place.state)
         raise Refused(f"{problem}; {_last_end(place.state.log)}{advice}", NOT_RUNNING) from problem
     except (OSError, KeyError, ValueError) as error:
-        raise Refused(f"the guard in {place.state.root} does not answer: {error!r}", FAILED) from error
+        raise Refused(
+            f"the guard in {place.state.root} does not answer: {error!r}", FAILED
+        ) from error
     if as_json:
         echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
     hits = query.last(place.state.log, Query(least_level="warning"), _EVENTS)
     told = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
     document = {"updated": iso_utc(time.time()), **document}
-    echo("\n".join(_lines(document, curves_of(place.state), told, place.settings.config.gate.min_inner_step)))
+    echo(
+        "\n".join(
+            _lines(
+                document, curves_of(place.state), told, place.settings.config.gate.min_inner_step
+            )
+        )
+    )
 
 
 def _last_end(log: Path) -> str:
-    """`the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit code 75, …; `, empty where none has run."""
+    """`the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit code 75, …; `, empty where none has
+    run."""
     for hit in query.last(log, Query(events=frozenset({"guard_started", "guard_stopped"})), 1):
         if hit.event == "guard_stopped":
             return f"the last one: {hit.ts[:19]}Z {hit.headline}; "
@@ -58,27 +67,36 @@ def _last_end(log: Path) -> str:
     return ""
 
 
-def _lines(document: Mapping[str, Any], curves: CurveHistory, events: list[str], min_inner_step: int) -> list[str]:
+def _lines(
+    document: Mapping[str, Any], curves: CurveHistory, events: list[str], min_inner_step: int
+) -> list[str]:
     """One screen: the run, then what `top` shows, then the last warnings."""
     paused = "  restarts paused" if document.get("paused") else ""
     since = f" since {str(document.get('started'))[:19]}Z" if document.get("started") else ""
     ranks = ", ".join(sorted(document.get("rank_processes") or {}, key=int)) or "none yet"
     return [
         screen.head(document, 0.0) + paused,
-        f"run    {document.get('run_id')}, attempt {document.get('attempt')}{since}, guard pid {document.get('pid')},"
+        f"run    {document.get('run_id')}, attempt {document.get('attempt')}{since}, guard pid "
+        f"{document.get('pid')},"
         f" miner pid {document.get('miner_pid')}, ranks {ranks}",
-        *(line.rstrip() for line in screen.overview(document, curves, _WIDTH, min_inner_step=min_inner_step)),
+        *(
+            line.rstrip()
+            for line in screen.overview(document, curves, _WIDTH, min_inner_step=min_inner_step)
+        ),
         *(screen.cut(line, _WIDTH) for line in _last(part(document, "uploads"))),
         *(["", "last warnings", *events] if events else ["", "no warnings"]),
     ]
 
 
 def _last(uploads: Mapping[str, Any]) -> Iterator[str]:
-    """The last of what the ledger keeps and the audit's verdict; the gate's decision stands above."""
+    """The last of what the ledger keeps and the audit's verdict; the gate's decision stands
+    above."""
     told = {
-        "upload": ("tag", "outcome", "error"), "audit": ("outcome", "detail"), "incident": ("label",),
+        "upload": ("tag", "outcome", "error"),
+        "audit": ("outcome", "detail"),
+        "incident": ("label",),
         "restart": ("cause",),
-    }  # fmt: skip
+    }
     for name, fields in told.items():
         if known := part(uploads, name):
             words = ": ".join(str(known[field]) for field in fields if known.get(field) is not None)

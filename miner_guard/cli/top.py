@@ -18,7 +18,15 @@ import typer
 from miner_guard import state_dir as statedir
 from miner_guard.cli import screen
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, a_number, open_context, start_or_name
+from miner_guard.cli.options import (
+    DEFAULT_NAME,
+    Config,
+    Name,
+    State,
+    a_number,
+    open_context,
+    start_or_name,
+)
 from miner_guard.eventlog import query
 from miner_guard.eventlog.catalog import CATALOGUE
 from miner_guard.eventlog.query import Follower, Hit, Query
@@ -35,7 +43,10 @@ _STEPS_READ = 200
 
 def command(
     every: Annotated[
-        float, typer.Option("--every", "-d", min=0.2, callback=a_number, help="Seconds between two looks.")
+        float,
+        typer.Option(
+            "--every", "-d", min=0.2, callback=a_number, help="Seconds between two looks."
+        ),
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
     plain: Annotated[bool, typer.Option("--ascii", help="Letters of ASCII only.")] = False,
@@ -43,10 +54,13 @@ def command(
     name: Name = DEFAULT_NAME,
     state_dir: State = None,
 ) -> None:
-    """What the running guard knows, live: the way to the next upload, ranks, GPUs, curves, events. q ends it."""
+    """What the running guard knows, live: the way to the next upload, ranks, GPUs, curves, events.
+    q ends it."""
     place = open_context(config, name, state_dir)
     if not isinstance(statedir.read_json(place.state.status), dict):
-        raise Refused(f"no guard has run in {place.state.root}; {start_or_name(place.state)}", NOT_RUNNING)
+        raise Refused(
+            f"no guard has run in {place.state.root}; {start_or_name(place.state)}", NOT_RUNNING
+        )
     ascii_only = plain or "utf" not in (sys.stdout.encoding or "").lower()
     view = View(place.state, place.settings.config.gate.min_inner_step, ascii_only=ascii_only)
     if once or not sys.stdout.isatty():
@@ -81,9 +95,15 @@ class View:
         if document is not None:
             self._curves.take(part(document, "steps"))
         return screen.lines(
-            document, self._curves, self._events, width, height, age_s=_age(self._state.status),
-            min_inner_step=self._least, ascii_only=self._ascii,
-        )  # fmt: skip
+            document,
+            self._curves,
+            self._events,
+            width,
+            height,
+            age_s=_age(self._state.status),
+            min_inner_step=self._least,
+            ascii_only=self._ascii,
+        )
 
 
 def curves_of(state: statedir.StateDir) -> screen.CurveHistory:
@@ -111,7 +131,8 @@ def _size() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _full_screen() -> Iterator[None]:
-    """The terminal's other screen, cursor hidden, keys unechoed; what was there before comes back, whatever happens."""
+    """The terminal's other screen, cursor hidden, keys unechoed; what was there before comes back,
+    whatever happens."""
     keys = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
     sys.stdout.write("\x1b[?1049h\x1b[?25l\x1b[2J")
     try:
@@ -149,7 +170,7 @@ def _paint(lines: list[str]) -> None:
         f"\x1b[{row};1H{line}\x1b[K"
         for row, line in enumerate(lines, 1)
         if whole or line != _painted[row - 1]
-    ]  # fmt: skip
+    ]
     _painted = lines
     sys.stdout.write(("\x1b[2J" if whole else "") + "".join(changed))
     sys.stdout.flush()

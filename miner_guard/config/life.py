@@ -42,7 +42,8 @@ class HangSettings:
     exit_s: Positive = 330.0
     """How long the miner's process may live on after all ranks have ended their training.
 
-    Above torchrun's exit barrier: a node that is done waits so long for the others, also for one that is lost.
+    Above torchrun's exit barrier: a node that is done waits so long for the others, also for one
+    that is lost.
     """
 
     phases: dict[str, float] = field(default_factory=dict)
@@ -56,12 +57,19 @@ class HangSettings:
 
     @property
     def allowances(self) -> dict[str, float]:
-        """How long a phase may last, seconds, by name; those that have no allowance of their own are not there."""
+        """How long a phase may last, seconds, by name; those that have no allowance of their own
+        are not there."""
         return {
-            "allreduce": self.allreduce_s, "upload": self.upload_s, "load_state": self.load_state_s,
-            "pause": self.pause_s, "checkpoint": self.checkpoint_s,
-            **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), self.evaluation_s), **self.phases,
-        }  # fmt: skip
+            "allreduce": self.allreduce_s,
+            "upload": self.upload_s,
+            "load_state": self.load_state_s,
+            "pause": self.pause_s,
+            "checkpoint": self.checkpoint_s,
+            **dict.fromkeys(
+                ("inference", "val_loss", "example_loss", "monitor"), self.evaluation_s
+            ),
+            **self.phases,
+        }
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ class RestartSettings:
     """Wait before the first restart; doubles each time."""
 
     outage_backoff_s: NotNegative = 20.0
-    """The same after a failure of the network, of storage or of the chain: with the defaults a miner that dies of it
-    has ten minutes of waits before it is a crash loop."""
+    """The same after a failure of the network, of storage or of the chain: with the defaults a
+    miner that dies of it has ten minutes of waits before it is a crash loop."""
 
     backoff_max_s: Positive = 300.0
     """The longest wait."""

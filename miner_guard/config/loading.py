@@ -1,7 +1,7 @@
 """Where the settings come from: defaults, profile, guard.toml, environment, flags; later ones win.
 
-`load` checks everything before anything is used. An error names the file (or variable), the key, the
-value seen and what is allowed.
+`load` checks everything before anything is used. An error names the file (or variable), the key,
+the value seen and what is allowed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class BadConfig(Exception):
 
 
 class BadFlag(BadConfig):
-    """A flag's value is not allowed: the command line is wrong, not the configuration; exit code 64."""
+    """A flag's value is not allowed: the command line is wrong, not the configuration; exit code
+    64."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +80,8 @@ def load(
 ) -> Settings:
     """Merge all layers into checked settings.
 
-    `profile` is a document shaped like guard.toml. `dotenv` is the name of the miner's `.env` and what it assigns; the
-    environment goes before it. `flags` maps `section.key` to a value. With no
+    `profile` is a document shaped like guard.toml. `dotenv` is the name of the miner's `.env` and
+    what it assigns; the environment goes before it. `flags` maps `section.key` to a value. With no
     `file`, `./guard.toml` is read if it is there. Raises BadConfig, for a flag BadFlag.
     """
     merged: dict[str, dict[str, Any]] = {name: {} for name in sections()}
@@ -113,13 +114,18 @@ def _with_defaults(origins: Mapping[str, str]) -> dict[str, str]:
 
 
 def _add_document(
-    merged: dict[str, dict[str, Any]], origins: dict[str, str], document: Mapping[str, Any], where: str
+    merged: dict[str, dict[str, Any]],
+    origins: dict[str, str],
+    document: Mapping[str, Any],
+    where: str,
 ) -> None:
     for section, table in document.items():
         if section not in merged:
             raise BadConfig(f"{where}: unknown section [{section}]; allowed: {', '.join(merged)}")
         if not isinstance(table, Mapping):
-            raise BadConfig(f"{where}: {section} is not a section; write it as [{section}] with keys below it")
+            raise BadConfig(
+                f"{where}: {section} is not a section; write it as [{section}] with keys below it"
+            )
         for key, value in table.items():
             merged[section][key] = _checked(section, key, value, where, strict=True)
             origins[f"{section}.{key}"] = where
@@ -134,7 +140,8 @@ def _add_environment(
         section, _, key = name[len(PREFIX) :].lower().partition("__")
         if section not in merged or not key:
             raise BadConfig(
-                f"{where}: {name} names no setting; the form is {PREFIX}SECTION__KEY, sections: {', '.join(merged)}"
+                f"{where}: {name} names no setting; the form is {PREFIX}SECTION__KEY, "
+                f"sections: {', '.join(merged)}"
             )
         merged[section][key] = _checked(section, key, text, f"{where}, {name}", strict=False)
         origins[f"{section}.{key}"] = f"{where} {name}"
@@ -143,7 +150,9 @@ def _add_environment(
 def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) -> Any:
     hints = typing.get_type_hints(sections()[section], include_extras=True)
     if key not in hints:
-        raise BadConfig(f"{where}: unknown key {section}.{key}; allowed in [{section}]: {', '.join(hints)}")
+        raise BadConfig(
+            f"{where}: unknown key {section}.{key}; allowed in [{section}]: {', '.join(hints)}"
+        )
     hint = hints[key]
     if isinstance(value, str) and not strict:
         value = _from_text(hint, value)
@@ -154,11 +163,14 @@ def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) ->
     try:
         return TypeAdapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
-        raise BadConfig(f"{where}: {section}.{key} = {value!r} is not allowed; allowed: {describe(hint)}") from error
+        raise BadConfig(
+            f"{where}: {section}.{key} = {value!r} is not allowed; allowed: {describe(hint)}"
+        ) from error
 
 
 def _from_text(hint: Any, text: str) -> Any:
-    """A value as the environment or a flag spells it: empty means none, commas separate a list or `name=number`."""
+    """A value as the environment or a flag spells it: empty means none, commas separate a list or
+    `name=number`."""
     outer = typing.get_origin(_bare(hint))
     if text == "" and type(None) in _alternatives(hint):
         return None
@@ -167,7 +179,11 @@ def _from_text(hint: Any, text: str) -> Any:
     if outer is dict:
         parts = [part.partition("=") for part in text.split(",") if part.strip()]
         # What is no table stays text, which is refused with the value as it was given.
-        return {name.strip(): value.strip() for name, _, value in parts} if all(sign for _, sign, _ in parts) else text
+        return (
+            {name.strip(): value.strip() for name, _, value in parts}
+            if all(sign for _, sign, _ in parts)
+            else text
+        )
     return text
 
 
@@ -187,7 +203,13 @@ def _takes_int(hint: Any) -> bool:
 
 def describe(hint: Any) -> str:
     """What a setting takes, for people: `a number > 0`, `one of enforce, shadow`."""
-    names = {str: "text", bool: "true or false", type(None): "nothing", int: "a whole number", float: "a number"}
+    names = {
+        str: "text",
+        bool: "true or false",
+        type(None): "nothing",
+        int: "a whole number",
+        float: "a number",
+    }
     if typing.get_origin(hint) is typing.Annotated:
         kind, *extra = typing.get_args(hint)
         limits = [

@@ -1,4 +1,5 @@
-"""Optional packages: which setting needs which, and whether they are installed here. Imports none of them."""
+"""Optional packages: which setting needs which, and whether they are installed here. Imports none
+of them."""
 
 from __future__ import annotations
 
@@ -22,11 +23,41 @@ class Extra:
 
 
 EXTRAS = (
-    Extra("s3", ("boto3",), lambda c: c.repo.kind == "s3", '[repo] kind = "s3"', "the repo can't be read"),
-    Extra("hf", ("huggingface_hub",), lambda c: c.repo.kind == "hf", '[repo] kind = "hf"', "the repo can't be read"),
-    Extra("chain", ("bittensor",), lambda c: c.chain.network is not None, "[chain] network", "the chain is not read"),
-    Extra("alerts", ("apprise",), lambda c: bool(c.alerts.urls), "[alerts] urls", "no alert reaches anybody"),
-    Extra("http", ("starlette", "uvicorn"), lambda c: c.http.port is not None, "[http] port", "the port is not opened"),
+    Extra(
+        "s3",
+        ("boto3",),
+        lambda c: c.repo.kind == "s3",
+        '[repo] kind = "s3"',
+        "the repo can't be read",
+    ),
+    Extra(
+        "hf",
+        ("huggingface_hub",),
+        lambda c: c.repo.kind == "hf",
+        '[repo] kind = "hf"',
+        "the repo can't be read",
+    ),
+    Extra(
+        "chain",
+        ("bittensor",),
+        lambda c: c.chain.network is not None,
+        "[chain] network",
+        "the chain is not read",
+    ),
+    Extra(
+        "alerts",
+        ("apprise",),
+        lambda c: bool(c.alerts.urls),
+        "[alerts] urls",
+        "no alert reaches anybody",
+    ),
+    Extra(
+        "http",
+        ("starlette", "uvicorn"),
+        lambda c: c.http.port is not None,
+        "[http] port",
+        "the port is not opened",
+    ),
 )
 
 
@@ -43,7 +74,8 @@ def missing_extras(config: Config) -> Iterator[tuple[Extra, tuple[str, ...]]]:
 
 
 def problem(name: str) -> str | None:
-    """`apprise is not installed; pip install 'miner-guard[alerts]'`; None where the extra is there."""
+    """`apprise is not installed; pip install 'miner-guard[alerts]'`; None where the extra is
+    there."""
     (extra,) = (e for e in EXTRAS if e.name == name)
     names = missing(extra)
     return f"{not_installed(names)}; {install(name)}" if names else None

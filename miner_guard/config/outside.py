@@ -92,8 +92,8 @@ class ChainSettings:
     """uid whose repo says the network's outer step."""
 
     blocks_per_allreduce: Annotated[int, Range(ge=1)] | None = None
-    """Blocks between two AllReduces, by which the gate and the audit judge. None: the profile's (subnet 38: 400; its
-    master has 750 from its first successful AllReduce on)."""
+    """Blocks between two AllReduces, by which the gate and the audit judge. None: the profile's
+    (subnet 38: 400; its master has 750 from its first successful AllReduce on)."""
 
     refresh_every_s: Positive = 120.0
     """Seconds between two looks."""
@@ -139,10 +139,12 @@ class HttpSettings:
     """Anything but loopback needs a token."""
 
     token: str | None = None
-    """Bearer token; better given through MINER_GUARD_HTTP__TOKEN. Off loopback at least 16 characters."""
+    """Bearer token; better given through MINER_GUARD_HTTP__TOKEN. Off loopback at least 16
+    characters."""
 
     trusted_hosts: tuple[str, ...] = ()
-    """Names under which browsers may ask where no token is set, besides `localhost` and any IP address."""
+    """Names under which browsers may ask where no token is set, besides `localhost` and any IP
+    address."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ class LogSettings:
     """Rotated files kept."""
 
     keep_incidents: AtLeastOne = 50
-    """Folders of evidence kept under incidents/, the newest; each holds up to about 1 MB per rank."""
+    """Folders of evidence kept under incidents/, the newest; each holds up to about 1 MB per
+    rank."""
 
     step_lines_per_s: Positive = 5.0
     """Step lines on the console and in guard.jsonl; the number left out is said."""

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, Union
 
-from miner_guard.config.ranges import AtLeastOne, Count, NotNegative, Percent, Positive, Range, Share
+from miner_guard.config.ranges import (
+    AtLeastOne,
+    Count,
+    NotNegative,
+    Percent,
+    Positive,
+    Range,
+    Share,
+)
 
 
 @dataclass(frozen=True)
@@ -13,19 +21,24 @@ class MinerSettings:
     """The miner that is run, and what is known of its training settings."""
 
     profile: str | None = None
-    """Name of a profile under `validators/profiles/` (`sn38`, `sn3`), or a path to one. None: no profile."""
+    """Name of a profile under `validators/profiles/` (`sn38`, `sn3`), or a path to one. None: no
+    profile."""
 
     attach: Literal["sn38", "auto", "log"] | None = None
-    """Hook an unmodified miner: `sn38`, `auto` (any script), `log` (read its lines only). None: it calls the hook."""
+    """Hook an unmodified miner: `sn38`, `auto` (any script), `log` (read its lines only). None: it
+    calls the hook."""
 
     log_patterns: tuple[str, ...] = ()
-    """`attach = "log"`: regular expressions of your own step lines, with the groups of attach/patterns.toml."""
+    """`attach = "log"`: regular expressions of your own step lines, with the groups of
+    attach/patterns.toml."""
 
     finite: bool = False
-    """True: an exit code of 0 means that the work is finished, also without `guard.close(finished=True)`."""
+    """True: an exit code of 0 means that the work is finished, also without
+    `guard.close(finished=True)`."""
 
     stop_timeout_s: Positive = 45.0
-    """How long the miner may take to stop after SIGTERM before SIGKILL. Above torchrun's own 30 s."""
+    """How long the miner may take to stop after SIGTERM before SIGKILL. Above torchrun's own 30
+    s."""
 
     batch_size: AtLeastOne | None = None
     """Samples per micro-batch and rank; used where the hook does not report it."""
@@ -40,7 +53,8 @@ class MinerSettings:
     """Inner steps between two outer steps, for the ETA."""
 
     master_port: Annotated[int, Range(ge=1, le=65535)] | None = None
-    """The rendezvous port that must be free before a start. None: read from the command, else not checked."""
+    """The rendezvous port that must be free before a start. None: read from the command, else not
+    checked."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +80,15 @@ class StepSettings:
     """First steps of a run that are left out: compilation, caches."""
 
     mad_factor: Positive = 5.0
-    """Relative rule: slow beyond median + max(mad_factor · 1.4826 · MAD, min_excess_ratio · median)."""
+    """Relative rule: slow beyond median + max(mad_factor · 1.4826 · MAD, min_excess_ratio ·
+    median)."""
 
     min_excess_ratio: Positive = 0.5
     """The least excess over the median that is called slow."""
 
     min_excess_s: NotNegative = 1.0
-    """The same in seconds: a busy host delays short steps by fractions of a second, and nobody need look."""
+    """The same in seconds: a busy host delays short steps by fractions of a second, and nobody need
+    look."""
 
     regression_ratio: Share = 0.75
     """Best historical median / median of the last 32 below this: a lasting slowdown."""
@@ -96,7 +112,8 @@ class StepSettings:
     """Red flag: validation share above this (source 001)."""
 
     red_flag_min_s: NotNegative = 1.0
-    """Shares of an evaluation step shorter than this raise no red flag: its parts are within one fast log."""
+    """Shares of an evaluation step shorter than this raise no red flag: its parts are within one
+    fast log."""
 
     straggler_window: AtLeastOne = 20
     """Steps over which ranks are compared."""
@@ -116,7 +133,8 @@ class GpuSettings:
     """GPUs: what is expected, and when to look."""
 
     expect: Union[Literal["auto"], Annotated[int, Range(ge=0)]] = "auto"
-    """GPUs that must be there. `auto`: as many as at the last run, else as the profile demands, else as there are."""
+    """GPUs that must be there. `auto`: as many as at the last run, else as the profile demands,
+    else as there are."""
 
     on_critical: Literal["stop", "warn"] = "stop"
     """What a critical preflight finding does to the start."""
@@ -152,16 +170,19 @@ class GpuSettings:
     """Above this it is near the limit (source 002)."""
 
     drop_pct: Percent = 20.0
-    """A fall of the memory share by as many points between two checks is a sudden drop (source 002: 76 % to 45 %)."""
+    """A fall of the memory share by as many points between two checks is a sudden drop (source 002:
+    76 % to 45 %)."""
 
     model_name: str | None = None
-    """Name of the architecture, where the hook does not report it: small or large by the document's list."""
+    """Name of the architecture, where the hook does not report it: small or large by the document's
+    list."""
 
     large_model_params: AtLeastOne = 100_000_000
     """Models of unknown name count as large from this many parameters."""
 
     on_underuse: Literal["warn", "relaunch"] = "warn"
-    """`relaunch` restarts the miner with a larger batch, at most three times, never past an out-of-memory."""
+    """`relaunch` restarts the miner with a larger batch, at most three times, never past an
+    out-of-memory."""
 
     batch_argument: str | None = None
     """The argument that `relaunch` rewrites, such as `--neuron.local_batch_size_train`."""
@@ -170,7 +191,8 @@ class GpuSettings:
     """How often `relaunch` may happen in one run."""
 
     memory_settle_s: NotNegative = 50.0
-    """How long to wait, after a stop, for GPU memory to come back to its level from before the launch."""
+    """How long to wait, after a stop, for GPU memory to come back to its level from before the
+    launch."""
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,13 @@ class Estimate:
 def estimate(*, steps: int, every_steps: int, seconds: float, step_time_s: float) -> Estimate:
     """Source 000's calculation: calls · seconds / (steps · step time).
 
-    The number of calls is cut to a tenth, as the document does (2487 steps every 500 are 4.9 calls).
-    Raises ValueError for numbers that are not positive.
+    The number of calls is cut to a tenth, as the document does (2487 steps every 500 are 4.9
+    calls). Raises ValueError for numbers that are not positive.
     """
     if min(steps, every_steps, step_time_s) <= 0 or seconds < 0:
-        raise ValueError("steps, interval and step time must be above 0, the time of a call at least 0")
+        raise ValueError(
+            "steps, interval and step time must be above 0, the time of a call at least 0"
+        )
     calls = math.floor(10 * steps / every_steps) / 10
     cost, training = calls * seconds, steps * step_time_s
     return Estimate(calls, cost, training, 100 * cost / training)

@@ -25,7 +25,8 @@ class Operation:
     longest_s: float = 0.0
     last_s: float = 0.0
     recent_s: float = 0.0
-    """What the next call may take: the longest of the recent blocking calls, older ones counting less."""
+    """What the next call may take: the longest of the recent blocking calls, older ones counting
+    less."""
 
     asked_s: float | None = None
     """The interval asked for, in seconds."""
@@ -48,13 +49,16 @@ class Operation:
             self.background_s += seconds
 
     def as_dict(self, training_s: float) -> dict[str, Any]:
-        """The row of the ledger. `total_time` is what training paid; background time stands apart."""
+        """The row of the ledger. `total_time` is what training paid; background time stands
+        apart."""
         share = percent(self.blocking_s, training_s)
         return {
             "total_time": round(self.blocking_s, 6),
             "background_time": round(self.background_s, 6),
             "calls": self.calls,
-            "average_time": round((self.blocking_s + self.background_s) / self.calls, 6) if self.calls else None,
+            "average_time": round((self.blocking_s + self.background_s) / self.calls, 6)
+            if self.calls
+            else None,
             "max_time": round(self.longest_s, 6),
             "last_time": round(self.last_s, 6),
             "percentage": round(share, 4),
@@ -66,7 +70,8 @@ class Operation:
 
 
 def percent(seconds: float, training_s: float) -> float:
-    """`seconds` as per cent of training time; 100 also where monitoring took longer than training itself."""
+    """`seconds` as per cent of training time; 100 also where monitoring took longer than training
+    itself."""
     if seconds <= 0:
         return 0.0
     return 100.0 if seconds >= training_s else 100 * seconds / training_s
@@ -80,8 +85,8 @@ def impact(share_pct: float) -> str:
 def fair_cap(shares_pct: Collection[float], budget_pct: float) -> float:
     """The largest share an operation may keep so that all of them together fit the budget.
 
-    Operations below it are left alone, those above it are the dearest: sum(min(share, cap)) = budget.
-    Infinite where all fit as they are.
+    Operations below it are left alone, those above it are the dearest: sum(min(share, cap)) =
+    budget. Infinite where all fit as they are.
     """
     if sum(shares_pct) <= budget_pct:
         return float("inf")

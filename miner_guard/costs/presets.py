@@ -9,18 +9,30 @@ from miner_guard.config import CostSettings
 
 PRESETS: Mapping[str, Mapping[str, float | bool]] = {
     "production": {
-        "eval_steps": 200, "save_steps": 100, "validation_examples": 20, "enable_evolution": False,
-        "enable_detail_collector": False, "monitoring_budget": 5.0,
+        "eval_steps": 200,
+        "save_steps": 100,
+        "validation_examples": 20,
+        "enable_evolution": False,
+        "enable_detail_collector": False,
+        "monitoring_budget": 5.0,
     },
     "research": {
-        "eval_steps": 50, "save_steps": 50, "validation_examples": 100, "enable_evolution": True,
-        "enable_detail_collector": True, "monitoring_budget": 15.0,
+        "eval_steps": 50,
+        "save_steps": 50,
+        "validation_examples": 100,
+        "enable_evolution": True,
+        "enable_detail_collector": True,
+        "monitoring_budget": 15.0,
     },
     "final_evaluation": {
-        "eval_steps": 1000, "save_steps": 500, "validation_examples": 1000, "enable_evolution": False,
-        "enable_detail_collector": False, "monitoring_budget": 2.0,
+        "eval_steps": 1000,
+        "save_steps": 500,
+        "validation_examples": 1000,
+        "enable_evolution": False,
+        "enable_detail_collector": False,
+        "monitoring_budget": 2.0,
     },
-}  # fmt: skip
+}
 """The document's three tables, word for word."""
 
 _CRITICAL_FACTOR = 2.0
@@ -40,7 +52,12 @@ class Budget:
     def from_settings(cls, settings: CostSettings) -> Budget:
         """The budget in force; a preset replaces both shares."""
         if settings.preset is None:
-            return cls(settings.budget_pct, settings.critical_pct, settings.operation_warn_s, settings.throttle)
+            return cls(
+                settings.budget_pct,
+                settings.critical_pct,
+                settings.operation_warn_s,
+                settings.throttle,
+            )
         budget = float(PRESETS[settings.preset]["monitoring_budget"])
         return cls(budget, budget * _CRITICAL_FACTOR, settings.operation_warn_s, settings.throttle)
 

@@ -12,13 +12,22 @@ _WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER
 def text(report: Mapping[str, Any]) -> str:
     """Verdict, then one row per operation, the dearest first."""
     operations: Mapping[str, Mapping[str, Any]] = report["operations"]
-    ordered = sorted(operations.items(), key=lambda row: (-row[1]["total_time"], -row[1]["background_time"], row[0]))
+    ordered = sorted(
+        operations.items(),
+        key=lambda row: (-row[1]["total_time"], -row[1]["background_time"], row[0]),
+    )
     rows = [_TITLES, *(_row(name, values) for name, values in ordered)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
-    lines = ["  ".join(_cell(cell, width, place) for place, (cell, width) in enumerate(zip(row, widths, strict=True)))
-             for row in rows]  # fmt: skip
+    lines = [
+        "  ".join(
+            _cell(cell, width, place)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
     head = (
-        f"Monitoring overhead: {report['total_percentage']:.2f}% of {report['training_time']:.0f}s training"
+        f"Monitoring overhead: {report['total_percentage']:.2f}% of "
+        f"{report['training_time']:.0f}s training"
         f" (budget {report['budget_percentage']:g}%): {_WORDS[report['budget_status']]}"
     )
     return "\n".join([head, *(line.rstrip() for line in lines)])

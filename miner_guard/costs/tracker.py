@@ -1,4 +1,5 @@
-"""MonitoringCostTracker: the account of every monitoring operation, its warnings, its budget (source 000)."""
+"""MonitoringCostTracker: the account of every monitoring operation, its warnings, its budget
+(source 000)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ FILE = "monitoring_costs.json"
 _MAX_OPERATIONS = 256
 _WRITE_EVERY_S = 5.0
 _EVIDENCE_S = 3.0
-"""Less than this was never called over budget: 5 % of one minute, below which a share says little."""
+"""Less than this was never called over budget: 5 % of one minute, below which a share says
+little."""
 
 _RELAX_RATIO = 0.8
 """Throttling ends when what was asked for would take less than this share of the budget."""
@@ -41,7 +43,8 @@ def say_on_stderr(finding: Finding) -> None:
 class MonitoringCostTracker:
     """Tracks what monitoring costs, warns, and throttles where allowed. Safe from any thread.
 
-    Shares are per cent of training time: time since `start` less the time that monitoring blocked it.
+    Shares are per cent of training time: time since `start` less the time that monitoring blocked
+    it.
     """
 
     def __init__(
@@ -54,8 +57,9 @@ class MonitoringCostTracker:
         on_record: Callable[[str, float, bool], None] | None = None,
         ledger: Path | None = None,
     ) -> None:
-        """`output_dir` gets monitoring_costs.json. `on_record(operation, seconds, blocking)` is told each call.
-        `ledger` is read by `get_report` as long as nothing was tracked here: another process's account."""
+        """`output_dir` gets monitoring_costs.json. `on_record(operation, seconds, blocking)` is
+        told each call. `ledger` is read by `get_report` as long as nothing was tracked here:
+        another process's account."""
         self.budget = budget or Budget()
         self._file = None if output_dir is None else Path(output_dir) / FILE
         self._clock = clock or SystemClock()
@@ -76,7 +80,8 @@ class MonitoringCostTracker:
 
     @contextlib.contextmanager
     def track(self, operation: str, *, blocking: bool = True) -> Iterator[None]:
-        """Time one call. Blocking calls cost wall time; with `blocking=False` it is this thread's CPU time."""
+        """Time one call. Blocking calls cost wall time; with `blocking=False` it is this thread's
+        CPU time."""
         clock = self._clock.monotonic if blocking else time.thread_time
         start = clock()
         try:
@@ -84,7 +89,9 @@ class MonitoringCostTracker:
         finally:
             self.record(operation, clock() - start, blocking=blocking)
 
-    def record(self, operation: str, seconds: float, *, blocking: bool = True, calls: int = 1) -> None:
+    def record(
+        self, operation: str, seconds: float, *, blocking: bool = True, calls: int = 1
+    ) -> None:
         """Enter `calls` calls that were timed elsewhere and took `seconds` together."""
         said: list[Finding] = []
         with self._mutex:
@@ -94,10 +101,12 @@ class MonitoringCostTracker:
             if blocking and account.last_s > self.budget.operation_warn_s:
                 said.append(
                     make_finding(
-                        "monitoring_operation_slow", operation=operation, seconds=account.last_s,
+                        "monitoring_operation_slow",
+                        operation=operation,
+                        seconds=account.last_s,
                         limit_s=self.budget.operation_warn_s,
                     )
-                )  # fmt: skip
+                )
             said += self._judged()
         for finding in said:
             self._report(finding)
@@ -120,12 +129,21 @@ class MonitoringCostTracker:
             return []
         limit = self.budget.critical_pct if level == "critical" else self.budget.budget_pct
         dearest = max(self._operations, key=lambda name: self._operations[name].blocking_s)
-        return [make_finding("monitoring_over_budget", level=level, share_pct=share, limit_pct=limit, dearest=dearest)]
+        return [
+            make_finding(
+                "monitoring_over_budget",
+                level=level,
+                share_pct=share,
+                limit_pct=limit,
+                dearest=dearest,
+            )
+        ]
 
     # budget
 
     def training_time(self, source: Callable[[], float]) -> None:
-        """Take the training time in seconds from elsewhere: the supervisor knows when the miner did not run."""
+        """Take the training time in seconds from elsewhere: the supervisor knows when the miner did
+        not run."""
         self._training_s = source
 
     def blocking_s(self) -> float:
@@ -136,7 +154,9 @@ class MonitoringCostTracker:
     def background_s(self, prefix: str = "") -> float:
         """CPU seconds beside training, of the operations whose names start with `prefix`."""
         with self._mutex:
-            return sum(a.background_s for name, a in self._operations.items() if name.startswith(prefix))
+            return sum(
+                a.background_s for name, a in self._operations.items() if name.startswith(prefix)
+            )
 
     def training_s(self) -> float:
         """Seconds of training so far, without what monitoring took."""
@@ -156,14 +176,19 @@ class MonitoringCostTracker:
     # throttling
 
     def due(
-        self, operation: str, *, every_s: float | None = None, every_steps: int | None = None, step: int | None = None
+        self,
+        operation: str,
+        *,
+        every_s: float | None = None,
+        every_steps: int | None = None,
+        step: int | None = None,
     ) -> bool:
         """Whether `operation` should run now, asked at every step (or as often as one likes).
 
-        Give either `every_s`, or `every_steps` and the current `step`. Where the budget allows throttling,
-        a dear operation waits longer while its next call would take monitoring over budget. The answer
-        depends on this process's clock: where the operation holds a collective, ask on one rank and
-        broadcast. Raises ValueError without an interval.
+        Give either `every_s`, or `every_steps` and the current `step`. Where the budget allows
+        throttling, a dear operation waits longer while its next call would take monitoring over
+        budget. The answer depends on this process's clock: where the operation holds a collective,
+        ask on one rank and broadcast. Raises ValueError without an interval.
         """
         said: Finding | None = None
         with self._mutex:
@@ -173,8 +198,14 @@ class MonitoringCostTracker:
             if every_steps is not None and step is not None:
                 last = account.last_step
                 # Inner steps count from 0 again with each outer step.
-                ready = step % every_steps == 0 if last is None or step < last else step - last >= every_steps
-                account.asked_s = None if self._step_time_s is None else every_steps * self._step_time_s
+                ready = (
+                    step % every_steps == 0
+                    if last is None or step < last
+                    else step - last >= every_steps
+                )
+                account.asked_s = (
+                    None if self._step_time_s is None else every_steps * self._step_time_s
+                )
             elif every_s is not None:
                 ready = account.last_done is None or now - account.last_done >= every_s
                 account.asked_s = every_s
@@ -215,19 +246,29 @@ class MonitoringCostTracker:
             return False, None
         account.throttled = True
         stretched = 100 * account.recent_s / cap
-        return False, make_finding("monitoring_throttled", operation=operation, interval_s=stretched, asked_s=asked)
+        return False, make_finding(
+            "monitoring_throttled", operation=operation, interval_s=stretched, asked_s=asked
+        )
 
     def _planned_pct(self) -> dict[str, float]:
-        """What each operation would take of training time if it ran as asked; what has no plan, as measured."""
+        """What each operation would take of training time if it ran as asked; what has no plan, as
+        measured."""
         training = self.training_s()
         planned = {}
         for name, account in self._operations.items():
-            cost, period = (account.recent_s, account.asked_s) if account.asked_s else (account.blocking_s, training)
+            cost, period = (
+                (account.recent_s, account.asked_s)
+                if account.asked_s
+                else (account.blocking_s, training)
+            )
             planned[name] = percent(cost, period)
         return planned
 
-    def portion(self, operation: str, items: Iterable[T], *, limit_s: float | None = None) -> Iterator[T]:
-        """`items` until the time for one call is used up: a long validation is cut instead of left out.
+    def portion(
+        self, operation: str, items: Iterable[T], *, limit_s: float | None = None
+    ) -> Iterator[T]:
+        """`items` until the time for one call is used up: a long validation is cut instead of left
+        out.
 
         The limit is `limit_s`, else `operation_warn_s` of the budget. Tracks the time itself.
         """
@@ -242,7 +283,8 @@ class MonitoringCostTracker:
     # telling
 
     def get_report(self) -> dict[str, Any]:
-        """The account as monitoring_costs.json holds it; `budget_status` is `unknown` where there is none."""
+        """The account as monitoring_costs.json holds it; `budget_status` is `unknown` where there
+        is none."""
         with self._mutex:
             if not self._operations and self._ledger is not None:
                 stored = state_dir.read_json(self._ledger)
@@ -262,7 +304,10 @@ class MonitoringCostTracker:
                 "training_time": round(training, 3),
                 "step_time": self._step_time_s,
                 "updated": iso_utc(self._clock.wall()),
-                "operations": {name: account.as_dict(training) for name, account in sorted(self._operations.items())},
+                "operations": {
+                    name: account.as_dict(training)
+                    for name, account in sorted(self._operations.items())
+                },
             }
 
     def print_summary(self, file: IO[str] | None = None) -> None:
@@ -270,7 +315,8 @@ class MonitoringCostTracker:
         report = self.get_report()
         if report["budget_status"] == "unknown":
             words = (
-                f"no ledger at {self._ledger}: no guard runs there. Set {state_dir.STATE_DIR} to its state directory"
+                f"no ledger at {self._ledger}: no guard runs there. Set "
+                f"{state_dir.STATE_DIR} to its state directory"
             )
         else:
             words = table.text(report)
@@ -310,8 +356,8 @@ def set_global_tracker(tracker: MonitoringCostTracker | None) -> None:
 
 
 def get_global_tracker(env: Mapping[str, str] | None = None) -> MonitoringCostTracker:
-    """This process's tracker. Inside a rank its calls go to the guard's ledger; where nothing was tracked in
-    this process, its report is that ledger."""
+    """This process's tracker. Inside a rank its calls go to the guard's ledger; where nothing was
+    tracked in this process, its report is that ledger."""
     global _global
     with _global_mutex:
         if _global is None:

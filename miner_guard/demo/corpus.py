@@ -13,7 +13,8 @@ _LIMIT = 8 * 1024 * 1024
 
 
 class Corpus:
-    """Windows of bytes, the same for the same (seed, rank, step): a run that is resumed goes on with its own data."""
+    """Windows of bytes, the same for the same (seed, rank, step): a run that is resumed goes on
+    with its own data."""
 
     def __init__(self, data: bytes, seed: int, rank: int) -> None:
         if not data:
@@ -24,19 +25,23 @@ class Corpus:
 
     def batch(self, step: int, micro: int, size: int, context: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets, each (size, context) int64 on the CPU."""
-        generator = torch.Generator().manual_seed(hash((self._seed, self._rank, step, micro)) & 0x7FFF_FFFF_FFFF)
+        generator = torch.Generator().manual_seed(
+            hash((self._seed, self._rank, step, micro)) & 0x7FFF_FFFF_FFFF
+        )
         starts = torch.randint(len(self._data) - context - 1, (size, 1), generator=generator)
         window = self._data[starts + torch.arange(context + 1)].long()
         return window[:, :-1], window[:, 1:]
 
     def noise(self, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """A batch of random bytes, for the fault `spike`: what a broken shard of data looks like."""
+        """A batch of random bytes, for the fault `spike`: what a broken shard of data looks
+        like."""
         window = torch.randint(256, (size, context + 1))
         return window[:, :-1], window[:, 1:]
 
 
 def standard_library() -> bytes:
-    """Up to 8 MiB of the standard library's modules, in the order of their names. Raises FileNotFoundError."""
+    """Up to 8 MiB of the standard library's modules, in the order of their names. Raises
+    FileNotFoundError."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
     size = 0
@@ -46,5 +51,7 @@ def standard_library() -> bytes:
         parts.append(path.read_bytes())
         size += len(parts[-1])
     if not parts:
-        raise FileNotFoundError(f"no .py files in {root}: this Python came without the source of its library")
+        raise FileNotFoundError(
+            f"no .py files in {root}: this Python came without the source of its library"
+        )
     return b"\n".join(parts)[:_LIMIT]

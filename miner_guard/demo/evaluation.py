@@ -1,4 +1,5 @@
-"""Source 001's monitoring callback: a fast log every few steps, a full evaluation every few dozen."""
+"""Source 001's monitoring callback: a fast log every few steps, a full evaluation every few
+dozen."""
 
 from __future__ import annotations
 
@@ -16,9 +17,12 @@ _VALIDATION_BATCHES = 2
 
 
 class Evaluation:
-    """Looks at the model between two inner steps. Every rank takes part: a forward pass of FSDP is collective."""
+    """Looks at the model between two inner steps. Every rank takes part: a forward pass of FSDP is
+    collective."""
 
-    def __init__(self, model: Any, corpus: Corpus, guard: Any, lines: MinerLog, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, corpus: Corpus, guard: Any, lines: MinerLog, device: torch.device
+    ) -> None:
         """`corpus` is held out from training."""
         self._model = model
         self._corpus = corpus
@@ -32,7 +36,8 @@ class Evaluation:
             self._model(tokens, targets)
 
     def full(self, step: int, tokens: Tensor, targets: Tensor) -> float:
-        """Inference, loss on held-out data and on one training example, tokens and targets (1, context).
+        """Inference, loss on held-out data and on one training example, tokens and targets (1,
+        context).
 
         Returns the loss on held-out data.
         """
@@ -43,7 +48,9 @@ class Evaluation:
                 loss = self._validation_loss(step, tokens.shape[1])
             with self._guard.phase("example_loss"):
                 self._model(tokens, targets)
-            self._lines.info(f"Evaluation at step {step}: eval_loss={loss:.3f}, continuation {text!r}")
+            self._lines.info(
+                f"Evaluation at step {step}: eval_loss={loss:.3f}, continuation {text!r}"
+            )
         return loss
 
     def _validation_loss(self, step: int, context: int) -> float:
@@ -58,6 +65,8 @@ class Evaluation:
         """The model's likeliest next bytes after the prompt."""
         written = bytearray(_PROMPT)
         for _ in range(_GENERATED):
-            tokens = torch.tensor([list(written[-context:])], dtype=torch.int64, device=self._device)
+            tokens = torch.tensor(
+                [list(written[-context:])], dtype=torch.int64, device=self._device
+            )
             written.append(int(self._model.logits(tokens)[0, -1].argmax()))
         return bytes(written).decode("utf-8", "replace")

@@ -11,13 +11,18 @@ from pathlib import Path
 
 KINDS = {
     "hang": "the rank sleeps for ever in the phase `data`; the others wait in a collective",
-    "exit0": "the training loop swallows an exception and every rank exits 0, as subnet 38's miner does",
+    "exit0": (
+        "the training loop swallows an exception and every rank exits 0, as subnet 38's miner does"
+    ),
     "crash": "the rank raises",
     "sigkill": "the rank is killed, as by the host's out-of-memory killer",
     "oom": "the rank asks for more memory than there is and ends with the allocator's own error",
     "nan": "a gradient becomes NaN and the weights with it",
     "slow": "one step takes much longer",
-    "cpu-fallback": "the model trains on the CPU; without a GPU: every step from there on takes eight times as long",
+    "cpu-fallback": (
+        "the model trains on the CPU; without a GPU: every step from there on takes eight "
+        "times as long"
+    ),
     "spike": "one step trains on random bytes",
 }
 _FORM = re.compile(r"(?P<kind>[a-z0-9-]+)@(?P<step>\d+)(?::(?P<rank>\d+))?")
@@ -46,15 +51,21 @@ def parse(text: str) -> Fault:
     match = _FORM.fullmatch(text)
     if match is None or match["kind"] not in KINDS or int(match["step"]) < 1:
         raise ValueError(
-            f"fault {text!r} has not the form KIND@STEP or KIND@STEP:RANK; STEP from 1, KIND one of: {', '.join(KINDS)}"
+            f"fault {text!r} has not the form KIND@STEP or KIND@STEP:RANK; STEP from 1, "
+            f"KIND one of: {', '.join(KINDS)}"
         )
-    return Fault(match["kind"], int(match["step"]), None if match["rank"] is None else int(match["rank"]))
+    return Fault(
+        match["kind"], int(match["step"]), None if match["rank"] is None else int(match["rank"])
+    )
 
 
 class FaultPlan:
-    """Fires the faults of this rank, each once in a run and its restarts, unless asked to repeat."""
+    """Fires the faults of this rank, each once in a run and its restarts, unless asked to
+    repeat."""
 
-    def __init__(self, faults: list[Fault], rank: int, world_size: int, folder: Path, repeat: bool) -> None:
+    def __init__(
+        self, faults: list[Fault], rank: int, world_size: int, folder: Path, repeat: bool
+    ) -> None:
         mine = [f for f in faults if (world_size - 1 if f.rank is None else f.rank) == rank]
         self._mine = {f.step: f for f in mine}
         self._rank = rank

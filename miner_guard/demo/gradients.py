@@ -19,7 +19,8 @@ KEPT_RATIO = 0.02
 """Share of a tensor's entries that are sent: the largest by magnitude."""
 
 BLOCK_S = 12
-"""Seconds per block of the chain. The demo is on no chain: it counts blocks of this length since 1970."""
+"""Seconds per block of the chain. The demo is on no chain: it counts blocks of this length since
+1970."""
 
 
 def block_now() -> int:
@@ -46,10 +47,14 @@ def sparse_gradients(model: nn.Module, outer: OuterOptimizer, rank: int) -> dict
 
 
 def write_upload(
-    folder: Path, gradients: Mapping[str, Tensor], shape: Mapping[str, Any], blocks: Iterable[int],
+    folder: Path,
+    gradients: Mapping[str, Tensor],
+    shape: Mapping[str, Any],
+    blocks: Iterable[int],
     metadata: Mapping[str, Any],
-) -> None:  # fmt: skip
-    """`gradients.pt`, `config.json`, `metadata.json` into an empty or new `folder`. Raises OSError."""
+) -> None:
+    """`gradients.pt`, `config.json`, `metadata.json` into an empty or new `folder`. Raises
+    OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save({**gradients, "metadata": dict(metadata)}, folder / "gradients.pt")
     (folder / "config.json").write_text(json.dumps({**shape, "block_list": list(blocks)}))

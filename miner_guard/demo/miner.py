@@ -1,4 +1,5 @@
-"""The demo miner: FSDP2 over gloo or NCCL, inner steps of AdamW, outer steps of DiLoCo, gated uploads."""
+"""The demo miner: FSDP2 over gloo or NCCL, inner steps of AdamW, outer steps of DiLoCo, gated
+uploads."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class Miner:
         self.loss = self.grad_norm = float("nan")
         self._stop_asked = False
         self._saved: deque[Saved] = deque()
-        self._micro_batches = max(1, options.effective_batch_size // (options.batch_size * dist.get_world_size()))
+        self._micro_batches = max(
+            1, options.effective_batch_size // (options.batch_size * dist.get_world_size())
+        )
         with guard.phase("load_state"):
             self._load()
         self.uploader = Uploader(options, guard, self.lines)
@@ -62,39 +65,67 @@ class Miner:
         self.corpus = Corpus(training, self.options.seed, self.rank)
         self.model = _sharded(ByteGPT(self.shape), self.device)
         self.evaluation = Evaluation(
-            self.model, Corpus(held_out, self.options.seed, self.rank), self.guard, self.lines, self.device
+            self.model,
+            Corpus(held_out, self.options.seed, self.rank),
+            self.guard,
+            self.lines,
+            self.device,
         )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.95)
+        )
         self.outer = OuterOptimizer(self.model)
         self.checkpoints = Checkpointer(
-            self.options.work / "checkpoints", every=self.options.checkpoint_every, on_saved=self._saved.append
+            self.options.work / "checkpoints",
+            every=self.options.checkpoint_every,
+            on_saved=self._saved.append,
         )
         if self.options.resume != "none":
             self._resume()
 
     def _resume(self) -> None:
         state = self._state()
-        path = self.checkpoints.resume(state, self.options.resume, on_skipped=self._checkpoint_skipped)
+        path = self.checkpoints.resume(
+            state, self.options.resume, on_skipped=self._checkpoint_skipped
+        )
         if path is None:
             return
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
         self.outer.load_state_dict(state["outer"])
         counters = state["counters"]
-        self.total_steps, self.outer_step, self.inner_step = (int(counters[k]) for k in ("total", "outer", "inner"))
+        self.total_steps, self.outer_step, self.inner_step = (
+            int(counters[k]) for k in ("total", "outer", "inner")
+        )
         self.first_loss = float(counters["first_loss"])
         if self.rank == 0:
-            self.guard.emit(make_finding("checkpoint_resumed", rank=0, path=str(path), step=self.total_steps))
+            self.guard.emit(
+                make_finding("checkpoint_resumed", rank=0, path=str(path), step=self.total_steps)
+            )
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         first = float("nan") if self.first_loss is None else self.first_loss
         counters = {
-            "total": self.total_steps, "outer": self.outer_step, "inner": self.inner_step, "first_loss": first
-        }  # fmt: skip
-        return {"model": model, "optimizer": optimizer, "outer": self.outer.state_dict(), "counters": counters}
+            "total": self.total_steps,
+            "outer": self.outer_step,
+            "inner": self.inner_step,
+            "first_loss": first,
+        }
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "outer": self.outer.state_dict(),
+            "counters": counters,
+        }
 
     def run(self) -> bool:
-        """Train to the configured end. True where it was reached, False where a signal asked to stop."""
+        """Train to the configured end. True where it was reached, False where a signal asked to
+        stop."""
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGINT, self._ask_to_stop)
         self.guard.diagnose(
@@ -122,7 +153,8 @@ class Miner:
         self._stop_asked = True
 
     def _step(self) -> tuple[bool, bool]:
-        """One inner step and what follows it. Whether any rank was asked to stop, or to write a checkpoint."""
+        """One inner step and what follows it. Whether any rank was asked to stop, or to write a
+        checkpoint."""
         total = self.total_steps + 1
         fault = self.plan.at(total)
         start = time.monotonic()
@@ -144,9 +176,15 @@ class Miner:
         self._report_checkpoints()
         eval_loss = self._look(total, batches[0])
         self.guard.step(
-            outer_step=self.outer_step, inner_step=self.inner_step, loss=loss, lr=lr, grad_norm=self.grad_norm,
-            tokens=self.options.effective_batch_size * self.shape.context, total_steps=total, eval_loss=eval_loss,
-        )  # fmt: skip
+            outer_step=self.outer_step,
+            inner_step=self.inner_step,
+            loss=loss,
+            lr=lr,
+            grad_norm=self.grad_norm,
+            tokens=self.options.effective_batch_size * self.shape.context,
+            total_steps=total,
+            eval_loss=eval_loss,
+        )
         self._after_step()
         return stop, checkpoint
 
@@ -209,7 +247,8 @@ class Miner:
         return lr
 
     def _agree(self, own: torch.Tensor) -> tuple[float, bool, bool]:
-        """Mean loss over the ranks; whether any rank was asked to stop; whether any was asked for a checkpoint."""
+        """Mean loss over the ranks; whether any rank was asked to stop; whether any was asked for a
+        checkpoint."""
         asked = (float(self._stop_asked), float(self.guard.checkpoint_requested()))
         shared = torch.tensor([0.0, *asked], device=self.device)
         shared[0] = own / dist.get_world_size()
@@ -218,7 +257,8 @@ class Miner:
         return loss, stop > 0, checkpoint > 0
 
     def _checkpoint(self) -> None:
-        # The loss is from before the step: only the gradient tells whether the weights are still numbers after it.
+        # The loss is from before the step: only the gradient tells whether the weights are still
+        # numbers after it.
         if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
             self.lines.info("Loss or gradient is not finite: this state is not worth a checkpoint")
             return
@@ -231,10 +271,16 @@ class Miner:
         while self._saved:
             saved = self._saved.popleft()
             self.lines.info(f"Saved checkpoint {saved.path.name} in {saved.seconds:.2f}s")
-            self.guard.checkpoint_saved(saved.path, step=saved.step, seconds=saved.seconds, size_bytes=saved.size_bytes)
+            self.guard.checkpoint_saved(
+                saved.path, step=saved.step, seconds=saved.seconds, size_bytes=saved.size_bytes
+            )
 
     def _checkpoint_skipped(self, skipped: Skipped) -> None:
-        self.guard.emit(make_finding("checkpoint_skipped", rank=0, path=str(skipped.path), reason=skipped.reason))
+        self.guard.emit(
+            make_finding(
+                "checkpoint_skipped", rank=0, path=str(skipped.path), reason=skipped.reason
+            )
+        )
 
 
 def _sharded(model: ByteGPT, device: torch.device) -> Any:

@@ -7,7 +7,8 @@ from datetime import datetime
 
 
 class MinerLog:
-    """Prints `time | level | Rank n | message`. As upstream, ranks other than 0 print their errors only."""
+    """Prints `time | level | Rank n | message`. As upstream, ranks other than 0 print their errors
+    only."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -23,6 +24,7 @@ class MinerLog:
 
     def _print(self, level: str, message: str) -> None:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-        # One write per line: lines of several ranks share the pipe, and must not be cut by one another.
+        # One write per line: lines of several ranks share the pipe, and must not be cut by one
+        # another.
         sys.stdout.write(f"{stamp} | {level:^14} | Rank {self._rank} | {message}\n")
         sys.stdout.flush()

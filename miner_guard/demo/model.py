@@ -1,4 +1,5 @@
-"""A byte-level GPT: pre-norm blocks, learned positions, tied embeddings. Small enough for a laptop's CPU."""
+"""A byte-level GPT: pre-norm blocks, learned positions, tied embeddings. Small enough for a
+laptop's CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, context, width) to the same."""
         batch, context, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, context, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.norm_attention(x)).view(
+            batch, context, 3, self.heads, width // self.heads
+        )
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, context, width))
@@ -58,13 +61,15 @@ class ByteGPT(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte; `tokens` and `targets` are (batch, context), int64."""
+        """Mean cross-entropy in nats per byte; `tokens` and `targets` are (batch, context),
+        int64."""
         logits = self.logits(tokens)
         loss: Tensor = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return loss
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Scores of each next byte, (batch, length, 256), for `tokens` (batch, length <= context), int64."""
+        """Scores of each next byte, (batch, length, 256), for `tokens` (batch, length <= context),
+        int64."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)
         for block in self.blocks:

@@ -53,10 +53,16 @@ class Options:
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """The options of a command line. Ends the process with code 2 and the reason for what can't be used."""
-    parser = argparse.ArgumentParser(prog="python -m miner_guard.demo.train", description="A small real miner.")
+    """The options of a command line. Ends the process with code 2 and the reason for what can't be
+    used."""
+    parser = argparse.ArgumentParser(
+        prog="python -m miner_guard.demo.train", description="A small real miner."
+    )
     parser.add_argument(
-        "--work", type=Path, default=_default_work(), help="folder for checkpoints, uploads and the published repo"
+        "--work",
+        type=Path,
+        default=_default_work(),
+        help="folder for checkpoints, uploads and the published repo",
     )
     for name, text in (
         ("steps", "inner steps of the whole run"),
@@ -70,14 +76,29 @@ def parse(arguments: list[str] | None = None) -> Options:
         ("checkpoint-every", "inner steps between two checkpoints"),
     ):
         default = getattr(Options, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=_at_least_one, default=default, help=f"{text} (default {default})")
+        parser.add_argument(
+            f"--{name}", type=_at_least_one, default=default, help=f"{text} (default {default})"
+        )
     parser.add_argument("--lr", type=float, default=Options.lr)
     parser.add_argument("--seed", type=int, default=Options.seed)
-    parser.add_argument("--resume", default=Options.resume, help="`latest`, `none`, or the name of a checkpoint")
-    parser.add_argument("--fault", dest="faults", type=_fault, action="append", default=[], metavar="KIND@STEP[:RANK]")
-    parser.add_argument("--repo", type=_repo, help="the [repo] section as JSON (default: a folder below --work)")
+    parser.add_argument(
+        "--resume", default=Options.resume, help="`latest`, `none`, or the name of a checkpoint"
+    )
+    parser.add_argument(
+        "--fault",
+        dest="faults",
+        type=_fault,
+        action="append",
+        default=[],
+        metavar="KIND@STEP[:RANK]",
+    )
+    parser.add_argument(
+        "--repo", type=_repo, help="the [repo] section as JSON (default: a folder below --work)"
+    )
     parser.add_argument("--fault-repeat", action="store_true", help="fire again after a restart")
-    parser.add_argument("--no-guard", dest="guard", action="store_false", help="train without the hook")
+    parser.add_argument(
+        "--no-guard", dest="guard", action="store_false", help="train without the hook"
+    )
     values = vars(parser.parse_args(arguments))
     repo = values["repo"] or RepoSettings(kind="local", path=str(values["work"] / "published"))
     return Options(**{**values, "faults": tuple(values["faults"]), "repo": repo})
@@ -92,7 +113,9 @@ def _repo(text: str) -> RepoSettings:
     try:
         return RepoSettings(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no [repo] section as JSON: {error}") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no [repo] section as JSON: {error}"
+        ) from error
 
 
 def _at_least_one(text: str) -> int:

@@ -1,4 +1,5 @@
-"""Outer steps as in DiLoCo (Douillard et al. 2023): the inner steps' sum is a gradient for a slower optimizer."""
+"""Outer steps as in DiLoCo (Douillard et al. 2023): the inner steps' sum is a gradient for a slower
+optimizer."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from torch import Tensor, nn
 
 
 class OuterOptimizer:
-    """SGD with Nesterov momentum over pseudo-gradients. Works on shards: no step needs a collective."""
+    """SGD with Nesterov momentum over pseudo-gradients. Works on shards: no step needs a
+    collective."""
 
     def __init__(self, model: nn.Module, lr: float = 0.5, momentum: float = 0.9) -> None:
-        # DiLoCo's 0.7 is for many miners, whose average is shorter than each one's own path. A lone miner would
-        # overshoot with it: the first Nesterov step is (1 + momentum) * lr times the way that it went.
+        # DiLoCo's 0.7 is for many miners, whose average is shorter than each one's own path. A lone
+        # miner would overshoot with it: the first Nesterov step is (1 + momentum) * lr times the
+        # way that it went.
         self._lr = lr
         self._momentum = momentum
         self._model = model

@@ -13,7 +13,8 @@ from typing import Any
 from miner_guard.eventlog.formatters import known
 
 _AVERAGED = 5
-"""Steps at either end that a loss is averaged over: one batch of the demo is small, and its loss noisy."""
+"""Steps at either end that a loss is averaged over: one batch of the demo is small, and its loss
+noisy."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,13 @@ def read_log(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def summarise(
-    records: Iterable[Mapping[str, Any]], costs: Mapping[str, Any] | None, usage: Usage, asked: int = 0
+    records: Iterable[Mapping[str, Any]],
+    costs: Mapping[str, Any] | None,
+    usage: Usage,
+    asked: int = 0,
 ) -> Summary:
-    """Fold the records of one run. `costs` is status/monitoring_costs.json, None where it could not be read."""
+    """Fold the records of one run. `costs` is status/monitoring_costs.json, None where it could not
+    be read."""
     counts: Counter[str] = Counter()
     alarms: Counter[str] = Counter()
     steps = 0
@@ -109,11 +114,16 @@ def lines(summary: Summary) -> list[str]:
         "DEMO SUMMARY",
         "=" * 80,
         f"steps       {s.steps}" + (f", restarts {s.restarts}" if s.restarts else ""),
-        f"loss        from {known(s.loss_from, '.2f')} to {known(s.loss_to, '.2f')} (mean of {_AVERAGED} steps)",
+        (
+            f"loss        from {known(s.loss_from, '.2f')} to {known(s.loss_to, '.2f')} "
+            f"(mean of {_AVERAGED} steps)"
+        ),
         f"step time   p50 {_seconds(s.p50_s)}, p95 {_seconds(s.p95_s)}",
-        f"uploads     blocked {s.blocked}{asked}, verified {s.verified}" + (f", failed {s.failed}" if s.failed else ""),
+        f"uploads     blocked {s.blocked}{asked}, verified {s.verified}"
+        + (f", failed {s.failed}" if s.failed else ""),
         f"guard cost  in the ranks {_in_the_ranks(s)}; beside them "
-        f"{usage.cpu_s:.1f}s of CPU in {usage.wall_s:.0f}s ({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
+        f"{usage.cpu_s:.1f}s of CPU in {usage.wall_s:.0f}s "
+        f"({100 * usage.cpu_s / usage.wall_s:.1f}% of a core), "
         f"{usage.resident_mb:.0f} MB",
         f"alarms      {alarms}",
         "=" * 80,

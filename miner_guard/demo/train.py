@@ -19,7 +19,9 @@ def main() -> None:
     """Train. Exits 0 at the configured end or when a signal asked for it, 1 on an exception."""
     options = parse()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    plan = FaultPlan(list(options.faults), rank, world_size, options.work / "faults", options.fault_repeat)
+    plan = FaultPlan(
+        list(options.faults), rank, world_size, options.work / "faults", options.fault_repeat
+    )
     device = _join(on_cpu=plan.on_cpu)
     guard = _guard(options)
     finished = False
@@ -43,9 +45,12 @@ def _train(options: Options, plan: FaultPlan, guard: Any, device: torch.device) 
 
 
 def _join(*, on_cpu: bool) -> torch.device:
-    """Join the process group: NCCL where there are GPUs. The CPU part of it is for checkpoints and the gate."""
+    """Join the process group: NCCL where there are GPUs. The CPU part of it is for checkpoints and
+    the gate."""
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        )
     if on_cpu or not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")

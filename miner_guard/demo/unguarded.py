@@ -1,4 +1,5 @@
-"""The hook's shape with nothing behind it: the demo trains with it to measure what the guard costs."""
+"""The hook's shape with nothing behind it: the demo trains with it to measure what the guard
+costs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ class NoGuard:
     def diagnose(self, model: Any, **_: Any) -> None:
         return None
 
-    def may_upload(self, *, outer_step: int, inner_step: int, kind: str = "gradient", **_: Any) -> GateDecision:
+    def may_upload(
+        self, *, outer_step: int, inner_step: int, kind: str = "gradient", **_: Any
+    ) -> GateDecision:
         return GateDecision(True, kind, outer_step, inner_step, "no guard")
 
     def upload(self, decision: GateDecision, **_: Any) -> AbstractContextManager[Any]:

@@ -1,4 +1,5 @@
-"""How the demo publishes: the gate first, on every rank alike; then rank 0's files; then a child that pushes them."""
+"""How the demo publishes: the gate first, on every rank alike; then rank 0's files; then a child
+that pushes them."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class Uploader:
     def upload(self, miner: Miner, kind: str) -> None:
         """One upload if the gate allows it. Collective."""
         self._blocks = [*self._blocks, block_now()][-_BLOCKS_KEPT:]
-        decision = self._guard.may_upload(outer_step=miner.outer_step, inner_step=miner.inner_step, kind=kind)
+        decision = self._guard.may_upload(
+            outer_step=miner.outer_step, inner_step=miner.inner_step, kind=kind
+        )
         # Off its cadence, an upload that is due is not asked for again before it can be allowed.
         self.not_before = 0 if decision else miner.inner_step + (decision.retry_after_steps or 0)
         if not decision:
@@ -49,15 +52,26 @@ class Uploader:
                 folder = self._options.work / "staging" / tag
                 shutil.rmtree(folder, ignore_errors=True)
                 metadata = {
-                    "run": RUN, "outer_step": miner.outer_step, "inner_step": miner.inner_step, "peer_id": "demo"
-                }  # fmt: skip
-                write_upload(folder, gradients, dataclasses.asdict(miner.shape), self._blocks, metadata)
+                    "run": RUN,
+                    "outer_step": miner.outer_step,
+                    "inner_step": miner.inner_step,
+                    "peer_id": "demo",
+                }
+                write_upload(
+                    folder, gradients, dataclasses.asdict(miner.shape), self._blocks, metadata
+                )
                 self._push(Revision(folder, RUN, miner.outer_step, miner.inner_step), upload)
 
     def _push(self, revision: Revision, upload: Any) -> None:
         try:
-            result = push(self._options.repo, revision, self._options.work, self._lines.info, _DEADLINE_S)
-            upload.size_bytes, upload.attempts, upload.checksum = result.size_bytes, result.attempts, result.checksum
+            result = push(
+                self._options.repo, revision, self._options.work, self._lines.info, _DEADLINE_S
+            )
+            upload.size_bytes, upload.attempts, upload.checksum = (
+                result.size_bytes,
+                result.attempts,
+                result.checksum,
+            )
         except PublishError as error:
             # A failed upload is no reason to stop training: the next one comes in a few steps.
             upload.error = str(error)

@@ -1,4 +1,5 @@
-"""Causes and fixes of what a curve shows: source 003's tables, with the numbers of this run filled in."""
+"""Causes and fixes of what a curve shows: source 003's tables, with the numbers of this run filled
+in."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Anomaly:
     """Something a curve shows."""
 
     type: str
-    """As `explain --trace` names it: nan, spike, divergence, plateau_high, overfit, slow_steps, …"""
+    """As `explain --trace` names it: nan, spike, divergence, plateau_high, overfit, slow_steps,
+    …"""
 
     at_step: int
     severity: str
@@ -31,9 +33,10 @@ class Anomaly:
 def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
     """First and last example of `step`, where the settings are known.
 
-    Source 003: start = batch · accumulation · step, end = start + batch · accumulation; with more than one
-    rank the step takes `world_size` times as many, and the range is that of all ranks together. An
-    effective batch size counts all ranks already (subnet 38 divides it by the world size).
+    Source 003: start = batch · accumulation · step, end = start + batch · accumulation; with more
+    than one rank the step takes `world_size` times as many, and the range is that of all ranks
+    together. An effective batch size counts all ranks already (subnet 38 divides it by the world
+    size).
     """
     size = facts.effective_batch_size
     if size is None and facts.batch_size is not None and facts.accumulation_steps is not None:
@@ -51,7 +54,12 @@ def for_nan(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tup
     )
     return (
         "learning rate too high, no warmup, a bad batch, or mixed precision overflow",
-        (_lower(lr), "add warmup: the first 10 % of the steps", look, "last resort: fp32 instead of mixed precision"),
+        (
+            _lower(lr),
+            "add warmup: the first 10 % of the steps",
+            look,
+            "last resort: fp32 instead of mixed precision",
+        ),
     )
 
 
@@ -60,8 +68,15 @@ def for_spike(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, t
     examples = example_range(facts, step)
     where = "" if examples is None else f" (examples {examples[0]} to {examples[1]})"
     return (
-        "a bad batch (very long or garbled sequences) or a learning rate at the edge of what is stable",
-        (f"check the batch of step {step}{where}", "clip gradients to norm 1.0", _lower(lr) + " if it comes again"),
+        (
+            "a bad batch (very long or garbled sequences) or a learning rate at the edge "
+            "of what is stable"
+        ),
+        (
+            f"check the batch of step {step}{where}",
+            "clip gradients to norm 1.0",
+            _lower(lr) + " if it comes again",
+        ),
     )
 
 
@@ -71,50 +86,74 @@ def for_divergence(lr: float | None, last_good: int | None) -> tuple[str, tuple[
     if last_good is not None:
         back = f"resume from the last checkpoint at or before step {last_good}"
     return "the model was destabilised: learning rate too high or no warmup", (
-        back, _lower(lr), "add warmup: the first 10 % of the steps", "clip gradients to norm 1.0",
-    )  # fmt: skip
+        back,
+        _lower(lr),
+        "add warmup: the first 10 % of the steps",
+        "clip gradients to norm 1.0",
+    )
 
 
 def for_plateau(lr: float | None) -> tuple[str, tuple[str, ...]]:
     """Cause and fixes of a model that does not learn (source 003, Underfitting)."""
-    raised = "raise the learning rate" + (f" from {lr:.3g}" if lr else "") + ": 5e-4 or 1e-3 for adapters"
-    return "the model is not learning: learning rate too low, wrong data format, or frozen parameters", (
-        "check that the optimizer has trainable parameters and gets gradients", raised,
-        "check the data format: labels, end-of-sequence tokens",
-    )  # fmt: skip
+    raised = (
+        "raise the learning rate"
+        + (f" from {lr:.3g}" if lr else "")
+        + ": 5e-4 or 1e-3 for adapters"
+    )
+    return (
+        "the model is not learning: learning rate too low, wrong data format, or frozen parameters",
+        (
+            "check that the optimizer has trainable parameters and gets gradients",
+            raised,
+            "check the data format: labels, end-of-sequence tokens",
+        ),
+    )
 
 
 def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
     """Cause and fixes of an evaluation that yields no number while training does."""
-    return "a batch of the evaluation, or its precision: the training loss of that step is a number", (
-        "look for evaluation examples whose labels are all masked: the mean over no token is NaN",
-        "evaluate in bfloat16 or float32: float16 overflows",
-        "divide by the number of tokens that count, at least 1",
-    )  # fmt: skip
+    return (
+        "a batch of the evaluation, or its precision: the training loss of that step is a number",
+        (
+            (
+                "look for evaluation examples whose labels are all masked: the mean over "
+                "no token is NaN"
+            ),
+            "evaluate in bfloat16 or float32: float16 overflows",
+            "divide by the number of tokens that count, at least 1",
+        ),
+    )
 
 
 def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
     """Cause and fixes of overfitting (source 003, Overfitting)."""
     return "the model learns the training examples, not the task", (
-        f"use the checkpoint nearest to step {best_step}, where evaluation was best", "stop earlier: fewer epochs",
-        "get more data", "add weight_decay=0.05", "reduce the learning rate",
-    )  # fmt: skip
+        f"use the checkpoint nearest to step {best_step}, where evaluation was best",
+        "stop earlier: fewer epochs",
+        "get more data",
+        "add weight_decay=0.05",
+        "reduce the learning rate",
+    )
 
 
 def for_leak() -> tuple[str, tuple[str, ...]]:
     """Cause and fixes of memory that only grows."""
     return "something keeps tensors alive from step to step", (
         "use loss.item() or loss.detach() wherever a loss is stored",
-        "free what evaluation and logging keep; gc.collect() and torch.cuda.empty_cache() between operations",
+        (
+            "free what evaluation and logging keep; gc.collect() and "
+            "torch.cuda.empty_cache() between operations"
+        ),
         "take a snapshot with torch.cuda.memory._record_memory_history to see who holds it",
-    )  # fmt: skip
+    )
 
 
 def for_drop() -> tuple[str, tuple[str, ...]]:
     """Cause and fixes of GPU memory that is suddenly gone."""
     return "the model left the GPU, a worker died, or the process restarted", (
-        "check that the model is still on cuda and every rank is alive", "look for a restart in the log at that time",
-    )  # fmt: skip
+        "check that the model is still on cuda and every rank is alive",
+        "look for a restart in the log at that time",
+    )
 
 
 def for_slow(facts: TrainingFacts) -> tuple[str, ...]:
@@ -122,7 +161,10 @@ def for_slow(facts: TrainingFacts) -> tuple[str, ...]:
     steps = ("check GPU use and clocks: nvidia-smi", "check data loading: slow storage or network")
     if facts.accumulation_steps is None:
         return steps
-    return (*steps, f"{facts.accumulation_steps} accumulation steps make a step: fewer make it shorter")
+    return (
+        *steps,
+        f"{facts.accumulation_steps} accumulation steps make a step: fewer make it shorter",
+    )
 
 
 def _lower(lr: float | None) -> str:

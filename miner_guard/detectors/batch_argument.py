@@ -1,7 +1,7 @@
 """A larger batch by rewriting the one argument that the settings name. Pure.
 
-Source 002 relaunches an under-used GPU with a larger batch; three times at most, and never past a batch
-that ran out of memory.
+Source 002 relaunches an under-used GPU with a larger batch; three times at most, and never past a
+batch that ran out of memory.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from dataclasses import dataclass
 
 
 def value_of(command: Sequence[str], argument: str) -> int | None:
-    """The argument's whole-number value; None where it is not there or is none. The last one counts, as parsers do."""
+    """The argument's whole-number value; None where it is not there or is none. The last one
+    counts, as parsers do."""
     place = _place(command, argument)
     if place is None:
         return None
-    text = command[place].partition("=")[2] if command[place].startswith(argument + "=") else command[place]
+    text = (
+        command[place].partition("=")[2]
+        if command[place].startswith(argument + "=")
+        else command[place]
+    )
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def rewritten(command: Sequence[str], argument: str, value: int) -> tuple[str, ...]:
-    """The command with the argument's last value replaced. Raises ValueError where it is not there."""
+    """The command with the argument's last value replaced. Raises ValueError where it is not
+    there."""
     place = _place(command, argument)
     if place is None:
         raise ValueError(f"{argument} is not in the command")
@@ -58,7 +64,8 @@ class BatchPolicy:
         self._last_good: int | None = None
 
     def larger(self, current: int, factor: float, why: str) -> BatchChange | None:
-        """The next batch, None where the number of relaunches is used up or the next one is known not to fit."""
+        """The next batch, None where the number of relaunches is used up or the next one is known
+        not to fit."""
         new = max(int(current * factor), current + 1)
         if self._too_large is not None:
             # Half-way to what did not fit, once there is such a thing; never as far.
@@ -70,11 +77,14 @@ class BatchPolicy:
         return BatchChange(current, new, f"{why} (relaunch {self._done} of {self._most})")
 
     def out_of_memory(self, current: int) -> BatchChange | None:
-        """It does not fit: never so large again. Back to the last batch that did, where this guard had raised it."""
+        """It does not fit: never so large again. Back to the last batch that did, where this guard
+        had raised it."""
         self._too_large = current if self._too_large is None else min(self._too_large, current)
         self._done = self._most
         if self._last_good is None or self._last_good >= current:
             return None
         return BatchChange(
-            current, self._last_good, f"batch {current} ran out of memory; no further increase in this run"
+            current,
+            self._last_good,
+            f"batch {current} ran out of memory; no further increase in this run",
         )

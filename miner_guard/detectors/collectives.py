@@ -16,10 +16,11 @@ class Late:
 
 
 def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
-    """The ranks whose last collective has a smaller number than the others', in the group where the gap is.
+    """The ranks whose last collective has a smaller number than the others', in the group where the
+    gap is.
 
-    `traces` holds, by rank, entries with `collective_seq_id`, `process_group` and `profiling_name`, oldest first.
-    None where all ranks are level, or fewer than two say anything.
+    `traces` holds, by rank, entries with `collective_seq_id`, `process_group` and `profiling_name`,
+    oldest first. None where all ranks are level, or fewer than two say anything.
     """
     last: dict[tuple[str, str], dict[int, tuple[int, str]]] = {}
     for rank, entries in traces.items():

@@ -1,11 +1,12 @@
 """Is a rank computing on the CPU though it should not? A verdict per rank, with its evidence.
 
-- certain: the model's compute device is the CPU, or the loss comes from the CPU and nobody saw the model on a GPU,
-  while hardly any GPU memory is allocated. (A loss on the CPU alone proves nothing: a miner may copy it there to
-  report it. Nor does a model on the CPU while the GPU's memory is full: it was moved since, or is offloaded.)
-- suspected: hardly any GPU memory is allocated, or NVML shows that no GPU is used, and steps are slow (source
-  004: < 1 GB and > 60 s); or no
-  GPU memory is known, steps have lastingly become several times as long, and no phase explains it.
+- certain: the model's compute device is the CPU, or the loss comes from the CPU and nobody saw
+  the model on a GPU, while hardly any GPU memory is allocated. (A loss on the CPU alone proves
+  nothing: a miner may copy it there to report it. Nor does a model on the CPU while the GPU's
+  memory is full: it was moved since, or is offloaded.)
+- suspected: hardly any GPU memory is allocated, or NVML shows that no GPU is used, and steps are
+  slow (source 004: < 1 GB and > 60 s); or no GPU memory is known, steps have lastingly become
+  several times as long, and no phase explains it.
 - cleared: was suspected or certain before, and the evidence is gone.
 
 Where the CPU was asked for (`[gpu] expect = 0`) there is nothing to find.
@@ -28,19 +29,23 @@ _LASTING = 5
 """Steps in a row that evidence must last, for and against."""
 
 _BASELINE = 5
-"""Steps that the later ones are compared with at the least; what is slower than twice their median is not taken in."""
+"""Steps that the later ones are compared with at the least; what is slower than twice their median
+is not taken in."""
 
 _FACTOR = 4.0
 _EACH_FACTOR = 2.0
-"""A CPU is 10-20 times slower than a GPU (source 004: 240 s for 15 s); a busy host makes one step in hundreds
-four times as long. The median of the lasting steps must be, and each of them twice: one quick step is no recovery."""
+"""A CPU is 10-20 times slower than a GPU (source 004: 240 s for 15 s); a busy host makes one step
+in hundreds four times as long. The median of the lasting steps must be, and each of them twice: one
+quick step is no recovery."""
 
 _MIN_EXCESS_S = 0.25
 _MIN_SLOWED_S = 5.0
-"""Steps of a fraction of a second are held up by anything: they must be slow for this long together."""
+"""Steps of a fraction of a second are held up by anything: they must be slow for this long
+together."""
 
 _KEPT = 64
-"""Slowed steps in a row that are remembered: as many of a fifth of a second make five seconds together."""
+"""Slowed steps in a row that are remembered: as many of a fifth of a second make five seconds
+together."""
 
 _EXPLAINING = 0.5
 """Share of the excess that a phase of waiting must hold to explain a slow step."""
@@ -107,7 +112,11 @@ class RankWatch:
             return
         excess = core - base.median
         waited = sum(seen.phases.get(name, 0.0) for name in _WAITING)
-        slowed = core > _EACH_FACTOR * base.median and excess > _MIN_EXCESS_S and waited < _EXPLAINING * excess
+        slowed = (
+            core > _EACH_FACTOR * base.median
+            and excess > _MIN_EXCESS_S
+            and waited < _EXPLAINING * excess
+        )
         self._slowed = [*self._slowed, core][-_KEPT:] if slowed else []
         if core <= _EACH_FACTOR * base.median:
             base.add(core)
@@ -119,7 +128,11 @@ class RankWatch:
             if before is None or before.verdict == CLEARED or len(self._recent) < _LASTING:
                 return None
             last = self._recent[-1]
-            memory = "memory unknown" if last.allocated_gb is None else f"{last.allocated_gb:.2f} GB allocated"
+            memory = (
+                "memory unknown"
+                if last.allocated_gb is None
+                else f"{last.allocated_gb:.2f} GB allocated"
+            )
             self.verdict = FallbackVerdict(CLEARED, (f"{memory}, step {last.seconds:.1f}s",))
             return self.verdict
         if before is not None and before.verdict == judged.verdict:
@@ -132,21 +145,32 @@ class RankWatch:
             return None
         last = self._recent[-1]
         low = last.allocated_gb is not None and last.allocated_gb < self._gpu.low_memory_gb
-        memory = [f"{last.allocated_gb:.2f} GB allocated on the GPU"] if last.allocated_gb is not None else []
+        memory = (
+            [f"{last.allocated_gb:.2f} GB allocated on the GPU"]
+            if last.allocated_gb is not None
+            else []
+        )
         certain = self._certain(last, low)
         if certain:
             return FallbackVerdict(CERTAIN, (*certain, *memory, f"step {last.seconds:.1f}s"))
-        slow = [s for s in self._recent if s.seconds - scheduled_seconds(s.phases) > self._steps.slow_s]
+        slow = [
+            s for s in self._recent if s.seconds - scheduled_seconds(s.phases) > self._steps.slow_s
+        ]
         idle = [self.unused] if self.unused is not None and not self._on_gpu(last) else []
         if (low or idle) and len(slow) >= 2:
             how_slow = f"step {last.seconds:.1f}s (slow above {self._steps.slow_s:g}s)"
             return FallbackVerdict(SUSPECTED, (*memory, *idle, how_slow))
         if self._lastingly_slowed() and not self._on_gpu(last):
             times = last.seconds / self._baseline.median
-            return FallbackVerdict(SUSPECTED, (
-                *(memory or ["no GPU memory is known"]), f"steps take {times:.1f} times as long as before "
-                f"({self._baseline.median:.2f}s to {last.seconds:.2f}s)", "no waiting phase explains it",
-            ))  # fmt: skip
+            return FallbackVerdict(
+                SUSPECTED,
+                (
+                    *(memory or ["no GPU memory is known"]),
+                    f"steps take {times:.1f} times as long as before "
+                    f"({self._baseline.median:.2f}s to {last.seconds:.2f}s)",
+                    "no waiting phase explains it",
+                ),
+            )
         return None
 
     def _lastingly_slowed(self) -> bool:
@@ -157,9 +181,17 @@ class RankWatch:
     def _certain(self, last: Observation, low: bool) -> list[str]:
         evidence = []
         expected = isinstance(self._gpu.expect, int) and self._gpu.expect > 0
-        if self.model_device == "cpu" and not self.offloaded and (low or (expected and last.allocated_gb is None)):
+        if (
+            self.model_device == "cpu"
+            and not self.offloaded
+            and (low or (expected and last.allocated_gb is None))
+        ):
             evidence.append("the model's compute device is cpu")
-        if last.loss_on_cpu and self.model_device in (None, "cpu") and (low or last.allocated_gb is None):
+        if (
+            last.loss_on_cpu
+            and self.model_device in (None, "cpu")
+            and (low or last.allocated_gb is None)
+        ):
             evidence.append("the loss is computed on the cpu")
         return evidence
 

@@ -1,4 +1,5 @@
-"""What the training's settings imply for a running miner: throughput and when the next upload and outer step come."""
+"""What the training's settings imply for a running miner: throughput and when the next upload and
+outer step come."""
 
 from __future__ import annotations
 
@@ -9,14 +10,21 @@ from typing import Any
 from miner_guard.config import GateSettings, MinerSettings
 
 _FROM_ENTRY = (
-    "batch_size", "effective_batch_size", "world_size", "accumulation_steps", "params", "upload_steps",
-    "inner_steps_per_outer", "tokens_per_step",
-)  # fmt: skip
+    "batch_size",
+    "effective_batch_size",
+    "world_size",
+    "accumulation_steps",
+    "params",
+    "upload_steps",
+    "inner_steps_per_outer",
+    "tokens_per_step",
+)
 
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Settings of the training as the configuration or, better, the hook knows them; None where nobody does."""
+    """Settings of the training as the configuration or, better, the hook knows them; None where
+    nobody does."""
 
     batch_size: int | None = None
     effective_batch_size: int | None = None
@@ -55,11 +63,13 @@ class TrainingFacts:
         count = tokens if tokens is not None else self.tokens_per_step
         return count / step_time_s if count is not None and step_time_s else None
 
-    def eta_upload_s(self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0) -> float | None:
+    def eta_upload_s(
+        self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0
+    ) -> float | None:
         """Seconds to the next inner step at which the miner uploads and the gate lets it.
 
-        Uploads come at multiples of `upload_steps` from the gate's minimum on. Where the cadence is not
-        known, only the way to the minimum is. `since_s` is the time since the last step ended.
+        Uploads come at multiples of `upload_steps` from the gate's minimum on. Where the cadence is
+        not known, only the way to the minimum is. `since_s` is the time since the last step ended.
         """
         if inner_step is None or not step_time_s:
             return None
@@ -69,7 +79,9 @@ class TrainingFacts:
             target = next_multiple(max(inner_step + 1, self.min_inner_step), self.upload_steps)
         return None if target is None else max(0.0, (target - inner_step) * step_time_s - since_s)
 
-    def eta_outer_s(self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0) -> float | None:
+    def eta_outer_s(
+        self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0
+    ) -> float | None:
         """Seconds to the next outer step."""
         if inner_step is None or not step_time_s or self.inner_steps_per_outer is None:
             return None

@@ -1,8 +1,9 @@
-"""Goodput: where the wall time of a run went, by category (after ml-goodput-measurement's categories).
+"""Goodput: where the wall time of a run went, by category (after ml-goodput-measurement's
+categories).
 
-Each second belongs to exactly one category. Inside a step the phases say which; between the launch and
-the first step it is `init` (`restart` from the second launch on); a time without steps that a hang was
-found in is `hang`.
+Each second belongs to exactly one category. Inside a step the phases say which; between the launch
+and the first step it is `init` (`restart` from the second launch on); a time without steps that a
+hang was found in is `hang`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 CATEGORIES = (
-    "training", "data", "upload", "allreduce", "load_state", "pause", "monitoring", "hang", "restart", "init",
-)  # fmt: skip
+    "training",
+    "data",
+    "upload",
+    "allreduce",
+    "load_state",
+    "pause",
+    "monitoring",
+    "hang",
+    "restart",
+    "init",
+)
 
 _PHASES = ("data", "upload", "allreduce", "load_state", "pause")
 _EVALUATION = ("inference", "val_loss", "example_loss")
@@ -29,7 +39,8 @@ class Goodput:
         self._finished = False
 
     def launched(self, now: float) -> None:
-        """The miner was started; what lies between the last step and now was lost to the restart."""
+        """The miner was started; what lies between the last step and now was lost to the
+        restart."""
         if self._accounted is None:
             self._accounted = now
         else:
@@ -37,7 +48,9 @@ class Goodput:
         self._launches += 1
         self._stepped = self._hung = self._finished = False
 
-    def step(self, start: float, end: float, phases: Mapping[str, float], nested_in_monitor_s: float) -> None:
+    def step(
+        self, start: float, end: float, phases: Mapping[str, float], nested_in_monitor_s: float
+    ) -> None:
         """One finished step."""
         if self._accounted is None:
             self._accounted = start
@@ -66,7 +79,8 @@ class Goodput:
             self._spend("hang" if self._hung else "restart", now)
 
     def shares(self, now: float, phase: str = "") -> dict[str, float]:
-        """Share of wall time by category up to `now`; `phase` is what the rank is in. Empty before the launch."""
+        """Share of wall time by category up to `now`; `phase` is what the rank is in. Empty before
+        the launch."""
         if self._accounted is None:
             return {}
         totals = dict(self.seconds)
@@ -91,8 +105,11 @@ class Goodput:
             self._accounted = until
 
 
-def split(length: float, phases: Mapping[str, float], nested_in_monitor_s: float) -> dict[str, float]:
-    """Seconds of a step by category; what no phase claims is training. Phases that overlap are scaled to fit."""
+def split(
+    length: float, phases: Mapping[str, float], nested_in_monitor_s: float
+) -> dict[str, float]:
+    """Seconds of a step by category; what no phase claims is training. Phases that overlap are
+    scaled to fit."""
     parts = {name: phases[name] for name in _PHASES if phases.get(name, 0.0) > 0}
     evaluation = sum(phases.get(name, 0.0) for name in _EVALUATION)
     monitoring = phases.get("monitor", 0.0) + max(0.0, evaluation - nested_in_monitor_s)

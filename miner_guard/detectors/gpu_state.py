@@ -1,12 +1,16 @@
-"""What a sample of NVML says about steps that are slow: clocks held down, little power drawn, or no use at all."""
+"""What a sample of NVML says about steps that are slow: clocks held down, little power drawn, or no
+use at all."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_ORDINARY = frozenset({"idle", "applications clocks", "display clocks", "sync boost", "SW power cap"})
-"""Reasons for a clock below its maximum that explain no slow step. A GPU under full load is often at its power cap."""
+_ORDINARY = frozenset(
+    {"idle", "applications clocks", "display clocks", "sync boost", "SW power cap"}
+)
+"""Reasons for a clock below its maximum that explain no slow step. A GPU under full load is often
+at its power cap."""
 
 _NO_USE = 0.05
 _GIB = 1024**3
@@ -27,19 +31,25 @@ def throttling(sample: Mapping[str, Any] | None) -> list[str]:
         for reason in row.get("throttle") or ():
             if reason not in _ORDINARY:
                 counts[reason] = counts.get(reason, 0) + 1
-    return [f"{reason} on {count} GPU{'s' if count > 1 else ''}" for reason, count in sorted(counts.items())]
+    return [
+        f"{reason} on {count} GPU{'s' if count > 1 else ''}"
+        for reason, count in sorted(counts.items())
+    ]
 
 
 def power_share(sample: Mapping[str, Any] | None) -> float | None:
     """Mean power over limit of all GPUs; None where neither is known."""
     shares = [
-        row["power_w"] / row["power_limit_w"] for row in rows(sample) if row.get("power_w") and row.get("power_limit_w")
+        row["power_w"] / row["power_limit_w"]
+        for row in rows(sample)
+        if row.get("power_w") and row.get("power_limit_w")
     ]
     return sum(shares) / len(shares) if shares else None
 
 
 def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None:
-    """Words for GPUs of which none works and none holds a model; None where any does, or it is not known."""
+    """Words for GPUs of which none works and none holds a model; None where any does, or it is not
+    known."""
     seen = rows(sample)
     busiest, fullest = 0.0, 0.0
     for row in seen:
@@ -49,4 +59,6 @@ def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None
         busiest, fullest = max(busiest, use), max(fullest, memory / _GIB)
     if not seen or busiest > _NO_USE or fullest >= low_memory_gb:
         return None
-    return f"NVML shows no use: {len(seen)} GPUs, at most {busiest:.0%} busy and {fullest:.2f} GB full"
+    return (
+        f"NVML shows no use: {len(seen)} GPUs, at most {busiest:.0%} busy and {fullest:.2f} GB full"
+    )

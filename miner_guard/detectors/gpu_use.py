@@ -1,6 +1,8 @@
-"""Source 002: is the GPU's memory used as it should be for a model of this size, and does that change over time.
+"""Source 002: is the GPU's memory used as it should be for a model of this size, and does that
+change over time.
 
-Pure. A reading is a share of the GPU's memory in per cent; the caller says when and at which step it was taken.
+Pure. A reading is a share of the GPU's memory in per cent; the caller says when and at which step
+it was taken.
 """
 
 from __future__ import annotations
@@ -42,20 +44,65 @@ _ANY = (SMALL, LARGE, UNKNOWN)
 
 
 def matrix(settings: GpuSettings) -> tuple[Row, ...]:
-    """The decision matrix with the settings' limits. The upper end of the optimal range belongs to it."""
+    """The decision matrix with the settings' limits. The upper end of the optimal range belongs to
+    it."""
     severe, optimal, near = settings.severe_pct, settings.optimal_pct, settings.near_limit_pct
     past_near = near + 1e-9
     middle, end = MIDDLE_PCT, float("inf")
     return (
-        Row(0.0, severe, _ANY, 2.0, "is LOW for {model}. Severe underutilization: increase the batch 2x", "warning"),
-        Row(severe, middle, (SMALL,), 1.0, "is acceptable for {model}. Proceeding without adjustment"),
-        Row(severe, middle, (LARGE,), 1.5, "is LOW for {model}. Should be {goal}: batch 1.5x is optional", "warning"),
-        Row(severe, middle, (UNKNOWN,), 1.0, "is acceptable for a small model, LOW for a large one; {model}"),
+        Row(
+            0.0,
+            severe,
+            _ANY,
+            2.0,
+            "is LOW for {model}. Severe underutilization: increase the batch 2x",
+            "warning",
+        ),
+        Row(
+            severe,
+            middle,
+            (SMALL,),
+            1.0,
+            "is acceptable for {model}. Proceeding without adjustment",
+        ),
+        Row(
+            severe,
+            middle,
+            (LARGE,),
+            1.5,
+            "is LOW for {model}. Should be {goal}: batch 1.5x is optional",
+            "warning",
+        ),
+        Row(
+            severe,
+            middle,
+            (UNKNOWN,),
+            1.0,
+            "is acceptable for a small model, LOW for a large one; {model}",
+        ),
         Row(middle, optimal, (SMALL,), 1.0, "is good for {model}. Proceeding"),
-        Row(middle, optimal, (LARGE,), 1.0, "is suboptimal for {model}, which should be at {goal}. Proceeding"),
-        Row(middle, optimal, (UNKNOWN,), 1.0, "is good for a small model, suboptimal for a large one; {model}"),
+        Row(
+            middle,
+            optimal,
+            (LARGE,),
+            1.0,
+            "is suboptimal for {model}, which should be at {goal}. Proceeding",
+        ),
+        Row(
+            middle,
+            optimal,
+            (UNKNOWN,),
+            1.0,
+            "is good for a small model, suboptimal for a large one; {model}",
+        ),
         Row(optimal, past_near, _ANY, 1.0, "is optimal for {model}. Proceeding"),
-        Row(past_near, end, _ANY, 1.0, "is near the limit for {model}. Proceeding; an out-of-memory is close"),
+        Row(
+            past_near,
+            end,
+            _ANY,
+            1.0,
+            "is near the limit for {model}. Proceeding; an out-of-memory is close",
+        ),
     )
 
 
@@ -82,7 +129,8 @@ class MemoryReading:
     used_gb: float
     total_gb: float
     source: str
-    """`hook` (torch's allocated bytes), `printed` (a line of the miner), `nvml` (everybody's bytes on that GPU)."""
+    """`hook` (torch's allocated bytes), `printed` (a line of the miner), `nvml` (everybody's bytes
+    on that GPU)."""
 
     @property
     def share_pct(self) -> float:
@@ -90,44 +138,71 @@ class MemoryReading:
 
 
 class GpuUse:
-    """The history of one launch: judged at each check, a sudden drop told from a gradual decline."""
+    """The history of one launch: judged at each check, a sudden drop told from a gradual
+    decline."""
 
     def __init__(self, settings: GpuSettings) -> None:
         self._settings = settings
         self._history: dict[str, deque[float]] = {}
 
     def check(
-        self, readings: Sequence[MemoryReading], size: str, name: str | None, step: int | None, seconds: float
+        self,
+        readings: Sequence[MemoryReading],
+        size: str,
+        name: str | None,
+        step: int | None,
+        seconds: float,
     ) -> Iterator[Finding]:
         """One check. `seconds` since the launch; without a reading that is a finding of its own."""
         if not readings:
             yield make_finding(
-                "gpu_usage", level="warning", used_gb=None, total_gb=None, share_pct=None, source=None, factor=None,
-                verdict=f"no reading {seconds:.0f} s after the launch: neither the hook, nor the miner's lines, "
+                "gpu_usage",
+                level="warning",
+                used_gb=None,
+                total_gb=None,
+                share_pct=None,
+                source=None,
+                factor=None,
+                verdict=f"no reading {seconds:.0f} s after the launch: neither the hook, nor the miner's "
+                "lines, "
                 "nor NVML gave one; call guard.diagnose or print GPU memory",
-            )  # fmt: skip
+            )
             return
         for reading in readings:
             yield from self._dropped(reading, step)
         # The least used GPU is the one that says something: with FSDP all should be alike.
         least = min(readings, key=lambda r: r.share_pct)
         row = decide(least.share_pct, size, self._settings)
-        words = row.verdict.format(model=described(size, name), goal=f"{self._settings.optimal_pct:.0f}%+")
+        words = row.verdict.format(
+            model=described(size, name), goal=f"{self._settings.optimal_pct:.0f}%+"
+        )
         trend = self.trend(least.gpu)
         verdict = f"GPU at {least.share_pct:.0f}% {words}." + (f" {trend}." if trend else "")
         yield make_finding(
-            "gpu_usage", level=row.level if row.level != "info" else None, used_gb=least.used_gb,
-            total_gb=least.total_gb, share_pct=least.share_pct, verdict=verdict, gpu=least.gpu, source=least.source,
-            factor=row.factor, model_size=size, step=step,
-        )  # fmt: skip
+            "gpu_usage",
+            level=row.level if row.level != "info" else None,
+            used_gb=least.used_gb,
+            total_gb=least.total_gb,
+            share_pct=least.share_pct,
+            verdict=verdict,
+            gpu=least.gpu,
+            source=least.source,
+            factor=row.factor,
+            model_size=size,
+            step=step,
+        )
 
     def _dropped(self, reading: MemoryReading, step: int | None) -> Iterator[Finding]:
         history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))
         if history and history[-1] - reading.share_pct >= self._settings.drop_pct:
             yield make_finding(
-                "gpu_drop", from_pct=history[-1], to_pct=reading.share_pct, step=step, gpu=reading.gpu,
+                "gpu_drop",
+                from_pct=history[-1],
+                to_pct=reading.share_pct,
+                step=step,
+                gpu=reading.gpu,
                 detail="a sudden drop: did the code free a model or change the batch size?",
-            )  # fmt: skip
+            )
             # What comes after the drop is a history of its own: its decline is not the drop again.
             history.clear()
         history.append(reading.share_pct)
@@ -141,8 +216,12 @@ class GpuUse:
         if high - low <= STABLE_POINTS:
             return f"Stable at {low:.0f}-{high:.0f}% over {len(history)} checks"
         if last < first - STABLE_POINTS:
-            # Optimizer states and caches settle: source 002 calls 76 % to 72 % over ten epochs normal.
-            return f"Gradual decline from {first:.0f}% to {last:.0f}% over {len(history)} checks, no concern by itself"
+            # Optimizer states and caches settle: source 002 calls 76 % to 72 % over ten epochs
+            # normal.
+            return (
+                f"Gradual decline from {first:.0f}% to {last:.0f}% over {len(history)} "
+                "checks, no concern by itself"
+            )
         if last > first + STABLE_POINTS:
             return f"Rising from {first:.0f}% to {last:.0f}% over {len(history)} checks"
         return f"Between {low:.0f}% and {high:.0f}% over {len(history)} checks"

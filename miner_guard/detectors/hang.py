@@ -1,9 +1,10 @@
-"""When no progress is a hang, and which rank holds the others up. Pure: times are handed in, monotonic seconds.
+"""When no progress is a hang, and which rank holds the others up. Pure: times are handed in,
+monotonic seconds.
 
-A step is progress, nothing else is: a data phase that is entered again and again is not. The limit is
-max(`min_s`, `factor` x the longest recent step), as NVRx calculates its timeouts; phases that declare a longer
-allowance (AllReduce, upload, load, evaluation, checkpoint) have that one instead, and while one rank is within such
-an allowance the others may wait for it.
+A step is progress, nothing else is: a data phase that is entered again and again is not. The limit
+is max(`min_s`, `factor` x the longest recent step), as NVRx calculates its timeouts; phases that
+declare a longer allowance (AllReduce, upload, load, evaluation, checkpoint) have that one instead,
+and while one rank is within such an allowance the others may wait for it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ from miner_guard.flight_recorder.records import Now
 
 _RECENT_STEPS = 64
 _UNOBSERVED_S = 15.0
-"""Between two looks, about a second apart, so much time passed: this process or machine was suspended."""
+"""Between two looks, about a second apart, so much time passed: this process or machine was
+suspended."""
 
 _SAME_TIME_S = 0.01
 
 _COLLECTIVE = ("collective", "allreduce")
-_ORDER = {"data": 0, "": 0, "forward": 1, "backward": 2, "optimizer": 3, **dict.fromkeys(_COLLECTIVE, 9)}
-"""How far a rank is within its step; a phase not named here (upload, validation) comes before the collectives."""
+_ORDER = {
+    "data": 0,
+    "": 0,
+    "forward": 1,
+    "backward": 2,
+    "optimizer": 3,
+    **dict.fromkeys(_COLLECTIVE, 9),
+}
+"""How far a rank is within its step; a phase not named here (upload, validation) comes before the
+collectives."""
 
 _OTHER_PHASE = 4
 _ENDED = ("closed", "finished")
@@ -65,11 +75,13 @@ class HangDetector:
         self._reset(now)
         self._looked_at = None
 
-    def stepped(self, end: float, seconds: float, phases: Mapping[str, float] | None = None) -> None:
+    def stepped(
+        self, end: float, seconds: float, phases: Mapping[str, float] | None = None
+    ) -> None:
         """A rank finished a step of `seconds`, of which `phases` took theirs.
 
-        A phase with an allowance of its own says nothing of how long a step takes: with an AllReduce of ten minutes
-        in it, a hang in the steps after would be noticed in fifty.
+        A phase with an allowance of its own says nothing of how long a step takes: with an
+        AllReduce of ten minutes in it, a hang in the steps after would be noticed in fifty.
         """
         allowed = sum(spent for name, spent in (phases or {}).items() if name in self._allowances)
         self._durations.append(max(0.0, seconds - allowed))
@@ -79,7 +91,8 @@ class HangDetector:
         self._said = False
 
     def printed(self, now: float) -> None:
-        """A miner that is known by its lines alone wrote some: before its first step that is all its progress."""
+        """A miner that is known by its lines alone wrote some: before its first step that is all
+        its progress."""
         if not self._stepped:
             self._progress = max(self._progress, now)
 
@@ -110,7 +123,9 @@ class HangDetector:
         if all(rank.state in _ENDED for rank in ranks.values()):
             return self._after_the_end(now, ranks)
         busy = {
-            number for number, rank in ranks.items() if self._within_allowance(now, number, rank) and number not in gone
+            number
+            for number, rank in ranks.items()
+            if self._within_allowance(now, number, rank) and number not in gone
         }
         if busy:
             self._busy_until_now = busy
@@ -121,15 +136,29 @@ class HangDetector:
             return None
         self._said = True
         culprits = name_culprits(ranks, gone)
-        return Hang(culprits, describe(now, ranks, culprits, gone), self.idle_s(now), self._limit_in_force(ranks))
+        return Hang(
+            culprits,
+            describe(now, ranks, culprits, gone),
+            self.idle_s(now),
+            self._limit_in_force(ranks),
+        )
 
     def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float) -> Hang:
-        """Ranks that waited for the others' answer waited longer than allowed: uploads are blocked from then on."""
+        """Ranks that waited for the others' answer waited longer than allowed: uploads are blocked
+        from then on."""
         waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
-        culprits = tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective") if waiting else ()
-        words = describe(now, ranks, culprits) if waiting else "a rank did not ask when the others did"
+        culprits = (
+            tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
+            if waiting
+            else ()
+        )
+        words = (
+            describe(now, ranks, culprits) if waiting else "a rank did not ask when the others did"
+        )
         detail = f"{words}; no upload can be agreed on in this launch any more"
-        return Hang(culprits, detail, now - min(waiting, default=now - allowed_s), allowed_s, lasting=True)
+        return Hang(
+            culprits, detail, now - min(waiting, default=now - allowed_s), allowed_s, lasting=True
+        )
 
     def _forgive_suspension(self, now: float) -> None:
         if self._looked_at is not None and now - self._looked_at > _UNOBSERVED_S:
@@ -151,7 +180,8 @@ class HangDetector:
         return self._in_granted_phase(number, rank) and now <= self._granted[number]
 
     def _in_granted_phase(self, number: int, rank: Now) -> bool:
-        """Whether it is in its last long phase, or in one nested there: that is shown with what is left of its time."""
+        """Whether it is in its last long phase, or in one nested there: that is shown with what is
+        left of its time."""
         allowance, until = self._allowance_s(rank), self._granted.get(number)
         if allowance is None or until is None:
             return False
@@ -161,10 +191,17 @@ class HangDetector:
         return self._allowances.get(rank.phase) if rank.allowance_s is None else rank.allowance_s
 
     def _end_of_long_phase(self, now: float, ranks: Mapping[int, Now]) -> None:
-        """After a long phase that ended well the usual limit counts from its end; one that did not end is over."""
-        ended = [n for n in self._busy_until_now if n not in ranks or not self._in_granted_phase(n, ranks[n])]
+        """After a long phase that ended well the usual limit counts from its end; one that did not
+        end is over."""
+        ended = [
+            n
+            for n in self._busy_until_now
+            if n not in ranks or not self._in_granted_phase(n, ranks[n])
+        ]
         if ended:
-            self._progress = max([self._progress, *(ranks[n].heartbeat for n in ended if n in ranks)])
+            self._progress = max(
+                [self._progress, *(ranks[n].heartbeat for n in ended if n in ranks)]
+            )
         self._busy_until_now = set()
 
     def _limit_in_force(self, ranks: Mapping[int, Now]) -> float:
@@ -173,7 +210,8 @@ class HangDetector:
 
 
 def name_culprits(ranks: Mapping[int, Now], gone: Collection[int] = ()) -> tuple[int, ...]:
-    """The ranks that hold the others up: those that are gone, else behind in steps, else earliest within the step.
+    """The ranks that hold the others up: those that are gone, else behind in steps, else earliest
+    within the step.
 
     Empty where all are at the same place, or where only one rank is known.
     """
@@ -192,13 +230,16 @@ def _place(rank: Now) -> int:
     return -1 if rank.state in _ENDED else _ORDER.get(rank.phase, _OTHER_PHASE)
 
 
-def describe(now: float, ranks: Mapping[int, Now], culprits: Collection[int], gone: Collection[int] = ()) -> str:
+def describe(
+    now: float, ranks: Mapping[int, Now], culprits: Collection[int], gone: Collection[int] = ()
+) -> str:
     """`rank 2 in data for 912s, ranks 0,1,3 waiting in allreduce`."""
     words = [
-        f"rank {number} is gone" if number in gone
+        f"rank {number} is gone"
+        if number in gone
         else f"rank {number} {_where(ranks[number])} for {now - ranks[number].phase_since:.0f}s"
         for number in sorted(culprits)
-    ]  # fmt: skip
+    ]
     if not culprits:
         words.append("no rank stands out")
     waiting: dict[str, list[int]] = {}

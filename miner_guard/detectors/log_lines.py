@@ -1,7 +1,8 @@
-"""Steps and pushes out of log lines, for a miner that can't be hooked. Pure: arrival times are handed in.
+"""Steps and pushes out of log lines, for a miner that can't be hooked. Pure: arrival times are
+handed in.
 
-A line says that a step has ended (or, with micro-batches, how far it is); how long it took is what the line
-says itself, else the time since the line before, shared by the steps between them.
+A line says that a step has ended (or, with micro-batches, how far it is); how long it took is what
+the line says itself, else the time since the line before, shared by the steps between them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass, replace
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _EVALUATION = re.compile(r"\b(?:eval\w*|val|valid\w*|test)[\s:|\])-]*$", re.IGNORECASE)
-"""What stands before a step's line where its loss is not the training's (torchtitan's `validate step: 10  loss: …`)."""
+"""What stands before a step's line where its loss is not the training's (torchtitan's `validate
+step: 10  loss: …`)."""
 
 _MAX_LINE_LENGTH = 2000
 _REMEMBERED = 16
@@ -22,7 +24,8 @@ _REMEMBERED = 16
 
 @dataclass(frozen=True)
 class Patterns:
-    """Compiled patterns, in the order in which they are tried. The groups are explained in attach/patterns.toml."""
+    """Compiled patterns, in the order in which they are tried. The groups are explained in
+    attach/patterns.toml."""
 
     step: tuple[re.Pattern[str], ...]
     push: tuple[re.Pattern[str], ...] = ()
@@ -32,7 +35,10 @@ class Patterns:
     @classmethod
     def of(cls, *tables: Mapping[str, Iterable[str]]) -> Patterns:
         """From tables of texts, the first one's first. Raises re.error for what is no pattern."""
-        kinds = {kind: tuple(re.compile(p) for t in tables for p in t.get(kind, ())) for kind in cls.__match_args__}
+        kinds = {
+            kind: tuple(re.compile(p) for t in tables for p in t.get(kind, ()))
+            for kind in cls.__match_args__
+        }
         return cls(**kinds)
 
 

@@ -1,8 +1,9 @@
-"""GPU memory over the steps: a leak that only grows, a sudden drop. Fed with *allocated* bytes at one fixed point.
+"""GPU memory over the steps: a leak that only grows, a sudden drop. Fed with *allocated* bytes at
+one fixed point.
 
-Reserved memory grows legitimately. One legitimate allocation of a GiB fools regressions and bands, so
-the leak rule looks at the minima of 8 blocks of 50 steps: at least 6 of the 7 steps from block to block
-rise, by more than 0.5 % in all and more than an absolute floor.
+Reserved memory grows legitimately. One legitimate allocation of a GiB fools regressions and bands,
+so the leak rule looks at the minima of 8 blocks of 50 steps: at least 6 of the 7 steps from block
+to block rise, by more than 0.5 % in all and more than an absolute floor.
 """
 
 from __future__ import annotations
@@ -56,11 +57,16 @@ class MemoryWatch:
         cause, fixes = advice.for_leak()
         per_step = growth / (_BLOCK_STEPS * (_BLOCKS - 1))
         return Anomaly(
-            "memory_leak", step, "warning",
-            f"allocated memory grew from {minima[0]:.2f} to {minima[-1]:.2f} GB over {_BLOCKS * _BLOCK_STEPS} steps, "
+            "memory_leak",
+            step,
+            "warning",
+            f"allocated memory grew from {minima[0]:.2f} to {minima[-1]:.2f} GB over "
+            f"{_BLOCKS * _BLOCK_STEPS} steps, "
             f"{1024 * per_step:.1f} MB a step, {rising} of {_BLOCKS - 1} blocks rising",
-            fixes, cause, {"from_gb": minima[0], "to_gb": minima[-1], "gb_per_step": per_step},
-        )  # fmt: skip
+            fixes,
+            cause,
+            {"from_gb": minima[0], "to_gb": minima[-1], "gb_per_step": per_step},
+        )
 
     def _drop(self, step: int, value: float) -> Anomaly | None:
         window = self._recent
@@ -77,8 +83,13 @@ class MemoryWatch:
             return None
         cause, fixes = advice.for_drop()
         return Anomaly(
-            "memory_drop", step, "warning",
-            f"allocated memory fell from {usual:.2f} to {value:.2f} GB ({value / usual:.0%}) and stayed for "
+            "memory_drop",
+            step,
+            "warning",
+            f"allocated memory fell from {usual:.2f} to {value:.2f} GB ({value / usual:.0%}) and "
+            "stayed for "
             f"{_DROP_STEPS} steps",
-            fixes, cause, {"from_gb": usual, "to_gb": value},
-        )  # fmt: skip
+            fixes,
+            cause,
+            {"from_gb": usual, "to_gb": value},
+        )

@@ -1,7 +1,8 @@
-"""Why are steps slow though the model is on the GPU? The explanations of source 004, problem 2, told apart.
+"""Why are steps slow though the model is on the GPU? The explanations of source 004, problem 2,
+told apart.
 
-In this order: throttled clocks, starved by data, waiting in collectives, accumulation too high for the
-step time (with the arithmetic). None where nothing measured speaks for any of them.
+In this order: throttled clocks, starved by data, waiting in collectives, accumulation too high for
+the step time (with the arithmetic). None where nothing measured speaks for any of them.
 """
 
 from __future__ import annotations
@@ -25,29 +26,42 @@ class Explanation:
 
 
 def explain(
-    step_time_s: float, phases: Mapping[str, float], facts: TrainingFacts, settings: StepSettings,
-    throttle_reasons: Sequence[str] = (), gpu_power_share: float | None = None,
-) -> Explanation | None:  # fmt: skip
-    """The likeliest cause of steps of `step_time_s`; `phases` are median seconds, `gpu_power_share` of the limit."""
+    step_time_s: float,
+    phases: Mapping[str, float],
+    facts: TrainingFacts,
+    settings: StepSettings,
+    throttle_reasons: Sequence[str] = (),
+    gpu_power_share: float | None = None,
+) -> Explanation | None:
+    """The likeliest cause of steps of `step_time_s`; `phases` are median seconds, `gpu_power_share`
+    of the limit."""
     if throttle_reasons:
-        return Explanation("GPU throttled", f"{', '.join(throttle_reasons)}; step {step_time_s:.1f}s")
+        return Explanation(
+            "GPU throttled", f"{', '.join(throttle_reasons)}; step {step_time_s:.1f}s"
+        )
     data = phases.get("data", 0.0)
     if data > _DOMINATES * step_time_s:
-        power = "" if gpu_power_share is None else f", GPU at {gpu_power_share:.0%} of its power limit"
+        power = (
+            "" if gpu_power_share is None else f", GPU at {gpu_power_share:.0%} of its power limit"
+        )
         return Explanation(
-            "starved by data", f"data {data:.1f}s of a {step_time_s:.1f}s step ({data / step_time_s:.0%}){power}"
+            "starved by data",
+            f"data {data:.1f}s of a {step_time_s:.1f}s step ({data / step_time_s:.0%}){power}",
         )
     waiting = phases.get("collective", 0.0)
     if waiting > _DOMINATES * step_time_s:
         return Explanation(
             "waiting in collectives",
-            f"collectives {waiting:.1f}s of a {step_time_s:.1f}s step ({waiting / step_time_s:.0%}): "
+            f"collectives {waiting:.1f}s of a {step_time_s:.1f}s step "
+            f"({waiting / step_time_s:.0%}): "
             "another rank or the network is slow",
         )
     return _accumulation(step_time_s, facts, settings)
 
 
-def _accumulation(step_time_s: float, facts: TrainingFacts, settings: StepSettings) -> Explanation | None:
+def _accumulation(
+    step_time_s: float, facts: TrainingFacts, settings: StepSettings
+) -> Explanation | None:
     steps = facts.accumulation_steps
     if steps is None or steps < 2 or step_time_s <= settings.acceptable_s:
         return None

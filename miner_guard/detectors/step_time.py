@@ -1,10 +1,11 @@
-"""Inner-step timing: which steps are slow, absolutely and against the recent past, and how good a run is.
+"""Inner-step timing: which steps are slow, absolutely and against the recent past, and how good a
+run is.
 
-Absolute rule and grades: source 004's tables. Relative rule: median and MAD of the last 128 steps of
-the same kind, beyond median + max(5 · 1.4826 · MAD, 0.5 · median) (simulated: no false alarm at 3 %
-noise, 1.2 % of steps at 15 %, every 1.6-fold step found; median + 3 · MAD without the floor fires on
-10 % of healthy steps). A rolling median adopts a lasting slowdown, so the best historical median is
-compared with the median of the last 32 as well.
+Absolute rule and grades: source 004's tables. Relative rule: median and MAD of the last 128 steps
+of the same kind, beyond median + max(5 · 1.4826 · MAD, 0.5 · median) (simulated: no false alarm at
+3 % noise, 1.2 % of steps at 15 %, every 1.6-fold step found; median + 3 · MAD without the floor
+fires on 10 % of healthy steps). A rolling median adopts a lasting slowdown, so the best historical
+median is compared with the median of the last 32 as well.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Regression:
 
 
 def grade(seconds: float, settings: StepSettings) -> str:
-    """Source 004's table: good 10-20 s, acceptable 20-40 s, bad beyond 60 s; what lies between is `poor`."""
+    """Source 004's table: good 10-20 s, acceptable 20-40 s, bad beyond 60 s; what lies between is
+    `poor`."""
     if seconds <= settings.good_s:
         return "good"
     if seconds <= settings.acceptable_s:
@@ -76,7 +78,8 @@ def grade(seconds: float, settings: StepSettings) -> str:
 
 
 class StepTimes:
-    """Streaming judge of step durations of one rank. Memory: one window per kind of step, at most 64 kinds."""
+    """Streaming judge of step durations of one rank. Memory: one window per kind of step, at most
+    64 kinds."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -85,13 +88,15 @@ class StepTimes:
         self._streak: dict[str, int] = {}
         self._seen = 0
 
-    def observe(self, seconds: float, kind: str = TRAINING, scheduled_s: float = 0.0) -> SlowStep | None:
+    def observe(
+        self, seconds: float, kind: str = TRAINING, scheduled_s: float = 0.0
+    ) -> SlowStep | None:
         """Judge one finished step. The first `warmup` steps of a launch are only judged absolutely.
 
-        Until enough steps have followed them, they are what a step is compared with: a slowdown right after
-        the warm-up would else be taken for the run's own speed.
-        `scheduled_s` is the part of `seconds` that was not training: an upload of ten minutes inside a
-        step does not make it slow by the absolute rule.
+        Until enough steps have followed them, they are what a step is compared with: a slowdown
+        right after the warm-up would else be taken for the run's own speed. `scheduled_s` is the
+        part of `seconds` that was not training: an upload of ten minutes inside a step does not
+        make it slow by the absolute rule.
         """
         self._seen += 1
         window = self._windows.get(kind)
@@ -104,12 +109,15 @@ class StepTimes:
             self._early[kind].add(seconds)
             return self._absolute(seconds, scheduled_s, kind)
         known = window if len(window) >= _MIN_COUNT else self._early[kind]
-        relative = self._relative(seconds, kind, known) or self._beside_evaluation(seconds, kind, scheduled_s, known)
+        relative = self._relative(seconds, kind, known) or self._beside_evaluation(
+            seconds, kind, scheduled_s, known
+        )
         self._admit(seconds, kind, window, outlier=relative is not None)
         return self._absolute(seconds, scheduled_s, kind) or relative
 
     def training_window(self) -> SortedWindow | None:
-        """Durations of the recent training steps after the warm-up; of the warm-up where there is no other."""
+        """Durations of the recent training steps after the warm-up; of the warm-up where there is
+        no other."""
         if self._seen <= self._settings.warmup:
             return None
         window, early = self._windows.get(TRAINING), self._early.get(TRAINING)
@@ -120,21 +128,32 @@ class StepTimes:
             return None
         limit = window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio)
         limit = max(limit, window.median + self._settings.min_excess_s)
-        return SlowStep(seconds, limit, "relative", window.median, kind) if seconds > limit else None
+        return (
+            SlowStep(seconds, limit, "relative", window.median, kind) if seconds > limit else None
+        )
 
-    def _beside_evaluation(self, seconds: float, kind: str, scheduled_s: float, own: SortedWindow) -> SlowStep | None:
-        """An evaluation step without enough of its like: the rest of it is an ordinary training step."""
+    def _beside_evaluation(
+        self, seconds: float, kind: str, scheduled_s: float, own: SortedWindow
+    ) -> SlowStep | None:
+        """An evaluation step without enough of its like: the rest of it is an ordinary training
+        step."""
         training = self.training_window()
         if len(own) >= _MIN_COUNT or training is None or not set(kind.split("+")) <= _EVALUATION:
             return None
         slow = self._relative(seconds - scheduled_s, kind, training)
-        return None if slow is None else replace(slow, seconds=seconds, limit_s=slow.limit_s + scheduled_s)
+        return (
+            None
+            if slow is None
+            else replace(slow, seconds=seconds, limit_s=slow.limit_s + scheduled_s)
+        )
 
     def _absolute(self, seconds: float, scheduled_s: float, kind: str) -> SlowStep | None:
         if seconds - scheduled_s <= self._settings.slow_s:
             return None
         window = self._windows.get(kind)
-        return SlowStep(seconds, self._settings.slow_s, "absolute", window.median if window else None, kind)
+        return SlowStep(
+            seconds, self._settings.slow_s, "absolute", window.median if window else None, kind
+        )
 
     def _admit(self, seconds: float, kind: str, window: SortedWindow, *, outlier: bool) -> None:
         streak = self._streak.get(kind, 0) + 1 if outlier else 0
@@ -156,7 +175,8 @@ class TokenRate:
 
 
 class TokenNormalizer:
-    """Tells a step that is slow from one that has more to do: longer sequences, a larger batch after a warm-up."""
+    """Tells a step that is slow from one that has more to do: longer sequences, a larger batch
+    after a warm-up."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -169,14 +189,19 @@ class TokenNormalizer:
             return None
         self._first = self._first or tokens
         each, window = seconds / tokens, self._per_token
-        limit = window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio) if window else 0.0
+        limit = (
+            window.robust_limit(self._settings.mad_factor, self._settings.min_excess_ratio)
+            if window
+            else 0.0
+        )
         explains = len(window) >= _MIN_COUNT and each <= limit
         window.add(each)
         return TokenRate(min(seconds, each * self._first), explains)
 
 
 class RegressionWatch:
-    """Says once when the median of the last 32 training steps has lastingly fallen behind the best one."""
+    """Says once when the median of the last 32 training steps has lastingly fallen behind the best
+    one."""
 
     def __init__(self, ratio: float, min_excess_s: float = 0.0) -> None:
         self._ratio = ratio

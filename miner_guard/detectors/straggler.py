@@ -1,11 +1,12 @@
-"""Which rank do the others wait for? Never by total step time: collectives give every rank the same one.
+"""Which rank do the others wait for? Never by total step time: collectives give every rank the same
+one.
 
-The culprit is the rank with the least visible waiting. Score = (the others' median wait − its own) / step;
-0.10 warns, 0.20 is critical, over a window of 20 steps, two windows in a row. Waiting that is timed by
-itself (phase `collective`) is the better witness. Where the miner's collectives hide in forward and
-backward (FSDP gathers there), those count as waiting too: a rank that is late elsewhere passes through
-them fastest. Then a phase of its own must explain the lateness, else the fastest rank of a miner that
-waits outside any phase would be named.
+The culprit is the rank with the least visible waiting. Score = (the others' median wait − its own)
+/ step; 0.10 warns, 0.20 is critical, over a window of 20 steps, two windows in a row. Waiting that
+is timed by itself (phase `collective`) is the better witness. Where the miner's collectives hide in
+forward and backward (FSDP gathers there), those count as waiting too: a rank that is late elsewhere
+passes through them fastest. Then a phase of its own must explain the lateness, else the fastest
+rank of a miner that waits outside any phase would be named.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ class Straggler:
     def detail(self) -> str:
         """The evidence in words."""
         text = (
-            f"waits {self.wait_s:.2f}s in collectives while the others wait {self.others_wait_s:.2f}s, "
+            f"waits {self.wait_s:.2f}s in collectives while the others wait "
+            f"{self.others_wait_s:.2f}s, "
             f"{self.score:.0%} of a {self.step_s:.2f}s step, over {self.steps} steps"
         )
         if self.phase is not None:
-            text += f"; slow in {self.phase}: {self.phase_s:.2f}s, others {self.others_phase_s:.2f}s"
+            text += (
+                f"; slow in {self.phase}: {self.phase_s:.2f}s, others {self.others_phase_s:.2f}s"
+            )
         return text
 
 
@@ -59,7 +63,8 @@ class _Window:
 
 
 class StragglerWatch:
-    """Streaming judge over all ranks. Memory: one window, and 256 steps that not all ranks have reached."""
+    """Streaming judge over all ranks. Memory: one window, and 256 steps that not all ranks have
+    reached."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -75,7 +80,8 @@ class StragglerWatch:
     ) -> Iterator[Straggler | tuple[int, int]]:
         """Take one rank's step; `ranks` is how many there are.
 
-        Yields a Straggler once per window that names one, and (rank, steps) when a named one is cleared.
+        Yields a Straggler once per window that names one, and (rank, steps) when a named one is
+        cleared.
         """
         if ranks < 2:
             return
@@ -101,7 +107,9 @@ class StragglerWatch:
         found = judge(window.seconds, window.phases, self._settings)
         suspect = found.rank if found is not None else None
         self._in_row = (
-            self._in_row + 1 if suspect is not None and suspect == self._suspect else int(suspect is not None)
+            self._in_row + 1
+            if suspect is not None and suspect == self._suspect
+            else int(suspect is not None)
         )
         self._suspect = suspect
         if self.named is not None:
@@ -117,7 +125,9 @@ class StragglerWatch:
 
 
 def judge(
-    seconds: Mapping[int, Sequence[float]], phases: Mapping[int, Sequence[Mapping[str, float]]], settings: StepSettings
+    seconds: Mapping[int, Sequence[float]],
+    phases: Mapping[int, Sequence[Mapping[str, float]]],
+    settings: StepSettings,
 ) -> Straggler | None:
     """The straggler of one window, or None: the best of the two ways to see waiting."""
     step = statistics.median(value for values in seconds.values() for value in values)
@@ -138,8 +148,16 @@ def judge(
             continue
         if best is None or score > best.score:
             best = Straggler(
-                culprit, score, waits[culprit], others, step, phase, own, theirs, len(seconds[culprit])
-            )  # fmt: skip
+                culprit,
+                score,
+                waits[culprit],
+                others,
+                step,
+                phase,
+                own,
+                theirs,
+                len(seconds[culprit]),
+            )
     return best
 
 
@@ -151,7 +169,10 @@ def _slow_phase(
     for name in _OWN:
         if name in exclude:
             continue
-        medians = {rank: statistics.median(row.get(name, 0.0) for row in rows) for rank, rows in phases.items()}
+        medians = {
+            rank: statistics.median(row.get(name, 0.0) for row in rows)
+            for rank, rows in phases.items()
+        }
         own = medians.pop(culprit)
         theirs = statistics.median(medians.values())
         if own > 0 and theirs / own < 0.75 and own - theirs > worst[1] - worst[2]:

@@ -1,7 +1,7 @@
 """Source 001's timing: the fast log, the breakdown of an evaluation step, and its red flags.
 
-Phase `monitor` encloses the monitoring callback. Overhead is monitor time less the phases nested in it:
-what the callback spends on display and status.
+Phase `monitor` encloses the monitoring callback. Overhead is monitor time less the phases nested in
+it: what the callback spends on display and status.
 """
 
 from __future__ import annotations
@@ -46,14 +46,17 @@ class RedFlag:
 
 
 class TimingLog:
-    """Decides which step gets which line: the first one in each stretch of `every` steps that has something to say."""
+    """Decides which step gets which line: the first one in each stretch of `every` steps that has
+    something to say."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
         self._fast_stretch = 0
         self._breakdown_stretch = 0
 
-    def observe(self, step: int, phases: Mapping[str, float], nested_in_monitor_s: float) -> FastLog | Breakdown | None:
+    def observe(
+        self, step: int, phases: Mapping[str, float], nested_in_monitor_s: float
+    ) -> FastLog | Breakdown | None:
         """The timing line that `step` (counted over the run) is due, or None."""
         monitor = phases.get("monitor", 0.0)
         if any(phases.get(name, 0.0) > 0 for name in EVALUATION):
@@ -67,11 +70,14 @@ class TimingLog:
         if monitor <= 0 or stretch == self._fast_stretch:
             return None
         self._fast_stretch = stretch
-        return FastLog(monitor, phases.get("example_loss", 0.0), max(0.0, monitor - nested_in_monitor_s))
+        return FastLog(
+            monitor, phases.get("example_loss", 0.0), max(0.0, monitor - nested_in_monitor_s)
+        )
 
 
 def breakdown(phases: Mapping[str, float], nested_in_monitor_s: float) -> Breakdown:
-    """The parts of an evaluation step. Without a `monitor` phase the total is the sum of what is known."""
+    """The parts of an evaluation step. Without a `monitor` phase the total is the sum of what is
+    known."""
     parts = [phases.get(name, 0.0) for name in ("inference", "val_loss", "example_loss")]
     monitor = phases.get("monitor", 0.0)
     if monitor <= 0:
@@ -86,16 +92,33 @@ def red_flags(seen: FastLog | Breakdown, settings: StepSettings) -> Iterator[Red
     if isinstance(seen, FastLog):
         if seen.total_s > settings.fast_log_max_s:
             yield RedFlag(
-                "fast log", f"{seen.total_s:.3f}s", f"{settings.fast_log_max_s:g}s",
+                "fast log",
+                f"{seen.total_s:.3f}s",
+                f"{settings.fast_log_max_s:g}s",
                 "something slow runs when it should not",
-            )  # fmt: skip
+            )
         return
     if seen.total_s < settings.red_flag_min_s:
         return
     for which, seconds, limit, meaning in (
-        ("overhead", seen.overhead_s, settings.overhead_max_pct, "inefficient status updates or display"),
-        ("inference", seen.inference_s, settings.inference_max_pct, "generation may be hanging: check its timeout"),
-        ("validation", seen.val_loss_s, settings.val_loss_max_pct, "validation set too large or inefficient"),
+        (
+            "overhead",
+            seen.overhead_s,
+            settings.overhead_max_pct,
+            "inefficient status updates or display",
+        ),
+        (
+            "inference",
+            seen.inference_s,
+            settings.inference_max_pct,
+            "generation may be hanging: check its timeout",
+        ),
+        (
+            "validation",
+            seen.val_loss_s,
+            settings.val_loss_max_pct,
+            "validation set too large or inefficient",
+        ),
     ):
         share = 100 * (seconds or 0.0) / seen.total_s
         if share > limit:

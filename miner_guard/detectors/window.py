@@ -1,4 +1,5 @@
-"""A sliding window that is kept sorted: median, MAD and quantiles of the recent past in bounded memory."""
+"""A sliding window that is kept sorted: median, MAD and quantiles of the recent past in bounded
+memory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ MAD_TO_SIGMA = 1.4826
 
 
 class SortedWindow:
-    """The last `size` finite values. Adding costs O(size) moves of memory, reading the median O(1)."""
+    """The last `size` finite values. Adding costs O(size) moves of memory, reading the median
+    O(1)."""
 
     __slots__ = ("_order", "_sorted", "size")
 
@@ -44,7 +46,8 @@ class SortedWindow:
         return self.quantile(0.5)
 
     def quantile(self, share: float) -> float:
-        """Linear interpolation between the two nearest values (numpy's default). Raises IndexError where empty."""
+        """Linear interpolation between the two nearest values (numpy's default). Raises IndexError
+        where empty."""
         place = share * (len(self._sorted) - 1)
         low = int(place)
         value = self._sorted[low]
@@ -53,11 +56,13 @@ class SortedWindow:
         return value
 
     def mad(self) -> float:
-        """Median absolute deviation from the median, without the factor. Raises IndexError where empty."""
+        """Median absolute deviation from the median, without the factor. Raises IndexError where
+        empty."""
         values = self._sorted
         middle = self.median
         count = len(values)
-        # The values left and right of the median are two sorted lists of distances: merge them half-way.
+        # The values left and right of the median are two sorted lists of distances: merge them
+        # half-way.
         right = bisect_left(values, middle)
         left = right - 1
         distance = earlier = 0.0
@@ -72,6 +77,7 @@ class SortedWindow:
         return distance if count % 2 else (earlier + distance) / 2
 
     def robust_limit(self, factor: float, min_excess_ratio: float) -> float:
-        """median + max(factor · 1.4826 · MAD, min_excess_ratio · |median|). Raises IndexError where empty."""
+        """median + max(factor · 1.4826 · MAD, min_excess_ratio · |median|). Raises IndexError where
+        empty."""
         middle = self.median
         return middle + max(factor * MAD_TO_SIGMA * self.mad(), min_excess_ratio * abs(middle))

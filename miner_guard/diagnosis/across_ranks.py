@@ -1,7 +1,9 @@
-"""What the ranks' reports say together. Pure; standard library only, since a rank without a supervisor uses it too.
+"""What the ranks' reports say together. Pure; standard library only, since a rank without a
+supervisor uses it too.
 
-A report is a mapping as `miner_guard.rank.introspection.diagnose` makes it; a silent rank's has `rank` and `error`.
-Findings follow source 004: its block, its red flags, then what one rank alone can't see.
+A report is a mapping as `miner_guard.rank.introspection.diagnose` makes it; a silent rank's has
+`rank` and `error`. Findings follow source 004: its block, its red flags, then what one rank alone
+can't see.
 """
 
 from __future__ import annotations
@@ -20,22 +22,32 @@ LOW_MEMORY_BYTES = 1024**3
 """Source 004: less allocated than 1 GB, and the model may be on the CPU."""
 
 SHARD_RATIO = 1.5
-"""Largest local shard / median; FSDP's rounding to rows stays well below for a model of any size."""
+"""Largest local shard / median; FSDP's rounding to rows stays well below for a model of any
+size."""
 
 SHARD_FLOOR_BYTES = 64 * 1024**2
 """Smaller differences are rounding: FSDP2 shards by whole rows."""
 
 OTHERS_BYTES = 3 * 1024**3
-"""Memory on a GPU beyond what its ranks reserved. A context with NCCL's buffers takes 0.5 to 2 GiB per rank."""
+"""Memory on a GPU beyond what its ranks reserved. A context with NCCL's buffers takes 0.5 to 2 GiB
+per rank."""
 
 
 def findings(
     reports: Sequence[Report], expect: int | None, low_memory_bytes: float = LOW_MEMORY_BYTES
 ) -> list[Finding]:
-    """Everything to say about a gathered diagnosis, the block first. `expect` is None where nobody says."""
+    """Everything to say about a gathered diagnosis, the block first. `expect` is None where nobody
+    says."""
     answered = [r for r in reports if not r.get("error")]
     wanted = expectation_of(answered, expect)
-    said = [make_finding("gpu_diagnostics", ranks=[dict(r) for r in reports], expected=wanted.count, by=wanted.origin)]
+    said = [
+        make_finding(
+            "gpu_diagnostics",
+            ranks=[dict(r) for r in reports],
+            expected=wanted.count,
+            by=wanted.origin,
+        )
+    ]
     if wanted.wanted:
         said += _red_flags(answered, low_memory_bytes)
     said += (f for check in _CHECKS for f in check(reports if check is _silent else answered))
@@ -43,7 +55,8 @@ def findings(
 
 
 def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectation:
-    """Without a word from outside: GPUs that torch sees, or a loaded driver that torch can't use."""
+    """Without a word from outside: GPUs that torch sees, or a loaded driver that torch can't
+    use."""
     present = max((int(r.get("gpu_count") or 0) for r in answered), default=0)
     if not present and any(r.get("driver_version") for r in answered):
         present = 1
@@ -59,12 +72,18 @@ def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[
         allocated = r.get("allocated_bytes")
         # A small model that is seen to be on its GPU is no red flag, whatever it takes.
         on_gpu = str(r.get("model_device", "")).startswith("cuda")
-        if allocated is not None and allocated < low_memory_bytes and not on_gpu and not r.get("offload"):
+        if (
+            allocated is not None
+            and allocated < low_memory_bytes
+            and not on_gpu
+            and not r.get("offload")
+        ):
             yield make_finding("low_gpu_memory", rank=r["rank"], gpu_mem_gb=allocated / 1024**3)
 
 
 def _on_cpu(r: Report) -> bool:
-    """The model is on the CPU and no offload policy put it there. Offload computes on the GPU: its mesh is cuda."""
+    """The model is on the CPU and no offload policy put it there. Offload computes on the GPU: its
+    mesh is cuda."""
     legitimate = r.get("offload") and r.get("mesh_device") != "cpu"
     return str(r.get("model_device")) == "cpu" and not legitimate
 
@@ -73,21 +92,33 @@ def _silent(reports: Sequence[Report]) -> Iterator[Finding]:
     for r in reports:
         if r.get("error"):
             yield _say(
-                "silent_rank", "error", f"rank {r['rank']}: {r['error']}", "every rank answers",
-                "look at that rank's output and stack; diagnosis went on without it", rank=r["rank"],
-            )  # fmt: skip
+                "silent_rank",
+                "error",
+                f"rank {r['rank']}: {r['error']}",
+                "every rank answers",
+                "look at that rank's output and stack; diagnosis went on without it",
+                rank=r["rank"],
+            )
 
 
 def _mixed_devices(answered: Sequence[Report]) -> Iterator[Finding]:
-    kinds = {r["rank"]: str(r["model_device"]).partition(":")[0] for r in answered if r.get("model_device")}
+    kinds = {
+        r["rank"]: str(r["model_device"]).partition(":")[0]
+        for r in answered
+        if r.get("model_device")
+    }
     if len(set(kinds.values()) - {"meta"}) > 1:
         seen = "; ".join(
-            f"{kind}: {_list(k for k, v in kinds.items() if v == kind)}" for kind in sorted(set(kinds.values()))
+            f"{kind}: {_list(k for k, v in kinds.items() if v == kind)}"
+            for kind in sorted(set(kinds.values()))
         )
         yield _say(
-            "mixed_devices", "critical", f"the model is on different kinds of device: ranks on {seen}",
-            "one kind on all ranks", "the ranks on the CPU hold all others up: check CUDA there",
-        )  # fmt: skip
+            "mixed_devices",
+            "critical",
+            f"the model is on different kinds of device: ranks on {seen}",
+            "one kind on all ranks",
+            "the ranks on the CPU hold all others up: check CUDA there",
+        )
 
 
 def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
@@ -95,27 +126,40 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
         shards = r.get("shards") or {}
         if r.get("meta_params"):
             yield _say(
-                "meta_parameters", "critical",
+                "meta_parameters",
+                "critical",
                 f"rank {r['rank']}: {r['meta_params']:,} parameters are on the meta device",
-                0, "they hold no values: call to_empty() and load the weights before training", rank=r["rank"],
-            )  # fmt: skip
+                0,
+                "they hold no values: call to_empty() and load the weights before training",
+                rank=r["rank"],
+            )
         on_cpu = shards.get("cpu", (0, 0))
         on_gpu = [d for d in shards if d.startswith("cuda")]
         gpu_mesh = r.get("mesh_device") == "cuda"
         if on_cpu[0] and (on_gpu or gpu_mesh) and not r.get("offload"):
-            # Without a mesh it is the program that moves what it computes between the two: an embedding, a teacher.
+            # Without a mesh it is the program that moves what it computes between the two: an
+            # embedding, a teacher.
             yield _say(
-                "shard_on_cpu", "critical" if gpu_mesh else "warning",
-                f"rank {r['rank']}: {on_cpu[0]:,} parameters ({on_cpu[1] / 1024**3:.2f} GB) are on the CPU"
+                "shard_on_cpu",
+                "critical" if gpu_mesh else "warning",
+                (
+                    f"rank {r['rank']}: {on_cpu[0]:,} parameters ({on_cpu[1] / 1024**3:.2f} "
+                    "GB) are on the CPU"
+                )
                 + (f", the rest on {', '.join(on_gpu)}" if on_gpu else " under a cuda mesh"),
                 "all on the GPU, or a CPUOffloadPolicy",
-                "move the module before fully_shard, or set the policy on purpose", rank=r["rank"],
-            )  # fmt: skip
+                "move the module before fully_shard, or set the policy on purpose",
+                rank=r["rank"],
+            )
         if len(on_gpu) > 1:
             yield _say(
-                "shard_on_two_gpus", "warning", f"rank {r['rank']} has parameters on {', '.join(on_gpu)}",
-                "one GPU per rank", "call torch.cuda.set_device(LOCAL_RANK) before the model is made", rank=r["rank"],
-            )  # fmt: skip
+                "shard_on_two_gpus",
+                "warning",
+                f"rank {r['rank']} has parameters on {', '.join(on_gpu)}",
+                "one GPU per rank",
+                "call torch.cuda.set_device(LOCAL_RANK) before the model is made",
+                rank=r["rank"],
+            )
 
 
 def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
@@ -123,14 +167,21 @@ def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
         if r.get("uuid"):
             return _machine(r), r["uuid"]
         device = str(r.get("model_device"))
-        return (_machine(r), device) if device.startswith("cuda:") and not r.get("visible_devices") else None
+        return (
+            (_machine(r), device)
+            if device.startswith("cuda:") and not r.get("visible_devices")
+            else None
+        )
 
     for key, ranks in _grouped(answered, gpu).items():
         if len(ranks) > 1:
             yield _say(
-                "shared_gpu", "critical", f"ranks {_list(ranks)} are on one GPU ({key[1]})", "one rank per GPU",
+                "shared_gpu",
+                "critical",
+                f"ranks {_list(ranks)} are on one GPU ({key[1]})",
+                "one rank per GPU",
                 "call torch.cuda.set_device(LOCAL_RANK) before init_process_group",
-            )  # fmt: skip
+            )
 
 
 def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
@@ -144,20 +195,33 @@ def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
         count = counts.pop()
         if count and count < len(ranks):
             yield _say(
-                "fewer_gpus_than_ranks", "critical", f"{count} GPUs for {len(ranks)} ranks on {host}", len(ranks),
+                "fewer_gpus_than_ranks",
+                "critical",
+                f"{count} GPUs for {len(ranks)} ranks on {host}",
+                len(ranks),
                 "lower --nproc_per_node, or see why GPUs are missing",
-            )  # fmt: skip
-        elif count and count > len(ranks) and any(str(r.get("model_device")).startswith("cuda") for r in here):
+            )
+        elif (
+            count
+            and count > len(ranks)
+            and any(str(r.get("model_device")).startswith("cuda") for r in here)
+        ):
             yield _say(
-                "more_gpus_than_ranks", "warning",
-                f"{count} GPUs for {len(ranks)} ranks on {host}: {count - len(ranks)} idle", len(ranks),
+                "more_gpus_than_ranks",
+                "warning",
+                f"{count} GPUs for {len(ranks)} ranks on {host}: {count - len(ranks)} idle",
+                len(ranks),
                 "raise --nproc_per_node",
-            )  # fmt: skip
+            )
 
 
 def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
-    # The commonest stands first, and of two that are about as common that is another one on each shard.
-    answered = [{**r, "dtype": r.get("dtype") and ", ".join(sorted(str(r["dtype"]).split(", ")))} for r in answered]
+    # The commonest stands first, and of two that are about as common that is another one on each
+    # shard.
+    answered = [
+        {**r, "dtype": r.get("dtype") and ", ".join(sorted(str(r["dtype"]).split(", ")))}
+        for r in answered
+    ]
     for key, what, level in (
         ("device_name", "GPU models", "warning"),
         ("driver_version", "drivers", "warning"),
@@ -173,14 +237,21 @@ def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
         if len(groups) > 1:
             seen = "; ".join(f"{value}: ranks {_list(ranks)}" for value, ranks in groups.items())
             yield _say(
-                f"different_{key}", level, f"{what} differ: {seen}", "the same on all ranks", f"make the {what} equal"
+                f"different_{key}",
+                level,
+                f"{what} differ: {seen}",
+                "the same on all ranks",
+                f"make the {what} equal",
             )
 
 
 def _shard_sizes(answered: Sequence[Report]) -> Iterator[Finding]:
     sizes = {r["rank"]: r["shard_bytes"] for r in answered if r.get("shard_bytes") is not None}
-    # Under a mesh the count of parameters is the whole model's: ranks with another one hold another pipeline stage.
-    for ranks in _grouped(answered, lambda r: (r.get("params") if r.get("mesh_device") else None,)).values():
+    # Under a mesh the count of parameters is the whole model's: ranks with another one hold another
+    # pipeline stage.
+    for ranks in _grouped(
+        answered, lambda r: (r.get("params") if r.get("mesh_device") else None,)
+    ).values():
         yield from _sizes_apart({rank: sizes[rank] for rank in ranks if rank in sizes})
 
 
@@ -190,10 +261,16 @@ def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Finding]:
         apart = abs(size - middle) > SHARD_FLOOR_BYTES
         if apart and (size > SHARD_RATIO * middle or size * SHARD_RATIO < middle):
             yield _say(
-                "shard_sizes", "warning",
-                f"rank {rank} holds {size / 1024**3:.2f} GB, the ranks' median is {middle / 1024**3:.2f} GB",
-                f"within a factor {SHARD_RATIO}", "is the model sharded on this rank as on the others?", rank=rank,
-            )  # fmt: skip
+                "shard_sizes",
+                "warning",
+                (
+                    f"rank {rank} holds {size / 1024**3:.2f} GB, the ranks' median is "
+                    f"{middle / 1024**3:.2f} GB"
+                ),
+                f"within a factor {SHARD_RATIO}",
+                "is the model sharded on this rank as on the others?",
+                rank=rank,
+            )
 
 
 def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
@@ -207,9 +284,12 @@ def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
     for key, total in used.items():
         if (others := total - reserved[key]) > OTHERS_BYTES:
             yield _say(
-                "memory_of_others", "warning", f"{others / 1024**3:.1f} GB of {key[1]} belong to none of its ranks",
-                f"{OTHERS_BYTES / 1024**3:.0f} GB", "an orphan of an earlier run, or another tenant? see nvidia-smi",
-            )  # fmt: skip
+                "memory_of_others",
+                "warning",
+                f"{others / 1024**3:.1f} GB of {key[1]} belong to none of its ranks",
+                f"{OTHERS_BYTES / 1024**3:.0f} GB",
+                "an orphan of an earlier run, or another tenant? see nvidia-smi",
+            )
 
 
 def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
@@ -218,21 +298,33 @@ def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
         index = device.partition(":")[2]
         # With one visible GPU per rank every rank is right to use cuda:0.
         told = r.get("local_rank") is not None
-        if told and device.startswith("cuda:") and (r.get("gpu_count") or 0) > 1 and int(index) != r["local_rank"]:
+        if (
+            told
+            and device.startswith("cuda:")
+            and (r.get("gpu_count") or 0) > 1
+            and int(index) != r["local_rank"]
+        ):
             yield _say(
-                "local_rank", "warning",
+                "local_rank",
+                "warning",
                 f"rank {r['rank']} has LOCAL_RANK {r.get('local_rank')} and its model on {device}",
-                f"cuda:{r.get('local_rank')}", "call torch.cuda.set_device(LOCAL_RANK) first of all", rank=r["rank"],
-            )  # fmt: skip
+                f"cuda:{r.get('local_rank')}",
+                "call torch.cuda.set_device(LOCAL_RANK) first of all",
+                rank=r["rank"],
+            )
 
 
 def _unread(answered: Sequence[Report]) -> Iterator[Finding]:
     for r in answered:
         for what, reason in (r.get("unread") or {}).items():
             yield _say(
-                f"unread_{what}", "warning", f"rank {r['rank']}: {what} could not be read: {reason}", None,
-                "the values under it are unknown", rank=r["rank"],
-            )  # fmt: skip
+                f"unread_{what}",
+                "warning",
+                f"rank {r['rank']}: {what} could not be read: {reason}",
+                None,
+                "the values under it are unknown",
+                rank=r["rank"],
+            )
 
 
 _CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Finding]], ...] = (
@@ -241,9 +333,17 @@ _CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Finding]], ...] = (
 )  # fmt: skip
 
 
-def _say(check: str, level: str, seen: str, limit: Any, next_step: str, *, rank: int | None = None) -> Finding:
+def _say(
+    check: str, level: str, seen: str, limit: Any, next_step: str, *, rank: int | None = None
+) -> Finding:
     return make_finding(
-        "rank_finding", rank=rank, level=level, check=check, seen=seen, limit=limit, next_step=next_step
+        "rank_finding",
+        rank=rank,
+        level=level,
+        check=check,
+        seen=seen,
+        limit=limit,
+        next_step=next_step,
     )
 
 

@@ -41,14 +41,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was gathered. A section that is None was not read; `unread` says why, or it was not asked for."""
+    """What was gathered. A section that is None was not read; `unread` says why, or it was not
+    asked for."""
 
     config: Config
     expectation: Expectation
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     compute: Mapping[str, Any] = field(default_factory=dict)
-    """The profile's minimum: `min_gpus`, `min_gpu_memory_gb`, `min_vcpus`, `min_memory_gb`, `min_disk_gb`."""
+    """The profile's minimum: `min_gpus`, `min_gpu_memory_gb`, `min_vcpus`, `min_memory_gb`,
+    `min_disk_gb`."""
 
     nvml: Mapping[str, Any] | None = None
     """A sample as `miner_guard.health.nvml` describes it."""
@@ -66,7 +68,8 @@ class Snapshot:
     repo: Mapping[str, Any] | None = None
     deep: Mapping[str, Any] | None = None
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Extras that the settings ask for and that the guard's own interpreter lacks: name to missing packages."""
+    """Extras that the settings ask for and that the guard's own interpreter lacks: name to missing
+    packages."""
 
     keys_file: str | None = None
     """Why the file of `[repo] credentials` can't be used."""

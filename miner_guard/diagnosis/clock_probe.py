@@ -15,7 +15,8 @@ from uploads.repos.credentials import find, first
 
 
 def skew_s(url: str, timeout_s: float) -> float:
-    """Server's Date minus this host's time in seconds: positive where this host is behind. One second coarse.
+    """Server's Date minus this host's time in seconds: positive where this host is behind. One
+    second coarse.
 
     Any answer has the header, a refusal too. Raises OSError or ValueError.
     """
@@ -34,7 +35,8 @@ def skew_s(url: str, timeout_s: float) -> float:
 
 
 def url_of(settings: RepoSettings) -> str:
-    """The storage's address, as the repo itself chooses it. Raises RepoError where the keys' file can't be read."""
+    """The storage's address, as the repo itself chooses it. Raises RepoError where the keys' file
+    can't be read."""
     if settings.endpoint:
         return settings.endpoint
     if settings.kind == "hf":

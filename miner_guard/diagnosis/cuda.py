@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from miner_guard.diagnosis.check import Check, Snapshot
 
-_INSTALL = "install a torch build with CUDA into the miner's environment (https://pytorch.org/get-started)"
+_INSTALL = (
+    "install a torch build with CUDA into the miner's environment (https://pytorch.org/get-started)"
+)
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
@@ -17,7 +19,13 @@ def checks(s: Snapshot) -> Iterator[Check]:
             return
         level = "critical" if s.expectation.wanted else "unknown"
         seen = f"torch in the miner's interpreter: {s.unread['torch']}"
-        yield Check("cuda.torch", level, seen, "it answers", "run the miner's python -c 'import torch' by hand")
+        yield Check(
+            "cuda.torch",
+            level,
+            seen,
+            "it answers",
+            "run the miner's python -c 'import torch' by hand",
+        )
         return
     yield _available(s)
     if s.torch["cuda_available"]:
@@ -28,7 +36,11 @@ def _available(s: Snapshot) -> Check:
     assert s.torch is not None
     version, build = s.torch["torch_version"], s.torch["cuda_version"]
     if s.torch["cuda_available"]:
-        return Check("cuda.available", "ok", f"CUDA is available: torch {version}, {s.torch['gpu_count']} devices")
+        return Check(
+            "cuda.available",
+            "ok",
+            f"CUDA is available: torch {version}, {s.torch['gpu_count']} devices",
+        )
     if not build:
         seen, step = f"CUDA is not available: torch {version} is built without CUDA", _INSTALL
     else:
@@ -37,9 +49,18 @@ def _available(s: Snapshot) -> Check:
         step = "fix the driver rows above; else compare the driver's CUDA version with torch's"
     if s.expectation.wanted:
         return Check(
-            "cuda.available", "critical", seen, f"CUDA, for {s.expectation.count} GPUs", step, may_mend=bool(build)
+            "cuda.available",
+            "critical",
+            seen,
+            f"CUDA, for {s.expectation.count} GPUs",
+            step,
+            may_mend=bool(build),
         )
-    return Check("cuda.available", "ok", f"{seen}; the CPU is asked for" if s.expectation.count == 0 else seen)
+    return Check(
+        "cuda.available",
+        "ok",
+        f"{seen}; the CPU is asked for" if s.expectation.count == 0 else seen,
+    )
 
 
 def _devices(s: Snapshot) -> Iterator[Check]:
@@ -47,12 +68,23 @@ def _devices(s: Snapshot) -> Iterator[Check]:
     wanted, count = s.expectation.count or 0, s.torch["gpu_count"]
     if count < wanted:
         step = "NVML sees more than CUDA: check CUDA_VISIBLE_DEVICES, MIG and compute mode"
-        yield Check("cuda.count", "critical", f"torch sees {count} GPUs", str(wanted), step, may_mend=True)
+        yield Check(
+            "cuda.count", "critical", f"torch sees {count} GPUs", str(wanted), step, may_mend=True
+        )
     for index, result in sorted(s.cuda.items()):
         if error := result.get("error"):
             step = "this GPU can't be used: look at the GPU's rows and dmesg"
             yield Check(
-                "cuda.use", "critical", f"cuda:{index}: {error}", "allocation and matmul work", step, may_mend=True
+                "cuda.use",
+                "critical",
+                f"cuda:{index}: {error}",
+                "allocation and matmul work",
+                step,
+                may_mend=True,
             )
         else:
-            yield Check("cuda.use", "ok", f"cuda:{index}: allocation and matmul work, {result['seconds']:.1f} s")
+            yield Check(
+                "cuda.use",
+                "ok",
+                f"cuda:{index}: allocation and matmul work, {result['seconds']:.1f} s",
+            )

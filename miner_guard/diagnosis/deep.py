@@ -15,7 +15,8 @@ SIBLING_SHARE = 0.9
 """A GPU 10 % under its siblings is the straggler (superbench)."""
 
 DATASHEET_SHARE = 0.6
-"""A healthy A100 reaches 271 of 312 TFLOP/s, an H100 about 700 of 989; below this something holds it back."""
+"""A healthy A100 reaches 271 of 312 TFLOP/s, an H100 about 700 of 989; below this something holds
+it back."""
 
 
 @functools.cache
@@ -24,7 +25,8 @@ def _datasheet() -> tuple[Mapping[str, Any], ...]:
 
 
 _OTHERS = ("MIG", "Laptop", "Max-Q")
-"""In the name of a slice of a GPU, or of a card that shares but the name with the one on the data sheet."""
+"""In the name of a slice of a GPU, or of a card that shares but the name with the one on the data
+sheet."""
 
 
 def datasheet_of(name: str | None) -> Mapping[str, Any]:
@@ -38,7 +40,9 @@ def checks(s: Snapshot) -> Iterator[Check]:
     """Nothing unless it was asked for."""
     if s.deep is None:
         if "deep" in s.unread:
-            yield Check("deep", "unknown", s.unread["deep"], None, "run miner-guard doctor --deep again")
+            yield Check(
+                "deep", "unknown", s.unread["deep"], None, "run miner-guard doctor --deep again"
+            )
         return
     yield from _matmul(s.deep.get("matmul") or {})
     yield from _all_reduce(s.deep.get("all_reduce"), s)
@@ -63,10 +67,14 @@ def _matmul(results: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
         low = sheet is not None and rate < DATASHEET_SHARE * sheet
         of = f", {rate / sheet:.0%} of the data sheet's {sheet:.0f}" if sheet else ""
         yield Check(
-            "deep.matmul", "warn" if slow or low else "ok", f"cuda:{index}: {rate:.0f} TFLOP/s bf16{of}",
+            "deep.matmul",
+            "warn" if slow or low else "ok",
+            f"cuda:{index}: {rate:.0f} TFLOP/s bf16{of}",
             f"at least {SIBLING_SHARE:.0%} of the siblings' {middle:.0f}",
-            "it sets the pace of all ranks: check its clocks, heat and power limit" if slow or low else None,
-        )  # fmt: skip
+            "it sets the pace of all ranks: check its clocks, heat and power limit"
+            if slow or low
+            else None,
+        )
 
 
 def _all_reduce(result: Mapping[str, Any] | None, s: Snapshot) -> Iterator[Check]:
@@ -78,7 +86,11 @@ def _all_reduce(result: Mapping[str, Any] | None, s: Snapshot) -> Iterator[Check
         return
     rate = result["bus_gb_s"]
     names = {row.get("name") for row in s.gpu_rows}
-    least = min((datasheet_of(n).get("bus_gb_s", 0) for n in names), default=0) if result["backend"] == "nccl" else 0
+    least = (
+        min((datasheet_of(n).get("bus_gb_s", 0) for n in names), default=0)
+        if result["backend"] == "nccl"
+        else 0
+    )
     low = rate < least
     size = f"{result['bytes'] / 1024**2:.0f} MB"
     seen = f"{result['backend']}, {result['ranks']} ranks, {size}: bus bandwidth {rate:.1f} GB/s"

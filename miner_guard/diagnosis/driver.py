@@ -6,11 +6,19 @@ from collections.abc import Iterator
 
 from miner_guard.diagnosis.check import Check, Snapshot
 
-_REVOKED = "in a container, `systemctl daemon-reload` on the host revokes its GPUs: restart the container"
+_REVOKED = (
+    "in a container, `systemctl daemon-reload` on the host revokes its GPUs: restart the container"
+)
 
 ERRORS = {
-    9: ("the NVIDIA driver is not loaded", "load it (modprobe nvidia) or reboot; in a container, start it with --gpus"),
-    12: ("libnvidia-ml.so.1 is not there", "install the NVIDIA driver; in a container, start it with --gpus all"),
+    9: (
+        "the NVIDIA driver is not loaded",
+        "load it (modprobe nvidia) or reboot; in a container, start it with --gpus",
+    ),
+    12: (
+        "libnvidia-ml.so.1 is not there",
+        "install the NVIDIA driver; in a container, start it with --gpus all",
+    ),
     18: (
         "driver and library versions differ: the driver was updated while loaded",
         "reboot the node, or reload the driver",
@@ -24,7 +32,13 @@ ERRORS = {
 def checks(s: Snapshot) -> Iterator[Check]:
     """NVML's state and the versions."""
     if s.nvml is None:
-        yield Check("driver.nvml", "unknown", s.unread.get("nvml", "not read"), None, "run miner-guard doctor again")
+        yield Check(
+            "driver.nvml",
+            "unknown",
+            s.unread.get("nvml", "not read"),
+            None,
+            "run miner-guard doctor again",
+        )
         return
     yield _nvml(s)
     yield from _versions(s)
@@ -41,11 +55,20 @@ def _nvml(s: Snapshot) -> Check:
     if state == "hangs":
         step = "the driver hangs: look at dmesg for NVRM and Xid; often only a reboot helps"
         return Check(
-            "driver.nvml", "critical", f"NVML hangs: {reason}", "an answer within the deadline", step, may_mend=True
+            "driver.nvml",
+            "critical",
+            f"NVML hangs: {reason}",
+            "an answer within the deadline",
+            step,
+            may_mend=True,
         )
-    words, step = ERRORS.get(s.nvml.get("code") or 0, (str(reason), "run nvidia-smi and read its message"))
+    words, step = ERRORS.get(
+        s.nvml.get("code") or 0, (str(reason), "run nvidia-smi and read its message")
+    )
     level = "critical" if state != "unreadable" else "unknown"
-    return Check("driver.nvml", level, f"{words} (NVML: {reason})", "NVML initialises", step, may_mend=True)
+    return Check(
+        "driver.nvml", level, f"{words} (NVML: {reason})", "NVML initialises", step, may_mend=True
+    )
 
 
 def _versions(s: Snapshot) -> Iterator[Check]:
@@ -53,14 +76,16 @@ def _versions(s: Snapshot) -> Iterator[Check]:
     driver = (s.nvml or {}).get("cuda_driver")
     if not build or not driver:
         return
-    # CUDA's minor version compatibility: a driver of the same major version runs newer minor builds.
+    # CUDA's minor version compatibility: a driver of the same major version runs newer minor
+    # builds.
     older = _major(driver) < _major(build)
     yield Check(
-        "driver.cuda_version", "critical" if older else "ok",
+        "driver.cuda_version",
+        "critical" if older else "ok",
         f"torch is built for CUDA {build}, the driver knows {driver}",
         "the driver's major version at least torch's",
         "update the driver, or install a torch build for CUDA " + driver if older else None,
-    )  # fmt: skip
+    )
 
 
 def _major(version: str) -> int:

@@ -1,4 +1,5 @@
-"""The miner's environment: leftovers of debugging, packages that shadow, secrets where everybody can read them."""
+"""The miner's environment: leftovers of debugging, packages that shadow, secrets where everybody
+can read them."""
 
 from __future__ import annotations
 
@@ -33,39 +34,56 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
         value = env.get(row["name"], "")
         if value and ("values" not in row or value.lower() in row["values"]):
             seen = f"{row['name']}={value}: {row['why']}"
-            yield Check("env.leftover", "warn", seen, "unset", f"unset {row['name']} unless you mean it")
+            yield Check(
+                "env.leftover", "warn", seen, "unset", f"unset {row['name']} unless you mean it"
+            )
 
 
 def _packages(s: Snapshot) -> Iterator[Check]:
     if s.packages is None:
         why = f"the miner's interpreter: {s.unread.get('packages', 'not asked')}"
-        yield Check("env.packages", "unknown", why, None, "check that the interpreter of the command starts")
+        yield Check(
+            "env.packages", "unknown", why, None, "check that the interpreter of the command starts"
+        )
         return
     p = s.packages
     yield Check("env.python", "ok", f"the miner runs Python {p['python']} ({p['executable']})")
     if p["pynvml_shim"]:
         yield Check(
-            "env.pynvml", "warn",
-            f"the deprecated package pynvml {p['pynvml_shim']} is installed: it warns at each import",
-            "nvidia-ml-py alone", "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py",
-        )  # fmt: skip
+            "env.pynvml",
+            "warn",
+            (
+                f"the deprecated package pynvml {p['pynvml_shim']} is installed: it warns "
+                "at each import"
+            ),
+            "nvidia-ml-py alone",
+            "pip uninstall pynvml && pip install --force-reinstall nvidia-ml-py",
+        )
     if not p["miner_guard"]:
         hooked = s.config.miner.attach is not None
         yield Check(
-            "env.miner_guard", "warn" if hooked else "unknown", "the miner's interpreter can't import miner_guard",
-            "importable", "install miner-guard into the miner's environment, or use --attach log",
-        )  # fmt: skip
+            "env.miner_guard",
+            "warn" if hooked else "unknown",
+            "the miner's interpreter can't import miner_guard",
+            "importable",
+            "install miner-guard into the miner's environment, or use --attach log",
+        )
     elif p["validators"] is None:
         yield Check(
-            "env.validators", "critical", "miner_guard is there but its package `validators` is not", "the guard's own",
+            "env.validators",
+            "critical",
+            "miner_guard is there but its package `validators` is not",
+            "the guard's own",
             "reinstall miner-guard in the miner's environment",
-        )  # fmt: skip
+        )
     elif not p["validators_ours"]:
         yield Check(
-            "env.validators", "critical",
+            "env.validators",
+            "critical",
             f"`validators` is another package here ({p['validators']}): it shadows the guard's",
-            "the guard's own", "pip uninstall validators in the miner's environment, then reinstall miner-guard",
-        )  # fmt: skip
+            "the guard's own",
+            "pip uninstall validators in the miner's environment, then reinstall miner-guard",
+        )
 
 
 def _extras(s: Snapshot) -> Iterator[Check]:
@@ -79,7 +97,11 @@ def _extras(s: Snapshot) -> Iterator[Check]:
 
 def _command(s: Snapshot) -> Iterator[Check]:
     redactor = Redactor.from_environment(s.env)
-    exposed = [a.partition("=")[0] if a.startswith("--") else "an argument" for a in s.command if redactor.text(a) != a]
+    exposed = [
+        a.partition("=")[0] if a.startswith("--") else "an argument"
+        for a in s.command
+        if redactor.text(a) != a
+    ]
     # `--secret VALUE`: two arguments that only together look like one.
     pairs = [
         a
@@ -88,9 +110,15 @@ def _command(s: Snapshot) -> Iterator[Check]:
     ]
     if named := sorted({*exposed, *pairs}):
         yield Check(
-            "env.secret_on_command_line", "warn", f"a secret on the command line: {', '.join(named)}", "none",
-            "pass it through the environment or a file: every user of this host can read a command line",
-        )  # fmt: skip
+            "env.secret_on_command_line",
+            "warn",
+            f"a secret on the command line: {', '.join(named)}",
+            "none",
+            (
+                "pass it through the environment or a file: every user of this host can "
+                "read a command line"
+            ),
+        )
 
 
 def _upstream(s: Snapshot) -> Iterator[Check]:
@@ -98,12 +126,19 @@ def _upstream(s: Snapshot) -> Iterator[Check]:
     if "sn38" not in (s.config.miner.attach, s.config.miner.profile):
         return
     yield Check(
-        "env.worker_keys", "warn", "subnet 38's upload worker gets the bucket's write keys on its command line", "none",
-        "every user of this host can read them while it runs: give the miner a host or container of its own, or mount "
+        "env.worker_keys",
+        "warn",
+        "subnet 38's upload worker gets the bucket's write keys on its command line",
+        "none",
+        "every user of this host can read them while it runs: give the miner a host or "
+        "container of its own, or mount "
         "/proc with hidepid=2",
-    )  # fmt: skip
+    )
     if verbose := [a for a in s.command if a in ("--logging.debug", "--logging.trace")]:
         yield Check(
-            "env.debug_log", "warn", f"{verbose[0]}: subnet 38's debug log prints its read credentials", "off",
+            "env.debug_log",
+            "warn",
+            f"{verbose[0]}: subnet 38's debug log prints its read credentials",
+            "off",
             "start the miner without it, and delete the log files that have it",
-        )  # fmt: skip
+        )

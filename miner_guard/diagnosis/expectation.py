@@ -21,8 +21,11 @@ class Expectation:
         return bool(self.count)
 
 
-def expected(setting: int | None, last_run: int | None, profile: int | None, present: int | None) -> Expectation:
-    """The first that is known of: the setting, this host's count at the last run, the profile's demand, what is there.
+def expected(
+    setting: int | None, last_run: int | None, profile: int | None, present: int | None
+) -> Expectation:
+    """The first that is known of: the setting, this host's count at the last run, the profile's
+    demand, what is there.
 
     A last run on a host without a GPU (0) expects nothing, so that adding one is no surprise.
     """

@@ -1,4 +1,5 @@
-"""GPU faults while the miner runs: what the rows of successive samples say anew. Pure; streaming."""
+"""GPU faults while the miner runs: what the rows of successive samples say anew. Pure;
+streaming."""
 
 from __future__ import annotations
 
@@ -15,11 +16,20 @@ Row = Mapping[str, Any]
 THROTTLED_SAMPLES, THROTTLE_WINDOW_S = 6, 600.0
 """Degraded at six throttled samples in ten minutes (gpud)."""
 
-_WATCHED = frozenset({
-    "gpu.state", "gpu.ecc", "gpu.row_remap", "gpu.recovery_action", "gpu.temperature", "gpu.pcie", "gpu.nvlink",
-    "gpu.compute_mode",
-})  # fmt: skip
-"""Modes and limits that stand still were said at the preflight; throttling has a rule of its own here."""
+_WATCHED = frozenset(
+    {
+        "gpu.state",
+        "gpu.ecc",
+        "gpu.row_remap",
+        "gpu.recovery_action",
+        "gpu.temperature",
+        "gpu.pcie",
+        "gpu.nvlink",
+        "gpu.compute_mode",
+    }
+)
+"""Modes and limits that stand still were said at the preflight; throttling has a rule of its own
+here."""
 
 _CONFIRM = frozenset({"gpu.pcie", "gpu.temperature"})
 """Seen in two samples running before they are said: both move with the load."""
@@ -52,7 +62,8 @@ class Faults:
                 yield from self._one(gpu, row, name, checks.get(name))
 
     def driver(self, reason: str | None, had_gpus: bool, now: float) -> Iterator[Finding]:
-        """NVML as a whole: `reason` why there is no sample, None where there is one. Only where there were GPUs."""
+        """NVML as a whole: `reason` why there is no sample, None where there is one. Only where
+        there were GPUs."""
         if reason is None:
             if self._silence_said:
                 yield make_finding("gpu_recovered", gpu="all", what="NVML answers again")
@@ -66,7 +77,11 @@ class Faults:
             self._silence_said = True
             step = "look at dmesg; in a container its access was revoked: restart the container"
             yield make_finding(
-                "gpu_fault", gpu="all", what=f"can't be read any more: {reason}", next_step=step, check="driver.nvml"
+                "gpu_fault",
+                gpu="all",
+                what=f"can't be read any more: {reason}",
+                next_step=step,
+                check="driver.nvml",
             )
 
     def _one(self, gpu: str, row: Row, name: str, check: Check | None) -> Iterator[Finding]:
@@ -86,7 +101,10 @@ class Faults:
         self._suspected.discard(key)
         if self._standing.pop(key, None) is not None:
             yield make_finding(
-                "gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what=f"{name.partition('.')[2]} is well again"
+                "gpu_recovered",
+                gpu=row["index"],
+                uuid=row.get("uuid"),
+                what=f"{name.partition('.')[2]} is well again",
             )
 
     def _throttle(self, gpu: str, row: Row, now: float) -> Iterator[Finding]:
@@ -114,11 +132,17 @@ class Faults:
                 check="gpu.throttle",
             )
         elif not times and self._standing.pop(key, None) is not None:
-            yield make_finding("gpu_recovered", gpu=row["index"], uuid=row.get("uuid"), what="throttle is well again")
+            yield make_finding(
+                "gpu_recovered",
+                gpu=row["index"],
+                uuid=row.get("uuid"),
+                what="throttle is well again",
+            )
 
 
 def of_events(rows: Iterable[Row]) -> Iterator[Finding]:
-    """The Xid events of one sample. Each stands in one sample only: to be called with every sample there is."""
+    """The Xid events of one sample. Each stands in one sample only: to be called with every sample
+    there is."""
     for row in rows:
         for check in of_row(row):
             if check.check == "gpu.xid":
@@ -128,6 +152,11 @@ def of_events(rows: Iterable[Row]) -> Iterator[Finding]:
 def _fault(row: Row, check: Check) -> Finding:
     what = check.seen.removeprefix(f"GPU {row['index']}").lstrip(": ")
     return make_finding(
-        "gpu_fault", level="warning" if check.level == "warn" else None, gpu=row["index"], uuid=row.get("uuid"),
-        what=what, next_step=check.next_step or "look at dmesg", check=check.check,
-    )  # fmt: skip
+        "gpu_fault",
+        level="warning" if check.level == "warn" else None,
+        gpu=row["index"],
+        uuid=row.get("uuid"),
+        what=what,
+        next_step=check.next_step or "look at dmesg",
+        check=check.check,
+    )

@@ -23,11 +23,18 @@ def _count(s: Snapshot) -> Check:
     working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
     seen = f"{there} GPUs" if working == there else f"{there} GPUs, {working} of them working"
     if wanted is None or wanted == 0:
-        return Check("gpu.count", "ok", seen + (", none is asked for" if wanted == 0 else ", none is expected"))
+        return Check(
+            "gpu.count",
+            "ok",
+            seen + (", none is asked for" if wanted == 0 else ", none is expected"),
+        )
     limit = f"{wanted} (by {s.expectation.origin})"
     if working >= wanted:
         return Check("gpu.count", "ok", seen, limit)
-    step = "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its GPUs: restart the container"
+    step = (
+        "see the rows below, nvidia-smi and dmesg; a rented machine may have lost its "
+        "GPUs: restart the container"
+    )
     return Check("gpu.count", "critical", seen, limit, step, may_mend=True)
 
 
@@ -37,7 +44,8 @@ def ranks_of(command: Sequence[str]) -> int | None:
 
 
 def _ranks(s: Snapshot) -> Iterator[Check]:
-    """Ranks that the command starts here against working GPUs; nothing where the CPU is asked for or all there is."""
+    """Ranks that the command starts here against working GPUs; nothing where the CPU is asked for
+    or all there is."""
     ranks = ranks_of(s.command)
     working = usable(s)
     if ranks is None or not working or s.expectation.count == 0:
@@ -47,7 +55,14 @@ def _ranks(s: Snapshot) -> Iterator[Check]:
         "critical": "lower --nproc_per_node: two ranks would share a GPU",
         "warn": "raise --nproc_per_node: GPUs idle",
     }
-    yield Check("gpu.ranks", level, f"{ranks} ranks on {working} GPUs", "one per GPU", step.get(level), may_mend=True)
+    yield Check(
+        "gpu.ranks",
+        level,
+        f"{ranks} ranks on {working} GPUs",
+        "one per GPU",
+        step.get(level),
+        may_mend=True,
+    )
 
 
 def _device_files(s: Snapshot) -> Iterator[Check]:
@@ -55,13 +70,17 @@ def _device_files(s: Snapshot) -> Iterator[Check]:
     closed = sorted(path for path, usable in files.items() if not usable)
     if closed:
         yield Check(
-            "gpu.device_files", "critical" if s.expectation.wanted else "warn", f"not readable: {', '.join(closed)}",
-            "readable and writable", "add this user to the group that owns them (video or render)",
-        )  # fmt: skip
+            "gpu.device_files",
+            "critical" if s.expectation.wanted else "warn",
+            f"not readable: {', '.join(closed)}",
+            "readable and writable",
+            "add this user to the group that owns them (video or render)",
+        )
 
 
 def visible(env: Mapping[str, str]) -> int | None:
-    """GPUs that CUDA_VISIBLE_DEVICES lets a process see; None where it is not set. CUDA stops at a -1."""
+    """GPUs that CUDA_VISIBLE_DEVICES lets a process see; None where it is not set. CUDA stops at a
+    -1."""
     mask = env.get("CUDA_VISIBLE_DEVICES")
     if mask is None:
         return None
@@ -83,7 +102,9 @@ def _visible(s: Snapshot) -> Iterator[Check]:
     short = s.expectation.wanted and shown < (s.expectation.count or 0)
     mask = s.env["CUDA_VISIBLE_DEVICES"]
     yield Check(
-        "gpu.visible", "critical" if short else "ok", f"CUDA_VISIBLE_DEVICES={mask!r} shows {shown} GPUs",
+        "gpu.visible",
+        "critical" if short else "ok",
+        f"CUDA_VISIBLE_DEVICES={mask!r} shows {shown} GPUs",
         str(s.expectation.count) if s.expectation.wanted else None,
         "unset CUDA_VISIBLE_DEVICES or name all GPUs" if short else None,
-    )  # fmt: skip
+    )

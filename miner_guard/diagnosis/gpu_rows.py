@@ -1,4 +1,5 @@
-"""One GPU's row of a sample: faults, memory errors, clocks, links, modes. Also judged while the miner runs."""
+"""One GPU's row of a sample: faults, memory errors, clocks, links, modes. Also judged while the
+miner runs."""
 
 from __future__ import annotations
 
@@ -10,15 +11,22 @@ from miner_guard.diagnosis.check import Check, Snapshot
 Row = Mapping[str, Any]
 
 XID_FAULT = {
-    48: "double-bit ECC error", 74: "NVLink error", 79: "GPU has fallen off the bus", 95: "uncontained ECC error",
-    119: "GSP RPC timeout", 120: "GSP error", 140: "unrecovered ECC error",
-}  # fmt: skip
+    48: "double-bit ECC error",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    95: "uncontained ECC error",
+    119: "GSP RPC timeout",
+    120: "GSP error",
+    140: "unrecovered ECC error",
+}
 XID_WARN = {94: "contained ECC error"}
 XID_APPLICATION = frozenset({13, 31, 43, 45, 68, 109})
-"""NVIDIA's Xid catalogue by what gpud acts on: the hardware's, and those that a program brings on itself."""
+"""NVIDIA's Xid catalogue by what gpud acts on: the hardware's, and those that a program brings on
+itself."""
 
 BAD_THROTTLE = 0x8 | 0x40 | 0x80
-"""HW slowdown, HW thermal slowdown, HW power brake; idle and the software power cap are everyday."""
+"""HW slowdown, HW thermal slowdown, HW power brake; idle and the software power cap are
+everyday."""
 
 _ABSENT = frozenset({"Not Supported", "Function Not Found"})
 """Reasons of a field that this model or this driver does not have."""
@@ -31,12 +39,21 @@ UNDER_LOAD = 0.5
 _LINK_STEP = "check the fabric manager and nvidia-smi nvlink -s"
 
 STATES = {
-    "lost": ("is lost: it has fallen off the bus", "drain the node and reboot; if it is lost again, have it replaced"),
-    "reset_required": ("must be reset", "stop what uses it, then nvidia-smi --gpu-reset, or reboot"),
-    "unknown": ("answers Unknown Error", "its access was revoked or it failed: restart the container, then the node"),
+    "lost": (
+        "is lost: it has fallen off the bus",
+        "drain the node and reboot; if it is lost again, have it replaced",
+    ),
+    "reset_required": (
+        "must be reset",
+        "stop what uses it, then nvidia-smi --gpu-reset, or reboot",
+    ),
+    "unknown": (
+        "answers Unknown Error",
+        "its access was revoked or it failed: restart the container, then the node",
+    ),
     "hangs": ("hangs the driver", "look at dmesg for Xid; a reboot is likely needed"),
     "gone": ("is no longer there", "look at dmesg; a reboot or a new machine is needed"),
-}  # fmt: skip
+}
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
@@ -47,23 +64,33 @@ def checks(s: Snapshot) -> Iterator[Check]:
     for row in s.gpu_rows:
         for check in of_row(row):
             if softened and check.level == "critical":
-                check = Check(check.check, "warn", check.seen, check.limit, check.next_step, check.gpu)
+                check = Check(
+                    check.check, "warn", check.seen, check.limit, check.next_step, check.gpu
+                )
             yield check
 
 
 def _peers(rows: list[Row]) -> Iterator[Check]:
-    """GPUs without peer-to-peer at all are a matter of the machine; some with and some without is a fault."""
+    """GPUs without peer-to-peer at all are a matter of the machine; some with and some without is a
+    fault."""
     counts = {row["index"]: row["peers"] for row in rows if row.get("peers") is not None}
     if len(counts) < 2:
         return
     most = max(counts.values())
     short = sorted(i for i, n in counts.items() if n < most)
     if short:
-        seen = f"GPU {', '.join(map(str, short))} reach fewer peers than the others, which reach {most}"
+        seen = (
+            f"GPU {', '.join(map(str, short))} reach fewer peers than the others, which "
+            f"reach {most}"
+        )
         step = "check nvidia-smi topo -p2p r, the PCIe slots and the IOMMU"
         yield Check("gpu.peers", "warn", seen, "all alike", step)
     else:
-        seen = f"each GPU reaches {most} of {len(counts) - 1} others directly" if most else "no peer-to-peer access"
+        seen = (
+            f"each GPU reaches {most} of {len(counts) - 1} others directly"
+            if most
+            else "no peer-to-peer access"
+        )
         yield Check("gpu.peers", "ok", seen + ("" if most else ": ranks talk through host memory"))
 
 
@@ -71,14 +98,35 @@ def of_row(row: Row) -> Iterator[Check]:
     """One GPU."""
     index = row["index"]
     if row["state"] != "ok":
-        words, step = STATES.get(row["state"], ("is not readable", "check permissions, then nvidia-smi"))
+        words, step = STATES.get(
+            row["state"], ("is not readable", "check permissions, then nvidia-smi")
+        )
         level = "unknown" if row["state"] == "unreadable" else "critical"
-        yield Check("gpu.state", level, f"GPU {index} {words} ({row['error']})", "answers", step, index, may_mend=True)
+        yield Check(
+            "gpu.state",
+            level,
+            f"GPU {index} {words} ({row['error']})",
+            "answers",
+            step,
+            index,
+            may_mend=True,
+        )
         # Xid 79 comes with the loss of the GPU that it explains.
         yield from _xid(row)
         return
     yield _readable(row)
-    for judge in (_ecc, _remap, _recovery, _xid, _throttle, _temperature, _power, _pcie, _nvlink, _fabric):
+    for judge in (
+        _ecc,
+        _remap,
+        _recovery,
+        _xid,
+        _throttle,
+        _temperature,
+        _power,
+        _pcie,
+        _nvlink,
+        _fabric,
+    ):
         yield from judge(row)
     yield from _modes(row)
 
@@ -91,7 +139,9 @@ def _readable(row: Row) -> Check:
     if withheld:
         sample = next(iter(withheld.values()))
         seen = f"{name}: not readable: {', '.join(sorted(withheld))} ({sample})"
-        step = "in a container ask the host for access; the checks that need these values say nothing"
+        step = (
+            "in a container ask the host for access; the checks that need these values say nothing"
+        )
         return Check("gpu.state", "unknown", seen, None, step, row["index"])
     return Check("gpu.state", "ok", f"{name} answers", None, None, row["index"])
 
@@ -108,7 +158,14 @@ def _remap(row: Row) -> Iterator[Check]:
     if row.get("remap_pending") is None:
         return
     if row["remap_failed"]:
-        yield _check(row, "gpu.row_remap", "critical", "row remapping failed", "none", "have the GPU replaced")
+        yield _check(
+            row,
+            "gpu.row_remap",
+            "critical",
+            "row remapping failed",
+            "none",
+            "have the GPU replaced",
+        )
     elif row["remap_pending"]:
         step = "reset the GPU or reboot, so that it takes effect"
         yield _check(row, "gpu.row_remap", "critical", "a row remap is pending", "none", step)
@@ -121,7 +178,9 @@ def _recovery(row: Row) -> Iterator[Check]:
     action = row.get("recovery_action")
     if action is not None:
         seen = f"the driver asks for: {action}"
-        yield _judged(row, "gpu.recovery_action", action != "none", seen, "none", action, "critical")
+        yield _judged(
+            row, "gpu.recovery_action", action != "none", seen, "none", action, "critical"
+        )
 
 
 def _xid(row: Row) -> Iterator[Check]:
@@ -129,7 +188,10 @@ def _xid(row: Row) -> Iterator[Check]:
         if number in XID_APPLICATION:
             level, words, step = "warn", "brought on by a program", "look at the miner's own error"
         else:
-            level, step = "critical" if number in XID_FAULT else "warn", "drain the GPU and reset it; see dmesg"
+            level, step = (
+                "critical" if number in XID_FAULT else "warn",
+                "drain the GPU and reset it; see dmesg",
+            )
             words = XID_FAULT.get(number) or XID_WARN.get(number) or "see NVIDIA's Xid catalogue"
         yield _check(row, "gpu.xid", level, f"Xid {number}: {words}", "none", step)
 
@@ -139,14 +201,18 @@ def _throttle(row: Row) -> Iterator[Check]:
     if bits is not None:
         seen = f"throttled by {', '.join(row['throttle'])}" if bits else "not throttled"
         step = "check cooling, power supply and power cables; the slowest GPU sets the pace of all"
-        yield _judged(row, "gpu.throttle", bool(bits & BAD_THROTTLE), seen, "no hardware slowdown", step)
+        yield _judged(
+            row, "gpu.throttle", bool(bits & BAD_THROTTLE), seen, "no hardware slowdown", step
+        )
 
 
 def _temperature(row: Row) -> Iterator[Check]:
     now, limit = row.get("temperature_c"), row.get("slowdown_c")
     if now is not None and limit:
         hot = now >= limit - 5
-        yield _judged(row, "gpu.temperature", hot, f"{now} °C", f"slows down at {limit} °C", "check cooling")
+        yield _judged(
+            row, "gpu.temperature", hot, f"{now} °C", f"slows down at {limit} °C", "check cooling"
+        )
 
 
 def _power(row: Row) -> Iterator[Check]:
@@ -173,10 +239,18 @@ def _pcie(row: Row) -> Iterator[Check]:
 def _nvlink(row: Row) -> Iterator[Check]:
     up, there = row.get("nvlinks_up"), row.get("nvlinks")
     if there and up == 0:
-        # A card without a bridge (RTX 3090, A6000, A100 PCIe) has its links all the same, and all of them down.
+        # A card without a bridge (RTX 3090, A6000, A100 PCIe) has its links all the same, and all
+        # of them down.
         yield _check(row, "gpu.nvlink", "ok", f"none of {there} NVLinks is connected", str(there))
     elif there and up is not None:
-        yield _judged(row, "gpu.nvlink", up != there, f"{up} of {there} NVLinks are up", str(there), _LINK_STEP)
+        yield _judged(
+            row,
+            "gpu.nvlink",
+            up != there,
+            f"{up} of {there} NVLinks are up",
+            str(there),
+            _LINK_STEP,
+        )
 
 
 def links_down(rows: Sequence[Row]) -> Iterator[Check]:
@@ -194,7 +268,9 @@ def _fabric(row: Row) -> Iterator[Check]:
     state = row.get("fabric")
     if state in ("not started", "in progress"):
         step = "start nvidia-fabricmanager, in the version of the driver"
-        yield _check(row, "gpu.fabric", "critical", f"the NVSwitch fabric is {state}", "completed", step)
+        yield _check(
+            row, "gpu.fabric", "critical", f"the NVSwitch fabric is {state}", "completed", step
+        )
     elif state == "completed":
         yield _check(row, "gpu.fabric", "ok", "the NVSwitch fabric is completed", "completed")
 
@@ -213,10 +289,16 @@ def _modes(row: Row) -> Iterator[Check]:
         yield _check(row, "gpu.persistence", "warn", seen, "on", "nvidia-smi -pm 1, where you may")
 
 
-def _judged(row: Row, name: str, bad: bool, seen: str, limit: str, step: str, level: str = "warn") -> Check:
+def _judged(
+    row: Row, name: str, bad: bool, seen: str, limit: str, step: str, level: str = "warn"
+) -> Check:
     """Well, or of `level` and with the next step."""
-    return _check(row, name, level, seen, limit, step) if bad else _check(row, name, "ok", seen, limit)
+    return (
+        _check(row, name, level, seen, limit, step) if bad else _check(row, name, "ok", seen, limit)
+    )
 
 
-def _check(row: Row, name: str, level: str, seen: str, limit: str, step: str | None = None) -> Check:
+def _check(
+    row: Row, name: str, level: str, seen: str, limit: str, step: str | None = None
+) -> Check:
     return Check(name, level, f"GPU {row['index']}: {seen}", limit, step, row["index"])

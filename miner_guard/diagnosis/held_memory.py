@@ -1,4 +1,5 @@
-"""Memory that somebody holds before the miner is started. Levels, not processes: in a container pids are the host's."""
+"""Memory that somebody holds before the miner is started. Levels, not processes: in a container
+pids are the host's."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ HELD_SHARE = 0.5
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """The lowest of the readings of each GPU counts: a process that is just ending lets go between them."""
+    """The lowest of the readings of each GPU counts: a process that is just ending lets go between
+    them."""
     for row in s.gpu_rows:
         levels = [reading[row["uuid"]] for reading in s.held if row.get("uuid") in reading]
         if not levels:
@@ -23,13 +25,24 @@ def checks(s: Snapshot) -> Iterator[Check]:
         total = row.get("memory_total_bytes") or 0
         if held < HELD_BYTES:
             yield Check(
-                "gpu.held_memory", "ok", f"GPU {row['index']}: {gib(held)} in use", gib(HELD_BYTES), None, row["index"]
+                "gpu.held_memory",
+                "ok",
+                f"GPU {row['index']}: {gib(held)} in use",
+                gib(HELD_BYTES),
+                None,
+                row["index"],
             )
             continue
         much = bool(total) and held > HELD_SHARE * total and s.expectation.count != 0
         yield Check(
-            "gpu.held_memory", "critical" if much else "warn",
-            f"GPU {row['index']}: {gib(held)} of {gib(total)} held before the launch, in {len(levels)} readings",
-            gib(HELD_BYTES), "an orphan of an earlier run, or another tenant: see nvidia-smi and end it", row["index"],
+            "gpu.held_memory",
+            "critical" if much else "warn",
+            (
+                f"GPU {row['index']}: {gib(held)} of {gib(total)} held before the launch, "
+                f"in {len(levels)} readings"
+            ),
+            gib(HELD_BYTES),
+            "an orphan of an earlier run, or another tenant: see nvidia-smi and end it",
+            row["index"],
             may_mend=True,
-        )  # fmt: skip
+        )

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from miner_guard.diagnosis.check import Check, Snapshot, gib
 
 NOFILE = 4096
-"""Below this dataloaders and NCCL run out of file descriptors; 1024 is the distributions' default for a login."""
+"""Below this dataloaders and NCCL run out of file descriptors; 1024 is the distributions' default
+for a login."""
 
 MEMLOCK_BYTES = 64 * 1024**2
 """RDMA and pinned memory need more than the old default of 64 KiB; 64 MiB is what systemd gives."""
@@ -16,7 +17,13 @@ MEMLOCK_BYTES = 64 * 1024**2
 def checks(s: Snapshot) -> Iterator[Check]:
     """Everything of the host that has a row in the startup table."""
     if s.host is None:
-        yield Check("host", "unknown", s.unread.get("host", "not read"), None, "run miner-guard doctor again")
+        yield Check(
+            "host",
+            "unknown",
+            s.unread.get("host", "not read"),
+            None,
+            "run miner-guard doctor again",
+        )
         return
     yield from _shm(s)
     yield from _limits(s)
@@ -45,7 +52,10 @@ def _limits(s: Snapshot) -> Iterator[Check]:
         low = 0 <= value < least
         # A CPU run pins nothing.
         warn = low and (name != "memlock" or s.expectation.wanted)
-        step = f"raise it: ulimit -{'n' if name == 'nofile' else 'l'}, limits.conf or docker --ulimit {name}=-1"
+        step = (
+            f"raise it: ulimit -{'n' if name == 'nofile' else 'l'}, limits.conf or docker "
+            f"--ulimit {name}=-1"
+        )
         seen = "unlimited" if value < 0 else f"{value // unit}" + (" KiB" if unit > 1 else "")
         yield Check(
             f"host.{name}",
@@ -61,11 +71,23 @@ def _disks(s: Snapshot) -> Iterator[Check]:
     least = s.config.health.disk_min_free_gb * 1024**3
     for path, free in s.host["disks"].items():
         if free is None:
-            yield Check("host.disk", "unknown", f"{path} could not be read", None, "is its file system mounted?")
+            yield Check(
+                "host.disk",
+                "unknown",
+                f"{path} could not be read",
+                None,
+                "is its file system mounted?",
+            )
             continue
         low = free < least
         step = "free some space: checkpoints and logs will fail to be written" if low else None
-        yield Check("host.disk", "warn" if low else "ok", f"{gib(free)} free at {path}", f"at least {gib(least)}", step)
+        yield Check(
+            "host.disk",
+            "warn" if low else "ok",
+            f"{gib(free)} free at {path}",
+            f"at least {gib(least)}",
+            step,
+        )
 
 
 def _ports(s: Snapshot) -> Iterator[Check]:
@@ -84,13 +106,27 @@ def _ports(s: Snapshot) -> Iterator[Check]:
             yield Check("host.port", "ok", f"port {number} ({port['use']}) is free", "free")
         else:
             by = f" by {holder}" if holder else ""
-            step = f"another miner, or an orphan of one: end it (ss -ltnp sport = :{number}), or choose another port"
+            step = (
+                f"another miner, or an orphan of one: end it (ss -ltnp sport = :{number}), "
+                "or choose another port"
+            )
             yield Check(
-                "host.port", "critical", f"port {number} ({port['use']}) is taken{by}", "free", step, may_mend=True
+                "host.port",
+                "critical",
+                f"port {number} ({port['use']}) is taken{by}",
+                "free",
+                step,
+                may_mend=True,
             )
 
 
 def _xids(s: Snapshot) -> Iterator[Check]:
     assert s.host is not None
     for line in s.host.get("kernel_xids") or ():
-        yield Check("gpu.kernel_log", "warn", f"the kernel's log has: {line}", "no Xid", "see NVIDIA's Xid catalogue")
+        yield Check(
+            "gpu.kernel_log",
+            "warn",
+            f"the kernel's log has: {line}",
+            "no Xid",
+            "see NVIDIA's Xid catalogue",
+        )

@@ -33,9 +33,13 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
             "nproc": _limit(resource.RLIMIT_NPROC),
         },
         "disks": {path: _disk(path, "free") for path in request["paths"]},
-        "disk_bytes": max(filter(None, (_disk(path, "total") for path in request["paths"])), default=None),
+        "disk_bytes": max(
+            filter(None, (_disk(path, "total") for path in request["paths"])), default=None
+        ),
         "ports": [_port(entry["port"], entry["use"]) for entry in request["ports"]],
-        "nvidia_devices": {p: os.access(p, os.R_OK | os.W_OK) for p in sorted(glob.glob("/dev/nvidia[0-9]*"))},
+        "nvidia_devices": {
+            p: os.access(p, os.R_OK | os.W_OK) for p in sorted(glob.glob("/dev/nvidia[0-9]*"))
+        },
         "kernel_xids": _kernel_xids(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": _memory(),
@@ -62,7 +66,13 @@ def _memory() -> int:
 
 
 def _port(number: int, use: str) -> dict[str, Any]:
-    entry: dict[str, Any] = {"port": number, "use": use, "free": True, "held_by": None, "error": None}
+    entry: dict[str, Any] = {
+        "port": number,
+        "use": use,
+        "free": True,
+        "held_by": None,
+        "error": None,
+    }
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as candidate:
         # As servers do: a port whose last connection still lingers counts as free.
         candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -70,7 +80,11 @@ def _port(number: int, use: str) -> dict[str, Any]:
             candidate.bind(("", number))
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
-            entry |= {"free": False if taken else None, "error": error.strerror, "held_by": _holder(number)}
+            entry |= {
+                "free": False if taken else None,
+                "error": error.strerror,
+                "held_by": _holder(number),
+            }
     return entry
 
 

@@ -12,7 +12,8 @@ _SHEBANG_BYTES = 512
 
 
 def of_command(command: Sequence[str], env: Mapping[str, str]) -> str:
-    """The interpreter of `command`: named in it, in the shebang of its script, or else the guard's own.
+    """The interpreter of `command`: named in it, in the shebang of its script, or else the guard's
+    own.
 
     Follows `env NAME=VALUE`, a path or a name on the command's PATH (`torchrun`, `accelerate`).
     """
@@ -40,7 +41,8 @@ def _of_shebang(path: str, env: Mapping[str, str]) -> str | None:
     words = head[0][2:].split()
     if words and words[0].endswith("/env"):
         words = words[2:] if len(words) > 2 and words[1] == "-S" else words[1:]
-    # pip's form for a path that is too long or has spaces: `#!/bin/sh` and then `'''exec' PYTHON "$0" "$@"`.
+    # pip's form for a path that is too long or has spaces: `#!/bin/sh` and then `'''exec' PYTHON
+    # "$0" "$@"`.
     if words and words[0] == "/bin/sh" and len(head) > 1 and head[1].startswith("'''exec'"):
         words = [head[1].removeprefix("'''exec'").split(' "$0"')[0].strip().strip('"')]
     if not words or not _PYTHON.match(words[0].rpartition("/")[2]):

@@ -16,7 +16,18 @@ from miner_guard.diagnosis import (
 )
 from miner_guard.diagnosis.check import Check, Snapshot
 
-_SUBJECTS = (driver, gpu_count, cuda, gpu_rows, held_memory, host, environment, storage, minimum, deep)
+_SUBJECTS = (
+    driver,
+    gpu_count,
+    cuda,
+    gpu_rows,
+    held_memory,
+    host,
+    environment,
+    storage,
+    minimum,
+    deep,
+)
 
 
 def judge(snapshot: Snapshot) -> list[Check]:

@@ -9,10 +9,13 @@ from miner_guard.eventlog.formatters import gb
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Nothing without a profile. A warning each: the subnet refuses nobody, but below it nobody earns."""
+    """Nothing without a profile. A warning each: the subnet refuses nobody, but below it nobody
+    earns."""
     host = s.host or {}
     memories = [row["memory_total_bytes"] for row in s.gpu_rows if row.get("memory_total_bytes")]
-    gpus: float | None = len(s.gpu_rows) if s.nvml is not None and s.nvml["state"] in ("ok", "absent") else None
+    gpus: float | None = (
+        len(s.gpu_rows) if s.nvml is not None and s.nvml["state"] in ("ok", "absent") else None
+    )
     for key, what, seen, unit in (
         ("min_gpus", "GPUs", gpus, ""),
         ("min_gpu_memory_gb", "memory of the smallest GPU", gb(min(memories, default=None)), " GB"),
@@ -27,12 +30,19 @@ def checks(s: Snapshot) -> Iterator[Check]:
         limit = f"{least:g}{unit}"
         if seen is None:
             yield Check(
-                name, "unknown", f"{what} could not be read", limit, f"compare by hand: the subnet asks for {limit}"
+                name,
+                "unknown",
+                f"{what} could not be read",
+                limit,
+                f"compare by hand: the subnet asks for {limit}",
             )
             continue
         # Vendors count in 10^9: an "80 GB" GPU has 79.6 GiB or less.
         short = seen < least * (0.93 if unit else 1)
         yield Check(
-            name, "warn" if short else "ok", f"{what}: {seen:.0f}{unit}", limit,
+            name,
+            "warn" if short else "ok",
+            f"{what}: {seen:.0f}{unit}",
+            limit,
             f"below the subnet's minimum of {limit}: expect to score last" if short else None,
-        )  # fmt: skip
+        )

@@ -1,4 +1,5 @@
-"""Can the repo be read and written? `python -m miner_guard.diagnosis.repo_probe`, a child with a deadline."""
+"""Can the repo be read and written? `python -m miner_guard.diagnosis.repo_probe`, a child with a
+deadline."""
 
 from __future__ import annotations
 
@@ -46,8 +47,11 @@ def look(repo: Repo) -> dict[str, Any]:
     return answer
 
 
-def missing_credentials(settings: RepoSettings, env: Mapping[str, str] | None = None) -> list[str] | None:
-    """What is needed to publish and not set, by the names the miner uses; None where nothing is needed.
+def missing_credentials(
+    settings: RepoSettings, env: Mapping[str, str] | None = None
+) -> list[str] | None:
+    """What is needed to publish and not set, by the names the miner uses; None where nothing is
+    needed.
 
     Raises RepoError where the keys' file can't be used.
     """

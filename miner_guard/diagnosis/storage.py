@@ -1,4 +1,5 @@
-"""The storage: this host's clock against its, the credentials, and whether the repo can be read and written."""
+"""The storage: this host's clock against its, the credentials, and whether the repo can be read and
+written."""
 
 from __future__ import annotations
 
@@ -37,9 +38,17 @@ def _clock(s: Snapshot) -> Iterator[Check]:
     skew = s.clock["skew_s"]
     level = "critical" if abs(skew) > REFUSED_SKEW_S else "warn" if abs(skew) > limit else "ok"
     word = "behind" if skew > 0 else "ahead"
-    step = "set the clock (chronyc makestep, timedatectl set-ntp true); S3 refuses at 15 min" if level != "ok" else None
+    step = (
+        "set the clock (chronyc makestep, timedatectl set-ntp true); S3 refuses at 15 min"
+        if level != "ok"
+        else None
+    )
     yield Check(
-        "host.clock", level, f"this host is {abs(skew):.0f} s {word} of {s.clock['server']}", f"{limit:g} s", step
+        "host.clock",
+        level,
+        f"this host is {abs(skew):.0f} s {word} of {s.clock['server']}",
+        f"{limit:g} s",
+        step,
     )
 
 
@@ -47,7 +56,11 @@ def _repo(s: Snapshot) -> Iterator[Check]:
     if s.repo is None:
         why = s.unread.get("repo", "not asked")
         yield Check(
-            "repo.read", "unknown", f"the repo gave no answer: {why}", "it answers", "check network and endpoint"
+            "repo.read",
+            "unknown",
+            f"the repo gave no answer: {why}",
+            "it answers",
+            "check network and endpoint",
         )
         return
     missing = s.repo.get("credentials")
@@ -73,5 +86,9 @@ def _repo(s: Snapshot) -> Iterator[Check]:
                 step,
             )
         elif s.repo.get(act):
-            done = "can be read" if act == "read" else "can be written (probe object written, read back, removed)"
+            done = (
+                "can be read"
+                if act == "read"
+                else "can be written (probe object written, read back, removed)"
+            )
             yield Check(f"repo.{act}", "ok", f"{s.repo['label']} {done}")

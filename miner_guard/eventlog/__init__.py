@@ -1,1 +1,2 @@
-"""The event catalogue, and how a finding becomes a console line and a JSON line, and is read back."""
+"""The event catalogue, and how a finding becomes a console line and a JSON line, and is read
+back."""

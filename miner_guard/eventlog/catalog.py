@@ -1,7 +1,7 @@
 """The catalogue: every event's name, level, emoji, line and fields, in one place.
 
-Standard library only. A detector returns a `Finding`; the sinks add time, run and host and write it as
-one console line and one JSON line. The words of a line are a contract: people grep for them.
+Standard library only. A detector returns a `Finding`; the sinks add time, run and host and write it
+as one console line and one JSON line. The words of a line are a contract: people grep for them.
 """
 
 from __future__ import annotations
@@ -74,10 +74,13 @@ _MAX_ODD_LENGTH = 500
 """Characters shown of fields that do not fit."""
 
 
-def make_finding(event: str, /, *, rank: int | None = None, level: str | None = None, **fields: Any) -> Finding:
+def make_finding(
+    event: str, /, *, rank: int | None = None, level: str | None = None, **fields: Any
+) -> Finding:
     """A finding, checked against the catalogue.
 
-    Raises KeyError for an event that the catalogue lacks and ValueError for a missing or reserved field.
+    Raises KeyError for an event that the catalogue lacks and ValueError for a missing or reserved
+    field.
     """
     spec = CATALOGUE[event]
     if missing := [name for name in spec.fields if name not in fields]:
@@ -88,7 +91,8 @@ def make_finding(event: str, /, *, rank: int | None = None, level: str | None = 
 
 
 def write_failed(what: str, error: OSError, then: str = "") -> Finding:
-    """`what` can't be written: for want of room, which ends by itself perhaps, or for another reason; `then`: so what."""
+    """`what` can't be written: for want of room, which ends by itself perhaps, or for another
+    reason; `then`: so what."""
     reason = error.strerror or str(error)
     if is_full(error):
         return make_finding("disk_full", what=what, reason=reason)
@@ -98,7 +102,8 @@ def write_failed(what: str, error: OSError, then: str = "") -> Finding:
 def message(finding: Finding) -> str:
     """The words of the console line, without emoji, time or level.
 
-    Findings also come from ranks, of another version perhaps: fields that the words can't show are shown as they are.
+    Findings also come from ranks, of another version perhaps: fields that the words can't show are
+    shown as they are.
     """
     spec = CATALOGUE[finding.event]
     try:
@@ -107,7 +112,10 @@ def message(finding: Finding) -> str:
         return _formatter.vformat(spec.line, (), {"rank": finding.rank, **finding.fields})
     except Exception as error:  # noqa: BLE001 - a line that raises would stop whoever logs it; the line says what is wrong
         shown = str(dict(finding.fields))[:_MAX_ODD_LENGTH]
-        return f"{finding.event} with fields that do not fit its words ({type(error).__name__}: {error}): {shown}"
+        return (
+            f"{finding.event} with fields that do not fit its words "
+            f"({type(error).__name__}: {error}): {shown}"
+        )
 
 
 _WARN = "⚠️ "
@@ -121,7 +129,7 @@ _SPECS = (
     Spec("guard_started", "info", "🛡️ ", "GUARD STARTED: version {version}, pid {pid}, state {state_dir}", ("version", "pid", "state_dir")),
     Spec("guard_stopped", "info", "🛡️ ", "GUARD STOPPED: exit code {exit_code}, {reason}", ("exit_code", "reason")),
     Spec("guard_degraded", "warning", _WARN, "GUARD DEGRADED: {what}", ("what",)),
-    Spec("guard_wedged", "critical", _BAD, "GUARD WEDGED: its loop has not turned for {seconds:.0f}s, at {where}; the miner keeps running", ("seconds", "where", "stack")),
+    Spec("guard_wedged", "critical", _BAD, ("GUARD WEDGED: its loop has not turned for {seconds:.0f}s, at {where}; the miner " "keeps running"), ("seconds", "where", "stack")),
     Spec("preflight", "info", "🔍", "PREFLIGHT: {ok} ok, {warn:~warning}, {critical} critical, {unknown} unknown", ("ok", "warn", "critical", "unknown")),
     Spec("preflight_waiting", "info", "🔍", "PREFLIGHT WAITING: up to {left_s:.0f}s, since this may mend: {what}", ("left_s", "what")),
     Spec("preflight_finding", "warning", _WARN, "PREFLIGHT {check}: {seen}; {next_step}", ("check", "seen", "limit", "next_step")),
@@ -135,10 +143,10 @@ _SPECS = (
     Spec("inner_step", "info", "", formatters.inner_step, ("outer_step", "inner_step", "lr", "loss", "step_time_s", "gpu_mem_gb")),
     Spec("step_lines_left_out", "info", "", "{count:~step line} left out (limit {limit_per_s}/s); the flight record has them", ("count", "limit_per_s")),
     Spec("slow_step", "warning", _WARN, "SLOW STEP: {step_time_s:.1f}s (expected {expected}) - Check GPU usage!", ("step_time_s", "expected", "inner_step", "limit_s", "rule")),
-    Spec("fast_log", "info", _TIME, "Fast log time: {total_s:.3f}s (loss calc: {loss_calc_s:.3f}s, overhead: {overhead_s:.3f}s)", ("total_s", "loss_calc_s", "overhead_s", "inner_step")),
+    Spec("fast_log", "info", _TIME, ("Fast log time: {total_s:.3f}s (loss calc: {loss_calc_s:.3f}s, overhead: " "{overhead_s:.3f}s)"), ("total_s", "loss_calc_s", "overhead_s", "inner_step")),
     Spec("timing_breakdown", "info", _TIME, formatters.timing_breakdown, ("step", "total_s", "inference_s", "val_loss_s", "example_loss_s", "overhead_s")),
     Spec("timing_red_flag", "warning", _WARN, "TIMING RED FLAG: {which}: {seen} (limit {limit}): {meaning}", ("which", "seen", "limit", "meaning")),
-    Spec("steps_regressed", "warning", _WARN, "STEPS REGRESSED: median {median_s:.2f}s, best {best_s:.2f}s earlier ({ratio:.0%} of best speed)", ("median_s", "best_s", "ratio")),
+    Spec("steps_regressed", "warning", _WARN, ("STEPS REGRESSED: median {median_s:.2f}s, best {best_s:.2f}s earlier ({ratio:.0%} " "of best speed)"), ("median_s", "best_s", "ratio")),
     Spec("step_summary", "info", _TIME, "STEP SUMMARY: p50 {p50_s:.2f}s p95 {p95_s:.2f}s max {max_s:.2f}s, grade {grade}", ("p50_s", "p95_s", "max_s", "grade")),
     Spec("throughput_explained", "warning", _WARN, "SLOW BECAUSE: {cause}: {arithmetic}", ("cause", "arithmetic")),
     Spec("gpu_usage", "info", "", formatters.gpu_usage, ("used_gb", "total_gb", "share_pct", "verdict")),
@@ -167,9 +175,9 @@ _SPECS = (
     Spec("upload_failed", "error", _BAD, "UPLOAD FAILED: {reason}", ("reason",)),
     Spec("upload_reported", "info", "💾", "UPLOAD REPORTED: tag {tag} {detail}", ("tag", "detail", "source")),
     Spec("upload_unverified", "warning", _WARN, "UPLOAD UNVERIFIED: tag {tag}: {reason}", ("tag", "reason")),
-    Spec("upload_forecast", "warning", _WARN, "UPLOAD FORECAST: inner_step {min_inner_step} in {eta_min:.0f} min, repo stale in {stale_min:.0f} min", ("min_inner_step", "eta_min", "stale_min")),
+    Spec("upload_forecast", "warning", _WARN, ("UPLOAD FORECAST: inner_step {min_inner_step} in {eta_min:.0f} min, repo stale in " "{stale_min:.0f} min"), ("min_inner_step", "eta_min", "stale_min")),
     Spec("repo_age", "info", "", "Repo Age: {age_s:.0f}s (keep < {target_s:.0f}s)", ("age_s", "target_s")),
-    Spec("repo_stale", "critical", _BAD, "REPO STALE: {age_s:.0f}s since the last verified upload (limit {limit_s:.0f}s); upload now", ("age_s", "limit_s")),
+    Spec("repo_stale", "critical", _BAD, ("REPO STALE: {age_s:.0f}s since the last verified upload (limit {limit_s:.0f}s); " "upload now"), ("age_s", "limit_s")),
     Spec("repo_unknown", "warning", _WARN, "REPO UNKNOWN: {reason}", ("reason",)),
     Spec("audit_passed", "info", _OK, "AUDIT PASSED: {detail}", ("detail",)),
     Spec("audit_failed", "critical", _BAD, "AUDIT FAILED: {detail}", ("detail",)),
@@ -200,7 +208,7 @@ _SPECS = (
     Spec("job_late", "warning", _WARN, "JOB LATE: {job} by {late_s:.1f}s", ("job", "late_s")),
     Spec("monitoring_operation_slow", "warning", _WARN, "MONITORING SLOW: {operation} took {seconds:.1f}s (limit {limit_s:.0f}s)", ("operation", "seconds", "limit_s")),
     Spec("monitoring_over_budget", "warning", _WARN, "MONITORING OVER BUDGET: {share_pct:.1f}% (limit {limit_pct:.0f}%)", ("share_pct", "limit_pct", "dearest")),
-    Spec("monitoring_throttled", "warning", _WARN, "MONITORING THROTTLED: {operation} every {interval_s:.0f}s instead of {asked_s:.0f}s", ("operation", "interval_s", "asked_s")),
+    Spec("monitoring_throttled", "warning", _WARN, ("MONITORING THROTTLED: {operation} every {interval_s:.0f}s instead of " "{asked_s:.0f}s"), ("operation", "interval_s", "asked_s")),
     Spec("monitoring_relaxed", "info", _OK, "MONITORING RELAXED: {operation} every {interval_s:.0f}s again", ("operation", "interval_s")),
     Spec("chain_status", "info", "", "CHAIN {summary}", ("summary",)),
     Spec("chain_unknown", "warning", _WARN, "CHAIN unknown: {reason}", ("reason",)),

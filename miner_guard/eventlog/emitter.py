@@ -1,4 +1,5 @@
-"""structlog: every finding becomes one console line and one JSON line, secrets removed before either."""
+"""structlog: every finding becomes one console line and one JSON line, secrets removed before
+either."""
 
 from __future__ import annotations
 
@@ -28,13 +29,15 @@ Record = MutableMapping[str, Any]
 
 
 class Sink(Protocol):
-    """Takes finished records. Must not raise, must not block for long, may be called from any thread."""
+    """Takes finished records. Must not raise, must not block for long, may be called from any
+    thread."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
 
 class Emitter:
-    """Where findings leave the pure part: adds time, run and host, redacts, hands on to the sinks."""
+    """Where findings leave the pure part: adds time, run and host, redacts, hands on to the
+    sinks."""
 
     def __init__(self, clock: Clock, run_id: str, redactor: Redactor, sinks: list[Sink]) -> None:
         self._clock = clock
@@ -49,17 +52,24 @@ class Emitter:
         ).bind(run_id=run_id, host=socket.gethostname())
 
     def emit(self, finding: Finding) -> None:
-        """Log one finding. An event that the catalogue lacks raises KeyError: that is a defect of ours."""
+        """Log one finding. An event that the catalogue lacks raises KeyError: that is a defect of
+        ours."""
         spec = CATALOGUE[finding.event]
         if self._said_of_the_disk(finding):
             return
         fields = dict(finding.fields)
         self._log._proxy_to_logger(
-            "msg", catalog.message(finding), _event=spec, _level=finding.severity, _rank=finding.rank, _fields=fields
+            "msg",
+            catalog.message(finding),
+            _event=spec,
+            _level=finding.severity,
+            _rank=finding.rank,
+            _fields=fields,
         )
 
     def _said_of_the_disk(self, finding: Finding) -> bool:
-        """Whether it adds nothing: a full disk stops every writer, and the first that says so speaks for all."""
+        """Whether it adds nothing: a full disk stops every writer, and the first that says so
+        speaks for all."""
         known = self._disk_full
         if finding.event == "disk_full":
             self._disk_full = True
@@ -70,7 +80,9 @@ class Emitter:
         # What is written once says it as a field: it would never say that the disk recovered.
         return known and finding.fields.get("disk_full") is True
 
-    def _stamp(self, _logger: Any, _method: str, bound: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    def _stamp(
+        self, _logger: Any, _method: str, bound: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
         return {
             "ts": iso_utc(self._clock.wall()),
             "level": bound["_level"],
@@ -82,7 +94,9 @@ class Emitter:
             **bound["_fields"],
         }
 
-    def _redact(self, _logger: Any, _method: str, record: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    def _redact(
+        self, _logger: Any, _method: str, record: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
         redacted: MutableMapping[str, Any] = self._redactor.value(dict(record))
         return redacted
 
@@ -112,7 +126,9 @@ class JsonlSink:
     miner's life does not depend on it. `say` is told when it stops and when it works again.
     """
 
-    def __init__(self, path: Path, settings: LogSettings, say: Callable[[Finding], None] = lambda _f: None) -> None:
+    def __init__(
+        self, path: Path, settings: LogSettings, say: Callable[[Finding], None] = lambda _f: None
+    ) -> None:
         self._path = path
         self._settings = settings
         self._say = say
@@ -128,7 +144,10 @@ class JsonlSink:
             try:
                 self._append(data)
                 if self._lost:
-                    said, self._lost = make_finding("disk_recovered", what=self._path.name, lost=self._lost), 0
+                    said, self._lost = (
+                        make_finding("disk_recovered", what=self._path.name, lost=self._lost),
+                        0,
+                    )
             except OSError as error:
                 if self._lost == 0:
                     said = write_failed(self._path.name, error)
@@ -138,7 +157,8 @@ class JsonlSink:
 
     def _append(self, data: bytes) -> None:
         if self._fd is not None and not is_at(self._path, self._fd):
-            # Removed to make room on a full disk, or moved: what is written into it now nobody would find.
+            # Removed to make room on a full disk, or moved: what is written into it now nobody
+            # would find.
             os.close(self._fd)
             self._fd = None
         if self._fd is None:

@@ -1,4 +1,5 @@
-"""Lines that a template can't say: the documents' blocks, and lines with parts that may be missing."""
+"""Lines that a template can't say: the documents' blocks, and lines with parts that may be
+missing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def inner_step(fields: Mapping[str, Any]) -> str:
     """Source 004's step line."""
     return (
         f"Outer Step: {known(fields['outer_step'])} | Inner Step: {known(fields['inner_step'])}"
-        f" | LR: {known(fields['lr'], '.8f')} | Loss: {known(fields['loss'], '.2f')}{_loss_remark(fields)}"
+        f" | LR: {known(fields['lr'], '.8f')} | Loss: "
+        f"{known(fields['loss'], '.2f')}{_loss_remark(fields)}"
         f" | Step Time: {_with_unit(fields['step_time_s'], '.1f', 's')}"
         f" | GPU Mem: {_with_unit(fields['gpu_mem_gb'], '.2f', 'GB')}"
     )
@@ -39,7 +41,8 @@ def _loss_remark(fields: Mapping[str, Any]) -> str:
 
 
 def upload_blocked(fields: Mapping[str, Any]) -> str:
-    """Source 004's line; the same block is said once in five minutes, so the next one counts those in between."""
+    """Source 004's line; the same block is said once in five minutes, so the next one counts those
+    in between."""
     left_out = fields.get("left_out")
     return f"UPLOAD BLOCKED: {fields['reason']}" + (
         f" (asked {left_out} more time{'s'[: left_out != 1]} since it was said)" if left_out else ""
@@ -49,7 +52,9 @@ def upload_blocked(fields: Mapping[str, Any]) -> str:
 def checkpoint_saved(fields: Mapping[str, Any]) -> str:
     """Who reports a checkpoint may not know how long it took."""
     seconds = fields["seconds"]
-    return f"CHECKPOINT SAVED: {fields['path']}" + ("" if seconds is None else f" in {seconds:.2f}s")
+    return f"CHECKPOINT SAVED: {fields['path']}" + (
+        "" if seconds is None else f" in {seconds:.2f}s"
+    )
 
 
 def _with_unit(value: float | None, spec: str, unit: str) -> str:
@@ -86,8 +91,9 @@ def gpu_usage(fields: Mapping[str, Any]) -> str:
 def gpu_diagnostics(fields: Mapping[str, Any]) -> str:
     """Source 004's block for rank 0, then a row for each rank.
 
-    `ranks` is a list of mappings, one per rank, with the keys that `miner_guard.rank.introspection.diagnose` writes;
-    a rank that did not answer has only `rank` and `error`.
+    `ranks` is a list of mappings, one per rank, with the keys that
+    `miner_guard.rank.introspection.diagnose` writes; a rank that did not answer has only `rank` and
+    `error`.
     """
     ranks: list[Mapping[str, Any]] = fields["ranks"]
     first = next((r for r in ranks if r.get("rank") == 0 and not r.get("error")), None)
@@ -134,7 +140,10 @@ def _rank_row(r: Mapping[str, Any]) -> str:
     shard, total = gb(r.get("shard_bytes")), gb(r.get("total_bytes"))
     parts = [
         f"device {known(r.get('model_device'))}",
-        f"shard {known(r.get('shard_params'))} params {known(shard, '.2f')} GB on {known(r.get('shard_devices'))}",
+        (
+            f"shard {known(r.get('shard_params'))} params {known(shard, '.2f')} GB on "
+            f"{known(r.get('shard_devices'))}"
+        ),
         f"dtype {known(r.get('dtype'))}",
         f"torch {known(r.get('torch_version'))}",
     ]

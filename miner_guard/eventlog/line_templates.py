@@ -1,7 +1,7 @@
 """Lines without their numbers: a miner prints the same few shapes of line over and over.
 
-What a line of a known shape does not hold, no line of that shape holds. So ordinary output is cut into shapes once,
-and only a new shape is searched for words.
+What a line of a known shape does not hold, no line of that shape holds. So ordinary output is cut
+into shapes once, and only a new shape is searched for words.
 """
 
 from __future__ import annotations
@@ -65,4 +65,6 @@ class TemplateFilter:
     def _remember(self, quiet: Iterable[bytes]) -> None:
         if len(self._quiet) > _MAX_SHAPES:
             self._quiet.clear()
-        self._quiet.update(text for text in islice(quiet, _MAX_SHAPES) if len(text) <= _MAX_SHAPE_LENGTH)
+        self._quiet.update(
+            text for text in islice(quiet, _MAX_SHAPES) if len(text) <= _MAX_SHAPE_LENGTH
+        )

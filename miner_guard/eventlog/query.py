@@ -1,9 +1,9 @@
 """Reading guard.jsonl and its rotated files back, as fast as a search of the raw bytes allows.
 
-A line is looked at only where a needle of the question occurs in it, and then by its head alone: the
-guard writes `ts, level, event, msg, run_id, host, rank` first and in this order (`logs.Emitter`). A
-line with another head is parsed as JSON; one that is not JSON is counted, not shown.
-Standard library only: a query should not wait for imports.
+A line is looked at only where a needle of the question occurs in it, and then by its head alone:
+the guard writes `ts, level, event, msg, run_id, host, rank` first and in this order
+(`logs.Emitter`). A line with another head is parsed as JSON; one that is not JSON is counted, not
+shown. Standard library only: a query should not wait for imports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from miner_guard.system.clock import iso_utc, parse_iso_utc
 _CHUNK = 256 * 1024
 _LOOK_EVERY_S = 0.2
 _HEAD = re.compile(
-    rb'\{"ts": "([0-9T:.Z-]+)", "level": "([a-z]+)", "event": "([a-z_]+)", "msg": "([^"\\]*(?:\\.[^"\\]*)*)", '
+    rb'\{"ts": "([0-9T:.Z-]+)", "level": "([a-z]+)", "event": "([a-z_]+)", "msg": '
+    rb'"([^"\\]*(?:\\.[^"\\]*)*)", '
     rb'"run_id": "?[^"\\]*"?, "host": "[^"\\]*", "rank": (null|[0-9]+)[,}]'
 )
 _Block = tuple[bytes, int, int]
@@ -51,10 +52,13 @@ class Query:
     @property
     def levels(self) -> frozenset[str]:
         """The levels that pass."""
-        return frozenset(name for name, value in LEVELS.items() if value >= LEVELS[self.least_level])
+        return frozenset(
+            name for name, value in LEVELS.items() if value >= LEVELS[self.least_level]
+        )
 
     def needles(self) -> list[bytes]:
-        """Byte strings of which a matching line holds at least one; empty where every line must be looked at."""
+        """Byte strings of which a matching line holds at least one; empty where every line must be
+        looked at."""
         if self.events:
             return [b'"event": "' + name.encode() + b'"' for name in sorted(self.events)]
         if self.ranks:
@@ -84,7 +88,13 @@ class Hit(NamedTuple):
 
     def console(self, *, emoji: bool) -> str:
         """The line as the console showed it."""
-        head = {"ts": self.ts, "level": self.level, "event": self.event, "msg": self.msg, "rank": self.rank}
+        head = {
+            "ts": self.ts,
+            "level": self.level,
+            "event": self.event,
+            "msg": self.msg,
+            "rank": self.rank,
+        }
         return console_line(head, emoji=emoji)
 
     def record(self) -> dict[str, Any]:
@@ -103,7 +113,8 @@ class Seen:
 
 
 def since_text(text: str, now: float) -> str:
-    """`90s`, `15m`, `1h`, `2d`, or an ISO time, as the ISO time from which lines count. Raises ValueError."""
+    """`90s`, `15m`, `1h`, `2d`, or an ISO time, as the ISO time from which lines count. Raises
+    ValueError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip())
     if match:
         return iso_utc(max(0.0, now - float(match[1]) * _UNITS[match[2]]))
@@ -113,7 +124,9 @@ def since_text(text: str, now: float) -> str:
         with contextlib.suppress(ValueError):
             parse_iso_utc(whole)
             return whole
-    raise ValueError(f"{text!r} is not a time: allowed are 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)")
+    raise ValueError(
+        f"{text!r} is not a time: allowed are 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)"
+    )
 
 
 def files_of(log: Path) -> list[Path]:
@@ -128,7 +141,8 @@ def files_of(log: Path) -> list[Path]:
 
 
 def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
-    """Matching lines of all files of `log`, oldest first. Files that vanish meanwhile are passed over."""
+    """Matching lines of all files of `log`, oldest first. Files that vanish meanwhile are passed
+    over."""
     seen = Seen() if seen is None else seen
     for path in files_of(log):
         try:
@@ -142,7 +156,8 @@ def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
 
 
 def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[Hit]:
-    """The youngest `count` hits, oldest of them first. Read from the end: a long log costs no more than a short one."""
+    """The youngest `count` hits, oldest of them first. Read from the end: a long log costs no more
+    than a short one."""
     seen = Seen() if seen is None else seen
     pieces: list[list[Hit]] = []
     left = count
@@ -152,7 +167,9 @@ def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[
             with open(path, "rb", buffering=0) as file:
                 status = os.fstat(file.fileno())
                 # A rotation meanwhile gives a file that was read another name.
-                if (status.st_dev, status.st_ino) in read or (query.since and iso_utc(status.st_mtime) < query.since):
+                if (status.st_dev, status.st_ino) in read or (
+                    query.since and iso_utc(status.st_mtime) < query.since
+                ):
                     continue
                 read.add((status.st_dev, status.st_ino))
                 for block in _blocks_backwards(file, status.st_size):
@@ -185,7 +202,8 @@ def _blocks_backwards(file: BinaryIO, end: int) -> Iterator[_Block]:
 
 
 def _blocks(file: BinaryIO) -> Iterator[_Block]:
-    """The rest of a file as whole lines, each piece as read and unmoved; a last line without newline as it is."""
+    """The rest of a file as whole lines, each piece as read and unmoved; a last line without
+    newline as it is."""
     rest = b""
     while piece := file.read(_CHUNK):
         first, last = piece.find(b"\n") + 1, piece.rfind(b"\n") + 1
@@ -259,7 +277,14 @@ def _parsed(raw: bytes) -> Hit | None:
         words = json.loads(b'"' + msg + b'"') if b"\\" in msg else msg.decode()
     except ValueError:
         return None
-    return Hit(raw, ts.decode(), level.decode(), event.decode(), words, None if rank == b"null" else int(rank))
+    return Hit(
+        raw,
+        ts.decode(),
+        level.decode(),
+        event.decode(),
+        words,
+        None if rank == b"null" else int(rank),
+    )
 
 
 def _parsed_whole(raw: bytes) -> Hit | None:
@@ -267,13 +292,21 @@ def _parsed_whole(raw: bytes) -> Hit | None:
         document = json.loads(raw)
         rank = document.get("rank")
         ts, level, event = (str(document[name]) for name in ("ts", "level", "event"))
-        return Hit(raw, ts, level, event, str(document.get("msg", "")), rank if isinstance(rank, int) else None)
+        return Hit(
+            raw,
+            ts,
+            level,
+            event,
+            str(document.get("msg", "")),
+            rank if isinstance(rank, int) else None,
+        )
     except (ValueError, KeyError, AttributeError):
         return None
 
 
 class Follower:
-    """New lines of a log as they are written, across rotations; nothing is lost, nothing comes twice."""
+    """New lines of a log as they are written, across rotations; nothing is lost, nothing comes
+    twice."""
 
     def __init__(self, log: Path, query: Query) -> None:
         """From the end of the log as it is now."""
@@ -291,7 +324,8 @@ class Follower:
         while self._file is not None or self._open(self._log, _inode(self._log)):
             assert self._file is not None
             following = self._following()
-            # Only after the look at the names: what was written before the rotation is in the file that is held.
+            # Only after the look at the names: what was written before the rotation is in the file
+            # that is held.
             data = self._rest + self._file.read()
             end = data.rfind(b"\n") + 1
             self._rest = data[end:]
@@ -302,20 +336,25 @@ class Follower:
         return hits
 
     def _following(self) -> tuple[Path, int | None] | None:
-        """The file that was begun after the one that is held, with its inode; None while there is none yet."""
+        """The file that was begun after the one that is held, with its inode; None while there is
+        none yet."""
         assert self._file is not None
         mine = os.fstat(self._file.fileno()).st_ino
         for _ in range(3):
-            files = [(path, inode) for path in files_of(self._log) if (inode := _inode(path)) is not None]
+            files = [
+                (path, inode) for path in files_of(self._log) if (inode := _inode(path)) is not None
+            ]
             place = next((number for number, (_, inode) in enumerate(files) if inode == mine), None)
             if place is not None:
                 return files[place + 1] if place + 1 < len(files) else None
-            # A rotation may be under way: a name that was listed has moved on before it was looked at.
+            # A rotation may be under way: a name that was listed has moved on before it was looked
+            # at.
             time.sleep(0.01)
         return files[0] if files else None
 
     def _open(self, path: Path, inode: int | None) -> bool:
-        """Hold `path`, if it still is the file that was meant; otherwise keep what is held and try again later."""
+        """Hold `path`, if it still is the file that was meant; otherwise keep what is held and try
+        again later."""
         try:
             file = open(path, "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError:

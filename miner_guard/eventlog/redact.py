@@ -1,7 +1,7 @@
 """Secrets out of text: before anything that the guard stores or prints on its own account.
 
-Standard library only. Two kinds of rule: shapes (a token looks like one wherever it stands) and values
-(what the environment names as a secret is one, whatever it looks like).
+Standard library only. Two kinds of rule: shapes (a token looks like one wherever it stands) and
+values (what the environment names as a secret is one, whatever it looks like).
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from miner_guard.config import Config
 
 MASK = "[redacted]"
 
-SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|MNEMONIC|CREDENTIAL|WEBHOOK", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|MNEMONIC|CREDENTIAL|WEBHOOK", re.IGNORECASE
+)
 """Environment variables so named hold secrets."""
 
 _COUNTS = re.compile(r"TOKENS|TOKENIZ", re.IGNORECASE)
 _NO_SECRET = re.compile(r"[\d._,]+|true|false", re.IGNORECASE)
-"""`MAX_TOKENS=100000`, `TOKENIZERS_PARALLELISM=false`: settings, and words that stand everywhere."""
+"""`MAX_TOKENS=100000`, `TOKENIZERS_PARALLELISM=false`: settings, and words that stand
+everywhere."""
 
 _MIN_SECRET_LENGTH = 6
 """Shorter values would redact ordinary words (`KEY=1`)."""
@@ -35,7 +38,8 @@ _SHAPES = tuple(
         # A subnet 38 commitment: account id 32 + read key id 32 + read secret 64.
         # With 0x it is the private key of a keyfile.
         r"\b(?:0x)?[0-9a-fA-F]{128}\b|(?<![A-Za-z0-9])[A-Za-z0-9]{128}(?![A-Za-z0-9])",
-        # An R2 secret key; what is named as a checksum, or a file of a content-addressed cache, is none.
+        # An R2 secret key; what is named as a checksum, or a file of a content-addressed cache, is
+        # none.
         r"(?<!sha256[:=-])(?<!/blobs/)\b[0-9a-f]{64}\b",
         r"\bgh[pousr]_[A-Za-z0-9]{30,}",
         r"\bgithub_pat_[A-Za-z0-9_]{20,}",
@@ -72,13 +76,15 @@ _PEM_END = re.compile(rf"-----END {_PEM_TITLE}")
 _PEM_BODY = re.compile(r"(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]{16,})*")
 _PEM_REST = re.compile(rf"\A[A-Za-z0-9+/=\s]{{1,20000}}-----END {_PEM_TITLE}")
 _MAX_PEM = 20_000
-# No prefix without a bound anywhere below: on a long word (hex, base64) each of its letters would begin a search of the
-# rest, with the interpreter's lock held. 16 KB took a minute, in which the guard stood still.
+# No prefix without a bound anywhere below: on a long word (hex, base64) each of its letters would
+# begin a search of the rest, with the interpreter's lock held. 16 KB took a minute, in which the
+# guard stood still.
 _NAMES = (
     r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|passphrase|api[_-]?key"
     r"|access[_-]?key(?:[_-]?id)?|webhook(?:[_-]?url)?|mnemonic)"
 )
-# Quotes may be escaped: the bundle redacts JSON that holds JSON. Half an escape is not cut off, or it would not parse.
+# Quotes may be escaped: the bundle redacts JSON that holds JSON. Half an escape is not cut off, or
+# it would not parse.
 _NAMED = re.compile(
     rf"(?i)({_NAMES}(?:\\{{0,7}}[\"'])?\s*[=:]\s*(?:\\{{0,7}}[\"'])?)"
     r"(?!\[redacted\])((?:[^\s\"',;&|)}\]\\]|\\(?!\\{0,7}[\"'\s])){4,})"
@@ -87,7 +93,9 @@ _NAMED = re.compile(
 _FLAG_NAME = rf"(?<![\w.-])--[\w.-]{{0,64}}{_NAMES}"
 _SECRET_FLAG = re.compile(_FLAG_NAME, re.IGNORECASE)
 # Quoted as a shell does: what follows a space inside the quotes belongs to it.
-_FLAG = re.compile(rf"(?i)({_FLAG_NAME}[ =])(?!\[redacted\])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)")
+_FLAG = re.compile(
+    rf"(?i)({_FLAG_NAME}[ =])(?!\[redacted\])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)"
+)
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,31}://[^\s/:@]{0,256}:)([^\s/@]+)(@)", re.IGNORECASE)
 _ANSI = r"(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,12}m"
@@ -96,12 +104,14 @@ _GAP = rf"(?:{_ANSI}|\\[nrt]|\\(?![nrtux])|[^\w\x1b\\])"
 _WORDS = r"[a-z]{3,8}(?:[ ]{1,4}[a-z]{3,8}){11,23}(?![A-Za-z])"
 # "The mnemonic to the new coldkey is:", a line or two, and then the words.
 _MNEMONIC = re.compile(
-    rf"(?i)((?<![A-Za-z])(?:mnemonic|(?:seed|secret|recovery|backup)[ _-]?(?:phrase|words))\b{_GAP}{{1,16}}"
+    r"(?i)((?<![A-Za-z])(?:mnemonic|(?:seed|secret|recovery|backup)[ "
+    rf"_-]?(?:phrase|words))\b{_GAP}{{1,16}}"
     rf"(?:\w{{1,16}}{_GAP}{{1,16}}){{0,8}}?)({_WORDS})"
 )
 # The words alone on their line: as many as a phrase has, and nothing else.
 _PHRASE = re.compile(
-    rf"(?m)^((?:{_ANSI}|[^\w\x1b\n]){{0,16}})[a-z]{{3,8}}(?: [a-z]{{3,8}}){{2}}(?:(?: [a-z]{{3,8}}){{3}}){{3,7}}"
+    rf"(?m)^((?:{_ANSI}|[^\w\x1b\n]){{0,16}})[a-z]{{3,8}}(?: [a-z]{{3,8}}){{2}}(?:(?: "
+    rf"[a-z]{{3,8}}){{3}}){{3,7}}"
     rf"(?=(?:{_ANSI}|[^\w\x1b\n]){{0,16}}$)"
 )
 _WORTH_A_LOOK = re.compile(
@@ -111,10 +121,11 @@ _WORTH_A_LOOK = re.compile(
 
 
 def _without_private_keys(text: str) -> str:
-    """`text` with each PEM block masked: on several lines, with a prefix on each line, or inside a JSON string.
+    """`text` with each PEM block masked: on several lines, with a prefix on each line, or inside a
+    JSON string.
 
-    A block that was cut off ends where its base64 ends. Takes linear time: the next END and the next quote are
-    searched for again only after the text has passed them.
+    A block that was cut off ends where its base64 ends. Takes linear time: the next END and the
+    next quote are searched for again only after the text has passed them.
     """
     kept: list[str] = []
     at = end_from = end_to = quote = 0
@@ -135,7 +146,8 @@ def _without_private_keys(text: str) -> str:
 
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without the variables that are named like secrets: for a process that has no business with them."""
+    """`env` without the variables that are named like secrets: for a process that has no business
+    with them."""
     return {name: value for name, value in env.items() if not SECRET_NAME.search(name)}
 
 
@@ -155,13 +167,17 @@ class Redactor:
     @classmethod
     def from_environment(cls, env: Mapping[str, str], more: Iterable[str] = ()) -> Redactor:
         """Knows the values of variables named *KEY*, *SECRET*, *TOKEN*, *PASSWORD*, and `more`."""
-        return cls([*(value for name, value in env.items() if _is_secret_variable(name, value)), *more])
+        return cls(
+            [*(value for name, value in env.items() if _is_secret_variable(name, value)), *more]
+        )
 
     @classmethod
     def for_guard(cls, env: Mapping[str, str], config: Config) -> Redactor:
         """Knows the environment's secrets and those that the guard's own settings hold."""
         alerts = config.alerts
-        return cls.from_environment(env, [*alerts.urls, alerts.heartbeat_url or "", config.http.token or ""])
+        return cls.from_environment(
+            env, [*alerts.urls, alerts.heartbeat_url or "", config.http.token or ""]
+        )
 
     def text(self, text: str) -> str:
         """`text` without secrets."""
@@ -185,7 +201,8 @@ class Redactor:
         return _NAMED.sub(rf"\1{MASK}", text)
 
     def value(self, value: Any, name: str = "") -> Any:
-        """`value` without secrets, through mappings and sequences; a field named like a secret is masked whole."""
+        """`value` without secrets, through mappings and sequences; a field named like a secret is
+        masked whole."""
         if isinstance(value, str):
             return MASK if name and _is_secret_field(name) and value else self.text(value)
         if isinstance(value, Mapping):
@@ -195,12 +212,17 @@ class Redactor:
         return value
 
     def _items(self, items: Sequence[Any], name: str) -> list[Any]:
-        """A command line is a list of words: the one after `--token` is a secret, though it looks like none."""
+        """A command line is a list of words: the one after `--token` is a secret, though it looks
+        like none."""
         safe, flag, masked = [], "", False
         for item in items:
             word = item if isinstance(item, str) else ""
             phrase = flag.lower().endswith("mnemonic")
-            hidden = masked and len(word) >= (3 if phrase else _MIN_WORD_LENGTH) and not word.startswith("--")
+            hidden = (
+                masked
+                and len(word) >= (3 if phrase else _MIN_WORD_LENGTH)
+                and not word.startswith("--")
+            )
             safe.append(MASK if hidden else self.value(item, name))
             masked = _SECRET_FLAG.fullmatch(word) is not None
             if masked:

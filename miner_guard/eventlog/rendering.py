@@ -1,4 +1,5 @@
-"""A record as a line: for the console, and as JSON. Standard library only, so that reading logs starts quickly."""
+"""A record as a line: for the console, and as JSON. Standard library only, so that reading logs
+starts quickly."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _CONTROL = re.compile(
 
 
 def visible(text: str) -> str:
-    """`text` with control characters as `\\x1b` or `\\u202e`, but tab and newline as they are; JSON stays valid JSON.
+    """`text` with control characters as `\\x1b` or `\\u202e`, but tab and newline as they are; JSON
+    stays valid JSON.
 
     A log may hold what steers a terminal, or what shows its reader other words than it says.
     """
@@ -33,10 +35,15 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
-    """`2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`; a block keeps its own lines below."""
+    """`2026-01-02T03:04:05.678Z | WARNING | Rank 2 | ⚠️  SLOW STEP: …`; a block keeps its own lines
+    below."""
     spec = CATALOGUE.get(str(record["event"]))
     who = "guard" if record.get("rank") is None else f"Rank {record['rank']}"
-    mark = f"{spec.emoji} " if emoji and spec is not None and spec.emoji and not _milder(spec, record) else ""
+    mark = (
+        f"{spec.emoji} "
+        if emoji and spec is not None and spec.emoji and not _milder(spec, record)
+        else ""
+    )
     # `grep -i "error"` finds a critical line too.
     level = "CRITICAL ERROR" if record["level"] == "critical" else str(record["level"]).upper()
     stamp = str(record["ts"])
@@ -56,7 +63,9 @@ def _milder(spec: Spec, record: Mapping[str, Any]) -> bool:
 
 def json_line(record: Mapping[str, Any]) -> str:
     """The record as one line of JSON; non-finite numbers are null."""
-    return visible(json.dumps(finite(record), ensure_ascii=False, default=str, separators=(", ", ": ")))
+    return visible(
+        json.dumps(finite(record), ensure_ascii=False, default=str, separators=(", ", ": "))
+    )
 
 
 def rotated(path: Path, number: int) -> Path:
@@ -65,7 +74,8 @@ def rotated(path: Path, number: int) -> Path:
 
 
 def rotate(path: Path, keep: int) -> None:
-    """Give every file the next number and the youngest the first, of which `keep` stay. Raises OSError."""
+    """Give every file the next number and the youngest the first, of which `keep` stay. Raises
+    OSError."""
     for number in range(keep, 0, -1):
         older = rotated(path, number)
         newer = rotated(path, number - 1) if number > 1 else path

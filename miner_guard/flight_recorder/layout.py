@@ -4,8 +4,8 @@
     ring      4096 step records
     journal   64 slots of JSON: decisions, uploads, diagnosis, messages; kept until acknowledged
 
-All numbers little endian. Times are CLOCK_MONOTONIC in seconds, which all processes of a host share;
-`wall` is seconds since 1970. An unknown number is NaN, never 0; an unknown count is -1.
+All numbers little endian. Times are CLOCK_MONOTONIC in seconds, which all processes of a host
+share; `wall` is seconds since 1970. An unknown number is NaN, never 0; an unknown count is -1.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ JOURNAL_OFFSET = RING_OFFSET + RING_SLOTS * STEP_SIZE
 FILE_SIZE = JOURNAL_OFFSET + JOURNAL_SLOTS * SLOT_SIZE
 
 IDENTITY = struct.Struct("<8sIIiiiq16sdi")
-"""magic, version, pid, rank, local_rank, world_size, process start (clock ticks since boot), run id, opened (wall),
-local world size (0: not told)."""
+"""magic, version, pid, rank, local_rank, world_size, process start (clock ticks since boot), run
+id, opened (wall), local world size (0: not told)."""
 IDENTITY_OFFSET = 0
 
 ACK = struct.Struct("<Q")
@@ -43,9 +43,9 @@ REQUESTS = struct.Struct("<Q")
 REQUESTS_OFFSET = 136
 
 NOW = struct.Struct("<QB7x24sddqqqddddQQQQ")
-"""sequence lock (odd: being written), state, phase, phase since, heartbeat, outer step, inner step, total steps,
-loss, lr, allocated bytes, allowance of the phase (s; NaN: the default), steps written, journal entries written,
-datagrams dropped, journal entries lost."""
+"""sequence lock (odd: being written), state, phase, phase since, heartbeat, outer step, inner step,
+total steps, loss, lr, allocated bytes, allowance of the phase (s; NaN: the default), steps written,
+journal entries written, datagrams dropped, journal entries lost."""
 NOW_OFFSET = 192
 
 PHASE = struct.Struct("<24sdd")
@@ -53,11 +53,13 @@ PHASE = struct.Struct("<24sdd")
 PHASE_OFFSET = NOW_OFFSET + 16
 
 COUNTS = struct.Struct("<QQQQ")
-"""The part of NOW that counts: steps written, journal entries written, datagrams dropped, journal entries lost."""
+"""The part of NOW that counts: steps written, journal entries written, datagrams dropped, journal
+entries lost."""
 COUNTS_OFFSET = NOW_OFFSET + 112
 
 LOCK, STATE, SINCE, ALLOWANCE, STEPS, ENTRIES, DROPPED, LOST = 0, 1, 5, 13, 14, 15, 16, 17
-"""Where in NOW, in words of eight bytes: what the writer changes by itself, without packing the rest."""
+"""Where in NOW, in words of eight bytes: what the writer changes by itself, without packing the
+rest."""
 
 PHASES = (
     "data", "forward", "backward", "optimizer", "inference", "val_loss", "example_loss",
@@ -66,16 +68,18 @@ PHASES = (
 """Phases with a column of their own in a step record; any other name is summed under `other`."""
 
 SPECIAL_PHASES = ("inference", "val_loss", "upload", "allreduce", "load_state", "pause")
-"""Phases that make a step another kind: it is compared with its like, not with plain training steps."""
+"""Phases that make a step another kind: it is compared with its like, not with plain training
+steps."""
 
 STEPPED = struct.Struct("<dqqqddd")
-"""The part of NOW that changes with each step: heartbeat, outer step, inner step, total steps, loss, lr, allocated."""
+"""The part of NOW that changes with each step: heartbeat, outer step, inner step, total steps,
+loss, lr, allocated."""
 STEPPED_OFFSET = NOW_OFFSET + 48
 
 STEP = struct.Struct("<QqqqdddddddddqII" + f"{len(PHASES)}f" + "f")
-"""sequence number + 1, outer step, inner step, total steps, start (monotonic), end (monotonic), end (wall), loss, lr,
-grad norm, evaluation loss, allocated bytes, reserved bytes, tokens, flags, check, seconds per phase (inclusive of
-what is nested in it), seconds of the phases nested in `monitor`."""
+"""sequence number + 1, outer step, inner step, total steps, start (monotonic), end (monotonic), end
+(wall), loss, lr, grad norm, evaluation loss, allocated bytes, reserved bytes, tokens, flags, check,
+seconds per phase (inclusive of what is nested in it), seconds of the phases nested in `monitor`."""
 
 FLAG_EVAL = 1
 """Some of the step went to inference, val_loss, example_loss or monitor."""
@@ -92,7 +96,8 @@ FLAG_GRAD_NORM_GIVEN = 1 << 17
 FLAG_EVAL_LOSS_GIVEN = 1 << 18
 """The same for the evaluation loss."""
 FLAG_LOSS_SUMMED = 1 << 19
-"""The loss is the sum of all that was passed to `backward` in the step; the program may show another number."""
+"""The loss is the sum of all that was passed to `backward` in the step; the program may show
+another number."""
 LOSS_LAG_SHIFT, MAX_LOSS_LAG = 20, 15
 """Four bits: how many steps ago the step was whose loss this is."""
 
@@ -101,7 +106,8 @@ SLOT = struct.Struct("<QII")
 SLOT_PAYLOAD = SLOT_SIZE - SLOT.size
 
 STATES = ("starting", "running", "closed", "finished")
-"""`closed`: the hook was closed without a claim to have finished; `finished`: `close(finished=True)`."""
+"""`closed`: the hook was closed without a claim to have finished; `finished`:
+`close(finished=True)`."""
 
 
 def known(number: float) -> float | None:

@@ -1,4 +1,5 @@
-"""The reading side of the flight record: the supervisor while the rank lives, or a person long after."""
+"""The reading side of the flight record: the supervisor while the rank lives, or a person long
+after."""
 
 from __future__ import annotations
 
@@ -25,11 +26,14 @@ class FlightReader:
     """Anybody's side: the supervisor while the rank lives, or a person long after."""
 
     def __init__(self, path: Path, *, acknowledge: bool = False) -> None:
-        """Raises OSError or BadFlight. `acknowledge` opens it writable, for the supervisor alone."""
+        """Raises OSError or BadFlight. `acknowledge` opens it writable, for the supervisor
+        alone."""
         self.path = path
         with open(path, "r+b" if acknowledge else "rb") as file:
             if os.fstat(file.fileno()).st_size != layout.FILE_SIZE:
-                raise BadFlight(f"{path}: {os.fstat(file.fileno()).st_size} bytes, expected {layout.FILE_SIZE}")
+                raise BadFlight(
+                    f"{path}: {os.fstat(file.fileno()).st_size} bytes, expected {layout.FILE_SIZE}"
+                )
             access = mmap.ACCESS_WRITE if acknowledge else mmap.ACCESS_READ
             self._map = mmap.mmap(file.fileno(), layout.FILE_SIZE, access=access)
         self.identity = self._read_identity()
@@ -42,7 +46,8 @@ class FlightReader:
         return identity
 
     def whole(self) -> bool:
-        """Whether the file is as long as it was: who reads past the end of a mapped one is killed by SIGBUS."""
+        """Whether the file is as long as it was: who reads past the end of a mapped one is killed
+        by SIGBUS."""
         return self._map.size() == layout.FILE_SIZE
 
     def now(self) -> Now | None:
@@ -74,7 +79,8 @@ class FlightReader:
                 yield number, document
 
     def _counts(self) -> tuple[int, ...]:
-        """As they stand, also under a lock that a killed rank has left behind: each record proves itself."""
+        """As they stand, also under a lock that a killed rank has left behind: each record proves
+        itself."""
         return layout.COUNTS.unpack_from(self._map, layout.COUNTS_OFFSET)
 
     def _entry(self, number: int) -> dict[str, Any] | None:
@@ -98,7 +104,8 @@ class FlightReader:
         return count
 
     def request_checkpoint(self) -> None:
-        """Ask the rank for one checkpoint more; only the supervisor's reader may (`acknowledge=True`)."""
+        """Ask the rank for one checkpoint more; only the supervisor's reader may
+        (`acknowledge=True`)."""
         asked: int = layout.REQUESTS.unpack_from(self._map, layout.REQUESTS_OFFSET)[0]
         layout.REQUESTS.pack_into(self._map, layout.REQUESTS_OFFSET, asked + 1)
 

@@ -1,6 +1,7 @@
 """What a flight record holds, as both sides see it, and how each record lies in the file.
 
-Unknown is None here and NaN, -1 or a missing flag in the file; the two meet in this module and nowhere else.
+Unknown is None here and NaN, -1 or a missing flag in the file; the two meet in this module and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -54,9 +55,19 @@ class Identity:
     def pack_into(self, buffer: mmap) -> None:
         """Write it at its place in the file."""
         layout.IDENTITY.pack_into(
-            buffer, layout.IDENTITY_OFFSET, layout.MAGIC, layout.VERSION, self.pid, self.rank, self.local_rank,
-            self.world_size, self.process_start, self.run_id.encode()[:16], self.opened, self.local_world_size,
-        )  # fmt: skip
+            buffer,
+            layout.IDENTITY_OFFSET,
+            layout.MAGIC,
+            layout.VERSION,
+            self.pid,
+            self.rank,
+            self.local_rank,
+            self.world_size,
+            self.process_start,
+            self.run_id.encode()[:16],
+            self.opened,
+            self.local_world_size,
+        )
 
     @classmethod
     def unpack_from(cls, buffer: mmap) -> Identity | None:
@@ -102,26 +113,49 @@ class Now:
 
     @classmethod
     def unpack_from(cls, buffer: mmap) -> Now | None:
-        """The header; None where the rank has written none, or is writing it at this moment (try again)."""
+        """The header; None where the rank has written none, or is writing it at this moment (try
+        again)."""
         values = layout.NOW.unpack_from(buffer, layout.NOW_OFFSET)
         after = layout.ACK.unpack_from(buffer, layout.NOW_OFFSET)[0]
-        lock, state, phase, since, heartbeat, outer, inner, total, loss, lr, allocated, allowance, *counts = values
+        (
+            lock,
+            state,
+            phase,
+            since,
+            heartbeat,
+            outer,
+            inner,
+            total,
+            loss,
+            lr,
+            allocated,
+            allowance,
+            *counts,
+        ) = values
         if lock != after or lock % 2 or not lock:
             return None
         return cls(
             layout.STATES[state] if state < len(layout.STATES) else "unknown",
-            phase.rstrip(b"\0").decode(errors="replace"), since, heartbeat, layout.known_count(outer),
-            layout.known_count(inner), max(total, 0), layout.known(loss), layout.known(lr), layout.known(allocated),
-            layout.known(allowance), *counts,
-        )  # fmt: skip
+            phase.rstrip(b"\0").decode(errors="replace"),
+            since,
+            heartbeat,
+            layout.known_count(outer),
+            layout.known_count(inner),
+            max(total, 0),
+            layout.known(loss),
+            layout.known(lr),
+            layout.known(allocated),
+            layout.known(allowance),
+            *counts,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord:
     """One finished inner step of one rank.
 
-    A rank fills one and the same record at each step, from what the training loop gave to what was measured;
-    readers get a new one for each.
+    A rank fills one and the same record at each step, from what the training loop gave to what was
+    measured; readers get a new one for each.
     """
 
     number: int = 0
@@ -130,7 +164,8 @@ class StepRecord:
     outer_step: int | None = None
     inner_step: int | None = None
     total_steps: int = 0
-    """Steps so far, of this process where the training loop gives no number; -1 where it gave nonsense."""
+    """Steps so far, of this process where the training loop gives no number; -1 where it gave
+    nonsense."""
 
     start: float = 0.0
     """Monotonic, s."""
@@ -149,16 +184,19 @@ class StepRecord:
     """None where it was not given; NaN and infinities are kept."""
 
     eval_loss: float | None = None
-    """On held-out data, of the model as it was before this step ended; None, NaN and infinities as above."""
+    """On held-out data, of the model as it was before this step ended; None, NaN and infinities as
+    above."""
 
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
     tokens: int | None = None
     flags: int = 0
-    """`layout.FLAG_EVAL`, `FLAG_FIRST`, `FLAG_LOSS_ON_CPU`, `FLAG_SYNC`; which values were given follows from them."""
+    """`layout.FLAG_EVAL`, `FLAG_FIRST`, `FLAG_LOSS_ON_CPU`, `FLAG_SYNC`; which values were given
+    follows from them."""
 
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase (of `layout.PHASES`), those that occurred; each includes what is nested in it."""
+    """Seconds by phase (of `layout.PHASES`), those that occurred; each includes what is nested in
+    it."""
 
     nested_in_monitor_s: float = 0.0
     """Seconds of the phases directly below `monitor`."""
@@ -175,7 +213,8 @@ class StepRecord:
 
     @property
     def loss_summed(self) -> bool:
-        """The loss is the sum of what was passed to `backward`; the program may show another number."""
+        """The loss is the sum of what was passed to `backward`; the program may show another
+        number."""
         return bool(self.flags & layout.FLAG_LOSS_SUMMED)
 
     def pack_into(self, buffer: mmap) -> None:
@@ -183,7 +222,12 @@ class StepRecord:
         number, end, phases = self.number, self.end, self.phases
         loss, norm, evaluated = self.loss, self.grad_norm, self.eval_loss
         lr, allocated, reserved = self.lr, self.allocated_bytes, self.reserved_bytes
-        outer, inner, total, tokens = self.outer_step, self.inner_step, self.total_steps, self.tokens
+        outer, inner, total, tokens = (
+            self.outer_step,
+            self.inner_step,
+            self.total_steps,
+            self.tokens,
+        )
         flags = self.flags
         if loss is not None:
             flags |= FLAG_LOSS_GIVEN
@@ -193,50 +237,81 @@ class StepRecord:
             flags |= FLAG_EVAL_LOSS_GIVEN
         inner = -1 if inner is None else inner
         STEP.pack_into(
-            buffer, step_offset(number), number + 1,
-            -1 if outer is None else outer, inner, total,
-            self.start, end, self.wall,
-            NAN if loss is None else loss, NAN if lr is None else lr, NAN if norm is None else norm,
-            NAN if evaluated is None else evaluated, NAN if allocated is None else allocated,
-            NAN if reserved is None else reserved, -1 if tokens is None else tokens,
-            flags, check_of(number, inner, end),
-            *(map(phases.get, PHASES, repeat(0.0)) if phases else _ZEROS), self.nested_in_monitor_s,
-        )  # fmt: skip
+            buffer,
+            step_offset(number),
+            number + 1,
+            -1 if outer is None else outer,
+            inner,
+            total,
+            self.start,
+            end,
+            self.wall,
+            NAN if loss is None else loss,
+            NAN if lr is None else lr,
+            NAN if norm is None else norm,
+            NAN if evaluated is None else evaluated,
+            NAN if allocated is None else allocated,
+            NAN if reserved is None else reserved,
+            -1 if tokens is None else tokens,
+            flags,
+            check_of(number, inner, end),
+            *(map(phases.get, PHASES, repeat(0.0)) if phases else _ZEROS),
+            self.nested_in_monitor_s,
+        )
 
     def show_in(self, buffer: mmap) -> None:
         """Write what the header shows of the last step."""
         outer, inner = self.outer_step, self.inner_step
         loss, lr, allocated = self.loss, self.lr, self.allocated_bytes
         STEPPED.pack_into(
-            buffer, STEPPED_OFFSET, self.end, -1 if outer is None else outer, -1 if inner is None else inner,
-            self.total_steps, NAN if loss is None else loss, NAN if lr is None else lr,
+            buffer,
+            STEPPED_OFFSET,
+            self.end,
+            -1 if outer is None else outer,
+            -1 if inner is None else inner,
+            self.total_steps,
+            NAN if loss is None else loss,
+            NAN if lr is None else lr,
             NAN if allocated is None else allocated,
-        )  # fmt: skip
+        )
 
     @classmethod
     def unpack_from(cls, buffer: mmap, number: int) -> StepRecord | None:
         """Step `number` (from 0), or None where it is torn, overwritten or not yet there."""
         values = STEP.unpack_from(buffer, step_offset(number))
-        sequence, outer, inner, total, start, end, wall, loss, lr, norm, evaluated, allocated = values[:12]
+        sequence, outer, inner, total, start, end, wall, loss, lr, norm, evaluated, allocated = (
+            values[:12]
+        )
         reserved, tokens, flags, check = values[12:_FIRST_PHASE]
         if sequence != number + 1 or check != check_of(number, inner, end):
             return None
         *columns, nested = values[_FIRST_PHASE:]
         return cls(
-            number=number, outer_step=layout.known_count(outer), inner_step=layout.known_count(inner),
-            total_steps=total, start=start, end=end, wall=wall, loss=loss if flags & FLAG_LOSS_GIVEN else None,
+            number=number,
+            outer_step=layout.known_count(outer),
+            inner_step=layout.known_count(inner),
+            total_steps=total,
+            start=start,
+            end=end,
+            wall=wall,
+            loss=loss if flags & FLAG_LOSS_GIVEN else None,
             lr=layout.known(lr),
             # Without the flag too: older guards wrote none, and NaN for an unknown norm.
             grad_norm=norm if flags & FLAG_GRAD_NORM_GIVEN else layout.known(norm),
             eval_loss=evaluated if flags & FLAG_EVAL_LOSS_GIVEN else None,
-            allocated_bytes=layout.known(allocated), reserved_bytes=layout.known(reserved),
-            tokens=layout.known_count(tokens), flags=flags & ~_GIVEN,
-            phases={name: seconds for name, seconds in zip(PHASES, columns, strict=True) if seconds > 0},
+            allocated_bytes=layout.known(allocated),
+            reserved_bytes=layout.known(reserved),
+            tokens=layout.known_count(tokens),
+            flags=flags & ~_GIVEN,
+            phases={
+                name: seconds for name, seconds in zip(PHASES, columns, strict=True) if seconds > 0
+            },
             nested_in_monitor_s=nested,
-        )  # fmt: skip
+        )
 
 
 def json_default(value: Any) -> str:
-    """What JSON cannot express, as text; a tensor on a GPU without its value, which would synchronise."""
+    """What JSON cannot express, as text; a tensor on a GPU without its value, which would
+    synchronise."""
     device = getattr(getattr(value, "device", None), "type", "cpu")
     return str(value) if device == "cpu" else f"{type(value).__name__} on {device}"

@@ -1,4 +1,5 @@
-"""The rank's side of the flight record: no system call after the constructor, readable after kill -9 of everything."""
+"""The rank's side of the flight record: no system call after the constructor, readable after kill
+-9 of everything."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.layout import ALLOWANCE, LOCK, NAN, PHASE_OFFSET, SINCE, STATE, STEPS
+from miner_guard.flight_recorder.layout import (
+    ALLOWANCE,
+    LOCK,
+    NAN,
+    PHASE_OFFSET,
+    SINCE,
+    STATE,
+    STEPS,
+)
 from miner_guard.flight_recorder.records import Identity, StepRecord, json_default
 from miner_guard.state_dir import make_folder, open_private
 
@@ -27,23 +36,33 @@ def process_start(pid: int) -> int:
 
 
 class FlightWriter:
-    """The rank's side. Safe from any thread; nothing blocks. Only the constructor makes system calls.
+    """The rank's side. Safe from any thread; nothing blocks. Only the constructor makes system
+    calls.
 
-    The header is guarded by a sequence lock, its first word: odd while the header is being written. A reader that
-    sees an odd or a changed number tries again. All counts live in the file, so that the compiled hook, which
-    writes the same header, and this class share them.
+    The header is guarded by a sequence lock, its first word: odd while the header is being written.
+    A reader that sees an odd or a changed number tries again. All counts live in the file, so that
+    the compiled hook, which writes the same header, and this class share them.
     """
 
     def __init__(
-        self, path: Path, *, rank: int, local_rank: int, world_size: int, run_id: str, local_world_size: int = 0,
+        self,
+        path: Path,
+        *,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        run_id: str,
+        local_world_size: int = 0,
         pid: int | None = None,
-    ) -> None:  # fmt: skip
-        """`local_world_size`: 0 is unknown. `pid`: whose record it is, where not this process's. Raises OSError."""
+    ) -> None:
+        """`local_world_size`: 0 is unknown. `pid`: whose record it is, where not this process's.
+        Raises OSError."""
         make_folder(path.parent)
         draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with open(open_private(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC), "w+b") as file:
-                # Allocated, not sparse: a full disk must show here, not as SIGBUS in the middle of a step.
+                # Allocated, not sparse: a full disk must show here, not as SIGBUS in the middle of
+                # a step.
                 os.posix_fallocate(file.fileno(), 0, layout.FILE_SIZE)
                 self.map = mmap.mmap(file.fileno(), layout.FILE_SIZE)
         except OSError:
@@ -51,7 +70,9 @@ class FlightWriter:
             raise
         pid = os.getpid() if pid is None else pid
         start = process_start(pid)
-        Identity(pid, rank, local_rank, world_size, start, run_id, time.time(), local_world_size).pack_into(self.map)
+        Identity(
+            pid, rank, local_rank, world_size, start, run_id, time.time(), local_world_size
+        ).pack_into(self.map)
         layout.STEPPED.pack_into(self.map, layout.STEPPED_OFFSET, 0.0, -1, -1, 0, NAN, NAN, NAN)
         header = memoryview(self.map)[layout.NOW_OFFSET : layout.NOW_OFFSET + layout.NOW.size]
         # Native order is the file's: Linux runs torch on little-endian machines only.
@@ -72,7 +93,8 @@ class FlightWriter:
             words[LOCK] += 1
 
     def show_phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
-        """Show the innermost phase, `b""` between phases. `name` has at most 24 bytes; NaN: no allowance of its own."""
+        """Show the innermost phase, `b""` between phases. `name` has at most 24 bytes; NaN: no
+        allowance of its own."""
         with self._lock:
             words = self._words
             words[LOCK] |= 1
@@ -81,7 +103,8 @@ class FlightWriter:
             words[LOCK] += 1
 
     def append(self, record: StepRecord) -> None:
-        """Append a step, give it its number, and show it in the header; the phase that is open there stays."""
+        """Append a step, give it its number, and show it in the header; the phase that is open
+        there stays."""
         with self._lock:
             words, end = self._words, record.end
             record.number = number = words[STEPS]
@@ -95,7 +118,8 @@ class FlightWriter:
             words[LOCK] += 1
 
     def journal(self, document: Mapping[str, Any]) -> bool:
-        """Append an entry that must not be lost. False where 64 unstored ones wait already, or it is too large."""
+        """Append an entry that must not be lost. False where 64 unstored ones wait already, or it
+        is too large."""
         payload = json.dumps(document, separators=(",", ":"), default=json_default).encode()
         with self._lock:
             number = self.entries_written

@@ -47,15 +47,21 @@ _FIELDS = ChainLook.__dataclass_fields__
 def look(settings: ChainSettings, *, python: str = sys.executable) -> ChainLook:
     """One look, `settings.timeout_s` at most. Never raises."""
     if settings.network is None or settings.netuid is None:
-        missing = " and ".join(key for key in ("network", "netuid") if getattr(settings, key) is None)
+        missing = " and ".join(
+            key for key in ("network", "netuid") if getattr(settings, key) is None
+        )
         return ChainLook(reason=f"no [chain] {missing} configured")
     request = {
-        "network": settings.network, "netuid": settings.netuid, "hotkey": settings.hotkey,
+        "network": settings.network,
+        "netuid": settings.netuid,
+        "hotkey": settings.hotkey,
         "master_uid": settings.master_uid,
-    }  # fmt: skip
+    }
     # Public data only: what is secret here has no business in a process that runs third-party code.
     env = without_secrets(os.environ)
-    answer = probe.ask("miner_guard.health.chain_probe", request, settings.timeout_s, python=python, env=env)
+    answer = probe.ask(
+        "miner_guard.health.chain_probe", request, settings.timeout_s, python=python, env=env
+    )
     if answer.reason is not None or not isinstance(answer.value, dict):
         return ChainLook(reason=answer.reason or "the look gave no answer")
     return ChainLook(**{name: value for name, value in answer.value.items() if name in _FIELDS})
@@ -76,7 +82,11 @@ def summary(look: ChainLook, outer_step: int | None = None) -> str:
     if look.last_update is not None and look.block is not None:
         said.append(f"updated {look.block - look.last_update} blocks ago")
     if look.registered:
-        said.append("nothing committed" if look.commitment is None else f"commitment {len(look.commitment)} characters")
+        said.append(
+            "nothing committed"
+            if look.commitment is None
+            else f"commitment {len(look.commitment)} characters"
+        )
     if outer_step is not None:
         said.append(f"network outer step {outer_step}")
     said += [f"{what} unknown ({why})" for what, why in (look.errors or {}).items()]
@@ -87,4 +97,6 @@ def as_fields(look: ChainLook) -> dict[str, Any]:
     """The look for an event: everything but the commitments."""
     left_out = {"commitment", "master_commitment", "reason", "rank"}
     # An event's `rank` is the process that it is about.
-    return {name: getattr(look, name) for name in _FIELDS if name not in left_out} | {"chain_rank": look.rank}
+    return {name: getattr(look, name) for name in _FIELDS if name not in left_out} | {
+        "chain_rank": look.rank
+    }

@@ -1,7 +1,9 @@
-"""The child that reads the chain through bittensor 9.10 to 11: `python -m miner_guard.health.chain_probe`.
+"""The child that reads the chain through bittensor 9.10 to 11: `python -m
+miner_guard.health.chain_probe`.
 
-In a child, because bittensor may hang for minutes on a silent node, reads the command line, prints, takes over
-the logging of its process, and weighs up to 160 MB. Only public data is read and no wallet is opened.
+In a child, because bittensor may hang for minutes on a silent node, reads the command line, prints,
+takes over the logging of its process, and weighs up to 160 MB. Only public data is read and no
+wallet is opened.
 """
 
 from __future__ import annotations
@@ -38,30 +40,44 @@ class BeforeEleven:
         return None if uid is None else int(uid)
 
     def commitment(self, netuid: int, uid: int, hotkey: str) -> str | None:
-        # Not get_commitment: it fetches the whole metagraph for one key, and answers "" for every error.
+        # Not get_commitment: it fetches the whole metagraph for one key, and answers "" for every
+        # error.
         stored = self._subtensor.substrate.query("Commitments", "CommitmentOf", [netuid, hotkey])
         return committed_text(getattr(stored, "value", stored))
 
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
-        # Not metagraph: it makes three more runtime calls, of which one has changed its name between versions.
+        # Not metagraph: it makes three more runtime calls, of which one has changed its name
+        # between versions.
         return [
             {
-                "uid": int(n.uid), "hotkey": str(n.hotkey), "incentive": _number(n.incentive),
-                "trust": _number(getattr(n, "trust", None)), "rank": _number(getattr(n, "rank", None)),
-                "emission": _number(n.emission), "stake": _number(n.total_stake), "last_update": _whole(n.last_update),
+                "uid": int(n.uid),
+                "hotkey": str(n.hotkey),
+                "incentive": _number(n.incentive),
+                "trust": _number(getattr(n, "trust", None)),
+                "rank": _number(getattr(n, "rank", None)),
+                "emission": _number(n.emission),
+                "stake": _number(n.total_stake),
+                "last_update": _whole(n.last_update),
             }
             for n in self._subtensor.neurons_lite(netuid=netuid)
-        ]  # fmt: skip
+        ]
 
 
 class Ten(BeforeEleven):
-    """bittensor 10: its neurons have neither trust nor rank, which the chain's own rows may hold."""
+    """bittensor 10: its neurons have neither trust nor rank, which the chain's own rows may
+    hold."""
 
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
         found = super().neurons(netuid)
-        rows = self._subtensor.query_runtime_api("NeuronInfoRuntimeApi", "get_neurons_lite", [netuid]) or ()
+        rows = (
+            self._subtensor.query_runtime_api("NeuronInfoRuntimeApi", "get_neurons_lite", [netuid])
+            or ()
+        )
         told = {int(row["uid"]): row for row in rows}
-        return [{**n, **{k: _share(told.get(n["uid"], {}).get(k)) for k in ("trust", "rank")}} for n in found]
+        return [
+            {**n, **{k: _share(told.get(n["uid"], {}).get(k)) for k in ("trust", "rank")}}
+            for n in found
+        ]
 
 
 class Eleven:
@@ -84,27 +100,38 @@ class Eleven:
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
         return [
             {
-                "uid": int(n.uid), "hotkey": str(n.hotkey), "incentive": _number(n.incentive),
-                "trust": _number(n.trust), "rank": _number(n.rank), "emission": _amount(n.emission),
-                "stake": _amount(n.total_stake), "last_update": _whole(n.last_update),
+                "uid": int(n.uid),
+                "hotkey": str(n.hotkey),
+                "incentive": _number(n.incentive),
+                "trust": _number(n.trust),
+                "rank": _number(n.rank),
+                "emission": _amount(n.emission),
+                "stake": _amount(n.total_stake),
+                "last_update": _whole(n.last_update),
             }
             for n in self._subtensor.subnets.metagraph(netuid, commitments=False)
-        ]  # fmt: skip
+        ]
 
 
 def connect(network: str) -> tuple[ChainClient, str]:
-    """A connection and bittensor's version. Raises whatever bittensor raises; ImportError where it is not there."""
-    # 9.x parses the command line when imported and again in Subtensor(): `--help` there would end this process.
+    """A connection and bittensor's version. Raises whatever bittensor raises; ImportError where it
+    is not there."""
+    # 9.x parses the command line when imported and again in Subtensor(): `--help` there would end
+    # this process.
     sys.argv = sys.argv[:1]
     import bittensor
 
     version = str(bittensor.__version__)
     subtensor = bittensor.Subtensor(network)
     generation = int(version.split(".")[0])
-    return (Eleven if generation >= 11 else Ten if generation == 10 else BeforeEleven)(subtensor), version
+    return (Eleven if generation >= 11 else Ten if generation == 10 else BeforeEleven)(
+        subtensor
+    ), version
 
 
-def look(chain: ChainClient, netuid: int, hotkey: str | None, master_uid: int | None) -> dict[str, Any]:
+def look(
+    chain: ChainClient, netuid: int, hotkey: str | None, master_uid: int | None
+) -> dict[str, Any]:
     """What the chain says; what could not be read is null and its reason stands under `errors`."""
     errors: dict[str, str] = {}
 
@@ -117,20 +144,30 @@ def look(chain: ChainClient, netuid: int, hotkey: str | None, master_uid: int | 
 
     block = ask("block", chain.block)
     neurons = ask("metagraph", lambda: chain.neurons(netuid))
-    answer: dict[str, Any] = {"block": block, "neurons": None if neurons is None else len(neurons), "errors": errors}
+    answer: dict[str, Any] = {
+        "block": block,
+        "neurons": None if neurons is None else len(neurons),
+        "errors": errors,
+    }
     rows = {n["uid"]: n for n in neurons or ()}
     if hotkey is not None:
         answer |= _own(chain, netuid, hotkey, rows, ask, errors)
     if master_uid is not None and master_uid in rows:
         master = str(rows[master_uid]["hotkey"])
-        answer["master_commitment"] = ask("master", lambda: chain.commitment(netuid, master_uid, master))
+        answer["master_commitment"] = ask(
+            "master", lambda: chain.commitment(netuid, master_uid, master)
+        )
     return answer
 
 
 def _own(
-    chain: ChainClient, netuid: int, hotkey: str, rows: Mapping[int, Mapping[str, Any]],
-    ask: Callable[[str, Callable[[], Any]], Any], errors: Mapping[str, str],
-) -> dict[str, Any]:  # fmt: skip
+    chain: ChainClient,
+    netuid: int,
+    hotkey: str,
+    rows: Mapping[int, Mapping[str, Any]],
+    ask: Callable[[str, Callable[[], Any]], Any],
+    errors: Mapping[str, str],
+) -> dict[str, Any]:
     uid = ask("uid", lambda: chain.uid(netuid, hotkey))
     listed = next((u for u, row in rows.items() if row["hotkey"] == hotkey), None)
     if uid is None and listed is not None:
@@ -140,7 +177,12 @@ def _own(
         # A uid is given to the next hotkey when its own is deregistered.
         same = not row or row.get("hotkey") == hotkey
         own = (
-            {k: row.get(k) for k in ("incentive", "trust", "rank", "emission", "stake", "last_update")} if same else {}
+            {
+                k: row.get(k)
+                for k in ("incentive", "trust", "rank", "emission", "stake", "last_update")
+            }
+            if same
+            else {}
         )
         return {
             "uid": uid,
@@ -152,7 +194,8 @@ def _own(
 
 
 def committed_text(stored: Any) -> str | None:
-    """The text of a `CommitmentOf` entry: `{"info": {"fields": [[{"Raw5": …}]]}}`; None where nothing is committed.
+    """The text of a `CommitmentOf` entry: `{"info": {"fields": [[{"Raw5": …}]]}}`; None where
+    nothing is committed.
 
     Raises TypeError for another shape.
     """
@@ -200,11 +243,15 @@ def main() -> None:
         probe.reply(error=f"bittensor is not there ({error}); {optional_deps.install('chain')}")
         return
     except Exception as error:  # noqa: BLE001 -- bittensor raises anything when imported or connected; it is the answer
-        probe.reply(error=f"no connection to {request['network']}: {type(error).__name__}: {error}"[:400])
+        probe.reply(
+            error=f"no connection to {request['network']}: {type(error).__name__}: {error}"[:400]
+        )
         return
     answer = look(chain, request["netuid"], request["hotkey"], request["master_uid"])
     if answer["block"] is None:
-        probe.reply(error=f"{request['network']} did not tell its block: {answer['errors'].get('block')}")
+        probe.reply(
+            error=f"{request['network']} did not tell its block: {answer['errors'].get('block')}"
+        )
         return
     probe.reply({**answer, "bittensor": version})
 

@@ -18,9 +18,11 @@ _UNLIMITED = 1 << 60
 
 
 class HostSampler:
-    """Reads CPU, memory, disk, /dev/shm and network, each by itself: a folder that hangs must not hide the memory.
+    """Reads CPU, memory, disk, /dev/shm and network, each by itself: a folder that hangs must not
+    hide the memory.
 
-    Rates are over the time since the last reading. What can't be read raises OSError, ValueError or psutil.Error.
+    Rates are over the time since the last reading. What can't be read raises OSError, ValueError or
+    psutil.Error.
     """
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
@@ -60,8 +62,14 @@ class HostSampler:
         }
 
     def _read_disk(self) -> Mapping[str, Any]:
-        free = {name: psutil.disk_usage(str(existing(path))).free for name, path in self._folders.items()}
-        return {"disk_free_bytes": min(free.values()) if free else None, "disk_free_by_folder_bytes": free}
+        free = {
+            name: psutil.disk_usage(str(existing(path))).free
+            for name, path in self._folders.items()
+        }
+        return {
+            "disk_free_bytes": min(free.values()) if free else None,
+            "disk_free_by_folder_bytes": free,
+        }
 
     def _read_shm(self) -> Mapping[str, Any]:
         usage = psutil.disk_usage("/dev/shm")
@@ -79,36 +87,63 @@ class HostSampler:
             "network_sent_bytes": sent,
             "network_received_bytes": received,
             "network_sent_bytes_per_s": (sent - before[1]) / seconds if known and before else None,
-            "network_received_bytes_per_s": (received - before[2]) / seconds if known and before else None,
+            "network_received_bytes_per_s": (received - before[2]) / seconds
+            if known and before
+            else None,
         }
 
 
 NAMES = (
-    "cpu_pct", "load1", "cpus", "memory_limit_bytes", "memory_used_bytes", "memory_limit_by", "swap_used_bytes",
-    "oom_kills", "disk_free_bytes", "disk_free_by_folder_bytes", "shm_total_bytes", "shm_used_bytes",
-    "network_sent_bytes", "network_received_bytes", "network_sent_bytes_per_s", "network_received_bytes_per_s",
-)  # fmt: skip
+    "cpu_pct",
+    "load1",
+    "cpus",
+    "memory_limit_bytes",
+    "memory_used_bytes",
+    "memory_limit_by",
+    "swap_used_bytes",
+    "oom_kills",
+    "disk_free_bytes",
+    "disk_free_by_folder_bytes",
+    "shm_total_bytes",
+    "shm_used_bytes",
+    "network_sent_bytes",
+    "network_received_bytes",
+    "network_sent_bytes_per_s",
+    "network_received_bytes_per_s",
+)
 """Every figure of the host."""
 
 
 def figures(readings: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """The host's figures from what its samplers answered; null where one did not. None where none did."""
+    """The host's figures from what its samplers answered; null where one did not. None where none
+    did."""
     known = [reading for reading in readings if reading is not None]
-    return {**dict.fromkeys(NAMES), **{k: v for reading in known for k, v in reading.items()}} if known else None
+    return (
+        {**dict.fromkeys(NAMES), **{k: v for reading in known for k, v in reading.items()}}
+        if known
+        else None
+    )
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that is there: the state directory may not be made yet."""
+    """`path`, or the nearest folder above it that is there: the state directory may not be made
+    yet."""
     return next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
 
 
-def read_cgroup_memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> tuple[int | None, int | None, int | None]:
-    """Limit, use without reclaimable cache, and out-of-memory kills of this process's cgroup; None where unknown."""
+def read_cgroup_memory(
+    proc: Path = Path("/proc"), cgroup: Path = CGROUP
+) -> tuple[int | None, int | None, int | None]:
+    """Limit, use without reclaimable cache, and out-of-memory kills of this process's cgroup; None
+    where unknown."""
     folder = _cgroup_folder(proc, cgroup)
     if folder is None:
         return None, None, None
     if (folder / "memory.max").exists():
-        used, cache = _number(folder / "memory.current"), _entry(folder / "memory.stat", "inactive_file")
+        used, cache = (
+            _number(folder / "memory.current"),
+            _entry(folder / "memory.stat", "inactive_file"),
+        )
         limit = _least_limit(folder, cgroup, "memory.max")
         kills = _entry(folder / "memory.events", "oom_kill")
     else:

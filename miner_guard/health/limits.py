@@ -35,17 +35,23 @@ class HostLimits:
             seen = free / _GIB
             if self._begins(f"disk {name}", seen < least, seen > least * _DISK_CLEAR_FACTOR):
                 yield make_finding(
-                    "host_warning", what=f"disk of {name}", seen=f"{seen:.1f} GB free", limit=f"{least:g} GB",
+                    "host_warning",
+                    what=f"disk of {name}",
+                    seen=f"{seen:.1f} GB free",
+                    limit=f"{least:g} GB",
                     next_step="free space: checkpoints and logs stop when it is full",
-                )  # fmt: skip
+                )
 
     def _shm(self, host: Mapping[str, Any]) -> Iterator[Finding]:
         total, least = host["shm_total_bytes"], self._settings.shm_min_gb
         if total is not None and self._begins("shm", total < least * _GIB, total >= least * _GIB):
             yield make_finding(
-                "host_warning", what="/dev/shm", seen=f"{total / 1024**2:.0f} MB", limit=f"{least:g} GB",
+                "host_warning",
+                what="/dev/shm",
+                seen=f"{total / 1024**2:.0f} MB",
+                limit=f"{least:g} GB",
                 next_step="start the container with --shm-size=16g: NCCL and dataloaders need it",
-            )  # fmt: skip
+            )
 
     def _memory(self, host: Mapping[str, Any]) -> Iterator[Finding]:
         used, limit = host["memory_used_bytes"], host["memory_limit_bytes"]
@@ -54,18 +60,29 @@ class HostLimits:
         ratio = used / limit
         if self._begins("memory", ratio > _MEMORY_WARN_RATIO, ratio < _MEMORY_CLEAR_RATIO):
             yield make_finding(
-                "host_warning", what="memory", seen=f"{used / _GIB:.1f} of {limit / _GIB:.1f} GB",
+                "host_warning",
+                what="memory",
+                seen=f"{used / _GIB:.1f} of {limit / _GIB:.1f} GB",
                 limit=f"{_MEMORY_WARN_RATIO:.0%} of the {host['memory_limit_by']}'s",
-                next_step="the kernel will kill a rank next; use fewer dataloader workers or a larger machine",
-            )  # fmt: skip
+                next_step=(
+                    "the kernel will kill a rank next; use fewer dataloader workers or a "
+                    "larger machine"
+                ),
+            )
 
     def _oom_kills(self, kills: int | None) -> Iterator[Finding]:
         before, self._kills = self._kills, kills if kills is not None else self._kills
         if kills is not None and before is not None and kills > before:
             yield make_finding(
-                "host_warning", level="error", what="out-of-memory kill", seen=f"{kills - before} more", limit="0",
-                next_step="memory.events of the cgroup counted it: a process of this container was killed",
-            )  # fmt: skip
+                "host_warning",
+                level="error",
+                what="out-of-memory kill",
+                seen=f"{kills - before} more",
+                limit="0",
+                next_step=(
+                    "memory.events of the cgroup counted it: a process of this container was killed"
+                ),
+            )
 
     def _begins(self, what: str, bad: bool, good: bool) -> bool:
         if good:

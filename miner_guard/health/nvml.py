@@ -1,14 +1,18 @@
-"""The supervisor's side of GPU sampling: a child that reads NVML, with a deadline, started again when it misses it.
+"""The supervisor's side of GPU sampling: a child that reads NVML, with a deadline, started again
+when it misses it.
 
 A sample is plain data:
 
-- `state`: `ok` · `absent` (no driver library: a machine without NVIDIA GPUs) · `failed` (NVML refuses; `code` and
-  `reason`) · `hangs` · `unreadable` (the probe itself broke; `reason`)
-- `driver`, `nvml`, `cuda_driver`: versions; `count`; `seconds`: how long it took; `taken`: monotonic
-- `gpus`: one row per GPU: `index`, `uuid`, `pci_bus`, `name`, memory in bytes, `utilization_ratio` (some kernel ran),
-  `temperature_c`, `power_w`, clocks in MHz, `throttle_bits` and `throttle`, ECC, remapped rows, PCIe, NVLink, modes;
-  `xids` since the last sample. What could not be read is null, its reason stands under `unread`.
-- a row's `state`: `ok` · `lost` · `reset_required` · `unknown` · `hangs` · `gone` (it was there before) · `unreadable`
+- `state`: `ok` · `absent` (no driver library: a machine without NVIDIA GPUs) · `failed` (NVML
+  refuses; `code` and `reason`) · `hangs` · `unreadable` (the probe itself broke; `reason`)
+- `driver`, `nvml`, `cuda_driver`: versions; `count`; `seconds`: how long it took; `taken`:
+  monotonic
+- `gpus`: one row per GPU: `index`, `uuid`, `pci_bus`, `name`, memory in bytes,
+  `utilization_ratio` (some kernel ran), `temperature_c`, `power_w`, clocks in MHz,
+  `throttle_bits` and `throttle`, ECC, remapped rows, PCIe, NVLink, modes; `xids` since the last
+  sample. What could not be read is null, its reason stands under `unread`.
+- a row's `state`: `ok` · `lost` · `reset_required` · `unknown` · `hangs` · `gone` (it was there
+  before) · `unreadable`
 """
 
 from __future__ import annotations
@@ -29,20 +33,25 @@ Sample = Mapping[str, Any]
 _BAD_ROWS = frozenset({"lost", "reset_required", "unknown", "hangs", "gone", "unreadable"})
 
 _CHILD_SHARE = 0.8
-"""Share of the deadline after which the child answers with what it has; the rest is for the answer to arrive."""
+"""Share of the deadline after which the child answers with what it has; the rest is for the answer
+to arrive."""
 
 _LAST_WORDS_S = 1.0
 """How long a retired child is waited for: it has nothing to read but its events."""
 
 
 class NvmlSampler:
-    """One child, one sample at a time. `sample` blocks up to the deadline: call it in a job, never in the main thread.
+    """One child, one sample at a time. `sample` blocks up to the deadline: call it in a job, never
+    in the main thread.
 
     Safe from any thread; a second `sample` waits for the first one.
     """
 
-    def __init__(self, timeout_s: float, env: Mapping[str, str] | None = None, renew_s: float = 30.0) -> None:
-        """`renew_s`: the least time between two new children that are started because a sample was bad."""
+    def __init__(
+        self, timeout_s: float, env: Mapping[str, str] | None = None, renew_s: float = 30.0
+    ) -> None:
+        """`renew_s`: the least time between two new children that are started because a sample was
+        bad."""
         self._timeout_s, self._renew_s = timeout_s, renew_s
         self._renewed = -renew_s
         self._env = dict(os.environ if env is None else env)
@@ -62,17 +71,30 @@ class NvmlSampler:
             self._hear(document.pop("xids", {}))
             self._hear(self._last_words(document["taken"] + limit))
             self._tell(rows)
-            sample = {"driver": None, "nvml": None, "cuda_driver": None, "code": None, **document, "gpus": rows}
+            sample = {
+                "driver": None,
+                "nvml": None,
+                "cuda_driver": None,
+                "code": None,
+                **document,
+                "gpus": rows,
+            }
             for row in document["gpus"]:
                 if row.get("uuid"):
-                    self._known[row["uuid"]] = {k: row[k] for k in ("index", "uuid", "name", "pci_bus")}
-            self._renew(document["state"] not in ("ok", "absent") or any(r["state"] in _BAD_ROWS for r in rows))
+                    self._known[row["uuid"]] = {
+                        k: row[k] for k in ("index", "uuid", "name", "pci_bus")
+                    }
+            self._renew(
+                document["state"] not in ("ok", "absent")
+                or any(r["state"] in _BAD_ROWS for r in rows)
+            )
         return sample
 
     def _renew(self, bad: bool) -> None:
         """Only a new process recovers after a driver reload, and a hung thread never comes back.
 
-        Not after every bad sample: a GPU that stays lost would cost a process each time, and the others' Xid events.
+        Not after every bad sample: a GPU that stays lost would cost a process each time, and the
+        others' Xid events.
         """
         now = time.monotonic()
         if bad and now - self._renewed >= self._renew_s:
@@ -83,7 +105,8 @@ class NvmlSampler:
                 self._end_child()
 
     def _last_words(self, until: float) -> Mapping[str, list[int]]:
-        """The events that only the retired child heard of. One that comes just now is told by both."""
+        """The events that only the retired child heard of. One that comes just now is told by
+        both."""
         child = self._retired
         if child is None or time.monotonic() >= until:
             return {}
@@ -104,7 +127,8 @@ class NvmlSampler:
     def _tell(self, rows: Sequence[dict[str, Any]]) -> None:
         """Give each row its events. Those of a GPU that has no row now are told when it has one."""
         for row in rows:
-            # A row without a UUID (its GPU was lost before it could be named) stands for the GPU of its index.
+            # A row without a UUID (its GPU was lost before it could be named) stands for the GPU of
+            # its index.
             named = [row.get("uuid")] if row.get("uuid") else self._once_at(row["index"])
             row["xids"] = [number for uuid in named for number in self._untold.pop(str(uuid), ())]
 
@@ -115,9 +139,14 @@ class NvmlSampler:
         """Used bytes by UUID, freshly read; None where NVML gives none. Blocks as `sample` does."""
         rows = self.sample()["gpus"]
         with self._one_at_a_time:
-            # Events are told once: the next sample's reader must not miss those that came with this one.
+            # Events are told once: the next sample's reader must not miss those that came with this
+            # one.
             self._hear({r["uuid"]: r["xids"] for r in rows if r.get("uuid")})
-        levels = {r["uuid"]: int(r["memory_used_bytes"]) for r in rows if r.get("memory_used_bytes") is not None}
+        levels = {
+            r["uuid"]: int(r["memory_used_bytes"])
+            for r in rows
+            if r.get("memory_used_bytes") is not None
+        }
         return levels or None
 
     def close(self) -> None:
@@ -131,7 +160,8 @@ class NvmlSampler:
         if document["state"] != "ok":
             return []
         here = {row.get("uuid") for row in document["gpus"]}
-        # A row without a UUID (its GPU was lost before it could be named) stands for the GPU of its index.
+        # A row without a UUID (its GPU was lost before it could be named) stands for the GPU of its
+        # index.
         unnamed = {row["index"] for row in document["gpus"] if not row.get("uuid")}
         return [
             {
@@ -184,11 +214,14 @@ class NvmlSampler:
 
 
 def _ask(child: subprocess.Popen[bytes], request: Mapping[str, Any], until: float) -> bytes | None:
-    """Its answer by `until` (monotonic), as `_line`. Raises OSError where it does not listen any more."""
+    """Its answer by `until` (monotonic), as `_line`. Raises OSError where it does not listen any
+    more."""
     assert child.stdin is not None
     assert child.stdout is not None
     now = time.monotonic()
-    child.stdin.write(json.dumps({**request, "until": now + _CHILD_SHARE * (until - now)}).encode() + b"\n")
+    child.stdin.write(
+        json.dumps({**request, "until": now + _CHILD_SHARE * (until - now)}).encode() + b"\n"
+    )
     child.stdin.flush()
     return _line(child.stdout.fileno(), until)
 
@@ -199,7 +232,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             pipe.close()
     if child.poll() is None:
         os.kill(child.pid, signal.SIGKILL)
-        # In uninterruptible sleep it does not die: reaped later by a thread rather than waited for here.
+        # In uninterruptible sleep it does not die: reaped later by a thread rather than waited for
+        # here.
         threading.Thread(target=child.wait, name="nvml-reap", daemon=True).start()
 
 
@@ -219,4 +253,11 @@ def _line(fd: int, until: float) -> bytes | None:
 
 def _nothing(state: str, reason: str, start: float) -> dict[str, Any]:
     seconds = time.monotonic() - start
-    return {"state": state, "reason": reason, "count": None, "gpus": [], "seconds": seconds, "taken": start}
+    return {
+        "state": state,
+        "reason": reason,
+        "count": None,
+        "gpus": [],
+        "seconds": seconds,
+        "taken": start,
+    }

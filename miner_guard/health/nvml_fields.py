@@ -1,4 +1,5 @@
-"""What is read of a GPU through NVML: one table of fields, so that a field that can't be read costs no other.
+"""What is read of a GPU through NVML: one table of fields, so that a field that can't be read costs
+no other.
 
 Only for the child that `nvml_probe` is; the supervisor imports no pynvml.
 """
@@ -15,10 +16,18 @@ import pynvml as nvml
 Handle = Any
 
 THROTTLE = {
-    0x1: "idle", 0x2: "applications clocks", 0x4: "SW power cap", 0x8: "HW slowdown", 0x10: "sync boost",
-    0x20: "SW thermal", 0x40: "HW thermal", 0x80: "HW power brake", 0x100: "display clocks",
-}  # fmt: skip
-"""Bits of the clocks event reasons (nvml.h); R535 and later call them event, earlier throttle reasons."""
+    0x1: "idle",
+    0x2: "applications clocks",
+    0x4: "SW power cap",
+    0x8: "HW slowdown",
+    0x10: "sync boost",
+    0x20: "SW thermal",
+    0x40: "HW thermal",
+    0x80: "HW power brake",
+    0x100: "display clocks",
+}
+"""Bits of the clocks event reasons (nvml.h); R535 and later call them event, earlier throttle
+reasons."""
 
 _P2P_READ = 0
 """NVML_P2P_CAPS_INDEX_READ; in the bindings that constant is a tuple by mistake."""
@@ -36,7 +45,9 @@ class Field:
     """Read until it is known, then kept: it does not change while the driver is loaded."""
 
 
-def _one(name: str, function: str, *arguments: Any, scale: float | None = None, constant: bool = False) -> Field:
+def _one(
+    name: str, function: str, *arguments: Any, scale: float | None = None, constant: bool = False
+) -> Field:
     def read(handle: Handle) -> tuple[Any, ...]:
         value = getattr(nvml, function)(handle, *arguments)
         if isinstance(value, bytes):
@@ -131,7 +142,11 @@ def _fabric(handle: Handle) -> tuple[Any, ...]:
     info = nvml.c_nvmlGpuFabricInfo_t()
     nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
     state = int(info.state)
-    return (("not supported", "not started", "in progress", "completed")[state] if state < 4 else f"state {state}",)
+    return (
+        ("not supported", "not started", "in progress", "completed")[state]
+        if state < 4
+        else f"state {state}",
+    )
 
 
 def _processes(handle: Handle) -> tuple[Any, ...]:
@@ -147,7 +162,12 @@ FIELDS = (
     Field(("memory_used_bytes", "memory_reserved_bytes", "memory_total_bytes"), _memory),
     Field(("utilization_ratio", "memory_busy_ratio"), _utilization),
     _one("temperature_c", "nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-    _one("slowdown_c", "nvmlDeviceGetTemperatureThreshold", nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, constant=True),
+    _one(
+        "slowdown_c",
+        "nvmlDeviceGetTemperatureThreshold",
+        nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN,
+        constant=True,
+    ),
     _one("power_w", "nvmlDeviceGetPowerUsage", scale=1e-3),
     _one("power_limit_w", "nvmlDeviceGetEnforcedPowerLimit", scale=1e-3),
     _one("power_default_w", "nvmlDeviceGetPowerManagementDefaultLimit", scale=1e-3, constant=True),
@@ -161,7 +181,12 @@ FIELDS = (
         nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
         nvml.NVML_VOLATILE_ECC,
     ),
-    _one("ecc_corrected", "nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_VOLATILE_ECC),
+    _one(
+        "ecc_corrected",
+        "nvmlDeviceGetTotalEccErrors",
+        nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
+        nvml.NVML_VOLATILE_ECC,
+    ),
     Field(("rows_corrected", "rows_uncorrected", "remap_pending", "remap_failed"), _remapped),
     Field(("recovery_action",), _recovery),
     _one("pcie_generation", "nvmlDeviceGetCurrPcieLinkGeneration"),
@@ -177,6 +202,7 @@ FIELDS = (
     Field(("mig",), lambda handle: (nvml.nvmlDeviceGetMigMode(handle)[0],)),
     Field(("processes",), _processes),
 )
-"""In the order in which they are read: the cheap identity first, so that a GPU that fails half-way is still named."""
+"""In the order in which they are read: the cheap identity first, so that a GPU that fails half-way
+is still named."""
 
 NAMES = tuple(name for field in FIELDS for name in field.names)

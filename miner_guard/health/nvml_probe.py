@@ -1,10 +1,11 @@
 """A long-lived child that samples all GPUs on request: `python -m miner_guard.health.nvml_probe`.
 
-A driver call can block for ever, in a state that no signal ends. So every GPU has a thread of its own here,
-initialisation has one too, and the main thread calls nothing of NVML: it answers by the deadline with what
-there is, and names the GPU that hangs and the call it hangs in. Requests and answers are lines of JSON:
-`{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml` describes it on stdout, with the Xid events
-since the last answer under `xids`, by UUID; with `"only": "xids"` those alone. EOF ends it.
+A driver call can block for ever, in a state that no signal ends. So every GPU has a thread of its
+own here, initialisation has one too, and the main thread calls nothing of NVML: it answers by the
+deadline with what there is, and names the GPU that hangs and the call it hangs in. Requests and
+answers are lines of JSON: `{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml`
+describes it on stdout, with the Xid events since the last answer under `xids`, by UUID; with
+`"only": "xids"` those alone. EOF ends it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ STATES = {
     nvml.NVML_ERROR_RESET_REQUIRED: "reset_required",
     nvml.NVML_ERROR_UNKNOWN: "unknown",
 }
-"""Errors that say something of the GPU itself; every other one says only that a field is not readable."""
+"""Errors that say something of the GPU itself; every other one says only that a field is not
+readable."""
 
 
 class Worker:
@@ -76,8 +78,14 @@ class GpuHandle:
         self._permanent: dict[str, str] = {}
 
     def sample(self) -> None:
-        """Read all fields into `row`. One that can't be read is null, with its reason under `unread`."""
-        row: dict[str, Any] = {"index": self._index, "state": "ok", "error": None, **dict.fromkeys(NAMES)}
+        """Read all fields into `row`. One that can't be read is null, with its reason under
+        `unread`."""
+        row: dict[str, Any] = {
+            "index": self._index,
+            "state": "ok",
+            "error": None,
+            **dict.fromkeys(NAMES),
+        }
         unread: dict[str, str] = {}
         try:
             if self._handle is None:
@@ -86,7 +94,8 @@ class GpuHandle:
             for field in FIELDS:
                 self._read(field, row, unread)
         except nvml.NVMLError as error:
-            # The handle's own failure, or one that condemns the GPU: its rows end here, the others' go on.
+            # The handle's own failure, or one that condemns the GPU: its rows end here, the others'
+            # go on.
             row["state"] = STATES.get(error.value, "unreadable")
             row["error"] = f"{error} in {self.worker.at}"
             row.update(self._constants)
@@ -124,9 +133,13 @@ class GpuHandle:
         seconds = time.monotonic() - self.worker.since
         error = f"no answer for {seconds:.1f} s in {self.worker.at}"
         return {
-            "index": self._index, "state": "hangs", **dict.fromkeys(NAMES), **self._constants, "error": error,
+            "index": self._index,
+            "state": "hangs",
+            **dict.fromkeys(NAMES),
+            **self._constants,
+            "error": error,
             "unread": {},
-        }  # fmt: skip
+        }
 
     def watch(self, events: Any) -> tuple[int | None, str]:
         """Ask for its Xid events; its handle's address and its UUID."""
@@ -141,7 +154,11 @@ class System:
 
     def __init__(self) -> None:
         self.worker = Worker("system")
-        self.facts: dict[str, Any] = {"state": "hangs", "reason": "NVML is being initialised", "count": None}
+        self.facts: dict[str, Any] = {
+            "state": "hangs",
+            "reason": "NVML is being initialised",
+            "count": None,
+        }
         self._initialized = False
         self._events: Any = None
         self._watched: set[int] = set()
@@ -179,7 +196,8 @@ class System:
         self.facts = facts
 
     def watch(self, gpus: Mapping[int, GpuHandle]) -> None:
-        """Ask for the Xid events of those GPUs that are not asked yet; one that refuses is asked again next time."""
+        """Ask for the Xid events of those GPUs that are not asked yet; one that refuses is asked
+        again next time."""
         if not gpus:
             return
         self.worker.at = "nvmlEventSetCreate"
@@ -204,7 +222,9 @@ class System:
         while self._events is not None:
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
-                uuid = self._uuids.get(_address(event.device)) or _text(nvml.nvmlDeviceGetUUID(event.device))
+                uuid = self._uuids.get(_address(event.device)) or _text(
+                    nvml.nvmlDeviceGetUUID(event.device)
+                )
             except nvml.NVMLError as error:
                 if error.value != nvml.NVML_ERROR_TIMEOUT:
                     self.xid_reason = f"Xid events are not readable: {error}"
@@ -240,9 +260,17 @@ class Probe:
                 return {**system.facts, "gpus": [], "seconds": time.monotonic() - started}
         count = int(system.facts["count"] or 0)
         rows = self._rows(count, until)
-        xids = self._xids({i: self._gpus[i] for i in range(count) if rows[i]["state"] == "ok"}, until)
+        xids = self._xids(
+            {i: self._gpus[i] for i in range(count) if rows[i]["state"] == "ok"}, until
+        )
         seconds = time.monotonic() - started
-        return {**system.facts, "xid_reason": system.xid_reason, "gpus": rows, "xids": xids, "seconds": seconds}
+        return {
+            **system.facts,
+            "xid_reason": system.xid_reason,
+            "gpus": rows,
+            "xids": xids,
+            "seconds": seconds,
+        }
 
     def last_words(self, until: float) -> dict[str, Any]:
         """The Xid events since the last sample, and nothing else."""

@@ -9,7 +9,8 @@ import psutil
 
 
 class OwnSampler:
-    """Of the supervisor process; CPU is over the time since the last sample, in per cent of one core."""
+    """Of the supervisor process; CPU is over the time since the last sample, in per cent of one
+    core."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

@@ -1,4 +1,5 @@
-"""Samplers: each read in a thread of its own up to a deadline, so that one that hangs costs nobody else."""
+"""Samplers: each read in a thread of its own up to a deadline, so that one that hangs costs nobody
+else."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Reading:
-    """What a sampler last answered. `value` is null with its reason where the last attempt failed."""
+    """What a sampler last answered. `value` is null with its reason where the last attempt
+    failed."""
 
     value: Mapping[str, Any] | None
     reason: str | None
@@ -63,7 +65,8 @@ class Samplers:
     def sample(self) -> list[Finding]:
         """Ask all, wait until all have answered or the deadline; what broke and what works again.
 
-        One that has not come back from an earlier call is not asked again: at most one thread of each hangs.
+        One that has not come back from an earlier call is not asked again: at most one thread of
+        each hangs.
         """
         for name in self._reads:
             if name not in self._running:
@@ -95,7 +98,9 @@ class Samplers:
         attempt, now = self._running[name], self._clock.monotonic()
         if attempt.done.is_set():
             del self._running[name]
-            reading = Reading(attempt.value, attempt.reason, attempt.ended, attempt.ended - attempt.started)
+            reading = Reading(
+                attempt.value, attempt.reason, attempt.ended, attempt.ended - attempt.started
+            )
         else:
             waited = now - attempt.started
             reading = Reading(None, f"no answer within {self._timeout_s:g} s", now, waited)

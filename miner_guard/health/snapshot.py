@@ -15,7 +15,11 @@ Part = Mapping[str, Any]
 
 
 def assemble(
-    status: Mapping[str, Any], host: Part | None, gpus: Part | None, guard: Part, unknown: Mapping[str, str]
+    status: Mapping[str, Any],
+    host: Part | None,
+    gpus: Part | None,
+    guard: Part,
+    unknown: Mapping[str, str],
 ) -> dict[str, Any]:
     """The document. What is not known is null, its reason stands under `unknown` by name."""
     steps, uploads = part(status, "steps"), part(status, "uploads")
@@ -39,7 +43,10 @@ def assemble(
         "host": host,
         "uploads": dict(uploads) or None,
         "chain": dict(part(status, "chain")) or None,
-        "costs": {key: part(status, "costs").get(key) for key in ("share_pct", "budget_pct", "guard_blocking_pct")},
+        "costs": {
+            key: part(status, "costs").get(key)
+            for key in ("share_pct", "budget_pct", "guard_blocking_pct")
+        },
         "guard": {**guard, "jobs": dict(part(status, "jobs")) or None},
         "unknown": dict(unknown),
     }
@@ -65,7 +72,12 @@ def summary(snapshot: Mapping[str, Any]) -> str:
 
     The least important of them give way first where a value is unexpectedly long.
     """
-    words = [_miner(snapshot["miner"]), _gpus(snapshot["gpus"]), _host(snapshot["host"]), _uploads(snapshot["uploads"])]
+    words = [
+        _miner(snapshot["miner"]),
+        _gpus(snapshot["gpus"]),
+        _host(snapshot["host"]),
+        _uploads(snapshot["uploads"]),
+    ]
     words = [word for word in (*words, _guard(snapshot), _chain(snapshot["chain"])) if word]
     while len(" | ".join(words)) > WIDTH - PREFIX and len(words) > 1:
         words.pop()
@@ -98,7 +110,9 @@ def _gpus(gpus: Part | None) -> str:
         return "gpu none" if gpus is not None and gpus.get("state") == "absent" else "gpu ?"
     used = [row.get("memory_used_bytes") for row in rows]
     busy = [row["utilization_ratio"] for row in rows if row.get("utilization_ratio") is not None]
-    hottest = max((row["temperature_c"] for row in rows if row.get("temperature_c") is not None), default=None)
+    hottest = max(
+        (row["temperature_c"] for row in rows if row.get("temperature_c") is not None), default=None
+    )
     bad = sum(1 for row in rows if row.get("state") not in ("ok", None))
     known = [value for value in used if value is not None]
     words = [f"gpu {len(rows)}x", number(min(known) / _GIB if known else None, ".1f", "G")]
@@ -113,7 +127,10 @@ def _host(host: Part | None) -> str:
     used, limit = host["memory_used_bytes"], host["memory_limit_bytes"]
     memory = "?" if used is None or not limit else f"{used / _GIB:.2g}/{limit / _GIB:.0f}G"
     disk = host["disk_free_bytes"]
-    return f"cpu {number(host['cpu_pct'], '.0f', '%')} mem {memory} disk {number(disk and disk / _GIB, '.0f', 'G')}"
+    return (
+        f"cpu {number(host['cpu_pct'], '.0f', '%')} mem {memory} disk "
+        f"{number(disk and disk / _GIB, '.0f', 'G')}"
+    )
 
 
 def _uploads(uploads: Part | None) -> str:
@@ -131,4 +148,7 @@ def _guard(snapshot: Mapping[str, Any]) -> str:
     guard, share = snapshot["guard"], snapshot["costs"]["share_pct"]
     resident = guard["memory_bytes"]
     cpu = number(guard["cpu_pct"], ".1f", "%")
-    return f"guard {cpu} {number(resident and resident / 1024**2, '.0f', 'M')} mon {number(share, '.1f', '%')}"
+    return (
+        f"guard {cpu} {number(resident and resident / 1024**2, '.0f', 'M')} mon "
+        f"{number(share, '.1f', '%')}"
+    )

@@ -24,7 +24,8 @@ _PATTERNS: Mapping[str, tuple[str, ...]] = {
     ),
     "requirement": (r"^\w*Error: ([\w-]+[<>=!~]=?[\w.,<>=!~]+) is required",),
     "path": (
-        r"(?:No space left on device|Disk quota exceeded|Read-only file system|Permission denied): " + _QUOTED_PATH,
+        r"(?:No space left on device|Disk quota exceeded|Read-only file system|Permission denied): "
+        + _QUOTED_PATH,
         r"No such file or directory: " + _QUOTED_PATH,
         r"(?:Keyfile at|File|file|open|from|at|to) [`'\"]?(/[\w.@+~/-]+\.?[\w-]+)",
         r"cannot (?:open|create|write)[^:'\"]*[:'\"] ?'?(/[\w.@+~/-]+)",
@@ -98,7 +99,8 @@ _DISTRIBUTIONS = {
 
 
 def named(detail: str, texts: Iterable[str]) -> str:
-    """The first `detail` (a key of the patterns) that one of `texts` names; empty where none does."""
+    """The first `detail` (a key of the patterns) that one of `texts` names; empty where none
+    does."""
     for text in texts:
         for pattern in _COMPILED[detail]:
             match = pattern.search(text[:_MAX_LENGTH])

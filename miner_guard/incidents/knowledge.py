@@ -1,9 +1,9 @@
 """What is known of errors, read from the `*.toml` files beside this module.
 
-A file holds one table per label: `severity`, `restart`, `applies`, `role`, `cause`, `fixes`, `follows`,
-`events` and `patterns`. A pattern matches a line (lower-cased, without colour codes and prefixes) that
-contains one of `has`, none of `not`, and in which `regex` is found. `has` is what makes it cheap: a line
-that holds none of these words is never looked at.
+A file holds one table per label: `severity`, `restart`, `applies`, `role`, `cause`, `fixes`,
+`follows`, `events` and `patterns`. A pattern matches a line (lower-cased, without colour codes and
+prefixes) that contains one of `has`, none of `not`, and in which `regex` is found. `has` is what
+makes it cheap: a line that holds none of these words is never looked at.
 """
 
 from __future__ import annotations
@@ -26,22 +26,37 @@ from miner_guard.incidents.wordindex import WordIndex
 ROLES = ("cause", "uncaught", "remark", "ending", "report", "symptom", "warned")
 """What a line can be in the course of events, the nearest to the cause first.
 
-`cause` says what broke. `uncaught` is an exception or signal that ended a rank. `remark` is something that
-was tried again. `ending` says how a process ended. `report` is the program's own word that it failed, without
-a reason. `symptom` is what others saw of it, `warned` what they only warned of.
+`cause` says what broke. `uncaught` is an exception or signal that ended a rank. `remark` is
+something that was tried again. `ending` says how a process ended. `report` is the program's own
+word that it failed, without a reason. `symptom` is what others saw of it, `warned` what they only
+warned of.
 """
 
 RESTARTS = ("transient", "outage", "once", "hardware", "config", "never")
 """What the restart policy may do after this root cause.
 
-`transient`: it may pass by itself; restart with backoff. `outage`: the same, with the longer waits that a
-service somewhere else needs to come back. `once`: try again, but the same label again soon means that a
-restart does not mend it. `hardware`: restart only where the startup checks pass. `config`: a person must
-change something first; tried once all the same, since a line may be misread. `never`: it was asked to stop.
+`transient`: it may pass by itself; restart with backoff. `outage`: the same, with the longer waits
+that a service somewhere else needs to come back. `once`: try again, but the same label again soon
+means that a restart does not mend it. `hardware`: restart only where the startup checks pass.
+`config`: a person must change something first; tried once all the same, since a line may be
+misread. `never`: it was asked to stop.
 """
 
 _PATTERN_KEYS = frozenset(
-    {"has", "not", "regex", "frames", "role", "cause", "fix", "source", "restart", "least", "cancels", "roles"}
+    {
+        "has",
+        "not",
+        "regex",
+        "frames",
+        "role",
+        "cause",
+        "fix",
+        "source",
+        "restart",
+        "least",
+        "cancels",
+        "roles",
+    }
 )
 SEVERITIES = ("info", "warning", "error", "critical")
 APPLIES = ("rank", "node", "job")
@@ -68,7 +83,8 @@ class Pattern:
     excludes: tuple[str, ...]
     regex: re.Pattern[str] | None
     frames: tuple[str, ...] = ()
-    """Where given, only the last line of a traceback counts, through a file whose path holds one of these.
+    """Where given, only the last line of a traceback counts, through a file whose path holds one of
+    these.
 
     An empty one stands for any path, or none, and is asked last.
     """
@@ -77,11 +93,13 @@ class Pattern:
     """Said instead of the label's cause, where this line proves less or more."""
 
     fix: str = ""
-    """Put before the label's fixes, where this line says more exactly what to do. `{path|default}` stands for a detail
-    of the line (`details.py`), and for the default where the line does not name it; so in the label's fixes."""
+    """Put before the label's fixes, where this line says more exactly what to do. `{path|default}`
+    stands for a detail of the line (`details.py`), and for the default where the line does not name
+    it; so in the label's fixes."""
 
     restart: str = ""
-    """Instead of the label's, where what this line shows passes by itself and the rest does not, or the reverse."""
+    """Instead of the label's, where what this line shows passes by itself and the rest does not, or
+    the reverse."""
 
     source: str = ""
     """Where the fix comes from: a thread in which it helped, or the vendor's page."""
@@ -138,13 +156,16 @@ class Label:
     """Labels that this one is a consequence of, where both are seen."""
 
     events: frozenset[str]
-    """The guard's own events that say the same; after one of them the incident is said only where the miner ends."""
+    """The guard's own events that say the same; after one of them the incident is said only where
+    the miner ends."""
 
     overcome_by_steps: bool = False
-    """Where it was only tried again or warned of, training that goes on shows that it was overcome."""
+    """Where it was only tried again or warned of, training that goes on shows that it was
+    overcome."""
 
     undone_by_losses: bool = False
-    """A loss that was no number: those of later steps that are numbers show that training got over it."""
+    """A loss that was no number: those of later steps that are numbers show that training got over
+    it."""
 
     moot_when_finished: bool = False
     """After training has said that it is finished it is no incident: somebody cleans up."""
@@ -184,7 +205,8 @@ class Knowledge:
         """Of recent lines: ranks and restarts print the same ones."""
 
     def match(self, text: str) -> list[Pattern] | Benign:
-        """What a lower-cased, cleaned line shows: that it is benign, or patterns, one a label, causes first."""
+        """What a lower-cased, cleaned line shows: that it is benign, or patterns, one a label,
+        causes first."""
         answer = self._answers.get(text)
         if answer is None:
             answer = self._look_up(text)
@@ -205,11 +227,15 @@ class Knowledge:
         return sorted(found.values(), key=lambda p: ROLES.index(p.role))
 
     def match_in(self, frames: str, text: str) -> list[Pattern]:
-        """The patterns that an exception shows by the files of its traceback, where its own words say too little."""
+        """The patterns that an exception shows by the files of its traceback, where its own words
+        say too little."""
         return [
-            p for p in self._framed
-            if any(f in frames for f in p.frames) and any(word in text for word in p.has) and p.matches(text)
-        ][:1]  # fmt: skip
+            p
+            for p in self._framed
+            if any(f in frames for f in p.frames)
+            and any(word in text for word in p.has)
+            and p.matches(text)
+        ][:1]
 
 
 @lru_cache(maxsize=1)
@@ -241,29 +267,51 @@ def parse(texts: Mapping[str, str]) -> Knowledge:
                 raise BadKnowledge(f"{file}: label {name} is defined twice")
             labels[name] = _label(f"{file}: {name}", name, table)
             role = table.get("role", "cause")
-            patterns += [_pattern(f"{file}: {name}", name, role, entry) for entry in table["patterns"]]
+            patterns += [
+                _pattern(f"{file}: {name}", name, role, entry) for entry in table["patterns"]
+            ]
     _check_references(labels, benign)
     return Knowledge(labels, patterns, benign, _triggers(triggers))
 
 
 def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
-    known = {"severity", "restart", "applies", "role", "cause", "fixes", "follows", "events", "patterns"}
+    known = {
+        "severity",
+        "restart",
+        "applies",
+        "role",
+        "cause",
+        "fixes",
+        "follows",
+        "events",
+        "patterns",
+    }
     known |= {"overcome_by_steps", "undone_by_losses", "moot_when_finished"}
     if unknown := set(table) - known:
-        raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]}; allowed: {', '.join(sorted(known))}")
+        raise BadKnowledge(
+            f"{where}: unknown key {sorted(unknown)[0]}; allowed: {', '.join(sorted(known))}"
+        )
     for key, allowed in (("severity", SEVERITIES), ("restart", RESTARTS), ("applies", APPLIES)):
         if table.get(key) not in allowed:
-            raise BadKnowledge(f"{where}: {key} is {table.get(key)!r}; allowed: {', '.join(allowed)}")
+            raise BadKnowledge(
+                f"{where}: {key} is {table.get(key)!r}; allowed: {', '.join(allowed)}"
+            )
     for key in ("cause", "fixes", "patterns"):
         if not table.get(key):
             raise BadKnowledge(f"{where}: {key} is missing")
     return Label(
-        name, table["severity"], table["restart"], table["applies"], table["cause"],
+        name,
+        table["severity"],
+        table["restart"],
+        table["applies"],
+        table["cause"],
         tuple(_fix(where, entry) for entry in table["fixes"]),
-        frozenset(table.get("follows", ())), frozenset(table.get("events", ())),
-        table.get("overcome_by_steps", False), table.get("undone_by_losses", False),
+        frozenset(table.get("follows", ())),
+        frozenset(table.get("events", ())),
+        table.get("overcome_by_steps", False),
+        table.get("undone_by_losses", False),
         table.get("moot_when_finished", False),
-    )  # fmt: skip
+    )
 
 
 def _fix(where: str, entry: str | Mapping[str, str]) -> Fix:
@@ -279,7 +327,9 @@ def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pat
         raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]} in a pattern")
     has, excludes = tuple(entry.get("has", ())), tuple(entry.get("not", ()))
     if not has or any(len(word) < 2 for word in has):
-        raise BadKnowledge(f"{where}: a pattern needs `has`, words of two letters at least; it has {has}")
+        raise BadKnowledge(
+            f"{where}: a pattern needs `has`, words of two letters at least; it has {has}"
+        )
     if loud := [word for word in (*has, *excludes) if word != word.lower()]:
         raise BadKnowledge(f"{where}: {loud[0]!r} has capitals; lines are compared in lower case")
     role = entry.get("role", role)
@@ -293,9 +343,18 @@ def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pat
     if restart and restart not in RESTARTS:
         raise BadKnowledge(f"{where}: restart is {restart!r}; allowed: {', '.join(RESTARTS)}")
     return Pattern(
-        label, role, has, excludes, regex, tuple(entry.get("frames", ())), entry.get("cause", ""),
-        entry.get("fix", ""), restart, entry.get("source", ""), entry.get("least", 1),
-    )  # fmt: skip
+        label,
+        role,
+        has,
+        excludes,
+        regex,
+        tuple(entry.get("frames", ())),
+        entry.get("cause", ""),
+        entry.get("fix", ""),
+        restart,
+        entry.get("source", ""),
+        entry.get("least", 1),
+    )
 
 
 def _check_references(labels: Mapping[str, Label], benign: Iterable[Benign]) -> None:

@@ -13,7 +13,8 @@ OVERLAP = 1024
 """Bytes that two pieces of one line share, so that no message is cut in two."""
 
 _ANSI = re.compile(
-    r"\x1b(?:_[^\x07\x1b]*(?:\x07|\x1b\\)|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
+    r"\x1b(?:_[^\x07\x1b]*(?:\x07|\x1b\\)|\[[0-?]*[ "
+    r"-/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
     r"|\[(?:\d{1,3}(?:;\d{1,3})*)?m(?![a-z])"  # the ESC is often lost on the way
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -44,7 +45,8 @@ _MAX_PREFIXES = 8
 
 
 def clean(raw: bytes) -> tuple[int | None, str]:
-    """The rank that a line names in its prefix, and its text; leading blanks after the prefix are kept."""
+    """The rank that a line names in its prefix, and its text; leading blanks after the prefix are
+    kept."""
     return _clean(raw.decode("utf-8", "replace"))
 
 
@@ -58,15 +60,33 @@ def _clean(text: str) -> tuple[int | None, str]:
         named = next((value for value in prefix.groups() if value is not None), None)
         rank = int(named) if named is not None else rank
         text = text[prefix.end() :]
-    if rank is None and ("ank" in text or "ANK" in text) and (inside := _RANK_INSIDE.search(text, 0, 400)):
+    if (
+        rank is None
+        and ("ank" in text or "ANK" in text)
+        and (inside := _RANK_INSIDE.search(text, 0, 400))
+    ):
         rank = int(inside.group(1) or inside.group(2))
     return rank, text.rstrip()
 
 
 _WORDS = frozenset(
-    {"msg", "message", "@message", "event", "log", "text", "body", "error", "err", "exception", "exc_info", "stack",
-     "stack_trace", "traceback"}
-)  # fmt: skip
+    {
+        "msg",
+        "message",
+        "@message",
+        "event",
+        "log",
+        "text",
+        "body",
+        "error",
+        "err",
+        "exception",
+        "exc_info",
+        "stack",
+        "stack_trace",
+        "traceback",
+    }
+)
 _MAX_TRACEBACK_LINES = 500
 """Lines that one JSON line may hold."""
 
@@ -79,8 +99,14 @@ def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
         return
     teller = record.get("rank")
     rank = teller if rank is None and isinstance(teller, int) else rank
-    level = " [warning]" if str(record.get("level", record.get("levelname", ""))).lower().startswith("warn") else ""
-    told = {k: v for k, v in record.items() if isinstance(v, str) and (k.lower() in _WORDS or "\n" in v)}
+    level = (
+        " [warning]"
+        if str(record.get("level", record.get("levelname", ""))).lower().startswith("warn")
+        else ""
+    )
+    told = {
+        k: v for k, v in record.items() if isinstance(v, str) and (k.lower() in _WORDS or "\n" in v)
+    }
     yield rank, json.dumps({key: value for key, value in record.items() if key not in told})
     for value in told.values():
         for line in value.splitlines()[:_MAX_TRACEBACK_LINES]:
@@ -99,7 +125,8 @@ def _record(text: str) -> dict[str, object] | None:
 
 
 def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
-    """The line for people: one blank for many, `limit` characters of it, from a little before `at`."""
+    """The line for people: one blank for many, `limit` characters of it, from a little before
+    `at`."""
     before = max(0, at - limit // 4)
     short = " ".join(text[before : before + 4 * limit].split())
     if before:

@@ -29,20 +29,27 @@ def read(state: state_dir.StateDir) -> Mapping[str, Sequence[Note]]:
     if not isinstance(labels, dict):
         return {}
     return {
-        label: [Note(str(e.get("when", "")), str(e.get("text", ""))) for e in entries if isinstance(e, dict)]
+        label: [
+            Note(str(e.get("when", "")), str(e.get("text", "")))
+            for e in entries
+            if isinstance(e, dict)
+        ]
         for label, entries in labels.items()
         if isinstance(entries, list)
     }
 
 
 def add(state: state_dir.StateDir, label: str, text: str, clock: Clock) -> None:
-    """Remember what helped against `label`. Raises OSError where the state directory can't be written."""
+    """Remember what helped against `label`. Raises OSError where the state directory can't be
+    written."""
     path = _path(state)
     if path.exists() and not isinstance(state_dir.read_json(path), dict):
         state_dir.set_aside(path)
     notes = {name: list(entries) for name, entries in read(state).items()}
     notes[label] = [Note(iso_utc(clock.wall()), text), *notes.get(label, [])][:_MAX_COUNT]
-    document = {name: [{"when": n.when, "text": n.text} for n in entries] for name, entries in notes.items()}
+    document = {
+        name: [{"when": n.when, "text": n.text} for n in entries] for name, entries in notes.items()
+    }
     state_dir.write_json(path, {"notes": document})
 
 

@@ -1,6 +1,7 @@
 """The numbers of an out-of-memory error, and what they say should be tried first.
 
-The words are PyTorch's own, of every version since 0.4 (CUDACachingAllocator.cpp), ROCm's and Apple's included.
+The words are PyTorch's own, of every version since 0.4 (CUDACachingAllocator.cpp), ROCm's and
+Apple's included.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ _UNITS = {"b": 1, "bytes": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 <
 _SIZE = r"(\d+(?:\.\d+)?) ?(bytes|[kmgt]i?b|b)\b"
 
 _FIELDS = {
-    "tried": (rf"tried to allocate {_SIZE}", rf"(?:failed|trying|unable) to allocate (?:request for )?{_SIZE}",
-              rf"out of memory allocating {_SIZE}"),
+    "tried": (
+        rf"tried to allocate {_SIZE}",
+        rf"(?:failed|trying|unable) to allocate (?:request for )?{_SIZE}",
+        rf"out of memory allocating {_SIZE}",
+    ),
     "total": (rf"total capac?i?ty of {_SIZE}", rf"{_SIZE} total", rf"max allowed: {_SIZE}"),
     "free": (rf"of which {_SIZE} is free", rf"{_SIZE} free"),
     "in_use": (rf"this process has {_SIZE} memory in use",),
-    "allocated": (rf"of the allocated memory {_SIZE} is allocated", rf"{_SIZE} (?:already )?allocated",
-                  rf"mps allocated: {_SIZE}"),
+    "allocated": (
+        rf"of the allocated memory {_SIZE} is allocated",
+        rf"{_SIZE} (?:already )?allocated",
+        rf"mps allocated: {_SIZE}",
+    ),
     "reserved": (rf"{_SIZE} reserved in total", rf"{_SIZE} cached", rf"{_SIZE} reserved(?! by)"),
     "unallocated": (rf"{_SIZE} is reserved by pytorch but unallocated",),
     "allowed": (rf"{_SIZE} allowed",),
-}  # fmt: skip
+}
 _PATTERNS = {name: tuple(map(re.compile, texts)) for name, texts in _FIELDS.items()}
 _OTHERS = re.compile(rf"process \d+ has {_SIZE} memory in use")
 _GPU = re.compile(r"(?:gpu|xpu|device)[ :](\d+)")
@@ -60,10 +67,13 @@ class Oom:
 
     @property
     def kind(self) -> str:
-        """`fragmentation`, `others`, `one_tensor`, `capped` or `full`; `unknown` without numbers."""
+        """`fragmentation`, `others`, `one_tensor`, `capped` or `full`; `unknown` without
+        numbers."""
         if self.tried is None or self.total is None:
             return "unknown"
-        if self.unallocated is not None and self.unallocated >= max(self.tried, _NOTABLE_RATIO * self.total):
+        if self.unallocated is not None and self.unallocated >= max(
+            self.tried, _NOTABLE_RATIO * self.total
+        ):
             return "fragmentation"
         if self.others is not None and self.others > _NOTABLE_RATIO * self.total:
             return "others"
@@ -85,7 +95,11 @@ def parse(text: str) -> Oom:
     """The numbers of a message, in whatever version's words."""
     low = text.lower()
     values = {name: _first(patterns, low) for name, patterns in _PATTERNS.items()}
-    if values["unallocated"] is None and values["reserved"] is not None and values["allocated"] is not None:
+    if (
+        values["unallocated"] is None
+        and values["reserved"] is not None
+        and values["allocated"] is not None
+    ):
         values["unallocated"] = max(0, values["reserved"] - values["allocated"])
     gpu = _GPU.search(low)
     listed = [_size(*match) for match in _OTHERS.findall(low)]
@@ -93,7 +107,12 @@ def parse(text: str) -> Oom:
     others = sum(listed) if listed else None
     if listed and values["in_use"] is None:
         others = _without_own(listed, own + (values["unallocated"] or 0), used)
-    if others is None and values["total"] and values["free"] is not None and values["in_use"] is not None:
+    if (
+        others is None
+        and values["total"]
+        and values["free"] is not None
+        and values["in_use"] is not None
+    ):
         others = max(0, values["total"] - values["free"] - values["in_use"])
     return Oom(gpu=int(gpu[1]) if gpu else None, others=others, **values)
 
@@ -101,9 +120,9 @@ def parse(text: str) -> Oom:
 def _without_own(listed: list[int], own: int, used: int) -> int:
     """Bytes of `listed` processes that are not the one that failed.
 
-    In a container it does not know its own number on the host, and lists itself as another process. It does so
-    where the listed ones and what PyTorch holds (`own`) are more than is `used` of the GPU: the smallest listed
-    that can hold `own` is then itself.
+    In a container it does not know its own number on the host, and lists itself as another process.
+    It does so where the listed ones and what PyTorch holds (`own`) are more than is `used` of the
+    GPU: the smallest listed that can hold `own` is then itself.
     """
     possible = [size for size in listed if size >= own * _ROUNDED]
     among = bool(own and used and possible) and sum(listed) + own * _ROUNDED > used
@@ -115,17 +134,22 @@ def describe(oom: Oom) -> str:
     parts = [
         f"{words} {gib(value)}"
         for words, value in (
-            ("tried to allocate", oom.tried), ("of", oom.total), ("free", oom.free),
-            ("allocated by PyTorch", oom.allocated), ("reserved but unallocated", oom.unallocated),
+            ("tried to allocate", oom.tried),
+            ("of", oom.total),
+            ("free", oom.free),
+            ("allocated by PyTorch", oom.allocated),
+            ("reserved but unallocated", oom.unallocated),
             ("other processes", oom.others),
         )
         if value is not None
-    ]  # fmt: skip
+    ]
     return ", ".join(parts)
 
 
 _MEANING = {
-    "fragmentation": "Memory is free inside PyTorch's cache, but in pieces that are too small: fragmentation.",
+    "fragmentation": (
+        "Memory is free inside PyTorch's cache, but in pieces that are too small: fragmentation."
+    ),
     "others": "Another process holds a large part of this GPU.",
     "capped": "The GPU has room, but this process is limited to a part of it.",
     "one_tensor": "One single request is a large part of the GPU: the shape of one tensor.",
@@ -140,16 +164,22 @@ def meaning(oom: Oom) -> str:
 
 
 def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
-    """The usual fixes, made concrete by the run's settings, with what the numbers point at put first."""
+    """The usual fixes, made concrete by the run's settings, with what the numbers point at put
+    first."""
     smaller = _smaller_batch(training)
     ordered = [Fix(smaller, usual[0].source) if smaller else usual[0], *usual[1:]]
     first = {
-        "fragmentation": f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {gib(oom.unallocated)} lie reserved "
+        "fragmentation": f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {gib(oom.unallocated)} lie "
+        "reserved "
         "but in pieces (before torch 2.1: max_split_size_mb:128).",
         "others": f"End the other process: `nvidia-smi` shows which one holds {gib(oom.others)} of GPU "
         f"{'?' if oom.gpu is None else oom.gpu} (an orphan of an earlier run, or a second miner).",
-        "capped": "Raise or remove the limit (torch.cuda.set_per_process_memory_fraction, --gpu-memory-utilization).",
-        "one_tensor": f"Find the tensor of {gib(oom.tried)}: shorten the sequence, compute the loss over logits in "
+        "capped": (
+            "Raise or remove the limit (torch.cuda.set_per_process_memory_fraction, "
+            "--gpu-memory-utilization)."
+        ),
+        "one_tensor": f"Find the tensor of {gib(oom.tried)}: shorten the sequence, compute the loss over "
+        "logits in "
         "chunks, or use flash attention, so that no such tensor is made.",
     }.get(oom.kind)
     if first is None:
@@ -165,14 +195,17 @@ def _smaller_batch(training: Training) -> str | None:
     if batch is None:
         return None
     if batch == 1:
-        return "The micro-batch is 1 already: turn on gradient checkpointing, or shorten the sequence."
+        return (
+            "The micro-batch is 1 already: turn on gradient checkpointing, or shorten the sequence."
+        )
     smaller = batch // 2
     if effective is None:
         return f"Lower the micro-batch from {batch} to {smaller}, and double gradient accumulation."
     ranks = training.world_size or 1
     before, after = effective // (batch * ranks), effective // (smaller * ranks)
     return (
-        f"Lower the micro-batch from {batch} to {smaller}: gradient accumulation goes from {before} to {after}, "
+        f"Lower the micro-batch from {batch} to {smaller}: gradient accumulation goes from "
+        f"{before} to {after}, "
         f"the effective batch stays {effective}."
     )
 

@@ -1,4 +1,5 @@
-"""What a log tells of the run's own course: steps that go on after a trouble, training that had finished before it."""
+"""What a log tells of the run's own course: steps that go on after a trouble, training that had
+finished before it."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ _STEPS = 2
 """Steps that must follow: one may have been printed late, by another rank."""
 
 _SOUND_STEPS = 4
-"""The same where the loss itself was the trouble: the other ranks may print finite ones for a while."""
+"""The same where the loss itself was the trouble: the other ranks may print finite ones for a
+while."""
 
 _AWAITED = 500
 """Lines after a trouble in which the steps that overcome it are looked for."""
 
 _FINISHED = re.compile(
     rb"^(?!.*\b(?:epoch|stage|fold|round|batch|warm ?up|not|before|until|when|step)\b).*"
-    rb"(?:\b(?:training|train|pre ?training|fine ?tuning|run)\b(?: \w+){0,3} (?:finished|completed?|done|ended)\b"
+    rb"(?:\b(?:training|train|pre ?training|fine ?tuning|run)\b(?: \w+){0,3} "
+    rb"(?:finished|completed?|done|ended)\b"
     rb"|\b(?:finished|completed|done|end of)(?: with)? training\b)"
     rb"|\btrain_runtime\b|max_(?:steps|epochs)\S* reached"
 )
@@ -37,10 +40,12 @@ class PendingError(NamedTuple):
 
     label: str
     needed: bool = True
-    """Training needs what failed: its steps overcome it. Otherwise they show that it does without."""
+    """Training needs what failed: its steps overcome it. Otherwise they show that it does
+    without."""
 
     loss: bool = False
-    """The loss itself was the trouble, also where nobody tried again. A loss of 0 after it is no better than NaN."""
+    """The loss itself was the trouble, also where nobody tried again. A loss of 0 after it is no
+    better than NaN."""
 
 
 class RecoveryTracker:
@@ -60,17 +65,22 @@ class RecoveryTracker:
         return bool(self._tried)
 
     def finished(self, shapes: Sequence[bytes], index: int) -> bool:
-        """Whether training said that it has finished, shortly before line `index` of a block with these `shapes`."""
+        """Whether training said that it has finished, shortly before line `index` of a block with
+        these `shapes`."""
         before = [*self._recent, *shapes[max(0, index - _REMEMBERED) : index + 1]]
         return any(_FINISHED.search(shape) for shape in before[-_REMEMBERED:])
 
     def overcome(
-        self, lines: Sequence[bytes], shapes: Sequence[bytes], first: int, tried: Mapping[int, set[PendingError]]
+        self,
+        lines: Sequence[bytes],
+        shapes: Sequence[bytes],
+        first: int,
+        tried: Mapping[int, set[PendingError]],
     ) -> Iterator[tuple[tuple[PendingError, ...], int]]:
         """Troubles that the steps in this block show to be past, with the line that showed it.
 
-        `first`: the number of the block's first line. `tried`: by line, the troubles among what was seen on it;
-        a line with none shows something else that went wrong.
+        `first`: the number of the block's first line. `tried`: by line, the troubles among what was
+        seen on it; a line with none shows something else that went wrong.
         """
         if not self._tried and not any(tried.values()):
             return
@@ -78,12 +88,16 @@ class RecoveryTracker:
         while (number := number + 1 if self._tried else _next(seen, number, end)) < end:
             if number in tried:
                 # What came after a loss that is no number may be what it led to.
-                self._tried = {trouble: steps for trouble, steps in self._tried.items() if not trouble.loss}
+                self._tried = {
+                    trouble: steps for trouble, steps in self._tried.items() if not trouble.loss
+                }
                 self._tried.update((trouble, set()) for trouble in tried[number])
                 self._latest = number
             elif number - self._latest > _AWAITED:
                 self._tried.clear()
-            elif b"loss" in shapes[number - first] and (past := self._step(lines[number - first].lower(), number)):
+            elif b"loss" in shapes[number - first] and (
+                past := self._step(lines[number - first].lower(), number)
+            ):
                 yield past, number
 
     def _step(self, line: bytes, number: int) -> tuple[PendingError, ...]:
@@ -94,7 +108,11 @@ class RecoveryTracker:
         for trouble, steps in self._tried.items():
             if not (trouble.loss and _ZERO.search(line)):
                 steps.add(step)
-        past = tuple(t for t, steps in self._tried.items() if len(steps) >= (_SOUND_STEPS if t.loss else _STEPS))
+        past = tuple(
+            t
+            for t, steps in self._tried.items()
+            if len(steps) >= (_SOUND_STEPS if t.loss else _STEPS)
+        )
         for trouble in past:
             del self._tried[trouble]
         return past

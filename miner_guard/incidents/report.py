@@ -36,9 +36,14 @@ class Explained:
     def as_dict(self) -> dict[str, Any]:
         """As `explain --json` gives it."""
         return {
-            "label": self.label, "line": self.line, "excerpt": self.excerpt, "cause": self.cause,
-            "fixes": list(self.fixes), "sources": list(self.sources), "root": self.root,
-        }  # fmt: skip
+            "label": self.label,
+            "line": self.line,
+            "excerpt": self.excerpt,
+            "cause": self.cause,
+            "fixes": list(self.fixes),
+            "sources": list(self.sources),
+            "root": self.root,
+        }
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,17 @@ def explain(
         unfinished = not chunk.endswith(b"\n")
         case.add(scanner.feed(chunk))
     case.add(scanner.finish())
-    found = [in_words(incident, knowledge, training, redact) for incident in case.incidents(scanner.line)]
+    found = [
+        in_words(incident, knowledge, training, redact) for incident in case.incidents(scanner.line)
+    ]
     return LogExplanation(tuple(found), scanner.line - 1 + unfinished, size)
 
 
 def in_words(
-    incident: Incident, knowledge: Knowledge, training: oom.Training, redact: Callable[[str], str] = str
+    incident: Incident,
+    knowledge: Knowledge,
+    training: oom.Training,
+    redact: Callable[[str], str] = str,
 ) -> Explained:
     """Cause and fixes of one incident, with its own numbers in them."""
     label, sighting = knowledge.labels[incident.label], incident.first
@@ -92,14 +102,24 @@ def in_words(
         cause, fixes = _out_of_memory(incident, cause, fixes, training)
     texts = [s.text for s in seen]
     return Explained(
-        incident.label, label.severity, sighting.restart or label.restart, label.applies, sighting.line,
-        log_text.excerpt(redact(sighting.text)), f"{details.filled(cause, texts)}{_where(incident)}",
-        tuple(redact(details.filled(fix.do, texts)) for fix in fixes), tuple(fix.source for fix in fixes),
-        incident.count, tuple(incident.ranks), incident.root,
-    )  # fmt: skip
+        incident.label,
+        label.severity,
+        sighting.restart or label.restart,
+        label.applies,
+        sighting.line,
+        log_text.excerpt(redact(sighting.text)),
+        f"{details.filled(cause, texts)}{_where(incident)}",
+        tuple(redact(details.filled(fix.do, texts)) for fix in fixes),
+        tuple(fix.source for fix in fixes),
+        incident.count,
+        tuple(incident.ranks),
+        incident.root,
+    )
 
 
-def _out_of_memory(incident: Incident, cause: str, fixes: list[Fix], training: oom.Training) -> tuple[str, list[Fix]]:
+def _out_of_memory(
+    incident: Incident, cause: str, fixes: list[Fix], training: oom.Training
+) -> tuple[str, list[Fix]]:
     told = [oom.parse(f"{s.text} {s.more}") for s in (incident.first, *incident.kept)]
     numbers = next((numbers for numbers in told if numbers.kind != "unknown"), told[0])
     said = oom.describe(numbers)

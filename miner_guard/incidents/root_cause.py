@@ -14,11 +14,13 @@ _KEPT = 4
 
 _MAX_RANKS = 1024
 _SURVIVED_AFTER = 200
-"""An exception, or something tried again, after which so many lines follow and nothing ends: the program coped."""
+"""An exception, or something tried again, after which so many lines follow and nothing ends: the
+program coped."""
 
 
 _FEW = 3
-"""Fewer failures than these to reach something that training does without, and steps after them: it came back."""
+"""Fewer failures than these to reach something that training does without, and steps after them: it
+came back."""
 
 
 @dataclass
@@ -42,7 +44,9 @@ class SightingHistory:
     def add(self, sighting: Sighting) -> None:
         """Count it; a message that goes on replaces its beginning."""
         if self.recent and self.recent[-1] == sighting.line:
-            self.kept = [sighting if s.line == sighting.line and sighting.more else s for s in self.kept]
+            self.kept = [
+                sighting if s.line == sighting.line and sighting.more else s for s in self.kept
+            ]
             return
         if self.behind and self.count < _FEW and sighting.line - self.recent[-1] > _SURVIVED_AFTER:
             self.kept, self.count = [], 0
@@ -104,12 +108,18 @@ class RootCauseAnalyzer:
                 self._trails.setdefault((item.label, item.role), SightingHistory()).add(item)
 
     def incidents(self, lines: int) -> list[Incident]:
-        """One entry a label in the order of the log, at most one of them the root; `lines` is the log's length."""
+        """One entry a label in the order of the log, at most one of them the root; `lines` is the
+        log's length."""
         trails = {
-            key: trail for key, trail in self._trails.items()
-            if trail.kept and trail.count >= min(s.least for s in trail.kept) and not self._came_back(key[0], trail)
-        }  # fmt: skip
-        if lines - self._last > _SURVIVED_AFTER and all(role in ("uncaught", "remark") for _, role in trails):
+            key: trail
+            for key, trail in self._trails.items()
+            if trail.kept
+            and trail.count >= min(s.least for s in trail.kept)
+            and not self._came_back(key[0], trail)
+        }
+        if lines - self._last > _SURVIVED_AFTER and all(
+            role in ("uncaught", "remark") for _, role in trails
+        ):
             survived = {("code_bug", "uncaught"), *(key for key in trails if key[1] == "remark")}
             trails = {key: trail for key, trail in trails.items() if key not in survived}
         root = self._root(trails)
@@ -119,23 +129,34 @@ class RootCauseAnalyzer:
         )
 
     def _came_back(self, label: str, trail: SightingHistory) -> bool:
-        return trail.behind and trail.count < _FEW and not self._knowledge.labels[label].overcome_by_steps
+        return (
+            trail.behind
+            and trail.count < _FEW
+            and not self._knowledge.labels[label].overcome_by_steps
+        )
 
     @staticmethod
-    def _incident(label: str, trails: dict[tuple[str, str], SightingHistory], root: Sighting | None) -> Incident:
+    def _incident(
+        label: str, trails: dict[tuple[str, str], SightingHistory], root: Sighting | None
+    ) -> Incident:
         own = [trail for (name, _), trail in trails.items() if name == label]
         kept = sorted((s for trail in own for s in trail.kept), key=lambda s: s.line)
         is_root = root is not None and root.label == label
         return Incident(
-            label, root if root is not None and is_root else kept[0], kept, sum(t.count for t in own),
-            sorted(set[int]().union(*(t.ranks for t in own))), is_root,
-        )  # fmt: skip
+            label,
+            root if root is not None and is_root else kept[0],
+            kept,
+            sum(t.count for t in own),
+            sorted(set[int]().union(*(t.ranks for t in own))),
+            is_root,
+        )
 
     def _root(self, trails: dict[tuple[str, str], SightingHistory]) -> Sighting | None:
         strong = {
-            label for (label, role), trail in trails.items()
+            label
+            for (label, role), trail in trails.items()
             if role in ("cause", "uncaught", "remark") and not trail.behind
-        }  # fmt: skip
+        }
         candidates = [
             (
                 bool(self._knowledge.labels[label].follows & strong - {label}),

@@ -1,8 +1,8 @@
 """From raw bytes to sightings, in one pass and with bounded memory.
 
-The same bytes give the same sightings however they are cut. A miner prints the same lines over and over
-with other numbers: lines are compared without their numbers, and only a new shape is searched for the
-words that every known error holds. Only lines with such a word are looked at one by one.
+The same bytes give the same sightings however they are cut. A miner prints the same lines over and
+over with other numbers: lines are compared without their numbers, and only a new shape is searched
+for the words that every known error holds. Only lines with such a word are looked at one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ _CHAINED = ("exception was the direct cause of", "handling of the above exceptio
 _CHAIN_LINES = 6
 """Lines between an exception and the words that chain it to the next one."""
 
-_TRYING_AGAIN = ("retrying", "reconnect", "trying again", "will try again", "thrown while requesting")
+_TRYING_AGAIN = (
+    "retrying",
+    "reconnect",
+    "trying again",
+    "will try again",
+    "thrown while requesting",
+)
 _TRIED_AGAIN = re.compile(
     r"\bretry|(?<!max )(?<!after \d )(?<!after \d\d )\bretries\b|attempt \d+ ?(?:/|of) ?\d+"
     r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
@@ -49,10 +55,13 @@ _NAN = re.compile(
     r"^(?!.*\b(?:e?val(?:uation|idation)?|valid|test)(?:\b|_))(?!.*(?:stop|exit|abort|terminat))"
     r".*(?:\b|_)(?:nan|inf\w*)(?:\b|_)"
 )
-"""Of training that goes on: the steps say nothing of an evaluation, and a loss that exploded is a number."""
+"""Of training that goes on: the steps say nothing of an evaluation, and a loss that exploded is a
+number."""
 
 _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
-_LAUNCHERS = frozenset({"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"})
+_LAUNCHERS = frozenset(
+    {"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"}
+)
 _MAX_STREAMS = 256
 _TRACEBACK_LINES = 2000
 """A traceback that is still open after so many lines was cut off."""
@@ -94,7 +103,8 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Retraction:
-    """A line that takes back what was seen just before: the program coped with it, or raised something else."""
+    """A line that takes back what was seen just before: the program coped with it, or raised
+    something else."""
 
     labels: tuple[str, ...]
     line: int
@@ -107,7 +117,8 @@ class Retraction:
 
 @dataclass(frozen=True)
 class Superseded:
-    """Training went on after these labels were tried again or warned of: whatever ends it later, they don't."""
+    """Training went on after these labels were tried again or warned of: whatever ends it later,
+    they don't."""
 
     labels: tuple[str, ...]
     line: int
@@ -121,7 +132,8 @@ class _Traceback:
 
     frames: str = ""
     raises: str = ""
-    """The last line of source that raised: it tells where the log breaks off before the exception does."""
+    """The last line of source that raised: it tells where the log breaks off before the exception
+    does."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +162,8 @@ class Scanner:
         """Exceptions that another one is about to follow from."""
 
         self._logged: dict[int | None, Sighting] = {}
-        """Of each rank the latest trouble that steps would overcome, told by a logger and not by a traceback."""
+        """Of each rank the latest trouble that steps would overcome, told by a logger and not by a
+        traceback."""
 
         self._tail: Sighting | None = None
         self._tail_line = 0
@@ -173,11 +186,14 @@ class Scanner:
         return seen
 
     def finish(self) -> list[Seen]:
-        """What an unfinished last line shows. A traceback that the log breaks off in counts as a symptom."""
+        """What an unfinished last line shows. A traceback that the log breaks off in counts as a
+        symptom."""
         rest, self._carry = self._carry, b""
         seen = [*self._block(rest), *self._chained.values()]
         cut_off = {
-            rank: t.line for rank, t in self._open.items() if self.line - t.line < _TRACEBACK_LINES and not t.ignored
+            rank: t.line
+            for rank, t in self._open.items()
+            if self.line - t.line < _TRACEBACK_LINES and not t.ignored
         }
         if cut_off:
             rank = max(cut_off, key=cut_off.__getitem__)
@@ -187,16 +203,31 @@ class Scanner:
     def _cut_off(self, rank: int | None, number: int, raises: str) -> list[Sighting]:
         matches = self._knowledge.match(raises.lower()) if raises else []
         if isinstance(matches, Benign) or not matches:
-            return [Sighting("code_bug", "symptom", number, "a traceback that the log breaks off in", rank)]
+            return [
+                Sighting(
+                    "code_bug", "symptom", number, "a traceback that the log breaks off in", rank
+                )
+            ]
         return [
             Sighting(
-                p.label, p.role, number, excerpt(raises, _TOLD), rank, p.cause, "", p.fix, p.restart, p.source, p.least
+                p.label,
+                p.role,
+                number,
+                excerpt(raises, _TOLD),
+                rank,
+                p.cause,
+                "",
+                p.fix,
+                p.restart,
+                p.source,
+                p.least,
             )
             for p in matches
         ]
 
     def _block(self, block: bytes) -> list[Seen]:
-        """Look at whole lines. The text after the last newline is a piece of a line whose number stays the same."""
+        """Look at whole lines. The text after the last newline is a piece of a line whose number
+        stays the same."""
         seen: list[Seen] = []
         known = block if isinstance(block, LineChunk) else LineChunk(block)
         shapes, loud = known.shapes, self._sieve.loud(known)
@@ -220,11 +251,20 @@ class Scanner:
 
     def _relevant(self, found: list[Seen], shapes: list[bytes], index: int) -> list[Seen]:
         """What was seen on a line, without what means nothing once training has finished."""
-        moot = [s for s in found if isinstance(s, Sighting) and self._knowledge.labels[s.label].moot_when_finished]
-        return [s for s in found if s not in moot] if moot and self._course.finished(shapes, index) else found
+        moot = [
+            s
+            for s in found
+            if isinstance(s, Sighting) and self._knowledge.labels[s.label].moot_when_finished
+        ]
+        return (
+            [s for s in found if s not in moot]
+            if moot and self._course.finished(shapes, index)
+            else found
+        )
 
     def _tried(self, seen: list[Seen]) -> dict[int, set[PendingError]]:
-        """What was seen in this block, by line, with what steps that go on would show to be past."""
+        """What was seen in this block, by line, with what steps that go on would show to be
+        past."""
         tried: dict[int, set[PendingError]] = {}
         for s in seen:
             if isinstance(s, Sighting) and s.line >= self.line:
@@ -236,15 +276,29 @@ class Scanner:
         label, text = self._knowledge.labels[sighting.label], sighting.text.lower()
         if sighting.role in ("remark", "warned"):
             needed = label.overcome_by_steps and not _UPLOADS.search(text)
-            return PendingError(label.name, needed) if label.overcome_by_steps or label.restart == "outage" else None
+            return (
+                PendingError(label.name, needed)
+                if label.overcome_by_steps or label.restart == "outage"
+                else None
+            )
         # An exception is how a run ends, whatever the other ranks still print.
         printed = sighting.role == "cause" and not _EXCEPTION.match(sighting.text)
-        return PendingError(label.name, loss=True) if label.undone_by_losses and printed and _NAN.search(text) else None
+        return (
+            PendingError(label.name, loss=True)
+            if label.undone_by_losses and printed and _NAN.search(text)
+            else None
+        )
 
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
         """Which lines may go on with an out-of-memory message."""
-        starts = {index for index in hits if b"out of memory" in shapes[index]} | ({-1} if self._tail else set())
-        return {index for start in starts for index in range(start + 1, min(start + 1 + _TAIL_LINES, len(shapes)))}
+        starts = {index for index in hits if b"out of memory" in shapes[index]} | (
+            {-1} if self._tail else set()
+        )
+        return {
+            index
+            for start in starts
+            for index in range(start + 1, min(start + 1 + _TAIL_LINES, len(shapes)))
+        }
 
     def _line(self, line: bytes, number: int, seen: list[Seen]) -> None:
         pieces = [piece for part in _pieces(line) for piece in part.split(b"\r") if piece]
@@ -285,9 +339,18 @@ class Scanner:
             role = _role(pattern, matches, lowered)
             told = excerpt(text, _TOLD, pattern.first_word(lowered))
             sighting = Sighting(
-                pattern.label, role, number, told, rank, pattern.cause, "", pattern.fix, pattern.restart,
-                pattern.source, pattern.least,
-            )  # fmt: skip
+                pattern.label,
+                role,
+                number,
+                told,
+                rank,
+                pattern.cause,
+                "",
+                pattern.fix,
+                pattern.restart,
+                pattern.source,
+                pattern.least,
+            )
             seen.append(sighting)
             if rank not in self._open and (ended is None or not ended.frames):
                 self._log(sighting)
@@ -298,11 +361,16 @@ class Scanner:
 
     def _log(self, sighting: Sighting) -> None:
         known = sighting.rank in self._logged or len(self._logged) < _MAX_STREAMS
-        if known and sighting.role in ("cause", "remark") and self._knowledge.labels[sighting.label].overcome_by_steps:
+        if (
+            known
+            and sighting.role in ("cause", "remark")
+            and self._knowledge.labels[sighting.label].overcome_by_steps
+        ):
             self._logged[sighting.rank] = sighting
 
     def _went_past(self, rank: int | None, number: int) -> Iterator[Retraction]:
-        """A rank that misses a file of its own had gone on after the trouble that it logged before."""
+        """A rank that misses a file of its own had gone on after the trouble that it logged
+        before."""
         for teller in (rank, None):
             if (passed := self._logged.pop(teller, None)) is not None:
                 yield Retraction((passed.label,), number, number - passed.line, ("cause", "remark"))
@@ -322,9 +390,13 @@ class Scanner:
     def _follow(self, rank: int | None, text: str, lowered: str, number: int) -> bool:
         """Keep track of the traceback that this rank prints; a log may begin in the middle of one.
 
-        True for a line that only says where in a file it was, or what stands there: what went wrong is said at the end.
+        True for a line that only says where in a file it was, or what stands there: what went wrong
+        is said at the end.
         """
-        starts, frame = _TRACEBACK in lowered, _FRAME.search(lowered) if 'file "' in lowered else None
+        starts, frame = (
+            _TRACEBACK in lowered,
+            _FRAME.search(lowered) if 'file "' in lowered else None,
+        )
         opened = self._open.get(rank)
         ignored = _IGNORED in lowered or (opened is not None and opened.ignored and starts)
         begins = starts or ignored or (frame is not None and opened is None)
@@ -339,7 +411,8 @@ class Scanner:
         return frame is not None and own.startswith("file ")
 
     def _chain(self, rank: int | None, number: int, seen: list[Seen]) -> None:
-        """The first exception of a chain counts, unless what follows from it is known and it is not."""
+        """The first exception of a chain counts, unless what follows from it is known and it is
+        not."""
         first = self._raised.get(rank)
         if first is None or number - first.line > _CHAIN_LINES:
             return
@@ -355,7 +428,11 @@ class Scanner:
         """The exception that this line ends a traceback with, or names without one."""
         opened = self._open.get(rank)
         inside = opened is not None and 0 <= number - opened.line < _TRACEBACK_LINES
-        match = _EXCEPTION.match(text) or _QUALIFIED.match(text) or (_IN_TRACEBACK.match(text) if inside else None)
+        match = (
+            _EXCEPTION.match(text)
+            or _QUALIFIED.match(text)
+            or (_IN_TRACEBACK.match(text) if inside else None)
+        )
         if match is None:
             return None
         self._open.pop(rank, None)
@@ -371,13 +448,18 @@ class Scanner:
 
 
 def _says_little(matches: list[Pattern]) -> bool:
-    """An exception without a cause of its own: one that is unknown, or a wait that something used up."""
-    return bool(matches) and all(pattern is _UNCAUGHT or "" in pattern.frames for pattern in matches)
+    """An exception without a cause of its own: one that is unknown, or a wait that something used
+    up."""
+    return bool(matches) and all(
+        pattern is _UNCAUGHT or "" in pattern.frames for pattern in matches
+    )
 
 
 def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
     """A cause that was only warned of is a remark; a report of what is a symptom itself is one."""
-    if pattern.role == "cause" and (any(w in lowered for w in _TRYING_AGAIN) or _TRIED_AGAIN.search(lowered)):
+    if pattern.role == "cause" and (
+        any(w in lowered for w in _TRYING_AGAIN) or _TRIED_AGAIN.search(lowered)
+    ):
         return "remark"
     if pattern.role == "symptom" and _WARNING.match(lowered):
         return "warned"
@@ -387,7 +469,8 @@ def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
 
 
 def _pieces(line: bytes) -> Iterator[bytes]:
-    """A line in pieces that overlap; where they are cut depends on the line alone, not on how it arrived."""
+    """A line in pieces that overlap; where they are cut depends on the line alone, not on how it
+    arrived."""
     start = 0
     while len(line) - start > MAX_LINE:
         yield line[start : start + MAX_LINE]

@@ -14,8 +14,8 @@ Payload = TypeVar("Payload", bound=Hashable)
 class WordIndex(Generic[Payload]):
     """Words (any strings) with what hangs on them. Immutable; safe from any thread.
 
-    Each word is filed under its rarest four letters. A line's own four-letter pieces then lead to the few
-    words that can stand in it; words that are shorter are simply tried.
+    Each word is filed under its rarest four letters. A line's own four-letter pieces then lead to
+    the few words that can stand in it; words that are shorter are simply tried.
     """
 
     def __init__(self, entries: Iterable[tuple[str, Payload]]) -> None:
@@ -29,7 +29,9 @@ class WordIndex(Generic[Payload]):
             if len(word) < _GRAM:
                 self._short[word] = payloads
             else:
-                self._filed.setdefault(min(_grams(word), key=usual.__getitem__), []).append((word, payloads))
+                self._filed.setdefault(min(_grams(word), key=usual.__getitem__), []).append(
+                    (word, payloads)
+                )
 
     def find(self, text: str) -> dict[Payload, None]:
         """What hangs on the words of `text`, each once, in no useful order."""

@@ -28,12 +28,18 @@ class AlertsMonitor(Monitor):
         super().__init__(context)
         settings = context.config.alerts
         self._settings = settings
-        self._policy = AlertPolicy(settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}")
+        self._policy = AlertPolicy(
+            settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}"
+        )
         self._outbox = AlertQueue(settings.urls, self._say)
         if settings.urls and (problem := optional_deps.problem("alerts")) is not None:
-            context.emit(make_finding("guard_degraded", what=f"no alert will reach anybody: {problem}"))
+            context.emit(
+                make_finding("guard_degraded", what=f"no alert will reach anybody: {problem}")
+            )
         if settings.heartbeat_url:
-            context.jobs.every("heartbeat", settings.heartbeat_every_s, self._heartbeat, first_after_s=5.0)
+            context.jobs.every(
+                "heartbeat", settings.heartbeat_every_s, self._heartbeat, first_after_s=5.0
+            )
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         if self._settings.urls:
@@ -47,7 +53,10 @@ class AlertsMonitor(Monitor):
 
     def _put(self, alerts: Iterator[Alert]) -> None:
         for alert in alerts:
-            title, body = self.context.redactor.text(alert.title), self.context.redactor.text(alert.body)
+            title, body = (
+                self.context.redactor.text(alert.title),
+                self.context.redactor.text(alert.body),
+            )
             self._outbox.put(replace(alert, title=title, body=body))
 
     def _say(self, finding: Finding) -> None:
@@ -56,10 +65,15 @@ class AlertsMonitor(Monitor):
 
     def _heartbeat(self) -> None:
         status = self.context.status()
-        if progress.trouble(status, 0.0, self.context.clock.wall(), self.context.config.hang) is not None:
+        if (
+            progress.trouble(status, 0.0, self.context.clock.wall(), self.context.config.hang)
+            is not None
+        ):
             # Silence is the message: whoever waits for the ping is told by its absence.
             return
-        answer = probe.ask(alert_queue.SENDER, {"heartbeat_url": self._settings.heartbeat_url}, _HEARTBEAT_S)
+        answer = probe.ask(
+            alert_queue.SENDER, {"heartbeat_url": self._settings.heartbeat_url}, _HEARTBEAT_S
+        )
         if not answer.known:
             raise ConnectionError(self.context.redactor.text(answer.reason or ""))
 
@@ -73,14 +87,20 @@ class AlertsMonitor(Monitor):
     def snapshot(self) -> Mapping[str, Any]:
         box = self._outbox
         return {
-            "targets": len(self._settings.urls), "waiting": box.waiting, "sent": box.sent, "failed": box.failed,
+            "targets": len(self._settings.urls),
+            "waiting": box.waiting,
+            "sent": box.sent,
+            "failed": box.failed,
             "dropped": box.dropped,
-        }  # fmt: skip
+        }
 
 
 def send_test(settings: AlertSettings) -> probe.Answer:
     """Send a test message to all targets of the settings; the answer's value is their number."""
-    title, body = f"[{socket.gethostname()}] miner-guard test", "This is a test message of miner-guard. Alerts arrive."
+    title, body = (
+        f"[{socket.gethostname()}] miner-guard test",
+        "This is a test message of miner-guard. Alerts arrive.",
+    )
     letters = [
         {"id": number, "target": number, "url": url, "level": "info", "title": title, "body": body}
         for number, url in enumerate(settings.urls, 1)

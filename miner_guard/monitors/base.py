@@ -52,7 +52,14 @@ class Exit:
 class Jobs(Protocol):
     """Work on a schedule, in threads of its own, never piling up."""
 
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+    def every(
+        self,
+        name: str,
+        seconds: float,
+        work: Callable[[], None],
+        *,
+        first_after_s: float | None = None,
+    ) -> None:
         """Run `work` every `seconds`; what it raises is logged as `sampler_failed`."""
         ...
 
@@ -98,7 +105,8 @@ class Context:
     """The latest status document: every part's `snapshot` under its name."""
 
     redactor: Redactor
-    """Knows the secrets of the guard and of the miner; what is logged through `emit` passes it anyhow."""
+    """Knows the secrets of the guard and of the miner; what is logged through `emit` passes it
+    anyhow."""
 
 
 class Monitor:
@@ -107,8 +115,8 @@ class Monitor:
     name = "part"
 
     words: frozenset[bytes] | None = None
-    """Where `on_output` looks for nothing but lines that hold one of these, it is spared the others. Each is a
-    `shapes.shape`; None: the part wants every byte."""
+    """Where `on_output` looks for nothing but lines that hold one of these, it is spared the
+    others. Each is a `shapes.shape`; None: the part wants every byte."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

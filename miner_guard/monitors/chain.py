@@ -1,4 +1,5 @@
-"""The chain: registration, scores, the network's outer step; on a schedule, in children with deadlines."""
+"""The chain: registration, scores, the network's outer step; on a schedule, in children with
+deadlines."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class ChainMonitor(Monitor):
         self._latest: tuple[ChainLook, Network] | None = None
         self._moved: tuple[int, float] | None = None
         if self._settings.network is not None:
-            context.jobs.every("chain", self._settings.refresh_every_s, self._refresh, first_after_s=0.0)
+            context.jobs.every(
+                "chain", self._settings.refresh_every_s, self._refresh, first_after_s=0.0
+            )
 
     def _refresh(self) -> None:
         look = chain.look(self._settings)
@@ -48,16 +51,20 @@ class ChainMonitor(Monitor):
             self.context.emit(finding)
 
     def looked(self, look: ChainLook, ahead: Progress, now: float) -> Iterator[Finding]:
-        """What is to be said of one look, at `now` (monotonic). Its `network` field is for the gate."""
+        """What is to be said of one look, at `now` (monotonic). Its `network` field is for the
+        gate."""
         frozen = self._frozen_s(look, now)
-        # A block counts from when it was first seen: behind a node that stands still the chain goes on.
+        # A block counts from when it was first seen: behind a node that stands still the chain goes
+        # on.
         seen_at = now if self._moved is None else self._moved[1]
         form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
         network = network_of(look, ahead, seen_at, form, per_allreduce)
         self._latest = (look, network)
         if look.reason is not None:
             level = "warning" if self._unknown.ask(look.reason, now) else "debug"
-            yield make_finding("chain_unknown", level=level, reason=look.reason, network=asdict(network))
+            yield make_finding(
+                "chain_unknown", level=level, reason=look.reason, network=asdict(network)
+            )
             self._said.forget()
             return
         self._unknown.forget()
@@ -68,15 +75,27 @@ class ChainMonitor(Monitor):
             words += f"; the block has not moved for {frozen:.0f}s: is the node frozen?"
         if self._settings.master_uid is not None and ahead.reason is not None:
             words += f"; network outer step unknown ({ahead.reason})"
-        yield make_finding("chain_status", level=level, summary=words, network=asdict(network), **chain.as_fields(look))
+        yield make_finding(
+            "chain_status",
+            level=level,
+            summary=words,
+            network=asdict(network),
+            **chain.as_fields(look),
+        )
         if look.registered is not False:
             self._lost.forget()
         elif self._lost.ask("lost", now):
-            detail = f"the hotkey is not registered on subnet {self._settings.netuid} at block {look.block}"
-            yield make_finding("chain_unregistered", detail=f"{detail}: nothing earns until it is registered again")
+            detail = (
+                f"the hotkey is not registered on subnet {self._settings.netuid} at block "
+                f"{look.block}"
+            )
+            yield make_finding(
+                "chain_unregistered", detail=f"{detail}: nothing earns until it is registered again"
+            )
 
     def _frozen_s(self, look: ChainLook, now: float) -> float | None:
-        """Seconds without a new block, from ten blocks' time on; a node that stands still misleads the miner."""
+        """Seconds without a new block, from ten blocks' time on; a node that stands still misleads
+        the miner."""
         if look.block is None:
             return None
         if self._moved is None or look.block != self._moved[0]:
@@ -86,6 +105,9 @@ class ChainMonitor(Monitor):
 
     def snapshot(self) -> Mapping[str, Any]:
         if self._latest is None:
-            return {"block": None, "reason": "no [chain] configured" if self._settings.network is None else "not yet"}
+            return {
+                "block": None,
+                "reason": "no [chain] configured" if self._settings.network is None else "not yet",
+            }
         look, network = self._latest
         return {**chain.as_fields(look), "reason": look.reason, "outer_step": network.outer_step}

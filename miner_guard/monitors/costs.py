@@ -20,7 +20,8 @@ _SHOWN = 12
 
 
 class CostsMonitor(Monitor):
-    """Feeds the tracker. What a phase tells and what `track` tells are different operations by name."""
+    """Feeds the tracker. What a phase tells and what `track` tells are different operations by
+    name."""
 
     name = "costs"
 
@@ -52,17 +53,21 @@ class CostsMonitor(Monitor):
         return ()
 
     def _training_s(self) -> float:
-        """Steps' time where there are steps, else the miner's run time; without what monitoring took of it."""
+        """Steps' time where there are steps, else the miner's run time; without what monitoring
+        took of it."""
         running = 0.0 if self._launched is None else self.context.clock.monotonic() - self._launched
         return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
 
     def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
-        # Ranks wait for each other: what one of them pays, all pay. The lead's account is the run's.
+        # Ranks wait for each other: what one of them pays, all pay. The lead's account is the
+        # run's.
         if entry.get("kind") == "cost" and rank == (self._lead or 0):
             self.tracker.record(
-                str(entry["operation"]), float(entry["seconds"]), blocking=bool(entry.get("blocking", True)),
+                str(entry["operation"]),
+                float(entry["seconds"]),
+                blocking=bool(entry.get("blocking", True)),
                 calls=int(entry.get("count", 1)),
-            )  # fmt: skip
+            )
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
@@ -91,7 +96,8 @@ class CostsMonitor(Monitor):
         return ()
 
     def _enter_loop(self) -> None:
-        """CPU time of the whole supervisor that no job has accounted for: relay, detectors, sinks."""
+        """CPU time of the whole supervisor that no job has accounted for: relay, detectors,
+        sinks."""
         jobs = self.tracker.background_s("job.")
         loop = time.process_time() - jobs
         self.tracker.record("guard.loop", max(0.0, loop - self._loop_cpu_s), blocking=False)
@@ -106,7 +112,9 @@ class CostsMonitor(Monitor):
         report = self.tracker.get_report()
         operations: dict[str, dict[str, Any]] = report["operations"]
         own = [row for name, row in operations.items() if name.startswith(GUARD)]
-        dearest = sorted(operations.items(), key=lambda row: (-row[1]["total_time"], -row[1]["background_time"]))
+        dearest = sorted(
+            operations.items(), key=lambda row: (-row[1]["total_time"], -row[1]["background_time"])
+        )
         return {
             "share_pct": report["total_percentage"],
             "budget_pct": report["budget_percentage"],

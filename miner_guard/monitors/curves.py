@@ -32,8 +32,8 @@ _MAX_LINE_LENGTH = 4096
 class CurvesMonitor(Monitor):
     """The loss of the lowest rank that reports one; NaN on any rank; memory of each rank.
 
-    The evaluation loss is the one that comes with a step; where none ever does, the one that the miner's own lines
-    print.
+    The evaluation loss is the one that comes with a step; where none ever does, the one that the
+    miner's own lines print.
     """
 
     name = "curves"
@@ -96,7 +96,11 @@ class CurvesMonitor(Monitor):
                 yield to_finding(anomaly, rank, step)
 
     def _judge_evaluation(self, step: StepRecord, value: float) -> Anomaly | None:
-        return self._overfit.observe(step.total_steps, value, self._recent.median) if len(self._recent) else None
+        return (
+            self._overfit.observe(step.total_steps, value, self._recent.median)
+            if len(self._recent)
+            else None
+        )
 
     def _count(self, anomaly: Anomaly) -> None:
         self._counts[anomaly.type] = self._counts.get(anomaly.type, 0) + 1
@@ -112,7 +116,9 @@ class CurvesMonitor(Monitor):
             if anomaly is not None:
                 yield anomaly
 
-    def _judge_loss(self, rank: int, step: StepRecord, number: int, loss: float) -> Iterator[Anomaly]:
+    def _judge_loss(
+        self, rank: int, step: StepRecord, number: int, loss: float
+    ) -> Iterator[Anomaly]:
         hidden = hides_nan(loss, step.grad_norm)
         if hidden or not math.isfinite(loss):
             # All ranks share the weights: one line for the first rank that shows it.
@@ -153,12 +159,18 @@ def _number(step: StepRecord) -> int:
 def to_finding(anomaly: Anomaly, rank: int, step: StepRecord) -> Finding:
     """The event of an anomaly, with its evidence, causes and fixes."""
     common: dict[str, Any] = {
-        "detail": anomaly.detail, "cause": anomaly.cause, "fixes": list(anomaly.fixes), "step": anomaly.at_step,
-        "outer_step": step.outer_step, "evidence": dict(anomaly.evidence),
-    }  # fmt: skip
+        "detail": anomaly.detail,
+        "cause": anomaly.cause,
+        "fixes": list(anomaly.fixes),
+        "step": anomaly.at_step,
+        "outer_step": step.outer_step,
+        "evidence": dict(anomaly.evidence),
+    }
     seen = anomaly.evidence
     if anomaly.type == "nan":
-        return make_finding("loss_nan", rank=rank, loss=seen["loss"], examples=seen["examples"], **common)
+        return make_finding(
+            "loss_nan", rank=rank, loss=seen["loss"], examples=seen["examples"], **common
+        )
     if anomaly.type == "eval_nan":
         return make_finding("eval_loss_nan", rank=rank, eval_loss=seen["eval_loss"], **common)
     if anomaly.type == "spike":

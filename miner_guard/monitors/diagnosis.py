@@ -1,4 +1,5 @@
-"""What the ranks' `guard.diagnose` gathered: the block, the red flags, the findings across ranks."""
+"""What the ranks' `guard.diagnose` gathered: the block, the red flags, the findings across
+ranks."""
 
 from __future__ import annotations
 

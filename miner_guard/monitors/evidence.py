@@ -23,7 +23,15 @@ from miner_guard.flight_recorder.reader import BadFlight, FlightReader
 from miner_guard.flight_recorder.records import Identity, Now
 from miner_guard.rank.introspection.collectives import asking
 from miner_guard.rank.introspection.stacks import STACKS_SIGNAL
-from miner_guard.state_dir import StateDir, finite, make_folder, open_private, read_json, write_json, write_private
+from miner_guard.state_dir import (
+    StateDir,
+    finite,
+    make_folder,
+    open_private,
+    read_json,
+    write_json,
+    write_private,
+)
 from miner_guard.system import processes
 
 _COLLECTIVES_S = 2.0
@@ -33,11 +41,14 @@ _FAULTHANDLER_S = 1.0
 STATES = {
     "R": "running",
     "S": "sleeping: it waits for something (a lock, a socket, another rank)",
-    "D": "uninterruptible (D state): it waits in the kernel for a disk, a network or a driver; SIGKILL does not help",
+    "D": (
+        "uninterruptible (D state): it waits in the kernel for a disk, a network or a "
+        "driver; SIGKILL does not help"
+    ),
     "T": "stopped by a signal (SIGSTOP, SIGTSTP) or a debugger; SIGCONT lets it go on",
     "t": "stopped by a debugger",
     "Z": "ended, its parent has not noticed",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -75,9 +86,14 @@ def subjects(state: StateDir, ranks: Mapping[int, Now]) -> list[Subject]:
 
 
 def gather(
-    state: StateDir, folder: Path, who: list[Subject], story: Mapping[str, Any], output: bytes, redactor: Redactor,
+    state: StateDir,
+    folder: Path,
+    who: list[Subject],
+    story: Mapping[str, Any],
+    output: bytes,
+    redactor: Redactor,
     timeout_s: float,
-) -> Gathered:  # fmt: skip
+) -> Gathered:
     """Write everything into `folder`. Raises OSError where it can't write."""
     make_folder(folder)
     deadline = time.monotonic() + timeout_s
@@ -87,18 +103,24 @@ def gather(
     stacks = _stacks(state, folder, who, deadline)
     for subject in who:
         _flight_tail(state, folder, subject)
-    write_private(folder / "output.log", redactor.text(output.decode("utf-8", "replace")).encode("utf-8", "replace"))
+    write_private(
+        folder / "output.log",
+        redactor.text(output.decode("utf-8", "replace")).encode("utf-8", "replace"),
+    )
     document = {
         **story,
         "late_in_collective": None if behind is None else asdict(behind),
         "ranks": {
             subject.rank: {
-                "pid": subject.identity.pid, "gone": subject.gone, "kernel": kernel[subject.rank],
-                "now": None if subject.now is None else asdict(subject.now), "stacks": stacks[subject.rank],
+                "pid": subject.identity.pid,
+                "gone": subject.gone,
+                "kernel": kernel[subject.rank],
+                "now": None if subject.now is None else asdict(subject.now),
+                "stacks": stacks[subject.rank],
             }
             for subject in who
         },
-    }  # fmt: skip
+    }
     write_json(folder / "hang.json", redactor.value(finite(document)))
     had = [rank for rank, source in stacks.items() if source in ("py-spy", "faulthandler")]
     return Gathered(tuple(had), behind)
@@ -113,9 +135,16 @@ def _kernel_view(subject: Subject) -> dict[str, Any]:
     threads: dict[str, dict[str, str]] = {}
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            threads[task.name] = {"wchan": _read(task / "wchan"), "syscall": _read(task / "syscall")}
+            threads[task.name] = {
+                "wchan": _read(task / "wchan"),
+                "syscall": _read(task / "syscall"),
+            }
     kernel_stack = _read(Path(f"/proc/{pid}/stack"))
-    return {"state": STATES.get(seen.state, seen.state), "threads": threads, "kernel_stack": kernel_stack}
+    return {
+        "state": STATES.get(seen.state, seen.state),
+        "threads": threads,
+        "kernel_stack": kernel_stack,
+    }
 
 
 def _read(path: Path) -> str:
@@ -140,8 +169,13 @@ def _stacks(state: StateDir, folder: Path, who: list[Subject], deadline: float) 
 
 
 def _collectives(state: StateDir, folder: Path, who: list[Subject]) -> dict[int, list[Any]]:
-    """The last collectives of the ranks that answer in time: a rank that holds the interpreter's lock does not."""
-    asked = {s.rank: state.collectives_of(s.rank) for s in who if not s.gone and _ask(state.collectives_of(s.rank))}
+    """The last collectives of the ranks that answer in time: a rank that holds the interpreter's
+    lock does not."""
+    asked = {
+        s.rank: state.collectives_of(s.rank)
+        for s in who
+        if not s.gone and _ask(state.collectives_of(s.rank))
+    }
     deadline = time.monotonic() + _COLLECTIVES_S
     while time.monotonic() < deadline and not all(path.exists() for path in asked.values()):
         time.sleep(0.02)
@@ -178,12 +212,17 @@ def _spy(folder: Path, subject: Subject) -> subprocess.Popen[bytes] | None:
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
         return None
-    with open(open_private(_stack_file(folder, subject), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+    with open(
+        open_private(_stack_file(folder, subject), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb"
+    ) as file:
         try:
             return subprocess.Popen(
-                [program, "dump", "--pid", str(subject.identity.pid)], stdout=file, stderr=subprocess.DEVNULL,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [program, "dump", "--pid", str(subject.identity.pid)],
+                stdout=file,
+                stderr=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         except OSError:
             return None
 
@@ -199,7 +238,8 @@ def _wait(child: subprocess.Popen[bytes], deadline: float) -> bool:
 
 
 def _faulthandler(state: StateDir, path: Path, subject: Subject) -> str:
-    """The stacks that the rank itself writes on a signal; sent only where it said so: else the signal kills."""
+    """The stacks that the rank itself writes on a signal; sent only where it said so: else the
+    signal kills."""
     source = state.stacks_of(subject.rank)
     try:
         before = source.read_bytes()
@@ -231,4 +271,6 @@ def _flight_tail(state: StateDir, folder: Path, subject: Subject) -> None:
     steps = [asdict(step) for step in flight.steps(max(0, written - _TAIL_STEPS))]
     flight.close()
     lines = [json.dumps(finite(step)) for step in steps]
-    write_private(folder / f"flight-rank-{subject.rank:04d}.jsonl", ("\n".join(lines) + "\n").encode())
+    write_private(
+        folder / f"flight-rank-{subject.rank:04d}.jsonl", ("\n".join(lines) + "\n").encode()
+    )

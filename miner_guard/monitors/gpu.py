@@ -1,4 +1,5 @@
-"""GPUs while the miner runs: faults as they come, and source 002's continuous check of the memory share."""
+"""GPUs while the miner runs: faults as they come, and source 002's continuous check of the memory
+share."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ _MAX_LINE_LENGTH = 4096
 _PRINTED = (b"GPU", b"Model: ")
 
 _IDLE_BYTES = 300 * 1024**2
-"""A GPU with less in use by everybody is not one that the miner trains on: below a bare CUDA context."""
+"""A GPU with less in use by everybody is not one that the miner trains on: below a bare CUDA
+context."""
 
 
 class GpuMonitor(Monitor):
-    """Reads the health part's NVML samples, the ranks' headers and the miner's lines; opens nothing of its own."""
+    """Reads the health part's NVML samples, the ranks' headers and the miner's lines; opens nothing
+    of its own."""
 
     name = "gpu"
     words = frozenset(map(template, _PRINTED))
@@ -65,7 +68,9 @@ class GpuMonitor(Monitor):
             self._model = self._settings.model_name or entry.get("model_name") or self._model
         elif entry.get("kind") == "diagnosis" and entry.get("report"):
             reports = unpack([entry["report"]])
-            self._totals |= {int(r["rank"]): float(r["total_bytes"]) for r in reports if r.get("total_bytes")}
+            self._totals |= {
+                int(r["rank"]): float(r["total_bytes"]) for r in reports if r.get("total_bytes")
+            }
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
@@ -88,7 +93,11 @@ class GpuMonitor(Monitor):
             self._printed = printed
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        if finding.event != "incident" or "oom" not in str(finding.fields.get("label")) or self._launch is None:
+        if (
+            finding.event != "incident"
+            or "oom" not in str(finding.fields.get("label"))
+            or self._launch is None
+        ):
             return ()
         if "host" in str(finding.fields.get("label")):
             # The host's memory ran out, not the GPU's.
@@ -110,7 +119,9 @@ class GpuMonitor(Monitor):
         if step is None and self._printed is not None:
             step = self._printed.step
         size = size_of(self._model, self._params, self._settings.large_model_params)
-        for finding in self._use.check(readings, size, self._model, step, now - self._launch.started):
+        for finding in self._use.check(
+            readings, size, self._model, step, now - self._launch.started
+        ):
             yield finding
             if finding.event == "gpu_usage":
                 self._last = finding
@@ -126,7 +137,9 @@ class GpuMonitor(Monitor):
         if sample is not None and (self._nvml is None or sample["taken"] != self._nvml["taken"]):
             self._nvml = sample
             yield from self._faults.observe(list(sample["gpus"]), now)
-        yield from self._faults.driver((health.get("unknown") or {}).get("gpus"), bool(self._rows()), now)
+        yield from self._faults.driver(
+            (health.get("unknown") or {}).get("gpus"), bool(self._rows()), now
+        )
 
     def _wanted(self) -> bool:
         """A GPU is to be used: by setting, or since there are some."""
@@ -138,7 +151,10 @@ class GpuMonitor(Monitor):
         """The most telling source there is: the hook, the miner's own lines, NVML."""
         if not self._wanted():
             return []
-        smallest = min((r["memory_total_bytes"] for r in self._rows() if r.get("memory_total_bytes")), default=None)
+        smallest = min(
+            (r["memory_total_bytes"] for r in self._rows() if r.get("memory_total_bytes")),
+            default=None,
+        )
         hook = [
             MemoryReading(f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook")
             for rank, header in sorted(ranks.items())
@@ -152,7 +168,12 @@ class GpuMonitor(Monitor):
             if total:
                 return [MemoryReading("miner", printed.used_gb, total, "printed")]
         return [
-            MemoryReading(f"GPU {r['index']}", r["memory_used_bytes"] / _GIB, r["memory_total_bytes"] / _GIB, "nvml")
+            MemoryReading(
+                f"GPU {r['index']}",
+                r["memory_used_bytes"] / _GIB,
+                r["memory_total_bytes"] / _GIB,
+                "nvml",
+            )
             for r in self._rows()
             if r.get("memory_total_bytes") and (r.get("memory_used_bytes") or 0) >= _IDLE_BYTES
         ]
@@ -173,10 +194,15 @@ class GpuMonitor(Monitor):
             if not self._missing_argument_said:
                 self._missing_argument_said = True
                 argument = self._settings.batch_argument or "gpu.batch_argument (not set)"
-                what = f"no relaunch with a larger batch: {argument} with a whole number is not in the miner's command"
+                what = (
+                    f"no relaunch with a larger batch: {argument} with a whole number is "
+                    "not in the miner's command"
+                )
                 yield make_finding("guard_degraded", what=what)
             return
-        change = self._policy.larger(batch, factor, f"GPU memory at {usage.fields['share_pct']:.0f}%")
+        change = self._policy.larger(
+            batch, factor, f"GPU memory at {usage.fields['share_pct']:.0f}%"
+        )
         if change is not None:
             yield from self._apply(change)
             self.context.control.relaunch(f"a larger batch: {change.old} -> {change.new}")
@@ -185,7 +211,9 @@ class GpuMonitor(Monitor):
         assert self._launch is not None
         argument = str(self._settings.batch_argument)
         self.context.control.use_command(rewritten(self._launch.command, argument, change.new))
-        yield make_finding("gpu_relaunch", argument=argument, old=change.old, new=change.new, why=change.why)
+        yield make_finding(
+            "gpu_relaunch", argument=argument, old=change.old, new=change.new, why=change.why
+        )
 
     def snapshot(self) -> Mapping[str, Any]:
         last = self._last.fields if self._last else {}

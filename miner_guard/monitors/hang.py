@@ -1,4 +1,5 @@
-"""Hang: no progress for too long. Names the culprit, keeps the evidence, then does what `[hang] action` says."""
+"""Hang: no progress for too long. Names the culprit, keeps the evidence, then does what `[hang]
+action` says."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from miner_guard.state_dir import is_full
 _WHY_NO_STEP = {
     None: "the miner does not call the hook; start it with --attach sn38, auto or log",
     "sn38": "--attach sn38 found nothing that it knows in this miner; try --attach auto or log",
-    "auto": "--attach auto found no training loop of torch in this miner; try --attach log, or call the hook",
+    "auto": (
+        "--attach auto found no training loop of torch in this miner; try --attach log, or "
+        "call the hook"
+    ),
     "log": "none of the miner's lines was known as a step's; describe them in [miner] log_patterns",
 }
 """By way of attaching: why a miner that lives shows no step, and what to do."""
@@ -68,7 +72,10 @@ class HangMonitor(Monitor):
             self._last_incident = str(finding.fields.get("label"))
         lasting = self._hang is not None and self._hang.lasting
         if finding.fields.get("where") == LATE and not lasting:
-            now, allowed_s = self.context.clock.monotonic(), self.context.config.gate.broadcast_timeout_s
+            now, allowed_s = (
+                self.context.clock.monotonic(),
+                self.context.config.gate.broadcast_timeout_s,
+            )
             hang = self._detector.late(now, self._ranks, allowed_s)
             return self._said(hang, evidence.subjects(self.context.state, self._ranks))
         return ()
@@ -76,13 +83,19 @@ class HangMonitor(Monitor):
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         self._ranks = ranks
         suspected = self._detector.idle_s(now) > min(self._detector.limit_s, self._settings.min_s)
-        who = evidence.subjects(self.context.state, ranks) if suspected and self._hang is None else []
-        hang = self._detector.look(now, ranks, gone={subject.rank for subject in who if subject.gone})
+        who = (
+            evidence.subjects(self.context.state, ranks) if suspected and self._hang is None else []
+        )
+        hang = self._detector.look(
+            now, ranks, gone={subject.rank for subject in who if subject.gone}
+        )
         return self._blind(now, ranks) if hang is None else self._said(hang, who)
 
     def _said(self, hang: Hang, who: list[Subject]) -> Iterable[Finding]:
         self._hang = hang
-        detail = hang.detail + (f"; before it: INCIDENT {self._last_incident}" if self._last_incident else "")
+        detail = hang.detail + (
+            f"; before it: INCIDENT {self._last_incident}" if self._last_incident else ""
+        )
         story: dict[str, Any] = {
             "detail": detail,
             "culprits": list(hang.culprits),
@@ -90,8 +103,14 @@ class HangMonitor(Monitor):
             "limit_s": hang.limit_s,
         }
         output = self._tail.text()
-        self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who, story, output))
-        return [make_finding("hang_detected", rank=hang.culprits[0] if len(hang.culprits) == 1 else None, **story)]
+        self.context.jobs.once(
+            "hang evidence", lambda: self._gather_and_act(hang, who, story, output)
+        )
+        return [
+            make_finding(
+                "hang_detected", rank=hang.culprits[0] if len(hang.culprits) == 1 else None, **story
+            )
+        ]
 
     def _blind(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         """A miner that lives and shows no step is watched by nobody: said once a launch."""
@@ -100,21 +119,37 @@ class HangMonitor(Monitor):
         if seen or self._said_blind or waited <= self._settings.first_step_s:
             return ()
         self._said_blind = True
-        what = f"no step seen for {waited / 60:.0f} min, so slow steps and hangs are not either: {_WHY_NO_STEP[attach]}"
+        what = (
+            f"no step seen for {waited / 60:.0f} min, so slow steps and hangs are not "
+            f"either: {_WHY_NO_STEP[attach]}"
+        )
         return [make_finding("guard_degraded", what=what)]
 
-    def _gather_and_act(self, hang: Hang, who: list[Subject], story: dict[str, Any], output: bytes) -> None:
+    def _gather_and_act(
+        self, hang: Hang, who: list[Subject], story: dict[str, Any], output: bytes
+    ) -> None:
         """In a job's thread."""
         folder = evidence_folders.folder(self.context.state, self.context.clock.wall(), "hang")
         try:
             told = {**story, "status": dict(self.context.status())}
             had = evidence.gather(
-                self.context.state, folder, who, told, output, self.context.redactor,
+                self.context.state,
+                folder,
+                who,
+                told,
+                output,
+                self.context.redactor,
                 self._settings.stack_timeout_s,
-            )  # fmt: skip
+            )
             if had.late is not None:
-                self.context.emit(make_finding("hang_evidence", detail=had.late.detail, ranks=list(had.late.ranks)))
-            ranks = ", ".join(f"rank {rank}" for rank in had.stacks_of) or "no rank's stacks, the rest"
+                self.context.emit(
+                    make_finding(
+                        "hang_evidence", detail=had.late.detail, ranks=list(had.late.ranks)
+                    )
+                )
+            ranks = (
+                ", ".join(f"rank {rank}" for rank in had.stacks_of) or "no rank's stacks, the rest"
+            )
             self.context.emit(make_finding("stack_dump", ranks=ranks, path=str(folder)))
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
@@ -125,7 +160,8 @@ class HangMonitor(Monitor):
 
     def _act(self, hang: Hang, detail: str) -> None:
         if self._hang is not hang:
-            # Gathering takes seconds: ranks that step again, or a launch that is another one, must not pay for it.
+            # Gathering takes seconds: ranks that step again, or a launch that is another one, must
+            # not pay for it.
             what = "it ended by itself while its evidence was gathered; the miner is left alone"
             self.context.emit(make_finding("hang_evidence", level="info", detail=what, ranks=[]))
         elif self._settings.action == "restart":
@@ -138,7 +174,9 @@ class HangMonitor(Monitor):
         watching = bool(self._ranks)
         return {
             "watching": watching,
-            "reason": None if watching else "no rank has reported: the miner does not use the hook, or not yet",
+            "reason": None
+            if watching
+            else "no rank has reported: the miner does not use the hook, or not yet",
             "idle_s": round(self._detector.idle_s(now), 1) if watching else None,
             "limit_s": round(self._detector.limit_s, 1) if watching else None,
             "hang": self._hang.detail if self._hang is not None else None,

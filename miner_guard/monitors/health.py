@@ -1,4 +1,5 @@
-"""Health: samples host, GPUs and the guard itself, and logs a snapshot of everything on a schedule."""
+"""Health: samples host, GPUs and the guard itself, and logs a snapshot of everything on a
+schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors.base import Context, Monitor
 
 _GPU_DEADLINE_RATIO = 0.9
-"""The probe answers what it has before the sampler's own deadline: one hung GPU must not hide the others."""
+"""The probe answers what it has before the sampler's own deadline: one hung GPU must not hide the
+others."""
 
 
 class HealthMonitor(Monitor):
@@ -36,9 +38,10 @@ class HealthMonitor(Monitor):
         self._limits = HostLimits(settings)
         self._nvml = NvmlSampler(settings.sampler_timeout_s * _GPU_DEADLINE_RATIO)
         self.samplers = Samplers(
-            context.clock, settings.sampler_timeout_s,
+            context.clock,
+            settings.sampler_timeout_s,
             {**self._host.reads, "gpus": self._gpus, "guard": self._own.sample},
-        )  # fmt: skip
+        )
         self._dropped = 0
         self._lost = 0
         self._snapshots = 0
@@ -47,13 +50,15 @@ class HealthMonitor(Monitor):
         context.jobs.every("health", settings.snapshot_every_s, self._log_snapshot)
 
     def gpu_memory_levels(self) -> Mapping[str, int] | None:
-        """Used bytes by UUID, freshly read; None where there is no GPU. Blocks for the sampler's deadline at most."""
+        """Used bytes by UUID, freshly read; None where there is no GPU. Blocks for the sampler's
+        deadline at most."""
         return self._nvml.memory_levels()
 
     def _gpus(self) -> Mapping[str, Any]:
         sample = self._nvml.sample()
         if self.context.config.gpu.expect != 0:
-            # Said here: the status, from which other parts read the rows, shows only the latest of several samples.
+            # Said here: the status, from which other parts read the rows, shows only the latest of
+            # several samples.
             for finding in faults.of_events(sample["gpus"]):
                 self.context.emit(finding)
         if sample["state"] not in ("ok", "absent"):
@@ -81,10 +86,16 @@ class HealthMonitor(Monitor):
 
     def _document(self) -> dict[str, Any]:
         readings = self.samplers.readings()
-        unknown = {name: reading.reason for name, reading in readings.items() if reading.reason is not None}
-        own = readings["guard"].value or dict.fromkeys(("cpu_pct", "cpu_s", "memory_bytes", "threads", "open_files"))
+        unknown = {
+            name: reading.reason for name, reading in readings.items() if reading.reason is not None
+        }
+        own = readings["guard"].value or dict.fromkeys(
+            ("cpu_pct", "cpu_s", "memory_bytes", "threads", "open_files")
+        )
         guard = {**own, "events_dropped": self._dropped, "entries_lost": self._lost}
-        return assemble(self.context.status(), self._host_figures(), readings["gpus"].value, guard, unknown)
+        return assemble(
+            self.context.status(), self._host_figures(), readings["gpus"].value, guard, unknown
+        )
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         self._dropped = sum(header.dropped for header in ranks.values())
@@ -101,7 +112,11 @@ class HealthMonitor(Monitor):
             "host": self._host_figures(),
             "gpus": readings["gpus"].value,
             "guard": readings["guard"].value,
-            "unknown": {name: reading.reason for name, reading in readings.items() if reading.reason is not None},
+            "unknown": {
+                name: reading.reason
+                for name, reading in readings.items()
+                if reading.reason is not None
+            },
             "snapshots": self._snapshots,
             "events_dropped": self._dropped,
             "entries_lost": self._lost,

@@ -27,8 +27,8 @@ MAX_WAIT_S = 10.0
 """Named after so long at the latest, while further lines still come."""
 
 CAUSELESS_S = 30.0
-"""So long where all that was seen is a symptom or a report without a reason: how the lost rank ended is told by its
-launcher, which first ends the others (torchrun gives them 30 s)."""
+"""So long where all that was seen is a symptom or a report without a reason: how the lost rank
+ended is told by its launcher, which first ends the others (torchrun gives them 30 s)."""
 
 EPISODE_S = 600.0
 """What comes later than this is an incident of its own, unless it is only a symptom."""
@@ -111,7 +111,9 @@ class IncidentsMonitor(Monitor):
         if self.context.config.logs.classify:
             # A reader of the whole log sees the guard's own line, too: both name the same root.
             for label in self._knowledge.causes_by_event.get(finding.event, ()):
-                said = Sighting(label, "cause", self._scanner.line, catalog.message(finding), finding.rank)
+                said = Sighting(
+                    label, "cause", self._scanner.line, catalog.message(finding), finding.rank
+                )
                 self._take([said], self.context.clock.monotonic())
                 self._shown[label] = said
         if finding.event == "miner_stopping":
@@ -125,7 +127,9 @@ class IncidentsMonitor(Monitor):
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
-        if self._first_s is None or (now - self._last_s < SETTLE_S and now - self._first_s < MAX_WAIT_S):
+        if self._first_s is None or (
+            now - self._last_s < SETTLE_S and now - self._first_s < MAX_WAIT_S
+        ):
             return ()
         root = self._seen_root()
         if root is not None and root.first.role in _CAUSELESS and now - self._first_s < CAUSELESS_S:
@@ -143,28 +147,41 @@ class IncidentsMonitor(Monitor):
         return () if end.asked or end.finished else self._name(now, remarks=1)
 
     def _passed(self) -> list[Seen]:
-        """What the guard itself had seen and training then got over: a loss that was finite again, say."""
+        """What the guard itself had seen and training then got over: a loss that was finite again,
+        say."""
         well = [
-            label for label, said in self._shown.items()
-            if (any(self._finite.values()) if said.rank is None else self._finite.get(said.rank, False))
-        ]  # fmt: skip
+            label
+            for label, said in self._shown.items()
+            if (
+                any(self._finite.values())
+                if said.rank is None
+                else self._finite.get(said.rank, False)
+            )
+        ]
         return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
 
     def _lasting(self) -> list[Seen]:
-        """What the guard had seen long ago and still measures: a model of NaNs fails in ways that no pattern knows."""
+        """What the guard had seen long ago and still measures: a model of NaNs fails in ways that
+        no pattern knows."""
         root = self._seen_root()
         if root is not None and root.label not in ("code_bug", *self._shown):
             return []
         return [
-            said for said in self._shown.values()
-            if not (all(self._finite.values()) if said.rank is None else self._finite.get(said.rank, True))
-        ]  # fmt: skip
+            said
+            for said in self._shown.values()
+            if not (
+                all(self._finite.values())
+                if said.rank is None
+                else self._finite.get(said.rank, True)
+            )
+        ]
 
     def _seen_root(self) -> Incident | None:
         return next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
 
     def _name(self, now: float, remarks: int) -> Iterable[Finding]:
-        """Say the root of what was seen, unless it was said, or is a mere remark seen fewer than `remarks` times."""
+        """Say the root of what was seen, unless it was said, or is a mere remark seen fewer than
+        `remarks` times."""
         self._first_s = None
         root = self._seen_root()
         if self._stopping or root is None or self._is_known(root, now):
@@ -183,32 +200,53 @@ class IncidentsMonitor(Monitor):
         said = self._said.get(root.label)
         if said is not None and now - said < COOLDOWN_S:
             return True
-        if root.first.role in ("symptom", "ending") and self._root is not None and now - self._named_s < SYMPTOMS_S:
+        if (
+            root.first.role in ("symptom", "ending")
+            and self._root is not None
+            and now - self._named_s < SYMPTOMS_S
+        ):
             return True
         return not self._events.isdisjoint(label.events)
 
     def _finding(self, explained: Explained, root: Incident) -> Finding:
-        folder = evidence_folders.folder(self.context.state, self.context.clock.wall(), explained.label)
+        folder = evidence_folders.folder(
+            self.context.state, self.context.clock.wall(), explained.label
+        )
         story = {**explained.as_dict(), "count": explained.count, "ranks": list(explained.ranks)}
         output = self._tail.text()
         self.context.jobs.once("incident evidence", lambda: self._store(folder, story, output))
         return make_finding(
-            "incident", rank=explained.ranks[0] if len(explained.ranks) == 1 else None,
+            "incident",
+            rank=explained.ranks[0] if len(explained.ranks) == 1 else None,
             level="warning" if root.first.role in ("remark", "warned") else explained.severity,
-            label=explained.label, cause=f"{explained.cause} Seen: {log_text.excerpt(explained.excerpt, _SEEN)}",
-            fix=explained.fixes[0], fixes=list(explained.fixes), excerpt=explained.excerpt,
-            restart=explained.restart, applies=explained.applies, ranks=list(explained.ranks), evidence=str(folder),
-        )  # fmt: skip
+            label=explained.label,
+            cause=f"{explained.cause} Seen: {log_text.excerpt(explained.excerpt, _SEEN)}",
+            fix=explained.fixes[0],
+            fixes=list(explained.fixes),
+            excerpt=explained.excerpt,
+            restart=explained.restart,
+            applies=explained.applies,
+            ranks=list(explained.ranks),
+            evidence=str(folder),
+        )
 
     def _store(self, folder: Any, story: Mapping[str, Any], output: bytes) -> None:
         """In a job's thread."""
         try:
-            state_dir.write_json(folder / "incident.json", {**story, "status": dict(self.context.status())})
-            state_dir.write_atomic(folder / "output.log", self.context.redactor.text(output.decode("utf-8", "replace")))
+            state_dir.write_json(
+                folder / "incident.json", {**story, "status": dict(self.context.status())}
+            )
+            state_dir.write_atomic(
+                folder / "output.log", self.context.redactor.text(output.decode("utf-8", "replace"))
+            )
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
-            what = f"the evidence of {story['label']} could not be stored: {error.strerror or error}"
-            self.context.emit(make_finding("guard_degraded", what=what, disk_full=state_dir.is_full(error)))
+            what = (
+                f"the evidence of {story['label']} could not be stored: {error.strerror or error}"
+            )
+            self.context.emit(
+                make_finding("guard_degraded", what=what, disk_full=state_dir.is_full(error))
+            )
 
     def snapshot(self) -> Mapping[str, Any]:
         latest = self._latest

@@ -1,4 +1,5 @@
-"""Which part is shown which output: cut at line ends where that is possible, and only what may concern it."""
+"""Which part is shown which output: cut at line ends where that is possible, and only what may
+concern it."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter
 from miner_guard.monitors.base import Monitor
 
 _MORE_TO_COME = 4096
-"""A read of a page or more was cut by chance: its last line is about to go on. The end of a shorter one is shown at
-once, since a progress bar ends its lines with a carriage return."""
+"""A read of a page or more was cut by chance: its last line is about to go on. The end of a shorter
+one is shown at once, since a progress bar ends its lines with a carriage return."""
 
 _MAX_REST_LENGTH = 16384
 
@@ -54,7 +55,9 @@ class LineRouter:
         found = b""
         if loud:
             texts = lines.split(b"\n")
-            found = b"".join(texts[index] + b"\n" for index, shape in enumerate(lines.shapes) if shape in loud)
+            found = b"".join(
+                texts[index] + b"\n" for index, shape in enumerate(lines.shapes) if shape in loud
+            )
         for part in self._parts:
             if part.words is None:
                 yield part, lines

@@ -1,4 +1,5 @@
-"""Log-only: the miner's lines, written into a flight record as the hook would, so that every other part sees steps."""
+"""Log-only: the miner's lines, written into a flight record as the hook would, so that every other
+part sees steps."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard.attach.patterns import patterns
-from miner_guard.detectors.log_lines import AllReduceLine, LoggedStep, LogSteps, Patterns, PushLine, StepLine, read
+from miner_guard.detectors.log_lines import (
+    AllReduceLine,
+    LoggedStep,
+    LogSteps,
+    Patterns,
+    PushLine,
+    StepLine,
+    read,
+)
 from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import layout
@@ -74,9 +83,13 @@ class LogAttachMonitor(Monitor):
         said, self._findings = self._findings, []
         try:
             self._flight = FlightWriter(
-                self.context.state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=self.context.run_id,
+                self.context.state.flight_of(0),
+                rank=0,
+                local_rank=0,
+                world_size=1,
+                run_id=self.context.run_id,
                 pid=launch.pid,
-            )  # fmt: skip
+            )
         except OSError as error:
             self._flight = None
             what = f"log-only: no flight record: {error.strerror or error}; steps are not followed"
@@ -127,14 +140,27 @@ class LogAttachMonitor(Monitor):
         self._written += 1
         self._last = step
         evaluated, self._evaluated = self._evaluated, None
-        flight.append(StepRecord(
-            outer_step=line.outer, inner_step=line.inner, total_steps=self._written, start=step.start, end=step.end,
-            wall=self.context.clock.wall(), loss=line.loss, lr=line.lr, grad_norm=line.grad_norm, eval_loss=evaluated,
-            allocated_bytes=None if line.gpu_gb is None else line.gpu_gb * 1024**3, flags=flags, phases=phases,
-        ))  # fmt: skip
+        flight.append(
+            StepRecord(
+                outer_step=line.outer,
+                inner_step=line.inner,
+                total_steps=self._written,
+                start=step.start,
+                end=step.end,
+                wall=self.context.clock.wall(),
+                loss=line.loss,
+                lr=line.lr,
+                grad_norm=line.grad_norm,
+                eval_loss=evaluated,
+                allocated_bytes=None if line.gpu_gb is None else line.gpu_gb * 1024**3,
+                flags=flags,
+                phases=phases,
+            )
+        )
 
     def _show(self, flight: FlightWriter, state: str, now: float) -> None:
-        # A program that prints every hundredth step is not hanging in between. An AllReduce has its own allowance.
+        # A program that prints every hundredth step is not hanging in between. An AllReduce has its
+        # own allowance.
         inside = self._allreduce_at is not None
         allowance = 0.0 if inside else self._longest_gap * self.context.config.hang.factor
         flight.show_state(state, now)
@@ -143,10 +169,18 @@ class LogAttachMonitor(Monitor):
     def _upload_entry(self, push: PushLine, now: float) -> dict[str, Any]:
         line = self._last.line if self._last is not None else None
         return {
-            "kind": "upload", "t": now, "phase": "finished" if push.error is None else "failed", "decision_id": "",
-            "outer_step": line.outer if line else None, "inner_step": line.inner if line else None,
-            "upload_kind": "gradient", "tag": push.tag, "seconds": None, "bytes": None, "error": push.error,
-        }  # fmt: skip
+            "kind": "upload",
+            "t": now,
+            "phase": "finished" if push.error is None else "failed",
+            "decision_id": "",
+            "outer_step": line.outer if line else None,
+            "inner_step": line.inner if line else None,
+            "upload_kind": "gradient",
+            "tag": push.tag,
+            "seconds": None,
+            "bytes": None,
+            "error": push.error,
+        }
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         if self._flight is not None:

@@ -56,11 +56,16 @@ class MetricsMonitor(Monitor):
         http = self.context.config.http
         if not _is_loopback(http.host):
             if not http.token:
-                return f"host {http.host} is not loopback and no token is set; set MINER_GUARD_HTTP__TOKEN"
+                return (
+                    f"host {http.host} is not loopback and no token is set; set "
+                    "MINER_GUARD_HTTP__TOKEN"
+                )
             if len(http.token) < MIN_TOKEN_LENGTH:
                 return (
-                    f"host {http.host} is not loopback and the token has {len(http.token)} characters; give one of at "
-                    f"least {MIN_TOKEN_LENGTH}, for example MINER_GUARD_HTTP__TOKEN=$(openssl rand -hex 32)"
+                    f"host {http.host} is not loopback and the token has {len(http.token)} "
+                    "characters; give one of at "
+                    f"least {MIN_TOKEN_LENGTH}, for example MINER_GUARD_HTTP__TOKEN=$(openssl "
+                    "rand -hex 32)"
                 )
         return optional_deps.problem("http")
 
@@ -73,9 +78,12 @@ class MetricsMonitor(Monitor):
         }
         child = subprocess.Popen(
             [sys.executable, "-m", "miner_guard.reporting.http_server"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ,
             start_new_session=True,
-        )  # fmt: skip
+        )
         assert child.stdin is not None
         assert child.stdout is not None
         self._child = child
@@ -92,7 +100,9 @@ class MetricsMonitor(Monitor):
             self.context.emit(make_finding("http_listening", url=self._url))
         else:
             self._close()
-            self._failed(f"port {config.http.port} on {config.http.host} could not be opened; is it in use?")
+            self._failed(
+                f"port {config.http.port} on {config.http.host} could not be opened; is it in use?"
+            )
 
     def _failed(self, reason: str) -> None:
         if self._reason != reason:
@@ -130,7 +140,8 @@ class MetricsMonitor(Monitor):
         if self._url is not None:
             self._close()
         elif child is not None:
-            # It is being opened: who waits for its answer closes it, and must not find the pipe gone.
+            # It is being opened: who waits for its answer closes it, and must not find the pipe
+            # gone.
             child.kill()
         return ()
 

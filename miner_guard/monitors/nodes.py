@@ -45,7 +45,9 @@ class NodesMonitor(Monitor):
         if self._meeting is not None and not self._scheduled:
             self._scheduled = True
             settings = self.context.config.health
-            self.context.jobs.every("nodes", settings.node_check_every_s, self._look, first_after_s=1.0)
+            self.context.jobs.every(
+                "nodes", settings.node_check_every_s, self._look, first_after_s=1.0
+            )
         return ()
 
     def _look(self) -> None:
@@ -66,7 +68,11 @@ class NodesMonitor(Monitor):
         was_down = node.down
         if reason is None:
             if was_down:
-                self.context.emit(make_finding("network_recovered", node=name, seconds=round(asked - node.since, 1)))
+                self.context.emit(
+                    make_finding(
+                        "network_recovered", node=name, seconds=round(asked - node.since, 1)
+                    )
+                )
             node.seen, node.misses, node.reason = True, 0, ""
             return
         if node.misses == 0:
@@ -74,7 +80,10 @@ class NodesMonitor(Monitor):
         node.misses += 1
         node.reason = reason
         if node.down and not was_down:
-            detail = f"no answer for {self.context.clock.monotonic() - node.since:.0f}s ({reason}); look at its network"
+            detail = (
+                f"no answer for {self.context.clock.monotonic() - node.since:.0f}s "
+                f"({reason}); look at its network"
+            )
             self.context.emit(make_finding("network_unreachable", node=name, detail=detail))
 
     def snapshot(self) -> Mapping[str, Any]:

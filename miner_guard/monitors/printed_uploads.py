@@ -1,4 +1,5 @@
-"""What a miner prints of its pushes where no hook tells of them: its word alone, until somebody has looked."""
+"""What a miner prints of its pushes where no hook tells of them: its word alone, until somebody has
+looked."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _MAX_PARTIAL_LINE_LENGTH = 64 * 1024
 
 
 class PrintedUploadsMonitor(Monitor):
-    """Silent where nobody is to look, and from the first push on that a hook reports, in later launches too."""
+    """Silent where nobody is to look, and from the first push on that a hook reports, in later
+    launches too."""
 
     name = "push_lines"
     words = frozenset({b"push", b"upload"})
@@ -23,7 +25,9 @@ class PrintedUploadsMonitor(Monitor):
         super().__init__(context)
         repo = context.config.repo
         # With `attach = "log"` the same lines make entries as a hook's do.
-        self._silent = context.config.miner.attach == "log" or repo.kind == "none" or not repo.verify_uploads
+        self._silent = (
+            context.config.miner.attach == "log" or repo.kind == "none" or not repo.verify_uploads
+        )
         self._patterns = Patterns(()) if self._silent else patterns(context.config.miner.profile)
         self._rest = b""
         self._last: PushLine | None = None
@@ -45,6 +49,10 @@ class PrintedUploadsMonitor(Monitor):
                 continue
             self._last = push
             if push.error is not None:
-                yield make_finding("upload_failed", reason=f"the miner says: {push.error}", source="log")
+                yield make_finding(
+                    "upload_failed", reason=f"the miner says: {push.error}", source="log"
+                )
             else:
-                yield make_finding("upload_reported", tag=push.tag, detail="by the miner's own line", source="log")
+                yield make_finding(
+                    "upload_reported", tag=push.tag, detail="by the miner's own line", source="log"
+                )

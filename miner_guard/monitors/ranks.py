@@ -1,4 +1,5 @@
-"""Ranks: which of them computes on the CPU, which one the others wait for, and why steps are slow."""
+"""Ranks: which of them computes on the CPU, which one the others wait for, and why steps are
+slow."""
 
 from __future__ import annotations
 
@@ -72,9 +73,12 @@ class RanksMonitor(Monitor):
             watch = self._watch(rank)
             verdict = watch.observe(
                 Observation(
-                    step.seconds, step.phases, gb(step.allocated_bytes), bool(step.flags & FLAG_LOSS_ON_CPU)
+                    step.seconds,
+                    step.phases,
+                    gb(step.allocated_bytes),
+                    bool(step.flags & FLAG_LOSS_ON_CPU),
                 )
-            )  # fmt: skip
+            )
             if verdict is not None:
                 self._changed[rank] = (verdict.verdict, verdict.evidence)
                 self._changed_at = self._changed_at or self.context.clock.monotonic()
@@ -83,7 +87,9 @@ class RanksMonitor(Monitor):
             if rank == min(self._watches):
                 self._recent.append(step)
             ranks = len(self._watches)
-            for seen in self._straggler.observe(rank, step.total_steps, step.seconds, step.phases, ranks):
+            for seen in self._straggler.observe(
+                rank, step.total_steps, step.seconds, step.phases, ranks
+            ):
                 yield self._straggler_finding(seen)
 
     def _straggler_finding(self, seen: Straggler | tuple[int, int]) -> Finding:
@@ -93,10 +99,17 @@ class RanksMonitor(Monitor):
         self._last_straggler = seen
         critical = seen.score >= self.context.config.steps.straggler_critical_ratio
         return make_finding(
-            "straggler", rank=seen.rank, level="critical" if critical else "warning", detail=seen.detail(),
-            score=round(seen.score, 3), phase=seen.phase, wait_s=seen.wait_s, others_wait_s=seen.others_wait_s,
-            step_time_s=seen.step_s, steps=seen.steps,
-        )  # fmt: skip
+            "straggler",
+            rank=seen.rank,
+            level="critical" if critical else "warning",
+            detail=seen.detail(),
+            score=round(seen.score, 3),
+            phase=seen.phase,
+            wait_s=seen.wait_s,
+            others_wait_s=seen.others_wait_s,
+            step_time_s=seen.step_s,
+            steps=seen.steps,
+        )
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if ranks and (gone := self._watches.keys() - ranks.keys()):
@@ -110,11 +123,16 @@ class RanksMonitor(Monitor):
         yield from self._slow_cause()
 
     def _forget(self, gone: Iterable[int]) -> Iterator[Finding]:
-        """The nodes met anew and this one got other ranks: for one that is no more nobody must wait."""
+        """The nodes met anew and this one got other ranks: for one that is no more nobody must
+        wait."""
         for rank in list(gone):
             del self._watches[rank]
         if self._last_straggler is not None:
-            yield make_finding("straggler_cleared", rank=self._last_straggler.rank, steps=self._straggler.named_steps)
+            yield make_finding(
+                "straggler_cleared",
+                rank=self._last_straggler.rank,
+                steps=self._straggler.named_steps,
+            )
         self._compare_anew()
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
@@ -128,9 +146,14 @@ class RanksMonitor(Monitor):
             evidence = {rank: list(changed[rank][1]) for rank in ranks}
             level = {CERTAIN: "critical", CLEARED: "info"}.get(verdict, "warning")
             yield make_finding(
-                "cpu_fallback", rank=ranks[0] if len(ranks) == 1 else None, level=level, which=which, verdict=verdict,
-                evidence=f"{verdict}: {', '.join(changed[ranks[0]][1])}", by_rank=evidence,
-            )  # fmt: skip
+                "cpu_fallback",
+                rank=ranks[0] if len(ranks) == 1 else None,
+                level=level,
+                which=which,
+                verdict=verdict,
+                evidence=f"{verdict}: {', '.join(changed[ranks[0]][1])}",
+                by_rank=evidence,
+            )
 
     def _slow_cause(self) -> Iterator[Finding]:
         slow_s = self.context.config.steps.slow_s
@@ -142,7 +165,9 @@ class RanksMonitor(Monitor):
             # A model on the CPU is explanation enough.
             return
         names = {name for step in self._recent for name in step.phases}
-        phases = {name: statistics.median(s.phases.get(name, 0.0) for s in self._recent) for name in names}
+        phases = {
+            name: statistics.median(s.phases.get(name, 0.0) for s in self._recent) for name in names
+        }
         step_time = statistics.median(s.seconds for s in self._recent)
         sample = self._nvml()
         reasons, power = gpu_state.throttling(sample), gpu_state.power_share(sample)
@@ -150,11 +175,16 @@ class RanksMonitor(Monitor):
         if cause is not None and cause.cause != self._explained:
             self._explained = cause.cause
             yield make_finding(
-                "throughput_explained", cause=cause.cause, arithmetic=cause.arithmetic, step_time_s=step_time
+                "throughput_explained",
+                cause=cause.cause,
+                arithmetic=cause.arithmetic,
+                step_time_s=step_time,
             )
 
     def _fallback(self) -> bool:
-        return any(w.verdict is not None and w.verdict.verdict != CLEARED for w in self._watches.values())
+        return any(
+            w.verdict is not None and w.verdict.verdict != CLEARED for w in self._watches.values()
+        )
 
     def _nvml(self) -> Mapping[str, Any] | None:
         """The health part's last sample of the GPUs."""
@@ -166,10 +196,15 @@ class RanksMonitor(Monitor):
         seen = self._last_straggler
         return {
             "cpu_fallback": {
-                str(rank): {"verdict": watch.verdict.verdict, "evidence": list(watch.verdict.evidence)}
+                str(rank): {
+                    "verdict": watch.verdict.verdict,
+                    "evidence": list(watch.verdict.evidence),
+                }
                 for rank, watch in sorted(self._watches.items())
                 if watch.verdict is not None
             },
-            "straggler": None if seen is None else {"rank": seen.rank, "score": seen.score, "detail": seen.detail()},
+            "straggler": None
+            if seen is None
+            else {"rank": seen.rank, "score": seen.score, "detail": seen.detail()},
             "slow_because": self._explained,
         }

@@ -1,7 +1,8 @@
-"""The other nodes of a run: who they are by the launcher's own command and connections, and whether they answer.
+"""The other nodes of a run: who they are by the launcher's own command and connections, and whether
+they answer.
 
-The launcher is torch's; nothing here talks its protocol. A node answers when its kernel does: a connection that is
-accepted or refused both prove it.
+The launcher is torch's; nothing here talks its protocol. A node answers when its kernel does: a
+connection that is accepted or refused both prove it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def rendezvous(command: Sequence[str]) -> tuple[str, int] | None:
     return (host, _DEFAULT_PORT if port_given is None else port_given) if host else None
 
 
-def peers(port: int, tables: Iterable[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))) -> set[str]:
+def peers(
+    port: int, tables: Iterable[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+) -> set[str]:
     """Addresses of other hosts that are connected to `port` of this one."""
     found: set[str] = set()
     for table in tables:
@@ -44,7 +47,12 @@ def peers(port: int, tables: Iterable[Path] = (Path("/proc/net/tcp"), Path("/pro
         for row in rows:
             _, local, remote, state = row.split()[:4]
             (_, own_port), (address, _) = _parsed(local), _parsed(remote)
-            if state == _ESTABLISHED and own_port == port and not address.is_loopback and address != _parsed(local)[0]:
+            if (
+                state == _ESTABLISHED
+                and own_port == port
+                and not address.is_loopback
+                and address != _parsed(local)[0]
+            ):
                 found.add(str(address))
     return found
 

@@ -10,9 +10,25 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.monitors.base import Context, Monitor
 
 MONITORS = (
-    "log_attach", "reports", "steps", "curves", "ranks", "incidents", "diagnosis", "chain", "printed_uploads", "uploads",
-    "health", "gpu", "hang", "nodes", "costs", "secret_leaks", "metrics", "alerts",
-)  # fmt: skip
+    "log_attach",
+    "reports",
+    "steps",
+    "curves",
+    "ranks",
+    "incidents",
+    "diagnosis",
+    "chain",
+    "printed_uploads",
+    "uploads",
+    "health",
+    "gpu",
+    "hang",
+    "nodes",
+    "costs",
+    "secret_leaks",
+    "metrics",
+    "alerts",
+)
 """Modules of `miner_guard.monitors.base`; each defines exactly one `Part`."""
 
 
@@ -24,7 +40,9 @@ def load_monitors(context: Context, report: Callable[[Finding], None]) -> list[M
         try:
             parts.append(_monitor_of(importlib.import_module(module))(context))
         except Exception as error:  # noqa: BLE001 - a part's defect must not stop the miner; it is reported
-            what = f"part {name} could not be made: {type(error).__name__}: {error}; the rest goes on"
+            what = (
+                f"part {name} could not be made: {type(error).__name__}: {error}; the rest goes on"
+            )
             report(make_finding("guard_degraded", what=what))
     return parts
 
@@ -33,7 +51,9 @@ def _monitor_of(module: ModuleType) -> type[Monitor]:
     own = [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Monitor) and value.__module__ == module.__name__
+        if isinstance(value, type)
+        and issubclass(value, Monitor)
+        and value.__module__ == module.__name__
     ]
     if len(own) != 1:
         raise TypeError(f"{module.__name__} must define one Part, it defines {len(own)}")

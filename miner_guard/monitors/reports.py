@@ -12,7 +12,8 @@ from miner_guard.supervisor.notify import finding_of
 
 
 class ReportsMonitor(Monitor):
-    """Logs the journal's findings and checkpoints; says once when the newest checkpoint has grown old."""
+    """Logs the journal's findings and checkpoints; says once when the newest checkpoint has grown
+    old."""
 
     name = "reports"
 
@@ -24,7 +25,8 @@ class ReportsMonitor(Monitor):
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         if self._at is not None:
-            # A launch loads the checkpoint first: its age counts from there, or each restart would be an alarm.
+            # A launch loads the checkpoint first: its age counts from there, or each restart would
+            # be an alarm.
             self._at, self._stale_said = launch.started, False
         return ()
 
@@ -33,7 +35,8 @@ class ReportsMonitor(Monitor):
             finding = finding_of(dict(entry), rank)
             if finding is None:
                 what = (
-                    f"rank {rank} reported {entry.get('event')!r}, which is no event of the catalogue with its fields"
+                    f"rank {rank} reported {entry.get('event')!r}, which is no event of the "
+                    "catalogue with its fields"
                 )
                 return (make_finding("guard_degraded", what=what),)
             return (finding,)
@@ -44,15 +47,26 @@ class ReportsMonitor(Monitor):
     def _saved(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
         path, size = entry.get("path"), entry.get("size_bytes")
         if not entry.get("complete", True):
-            return (make_finding("checkpoint_stale", rank=rank, detail=f"{path} was reported as incomplete"),)
+            return (
+                make_finding(
+                    "checkpoint_stale", rank=rank, detail=f"{path} was reported as incomplete"
+                ),
+            )
         before = self._newest and self._newest.get("size_bytes")
         self._newest, self._at, self._stale_said = entry, self.context.clock.monotonic(), False
         saved = make_finding(
-            "checkpoint_saved", rank=rank, path=path, step=entry.get("step"), seconds=entry.get("seconds"),
+            "checkpoint_saved",
+            rank=rank,
+            path=path,
+            step=entry.get("step"),
+            seconds=entry.get("seconds"),
             size_bytes=size,
-        )  # fmt: skip
+        )
         if before and size is not None and size < before / 2:
-            shrunk = f"{path} has {size} bytes, the one before had {before}: it may lack ranks or optimizer state"
+            shrunk = (
+                f"{path} has {size} bytes, the one before had {before}: it may lack ranks "
+                "or optimizer state"
+            )
             return (saved, make_finding("checkpoint_stale", rank=rank, detail=shrunk))
         return (saved,)
 
@@ -62,7 +76,8 @@ class ReportsMonitor(Monitor):
             return ()
         self._stale_said = True
         detail = (
-            f"the newest checkpoint ({self._newest.get('path')}, step {self._newest.get('step')}) is "
+            f"the newest checkpoint ({self._newest.get('path')}, step "
+            f"{self._newest.get('step')}) is "
             f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose as much"
         )
         return (make_finding("checkpoint_stale", detail=detail),)

@@ -1,4 +1,5 @@
-"""Calls the parts, one after another, so that one that fails neither stops the others nor the supervisor."""
+"""Calls the parts, one after another, so that one that fails neither stops the others nor the
+supervisor."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class MonitorRunner:
         self._each("on_entry", rank, entry)
 
     def output(self, chunk: bytes) -> None:
-        """Show output of the miner to the parts; the unfinished end of a long piece waits for the next tick."""
+        """Show output of the miner to the parts; the unfinished end of a long piece waits for the
+        next tick."""
         if self._output is None:
             self._output = LineRouter(self.parts)
         self._show(self._output.pieces(chunk))
@@ -109,5 +111,8 @@ class MonitorRunner:
             return
         self._failed.add((who, method))
         where = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{who}.{method} failed with {type(error).__name__}: {error} ({where.filename}:{where.lineno}); "
+        what = (
+            f"{who}.{method} failed with {type(error).__name__}: {error} "
+            f"({where.filename}:{where.lineno}); "
+        )
         self._log(make_finding("guard_degraded", what=what + "said once, the rest goes on"))

@@ -1,4 +1,5 @@
-"""Secrets that the miner prints itself: said once each, never repeated. Its output is relayed as it is."""
+"""Secrets that the miner prints itself: said once each, never repeated. Its output is relayed as it
+is."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ _MIN_LENGTH = 12
 
 _MIN_SHAPE_LENGTH = 4
 
-_NEXT_STEP = "switch the miner's debug logging off, delete the log files that have it, and replace the keys"
+_NEXT_STEP = (
+    "switch the miner's debug logging off, delete the log files that have it, and replace the keys"
+)
 
 
 class SecretLeaksMonitor(Monitor):
-    """Looks in the miner's output for secrets of the environment and its `.env`, and for subnet 38's commitment."""
+    """Looks in the miner's output for secrets of the environment and its `.env`, and for subnet
+    38's commitment."""
 
     name = "exposed"
 
@@ -35,8 +39,11 @@ class SecretLeaksMonitor(Monitor):
         }
         self._longest = max([len(_COMMITMENT), *map(len, self._values.values())])
         words = frozenset(map(template, [_COMMITMENT, *self._values.values()]))
-        # A value of nearly nothing but digits has no shape to look for; one of several lines is not in any line.
-        self.words = None if any(len(word) < _MIN_SHAPE_LENGTH or b"\n" in word for word in words) else words
+        # A value of nearly nothing but digits has no shape to look for; one of several lines is not
+        # in any line.
+        self.words = (
+            None if any(len(word) < _MIN_SHAPE_LENGTH or b"\n" in word for word in words) else words
+        )
         self._tail = b""
         self._said: set[str] = set()
 
@@ -55,7 +62,9 @@ class SecretLeaksMonitor(Monitor):
 
     def _say(self, kind: str) -> Finding:
         self._said.add(kind)
-        return make_finding("secret_exposed", where="the miner's output", kind=kind, next_step=_NEXT_STEP)
+        return make_finding(
+            "secret_exposed", where="the miner's output", kind=kind, next_step=_NEXT_STEP
+        )
 
     def snapshot(self) -> Mapping[str, Any]:
         return {"shown": sorted(self._said)}

@@ -1,4 +1,5 @@
-"""Steps: the step line, slow steps, source 001's timing lines, and the numbers that status, top and report show."""
+"""Steps: the step line, slow steps, source 001's timing lines, and the numbers that status, top and
+report show."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _SLOW_REPEAT_S = 60.0
 
 
 class StepsMonitor(Monitor):
-    """Rank 0 speaks for the run (the lowest rank that reports): collectives give all ranks the same step time."""
+    """Rank 0 speaks for the run (the lowest rank that reports): collectives give all ranks the same
+    step time."""
 
     name = "steps"
 
@@ -74,11 +76,20 @@ class StepsMonitor(Monitor):
         self._goodput.step(step.start, step.end, step.phases, step.nested_in_monitor_s)
         if (self._limiter if step.eval_loss is None else self._evaluated).allow(step.end):
             yield make_finding(
-                "inner_step", rank=rank, outer_step=step.outer_step, inner_step=step.inner_step, lr=step.lr,
-                loss=json_number(step.loss), step_time_s=step.seconds, gpu_mem_gb=gb(step.allocated_bytes),
-                grad_norm=json_number(step.grad_norm), eval_loss=json_number(step.eval_loss), tokens=step.tokens,
-                total_steps=step.total_steps, **_about_the_loss(step),
-            )  # fmt: skip
+                "inner_step",
+                rank=rank,
+                outer_step=step.outer_step,
+                inner_step=step.inner_step,
+                lr=step.lr,
+                loss=json_number(step.loss),
+                step_time_s=step.seconds,
+                gpu_mem_gb=gb(step.allocated_bytes),
+                grad_norm=json_number(step.grad_norm),
+                eval_loss=json_number(step.eval_loss),
+                tokens=step.tokens,
+                total_steps=step.total_steps,
+                **_about_the_loss(step),
+            )
         if not step.flags & FLAG_FIRST:
             yield from self._time(rank, step)
         yield from self._timing_lines(rank, step)
@@ -88,21 +99,32 @@ class StepsMonitor(Monitor):
             self._max = (step.seconds, step.inner_step)
         kind = step_time.kind_of(step.phases)
         slow = self._times.observe(step.seconds, kind, step_time.scheduled_seconds(step.phases))
-        as_usual = self._work.observe(step.seconds, step.tokens) if kind == step_time.TRAINING else None
-        if slow is not None and not (slow.rule == "relative" and as_usual is not None and as_usual.explains):
+        as_usual = (
+            self._work.observe(step.seconds, step.tokens) if kind == step_time.TRAINING else None
+        )
+        if slow is not None and not (
+            slow.rule == "relative" and as_usual is not None and as_usual.explains
+        ):
             yield from self._slow_line(rank, step, slow)
         seconds = step.seconds if as_usual is None else as_usual.seconds
         regression = self._regression.observe(seconds) if kind == step_time.TRAINING else None
         if regression is not None and not self._fallback_said:
             yield make_finding(
-                "steps_regressed", rank=rank, median_s=regression.median_s, best_s=regression.best_s,
-                ratio=regression.ratio, inner_step=step.inner_step, outer_step=step.outer_step,
-            )  # fmt: skip
+                "steps_regressed",
+                rank=rank,
+                median_s=regression.median_s,
+                best_s=regression.best_s,
+                ratio=regression.ratio,
+                inner_step=step.inner_step,
+                outer_step=step.outer_step,
+            )
         yield from self._summary(rank, step)
 
-    def _slow_line(self, rank: int, step: StepRecord, slow: step_time.SlowStep) -> Iterator[Finding]:
-        # Beyond 60 s each step has its line, as source 004 shows; short ones would flood the console. The report marks
-        # them all.
+    def _slow_line(
+        self, rank: int, step: StepRecord, slow: step_time.SlowStep
+    ) -> Iterator[Finding]:
+        # Beyond 60 s each step has its line, as source 004 shows; short ones would flood the
+        # console. The report marks them all.
         too_soon = step.end - self._slow_said < _SLOW_REPEAT_S or self._fallback_said
         level, left_out = None, self._slow_left_out
         expected = self.context.config.steps.expected
@@ -116,11 +138,20 @@ class StepsMonitor(Monitor):
             self._slow_said = step.end if slow.rule == "relative" else self._slow_said
         phases = sorted(step.phases.items(), key=lambda item: -item[1])[:4]
         yield make_finding(
-            "slow_step", rank=rank, level=level, step_time_s=slow.seconds, expected=expected,
-            inner_step=step.inner_step, outer_step=step.outer_step, limit_s=slow.limit_s, rule=slow.rule,
-            median_s=slow.median_s, step_kind=slow.kind, left_out=left_out,
+            "slow_step",
+            rank=rank,
+            level=level,
+            step_time_s=slow.seconds,
+            expected=expected,
+            inner_step=step.inner_step,
+            outer_step=step.outer_step,
+            limit_s=slow.limit_s,
+            rule=slow.rule,
+            median_s=slow.median_s,
+            step_kind=slow.kind,
+            left_out=left_out,
             phases_s={name: round(seconds, 3) for name, seconds in phases},
-        )  # fmt: skip
+        )
 
     def _summary(self, rank: int, step: StepRecord) -> Iterator[Finding]:
         stretch = step.total_steps // self.context.config.steps.breakdown_every
@@ -129,29 +160,51 @@ class StepsMonitor(Monitor):
             return
         self._summary_stretch = stretch
         yield make_finding(
-            "step_summary", rank=rank, p50_s=window.median, p95_s=window.quantile(0.95), max_s=self._max[0],
-            grade=step_time.grade(window.median, self.context.config.steps), steps=self._steps[rank],
-        )  # fmt: skip
+            "step_summary",
+            rank=rank,
+            p50_s=window.median,
+            p95_s=window.quantile(0.95),
+            max_s=self._max[0],
+            grade=step_time.grade(window.median, self.context.config.steps),
+            steps=self._steps[rank],
+        )
 
     def _timing_lines(self, rank: int, step: StepRecord) -> Iterator[Finding]:
         seen = self._timing.observe(step.total_steps, step.phases, step.nested_in_monitor_s)
         if isinstance(seen, timing.FastLog):
             yield make_finding(
-                "fast_log", rank=rank, total_s=seen.total_s, loss_calc_s=seen.loss_calc_s,
-                overhead_s=seen.overhead_s, inner_step=step.inner_step, outer_step=step.outer_step,
-            )  # fmt: skip
+                "fast_log",
+                rank=rank,
+                total_s=seen.total_s,
+                loss_calc_s=seen.loss_calc_s,
+                overhead_s=seen.overhead_s,
+                inner_step=step.inner_step,
+                outer_step=step.outer_step,
+            )
         elif seen is not None:
             yield make_finding(
-                "timing_breakdown", rank=rank, step=step.total_steps, total_s=seen.total_s,
-                inference_s=seen.inference_s, val_loss_s=seen.val_loss_s, example_loss_s=seen.example_loss_s,
-                overhead_s=seen.overhead_s, inner_step=step.inner_step, outer_step=step.outer_step,
-            )  # fmt: skip
+                "timing_breakdown",
+                rank=rank,
+                step=step.total_steps,
+                total_s=seen.total_s,
+                inference_s=seen.inference_s,
+                val_loss_s=seen.val_loss_s,
+                example_loss_s=seen.example_loss_s,
+                overhead_s=seen.overhead_s,
+                inner_step=step.inner_step,
+                outer_step=step.outer_step,
+            )
         if seen is not None:
             for flag in timing.red_flags(seen, self.context.config.steps):
                 yield make_finding(
-                    "timing_red_flag", rank=rank, which=flag.which, seen=flag.seen, limit=flag.limit,
-                    meaning=flag.meaning, step=step.total_steps,
-                )  # fmt: skip
+                    "timing_red_flag",
+                    rank=rank,
+                    which=flag.which,
+                    seen=flag.seen,
+                    limit=flag.limit,
+                    meaning=flag.meaning,
+                    step=step.total_steps,
+                )
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         if finding.event == "hang_detected":
@@ -175,7 +228,9 @@ class StepsMonitor(Monitor):
 
     def _left_out(self, now: float) -> Iterator[Finding]:
         if (count := self._limiter.left_out(now)) > 0:
-            yield make_finding("step_lines_left_out", count=count, limit_per_s=f"{self._limiter.per_s:g}")
+            yield make_finding(
+                "step_lines_left_out", count=count, limit_per_s=f"{self._limiter.per_s:g}"
+            )
 
     def snapshot(self) -> Mapping[str, Any]:
         now = self.context.clock.monotonic()
@@ -201,13 +256,17 @@ class StepsMonitor(Monitor):
             "p95_s": window.quantile(0.95) if window is not None else None,
             "max_s": self._max[0] if self._max else None,
             "max_at_inner_step": self._max[1] if self._max else None,
-            "grade": step_time.grade(median, self.context.config.steps) if median is not None else None,
+            "grade": step_time.grade(median, self.context.config.steps)
+            if median is not None
+            else None,
             "tokens_per_s": self._facts.tokens_per_s(lead.tokens if lead else None, median),
             "samples_per_s": self._facts.samples_per_s(median),
             "eta_upload_s": self._facts.eta_upload_s(inner, median, since),
             "eta_outer_s": self._facts.eta_outer_s(inner, median, since),
             "goodput": self._goodput.shares(now, self._phase),
-            "per_rank": {str(rank): _rank_row(step, now) for rank, step in sorted(self._last.items())},
+            "per_rank": {
+                str(rank): _rank_row(step, now) for rank, step in sorted(self._last.items())
+            },
         }
 
 
@@ -243,7 +302,8 @@ class LineLimiter:
         self._said = float("-inf")
 
     def allow(self, now: float) -> bool:
-        """Whether a line at `now` (monotonic) may be printed. Less than one a second: one each 1/per_s seconds."""
+        """Whether a line at `now` (monotonic) may be printed. Less than one a second: one each
+        1/per_s seconds."""
         stretch = max(1.0, 1.0 / self.per_s)
         if int(now / stretch) != self._second:
             self._second, self._used = int(now / stretch), 0.0

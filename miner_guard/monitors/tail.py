@@ -23,7 +23,8 @@ class Tail:
             self._cut = True
 
     def text(self) -> bytes:
-        """The last 64 KiB, or all that there was. What is cut begins with a line: half a key looks like no key."""
+        """The last 64 KiB, or all that there was. What is cut begins with a line: half a key looks
+        like no key."""
         whole = b"".join(self._chunks)
         if not self._cut and len(whole) <= _BYTES:
             return whole

@@ -1,4 +1,5 @@
-"""Uploads: what is published, what the gate may know of it, and whether what was reported as pushed arrived."""
+"""Uploads: what is published, what the gate may know of it, and whether what was reported as pushed
+arrived."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _SHOWN: Mapping[str, tuple[str, Sequence[str]]] = {
 """What the status shows the last of: its table in the ledger, and its fields."""
 
 _VERIFY_AFTER_S = (0.0, 3.0, 10.0)
-"""Waits before the looks after a push: a refusal must be seen twice, a repo that can't be read three times."""
+"""Waits before the looks after a push: a refusal must be seen twice, a repo that can't be read
+three times."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class UploadsMonitor(Monitor):
         self._watch = RepoWatch(config.gate)
         self._ahead = ForecastWatch(config.gate)
         self._voice = DecisionNotifier()
-        self._network = Network(reason="no [chain] configured" if config.chain.network is None else "not looked at yet")
+        self._network = Network(
+            reason="no [chain] configured" if config.chain.network is None else "not looked at yet"
+        )
         self._ledger = Ledger(context.state.ledger, context.emit, context.clock.monotonic)
         self._written: dict[str, Mapping[str, Any]] = {}
         self._written_at = self._newest_look = float("-inf")
@@ -87,7 +91,9 @@ class UploadsMonitor(Monitor):
         self._began: dict[str, _Begun] = {}
         self._pushes: list[_Push] = []
         self._unsettled: list[Mapping[str, Any]] = []
-        self._last: dict[str, Any] = dict.fromkeys(("decision", "upload", "audit", "incident", "restart"))
+        self._last: dict[str, Any] = dict.fromkeys(
+            ("decision", "upload", "audit", "incident", "restart")
+        )
         if self._repo.kind != "none":
             context.jobs.every("repo", self._repo.refresh_every_s, self._refresh, first_after_s=0.0)
         else:
@@ -124,10 +130,14 @@ class UploadsMonitor(Monitor):
             self._newest_look = began
             findings = list(self._watch.look(published, clock.monotonic()))
         self._ledger.repo_age(
-            clock.wall(), published.age_s, outer_step=published.outer_step, inner_step=published.inner_step,
-            size_bytes=published.size_bytes, checksum=published.checksum,
+            clock.wall(),
+            published.age_s,
+            outer_step=published.outer_step,
+            inner_step=published.inner_step,
+            size_bytes=published.size_bytes,
+            checksum=published.checksum,
             reason="the repo is empty" if published.empty else published.reason,
-        )  # fmt: skip
+        )
         self._write_inputs()
         for finding in findings:
             self.context.emit(finding)
@@ -137,10 +147,14 @@ class UploadsMonitor(Monitor):
         with self._mutex:
             # Documents can be large, and no rule of the gate reads what is published of them.
             content = GateInputs(
-                published=replace(self._watch.latest, config=None, metadata=None), network=self._network,
-                bucket=self._repo.bucket, credentials=self._credentials, limits=self._limits, written=clock.wall(),
+                published=replace(self._watch.latest, config=None, metadata=None),
+                network=self._network,
+                bucket=self._repo.bucket,
+                credentials=self._credentials,
+                limits=self._limits,
+                written=clock.wall(),
                 written_monotonic=clock.monotonic(),
-            )  # fmt: skip
+            )
             self._written_at = clock.monotonic()
             self._written[content.digest] = gate_inputs.as_document(content)
             while len(self._written) > _INPUTS_KEPT:
@@ -150,10 +164,16 @@ class UploadsMonitor(Monitor):
                 if not self._watched_written:
                     remembered_settings.write(self.context.state, self.context.config)
                     self._watched_written = True
-                said = make_finding("disk_recovered", what="gate-inputs.json", lost=0) if self._write_failed else None
+                said = (
+                    make_finding("disk_recovered", what="gate-inputs.json", lost=0)
+                    if self._write_failed
+                    else None
+                )
                 self._write_failed = False
             except OSError as error:
-                trouble = write_failed("gate-inputs.json", error, "; the gate sees the repo as unknown")
+                trouble = write_failed(
+                    "gate-inputs.json", error, "; the gate sees the repo as unknown"
+                )
                 said, self._write_failed = (None if self._write_failed else trouble), True
         if said is not None:
             self.context.emit(said)
@@ -161,8 +181,14 @@ class UploadsMonitor(Monitor):
     def _audit(self) -> None:
         config = self.context.config
         limits = Limits.of(config.gate, self._limits)
-        report = audit.look(config.repo, config.chain, limits, shapes.read(self.context.state.shapes))
-        self._last["audit"] = {"outcome": report.outcome, "detail": report.detail, "wall": self.context.clock.wall()}
+        report = audit.look(
+            config.repo, config.chain, limits, shapes.read(self.context.state.shapes)
+        )
+        self._last["audit"] = {
+            "outcome": report.outcome,
+            "detail": report.detail,
+            "wall": self.context.clock.wall(),
+        }
         self.context.emit(report.finding())
 
     # the ranks
@@ -207,22 +233,36 @@ class UploadsMonitor(Monitor):
         now = self.context.clock.monotonic()
         if entry.get("phase") == "started":
             with self._mutex:
-                self._began[decision] = _Begun(entry, float(entry.get("t") or now), self._watch.latest)
+                self._began[decision] = _Begun(
+                    entry, float(entry.get("t") or now), self._watch.latest
+                )
             yield make_finding("upload_started", rank=rank or None, tag=_tag(entry))
             return
         seconds = entry.get("seconds")
         with self._mutex:
-            guessed = _Begun(entry, None if seconds is None else now - float(seconds), self._watch.latest)
+            guessed = _Begun(
+                entry, None if seconds is None else now - float(seconds), self._watch.latest
+            )
         begun = self._began.pop(decision, guessed) if decision else guessed
         if entry.get("phase") == "failed":
             self._store(entry, "failed", error=entry.get("error"))
-            yield make_finding("upload_failed", rank=rank or None, reason=f"tag {_tag(entry)}: {entry.get('error')}")
+            yield make_finding(
+                "upload_failed",
+                rank=rank or None,
+                reason=f"tag {_tag(entry)}: {entry.get('error')}",
+            )
             return
         yield from self._reported(entry, begun.at, begun.before)
 
-    def _reported(self, entry: Mapping[str, Any], began: float | None, before: Published | None) -> Iterator[Finding]:
+    def _reported(
+        self, entry: Mapping[str, Any], began: float | None, before: Published | None
+    ) -> Iterator[Finding]:
         if self._repo.kind == "none" or not self._repo.verify_uploads:
-            why = "no [repo] is configured" if self._repo.kind == "none" else "repo.verify_uploads is off"
+            why = (
+                "no [repo] is configured"
+                if self._repo.kind == "none"
+                else "repo.verify_uploads is off"
+            )
             self._store(entry, "reported", error=f"not verified: {why}")
             detail = f"{_took(entry)}; not verified: {why}"
             yield make_finding("upload_reported", tag=_tag(entry), detail=detail, source="guard")
@@ -244,13 +284,23 @@ class UploadsMonitor(Monitor):
         if fields.get("source") == "log":
             return self._printed(finding)
         if finding.event == "incident":
-            label, cause, fix, excerpt = (str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt"))
+            label, cause, fix, excerpt = (
+                str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt")
+            )
             self._last["incident"] = {"label": label, "rank": finding.rank, "wall": wall}
             self._ledger.incident(wall, label, cause, fix, excerpt, finding.rank)
         elif finding.event == "miner_restarting":
-            self._last["restart"] = {"cause": fields.get("cause"), "attempt": fields.get("attempt"), "wall": wall}
-            self._ledger.restart(wall, str(fields.get("cause")), fields.get("attempt"), fields.get("wait_s"))
-        elif finding.event in ("chain_status", "chain_unknown") and isinstance(fields.get("network"), Mapping):
+            self._last["restart"] = {
+                "cause": fields.get("cause"),
+                "attempt": fields.get("attempt"),
+                "wall": wall,
+            }
+            self._ledger.restart(
+                wall, str(fields.get("cause")), fields.get("attempt"), fields.get("wait_s")
+            )
+        elif finding.event in ("chain_status", "chain_unknown") and isinstance(
+            fields.get("network"), Mapping
+        ):
             with self._mutex:
                 self._network = Network(**fields["network"])
             self.context.jobs.once("gate inputs", self._write_inputs)
@@ -272,7 +322,9 @@ class UploadsMonitor(Monitor):
             findings = list(self._watch.tick(now))
             ready = [push for push in self._pushes if push.due <= now]
             self._pushes = [push for push in self._pushes if push.due > now]
-            rewrite = now - self._written_at >= min(_WRITE_EVERY_S, self.context.config.gate.inputs_max_age_s / 3)
+            rewrite = now - self._written_at >= min(
+                _WRITE_EVERY_S, self.context.config.gate.inputs_max_age_s / 3
+            )
             self._written_at = now if rewrite else self._written_at
         if rewrite:
             self.context.jobs.once("gate inputs", self._write_inputs)
@@ -287,7 +339,9 @@ class UploadsMonitor(Monitor):
         published = self._look()
         entry, now = push.entry, self.context.clock.monotonic()
         since = None if push.began is None else now - push.began
-        reported = Reported(*_steps(entry), since, _tag(entry), entry.get("bytes"), entry.get("checksum"))
+        reported = Reported(
+            *_steps(entry), since, _tag(entry), entry.get("bytes"), entry.get("checksum")
+        )
         seen = verify(push.before, published, reported)
         looks = push.looks + 1
         if (
@@ -302,17 +356,23 @@ class UploadsMonitor(Monitor):
         self._unsettled.remove(entry)
         tag = _tag(entry) or published.revision
         if seen.verified:
-            self._store(entry, "verified", verified=self.context.clock.wall(), checksum=published.checksum)
+            self._store(
+                entry, "verified", verified=self.context.clock.wall(), checksum=published.checksum
+            )
             detail = f"{seen.detail}, {_took(entry)}"
             self.context.emit(make_finding("upload_succeeded", tag=tag, detail=detail))
         elif seen.superseded:
             self._store(entry, "superseded", error=seen.detail)
             detail = f"{_took(entry)}; not verified: {seen.detail}"
-            self.context.emit(make_finding("upload_reported", tag=tag, detail=detail, source="guard"))
+            self.context.emit(
+                make_finding("upload_reported", tag=tag, detail=detail, source="guard")
+            )
         elif seen.verified is None:
             self._store(entry, "reported", error=seen.detail)
             self.context.emit(
-                make_finding("upload_unverified", tag=tag, reason=f"reported as pushed, but {seen.detail}")
+                make_finding(
+                    "upload_unverified", tag=tag, reason=f"reported as pushed, but {seen.detail}"
+                )
             )
         else:
             self._store(entry, "refuted", error=seen.detail, checksum=published.checksum)
@@ -320,8 +380,20 @@ class UploadsMonitor(Monitor):
             self.context.emit(make_finding("upload_failed", reason=reason))
 
     def _store(self, entry: Mapping[str, Any], outcome: str, **more: Any) -> None:
-        names = ("decision_id", "outer_step", "inner_step", "bytes", "seconds", "attempts", "checksum")
-        row = {name: entry.get(name) for name in names} | {"tag": _tag(entry), "kind": entry.get("upload_kind")} | more
+        names = (
+            "decision_id",
+            "outer_step",
+            "inner_step",
+            "bytes",
+            "seconds",
+            "attempts",
+            "checksum",
+        )
+        row = (
+            {name: entry.get(name) for name in names}
+            | {"tag": _tag(entry), "kind": entry.get("upload_kind")}
+            | more
+        )
         wall = self.context.clock.wall()
         known = {**row, "outcome": outcome, "wall": wall}
         self._last["upload"] = {name: known.get(name) for name in _SHOWN["upload"][1]}
@@ -341,21 +413,31 @@ class UploadsMonitor(Monitor):
             return {
                 "repo_age_s": None if age is None else round(age),
                 "repo": {
-                    "age_s": None if age is None else round(age), "reason": latest.reason, "empty": latest.empty,
-                    "revision": latest.revision, "outer_step": latest.outer_step, "inner_step": latest.inner_step,
+                    "age_s": None if age is None else round(age),
+                    "reason": latest.reason,
+                    "empty": latest.empty,
+                    "revision": latest.revision,
+                    "outer_step": latest.outer_step,
+                    "inner_step": latest.inner_step,
                     "due": age is not None and age > self.context.config.gate.repo_age_target_s,
-                    "stale": self._watch.is_stale(now), "limit_s": self.context.config.gate.repo_age_limit_s,
+                    "stale": self._watch.is_stale(now),
+                    "limit_s": self.context.config.gate.repo_age_limit_s,
                 },
                 "forecast": None if ahead is None else {**asdict(ahead), "late": ahead.late},
                 "pending": len(self._pushes),
                 **self._last,
-            }  # fmt: skip
+            }
 
 
 def _steps(entry: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Outer and inner step by the tag, else by the entry: a log's last step may be later than what was pushed."""
+    """Outer and inner step by the tag, else by the entry: a log's last step may be later than what
+    was pushed."""
     match = re.search(r"(\d+)\.(\d+)$", str(entry.get("tag") or ""))
-    return (int(match[1]), int(match[2])) if match else (entry.get("outer_step"), entry.get("inner_step"))
+    return (
+        (int(match[1]), int(match[2]))
+        if match
+        else (entry.get("outer_step"), entry.get("inner_step"))
+    )
 
 
 def _took(entry: Mapping[str, Any]) -> str:

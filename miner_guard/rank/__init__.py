@@ -1,1 +1,2 @@
-"""Runs INSIDE each rank: standard library and torch only; never blocks, raises, syncs the GPU or uses the network."""
+"""Runs INSIDE each rank: standard library and torch only; never blocks, raises, syncs the GPU or
+uses the network."""

@@ -32,7 +32,9 @@ class RankCosts:
     def add(self, operation: str, seconds: float, blocking: bool) -> None:
         """Account for one run of an operation. Raises ValueError for a time that is none."""
         if not 0.0 <= seconds < math.inf:
-            raise ValueError(f"{operation} took {seconds} s: not a time; it would spoil the whole account")
+            raise ValueError(
+                f"{operation} took {seconds} s: not a time; it would spoil the whole account"
+            )
         key = (operation, blocking)
         if key not in self._sums and len(self._sums) >= _MAX_OPERATIONS:
             key = ("others", blocking)
@@ -67,7 +69,13 @@ class RankCosts:
             if operation == OWN:
                 self._own_seconds, self._own_count = 0.0, 0
             self._recorder.journal(
-                {"kind": "cost", "operation": operation, "seconds": seconds, "blocking": blocking, "count": count}
+                {
+                    "kind": "cost",
+                    "operation": operation,
+                    "seconds": seconds,
+                    "blocking": blocking,
+                    "count": count,
+                }
             )
 
     @contextlib.contextmanager

@@ -54,7 +54,8 @@ class RankContext:
 
 
 def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = None) -> RankContext:
-    """The place by torch.distributed where it is initialised, else by torchrun's variables, else rank 0 of 1."""
+    """The place by torch.distributed where it is initialised, else by torchrun's variables, else
+    rank 0 of 1."""
     remarks: list[str] = []
     rank, world_size = _number(env, "RANK", 0, remarks), _number(env, "WORLD_SIZE", 1, remarks)
     dist = initialised_distributed()
@@ -78,15 +79,19 @@ def _folder(env: Mapping[str, str], given: str | Path | None, remarks: list[str]
     try:
         return Path(named).expanduser().absolute() if named else None
     except (OSError, RuntimeError, TypeError) as error:
-        # No home, no working directory any more: a rank must not take itself for another one for that.
+        # No home, no working directory any more: a rank must not take itself for another one for
+        # that.
         remarks.append(f"the state directory {named} can't be found ({error}); nothing is recorded")
         return None
 
 
 def mark(place: RankContext) -> None:
-    """Let what this process starts know whose it is: a spawned dataloader worker runs the script's top level again."""
+    """Let what this process starts know whose it is: a spawned dataloader worker runs the script's
+    top level again."""
     if place.state is not None:
-        os.environ[RANK_ABOVE] = f"{os.getpid()} {process_start(os.getpid())} {place.rank} {place.world_size}"
+        os.environ[RANK_ABOVE] = (
+            f"{os.getpid()} {process_start(os.getpid())} {place.rank} {place.world_size}"
+        )
 
 
 def unmark() -> None:
@@ -95,10 +100,15 @@ def unmark() -> None:
 
 
 def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
-    """Whether a process above this one is the very rank that this one takes itself for: the record is that one's."""
+    """Whether a process above this one is the very rank that this one takes itself for: the record
+    is that one's."""
     try:
         pid, start, its_rank, its_world = map(int, env.get(RANK_ABOVE, "").split())
-        return (its_rank, its_world) == (rank, world_size) and pid in _above() and process_start(pid) == start
+        return (
+            (its_rank, its_world) == (rank, world_size)
+            and pid in _above()
+            and process_start(pid) == start
+        )
     except (ValueError, OSError):
         return False
 
@@ -113,7 +123,8 @@ def _above() -> Iterator[int]:
 
 
 def initialised_distributed() -> Any | None:
-    """`torch.distributed` where the program has imported and initialised it, else None. Never imports torch."""
+    """`torch.distributed` where the program has imported and initialised it, else None. Never
+    imports torch."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
@@ -127,7 +138,9 @@ def _number(env: Mapping[str, str], name: str, default: int, remarks: list[str])
     except ValueError:
         number = -1
     if not 0 <= number < 1 << 31:
-        remarks.append(f"{name}={text!r} in the environment is no number of ranks; {default} is used")
+        remarks.append(
+            f"{name}={text!r} in the environment is no number of ranks; {default} is used"
+        )
         return default
     return number
 
@@ -146,11 +159,14 @@ def _settings(text: str | None, remarks: list[str]) -> RankSettings:
             launch=int(document.get("launch", 0)),
         )
     except (ValueError, TypeError, AttributeError) as error:
-        remarks.append(f"the settings from the supervisor can't be read ({error}); the defaults are used")
+        remarks.append(
+            f"the settings from the supervisor can't be read ({error}); the defaults are used"
+        )
         return RankSettings()
 
 
 def _section(cls: type[T], values: Any) -> T:
-    # Unknown keys are left out: the supervisor may be of another version than what the miner's Python imports.
+    # Unknown keys are left out: the supervisor may be of another version than what the miner's
+    # Python imports.
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{key: value for key, value in (values or {}).items() if key in known})

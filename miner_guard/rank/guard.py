@@ -44,18 +44,22 @@ R = TypeVar("R")
 
 
 def _harmless(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The method of `Guard`, with any exception turned into one `guard_degraded` and the fallback's value.
+    """The method of `Guard`, with any exception turned into one `guard_degraded` and the fallback's
+    value.
 
-    Run as it stands where a function that torch compiles calls it: the graph ends before it and continues after it.
-    Else torch would compile the hook as well, and again at each step, since its clocks and counters always differ.
-    As `torch.compiler.disable`, which would import dynamo, and that takes seconds. One frame for both: it is hot.
+    Run as it stands where a function that torch compiles calls it: the graph ends before it and
+    continues after it. Else torch would compile the hook as well, and again at each step, since its
+    clocks and counters always differ. As `torch.compiler.disable`, which would import dynamo, and
+    that takes seconds. One frame for both: it is hot.
     """
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def harmless(*args: P.args, **kwargs: P.kwargs) -> R:
             modules = sys.modules
-            frames: Any = modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in modules else None
+            frames: Any = (
+                modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in modules else None
+            )
             before = None if frames is None else frames.set_eval_frame(None)
             try:
                 return method(*args, **kwargs)
@@ -84,7 +88,9 @@ def _no_reports() -> Sequence[Any]:
 class Guard:
     """The hook of one rank. Made by `init`."""
 
-    def __init__(self, place: environment.RankContext, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, place: environment.RankContext, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         self.place = place
         self._monotonic = monotonic
         self._recorder = Recorder(place, monotonic)
@@ -128,27 +134,39 @@ class Guard:
     # steps
 
     def phase(self, name: str, *, allowance_s: float | None = None) -> AbstractContextManager[Any]:
-        """A context manager for a part of the step: data, forward, backward, optimizer, checkpoint, … or any name.
+        """A context manager for a part of the step: data, forward, backward, optimizer, checkpoint,
+        … or any name.
 
-        `monitor` encloses a monitoring callback and whatever phases are in it. `allowance_s`: how long this
-        phase may last before it is a hang, where the settings do not know it. Inside what torch.compile captures
-        it does nothing: a clock there would break the graph, or fail where the whole graph was asked for.
+        `monitor` encloses a monitoring callback and whatever phases are in it. `allowance_s`: how
+        long this phase may last before it is a hang, where the settings do not know it. Inside what
+        torch.compile captures it does nothing: a clock there would break the graph, or fail where
+        the whole graph was asked for.
         """
         if compiling():
             return nullcontext()
         try:
-            return self._phases.known.get((name, allowance_s)) or self._phases.named(name, allowance_s)
+            return self._phases.known.get((name, allowance_s)) or self._phases.named(
+                name, allowance_s
+            )
         except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
             self._degraded("phase", error)
             return self._phases.named("other")
 
     @_harmless(_nothing)
     def step(
-        self, *, outer_step: int | None = None, inner_step: int | None = None, loss: Any = None,
-        lr: float | None = None, grad_norm: Any = None, tokens: int | None = None, total_steps: int | None = None,
+        self,
+        *,
+        outer_step: int | None = None,
+        inner_step: int | None = None,
+        loss: Any = None,
+        lr: float | None = None,
+        grad_norm: Any = None,
+        tokens: int | None = None,
+        total_steps: int | None = None,
         eval_loss: Any = None,
-    ) -> None:  # fmt: skip
-        """The end of an inner step. Numbers are floats or CPU tensors; one on the GPU is not read, and is said.
+    ) -> None:
+        """The end of an inner step. Numbers are floats or CPU tensors; one on the GPU is not read,
+        and is said.
 
         `eval_loss`: on held-out data, at the steps that evaluated; with it overfitting is seen.
         """
@@ -167,15 +185,25 @@ class Guard:
     # the gate
 
     def may_upload(
-        self, *, outer_step: int, inner_step: int, kind: str = "gradient", loss: Any = None,
-        base_outer_step: int | None = None, files: Any = None, config: Any = None, metadata: Any = None,
-        revision: str | None = None, question: str | None = None,
-    ) -> GateDecision:  # fmt: skip
-        """May this upload go out? Collective, the same answer on every rank; true in a condition where it may.
+        self,
+        *,
+        outer_step: int,
+        inner_step: int,
+        kind: str = "gradient",
+        loss: Any = None,
+        base_outer_step: int | None = None,
+        files: Any = None,
+        config: Any = None,
+        metadata: Any = None,
+        revision: str | None = None,
+        question: str | None = None,
+    ) -> GateDecision:
+        """May this upload go out? Collective, the same answer on every rank; true in a condition
+        where it may.
 
-        `kind="archive"`: the upload after an AllReduce, which is let through. Where a rank does not ask
-        within `[gate] broadcast_timeout_s`, the answer is a block, made here. `question`: what all ranks must have
-        asked alike; by default the kind and the steps.
+        `kind="archive"`: the upload after an AllReduce, which is let through. Where a rank does not
+        ask within `[gate] broadcast_timeout_s`, the answer is a block, made here. `question`: what
+        all ranks must have asked alike; by default the kind and the steps.
         """
         candidate, agreed = Candidate("gradient", -1, -1), None
         try:
@@ -183,19 +211,25 @@ class Guard:
             losses = tuple(self._stepper.losses)
             last = self._stepper.known("loss", loss)
             candidate = Candidate(
-                kind=kind, outer_step=self._stepped("outer_step", outer_step),
+                kind=kind,
+                outer_step=self._stepped("outer_step", outer_step),
                 inner_step=self._stepped("inner_step", inner_step),
-                loss=last if last is not None else (losses[-1] if losses else None), recent_losses=losses,
-                base_outer_step=None if base is None or base < 0 else base, files=files, config=config,
-                metadata=metadata, revision=revision,
-            )  # fmt: skip
+                loss=last if last is not None else (losses[-1] if losses else None),
+                recent_losses=losses,
+                base_outer_step=None if base is None or base < 0 else base,
+                files=files,
+                config=config,
+                metadata=metadata,
+                revision=revision,
+            )
             agreed, wrong = self._questions.may_upload(candidate, question)
             self._decided(agreed, wrong)
         except Exception as error:  # noqa: BLE001 - an upload that nobody judged must not go out, and training must go on
             self._degraded("may_upload", error)
             if agreed is None:
                 return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
-        # What the ranks have agreed on holds in this one too, whatever failed after it: the others go by it.
+        # What the ranks have agreed on holds in this one too, whatever failed after it: the others
+        # go by it.
         return agreed
 
     def _stepped(self, name: str, given: Any) -> int:
@@ -206,7 +240,8 @@ class Guard:
     def _decided(self, decision: GateDecision, wrong: str | None) -> None:
         if wrong is not None:
             self._recorder.trouble(
-                f"agreement {decision.outer_step}", f"may_upload is blocked on this rank alone: {wrong}"
+                f"agreement {decision.outer_step}",
+                f"may_upload is blocked on this rank alone: {wrong}",
             )
         if self.rank != 0:
             return
@@ -217,19 +252,26 @@ class Guard:
             self._recorder.own_log.say(gating.finding_of(decision))
 
     def upload(self, decision: GateDecision, *, tag: str | None = None) -> UploadRecorder:
-        """A context manager around the upload itself: records and times it; the supervisor verifies it.
+        """A context manager around the upload itself: records and times it; the supervisor verifies
+        it.
 
-        Set `tag` (if not given), `size_bytes` on what it yields. What the body raises is recorded and goes on.
+        Set `tag` (if not given), `size_bytes` on what it yields. What the body raises is recorded
+        and goes on.
         """
         given: Any = decision
         if not isinstance(given, GateDecision):
-            self._degraded("upload", TypeError(f"{type(given).__name__} is no decision of may_upload"))
+            self._degraded(
+                "upload", TypeError(f"{type(given).__name__} is no decision of may_upload")
+            )
             given = self._gate.blocked(Candidate("gradient", -1, -1), "no decision was given")
-        return UploadRecorder(self._recorder, self._phases.named("upload"), given, self._gate.uploaded, tag)
+        return UploadRecorder(
+            self._recorder, self._phases.named("upload"), given, self._gate.uploaded, tag
+        )
 
     @_harmless(lambda: False)
     def upload_due(self) -> bool:
-        """Whether what is published is past its target age. Collective, the same answer on every rank.
+        """Whether what is published is past its target age. Collective, the same answer on every
+        rank.
 
         An upload that has just ended well counts, also before the guard's next look at the repo.
         """
@@ -237,45 +279,73 @@ class Guard:
 
     @_harmless(lambda: False)
     def checkpoint_requested(self) -> bool:
-        """Whether `miner-guard ctl checkpoint` was asked for since the last True. Collective, the same everywhere."""
+        """Whether `miner-guard ctl checkpoint` was asked for since the last True. Collective, the
+        same everywhere."""
         return self._questions.checkpoint_requested()
 
     # the rest
 
     @_harmless(_no_reports)
     def diagnose(
-        self, model: Any = None, *, batch_size: int | None = None, effective_batch_size: int | None = None,
-        accumulation_steps: int | None = None, model_name: str | None = None, upload_steps: int | None = None,
-        inner_steps_per_outer: int | None = None, tokens_per_step: int | None = None,
-    ) -> Sequence[Any]:  # fmt: skip
-        """What every rank has and where its share of the model is, on rank 0; elsewhere this rank's own. Collective."""
+        self,
+        model: Any = None,
+        *,
+        batch_size: int | None = None,
+        effective_batch_size: int | None = None,
+        accumulation_steps: int | None = None,
+        model_name: str | None = None,
+        upload_steps: int | None = None,
+        inner_steps_per_outer: int | None = None,
+        tokens_per_step: int | None = None,
+    ) -> Sequence[Any]:
+        """What every rank has and where its share of the model is, on rank 0; elsewhere this rank's
+        own. Collective."""
         from miner_guard.rank.introspection import diagnose
 
         settings = {
-            "upload_steps": upload_steps, "inner_steps_per_outer": inner_steps_per_outer,
+            "upload_steps": upload_steps,
+            "inner_steps_per_outer": inner_steps_per_outer,
             "tokens_per_step": tokens_per_step,
-        }  # fmt: skip
+        }
         if self.rank == 0 and any(value is not None for value in settings.values()):
-            self.journal({"kind": "training", **{k: v for k, v in settings.items() if v is not None}})
+            self.journal(
+                {"kind": "training", **{k: v for k, v in settings.items() if v is not None}}
+            )
         expect = self.place.settings.gpu.expect
         reports: Sequence[Any] = diagnose.diagnose(
-            self, model, deadline_s=self.place.settings.gpu.diagnose_timeout_s, batch_size=batch_size,
-            effective_batch_size=effective_batch_size, accumulation_steps=accumulation_steps, model_name=model_name,
+            self,
+            model,
+            deadline_s=self.place.settings.gpu.diagnose_timeout_s,
+            batch_size=batch_size,
+            effective_batch_size=effective_batch_size,
+            accumulation_steps=accumulation_steps,
+            model_name=model_name,
             expect=expect if isinstance(expect, int) else None,
             shapes_file=None if self.place.state is None else self.place.state.shapes,
-        )  # fmt: skip
+        )
         return reports
 
     @_harmless(_nothing)
     def checkpoint_saved(
-        self, path: str | Path, *, step: int | None = None, seconds: float | None = None,
-        size_bytes: int | None = None, complete: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | Path,
+        *,
+        step: int | None = None,
+        seconds: float | None = None,
+        size_bytes: int | None = None,
+        complete: bool = True,
+    ) -> None:
         """Report a checkpoint that was written."""
-        self.journal({
-            "kind": "checkpoint", "path": str(path), "step": step, "seconds": seconds, "size_bytes": size_bytes,
-            "complete": complete,
-        })  # fmt: skip
+        self.journal(
+            {
+                "kind": "checkpoint",
+                "path": str(path),
+                "step": step,
+                "seconds": seconds,
+                "size_bytes": size_bytes,
+                "complete": complete,
+            }
+        )
 
     @_harmless(_nothing)
     def add_cost(self, operation: str, seconds: float, *, blocking: bool = True) -> None:
@@ -284,12 +354,19 @@ class Guard:
 
     @_harmless(lambda: False)
     def due(
-        self, operation: str, *, every_s: float | None = None, every_steps: int | None = None, step: int | None = None
+        self,
+        operation: str,
+        *,
+        every_s: float | None = None,
+        every_steps: int | None = None,
+        step: int | None = None,
     ) -> bool:
-        """Whether a monitoring operation should run now: `MonitoringCostTracker.due` of rank 0, for all ranks alike.
+        """Whether a monitoring operation should run now: `MonitoringCostTracker.due` of rank 0, for
+        all ranks alike.
 
-        Collective: for an operation that holds a collective itself, which must run on all ranks or on none.
-        Give `every_s` or `every_steps`; `step` is counted by `guard.step` where it is not given.
+        Collective: for an operation that holds a collective itself, which must run on all ranks or
+        on none. Give `every_s` or `every_steps`; `step` is counted by `guard.step` where it is not
+        given.
         """
         if every_s is None and every_steps is None:
             raise ValueError(f"due({operation!r}) needs every_s or every_steps")
@@ -301,7 +378,8 @@ class Guard:
 
     @_harmless(lambda: False)
     def journal(self, document: Any, /) -> bool:
-        """Append an entry that must not be lost; False where there is no room or no flight record."""
+        """Append an entry that must not be lost; False where there is no room or no flight
+        record."""
         return self._recorder.journal(document)
 
     @_harmless(_nothing)
@@ -311,12 +389,15 @@ class Guard:
 
     @_harmless(_nothing)
     def close(self, finished: bool = False) -> None:
-        """The end. `finished=True` only after the configured end; with an exception in flight it is not a finish."""
+        """The end. `finished=True` only after the configured end; with an exception in flight it is
+        not a finish."""
         if self._closed:
             return
         error = sys.exc_info()[1]
         if finished and error is not None:
-            self._recorder.trouble("close", f"close(finished=True) with {describe(error)} in flight is not a finish")
+            self._recorder.trouble(
+                "close", f"close(finished=True) with {describe(error)} in flight is not a finish"
+            )
         self._costs.flush()
         self._closed = True
         self._phases.live = False
@@ -342,16 +423,21 @@ class Guard:
         if self.place.state is not None:
             self._attempt("stacks", self._register_stacks, self.place.state)
             if self.world_size > 1:
-                self._attempt("collectives", collectives.serve, self.place.state.collectives_of(self.rank))
+                self._attempt(
+                    "collectives", collectives.serve, self.place.state.collectives_of(self.rank)
+                )
 
     def _register_stacks(self, state: StateDir) -> None:
         self._stacks = stacks.register(state.stacks_of(self.rank))
 
     def _yield_signal(self, file: IO[bytes]) -> None:
-        """The program has begun to handle the signal itself: it must not get it for the guard's sake."""
+        """The program has begun to handle the signal itself: it must not get it for the guard's
+        sake."""
         self._stacks = None
         stacks.release(file)
-        self._recorder.trouble("stacks", f"{stacks.STACKS_SIGNAL.name} is in use by the program now: {stacks.WITHOUT}")
+        self._recorder.trouble(
+            "stacks", f"{stacks.STACKS_SIGNAL.name} is in use by the program now: {stacks.WITHOUT}"
+        )
 
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:
         try:
@@ -374,10 +460,12 @@ def current() -> Guard | None:
 
 
 def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
-    """The guard of this rank: once, after init_process_group, on every rank (it makes a CPU group). Never raises.
+    """The guard of this rank: once, after init_process_group, on every rank (it makes a CPU group).
+    Never raises.
 
     `state_dir` is for a miner that runs without a supervisor; under `miner-guard run` it is known.
-    `agree=False` leaves the CPU group to the first question that needs it. A second call returns the same guard.
+    `agree=False` leaves the CPU group to the first question that needs it. A second call returns
+    the same guard.
     """
     global _current
     if _current is not None and not _current._closed:
@@ -385,7 +473,11 @@ def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
     try:
         guard = Guard(environment.find(state_dir=state_dir))
     except Exception as error:  # noqa: BLE001 - training starts without a record rather than not at all; said below
-        guard = Guard(environment.RankContext(0, 0, 1, f"alone-{os.getpid()}", None, environment.RankSettings()))
+        guard = Guard(
+            environment.RankContext(
+                0, 0, 1, f"alone-{os.getpid()}", None, environment.RankSettings()
+            )
+        )
         guard._degraded("init", error)
     guard._begin(agree)
     guard._attempt("mark", environment.mark, guard.place)

@@ -1,4 +1,5 @@
-"""Datagrams to the supervisor: a bell, not the record. Non-blocking; dropped rather than waited for."""
+"""Datagrams to the supervisor: a bell, not the record. Non-blocking; dropped rather than waited
+for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Numbers out of whatever the training loop holds, without waiting for the GPU. Never imports torch."""
+"""Numbers out of whatever the training loop holds, without waiting for the GPU. Never imports
+torch."""
 
 from __future__ import annotations
 
@@ -17,17 +18,20 @@ class Loss(NamedTuple):
     """It is that of an earlier step: read from a GPU without waiting, it arrives late."""
 
     summed: bool = False
-    """It is the sum of all that was passed to `backward` in the step, which the program may show otherwise."""
+    """It is the sum of all that was passed to `backward` in the step, which the program may show
+    otherwise."""
 
 
 class NotRead(Exception):
-    """Reading this value would cost a synchronisation or a collective; the message says what to pass instead."""
+    """Reading this value would cost a synchronisation or a collective; the message says what to
+    pass instead."""
 
 
 def number(name: str, value: Any) -> tuple[float, str | None]:
     """`value` as a float and, for a tensor, the type of its device.
 
-    Raises NotRead for what must not be read here, ValueError and TypeError for what is not a number.
+    Raises NotRead for what must not be read here, ValueError and TypeError for what is not a
+    number.
     """
     device = getattr(getattr(value, "device", None), "type", None)
     if device is None:
@@ -35,8 +39,11 @@ def number(name: str, value: Any) -> tuple[float, str | None]:
     if hasattr(value, "to_local"):
         raise NotRead(f"{name} is a DTensor, whose value needs a collective; pass a float")
     if device != "cpu":
-        raise NotRead(f"{name} is a tensor on {device}, whose value needs a synchronisation; pass a float")
-    # Detached: torch warns at each step of a loss that still has its graph, and a program may make errors of warnings.
+        raise NotRead(
+            f"{name} is a tensor on {device}, whose value needs a synchronisation; pass a float"
+        )
+    # Detached: torch warns at each step of a loss that still has its graph, and a program may make
+    # errors of warnings.
     detach = getattr(value, "detach", None)
     return float(value if detach is None else detach()), "cpu"
 
@@ -44,14 +51,16 @@ def number(name: str, value: Any) -> tuple[float, str | None]:
 def whole(value: Any) -> int:
     """A step number as an int.
 
-    Raises NotRead for a tensor on the GPU; ValueError, TypeError and OverflowError for what is not a whole number,
-    ValueError also for one that a record has no room for.
+    Raises NotRead for a tensor on the GPU; ValueError, TypeError and OverflowError for what is not
+    a whole number, ValueError also for one that a record has no room for.
     """
     if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
         raise NotRead("a step number is a tensor on the GPU; pass an int")
     number = int(value)
     if not -MAX_INT <= number < MAX_INT:
-        raise ValueError(f"step number too large: {len(str(abs(number)))} digits (max {len(str(MAX_INT))})")
+        raise ValueError(
+            f"step number too large: {len(str(abs(number)))} digits (max {len(str(MAX_INT))})"
+        )
     return number
 
 
@@ -65,8 +74,8 @@ class CudaMemory:
     def read(self) -> tuple[float | None, float | None]:
         """Allocated and reserved bytes; None where CUDA is not in use.
 
-        A program that names its device (`cuda:3`) need not make it the current one: where nothing is allocated
-        there, it is the one with the most.
+        A program that names its device (`cuda:3`) need not make it the current one: where nothing
+        is allocated there, it is the one with the most.
         """
         cuda = sys.modules.get("torch.cuda")
         if cuda is None or not cuda.is_initialized():
@@ -87,7 +96,9 @@ def _memory_of(cuda: Any, device: int | None) -> tuple[float | None, float | Non
     if not stats:
         # The caching allocator is off (PYTORCH_NO_CUDA_MEMORY_CACHING): nothing is counted.
         return None, None
-    return float(stats["allocated_bytes"]["all"]["current"]), float(stats["reserved_bytes"]["all"]["current"])
+    return float(stats["allocated_bytes"]["all"]["current"]), float(
+        stats["reserved_bytes"]["all"]["current"]
+    )
 
 
 def cuda_in_use() -> bool:

@@ -21,17 +21,21 @@ _MAX_OPEN = 64
 class Header(Protocol):
     """Where the current phase is shown."""
 
-    def show_phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None: ...
+    def show_phase(
+        self, name: bytes, since: float, heartbeat: float, allowance_s: float
+    ) -> None: ...
 
 
 class Phases:
     """The open phases of the training thread and the seconds of the current step.
 
-    Seconds are inclusive: a phase counts what is nested in it, once. Phases of another thread than the
-    one that steps (a background upload) take no time of the step and are not shown.
+    Seconds are inclusive: a phase counts what is nested in it, once. Phases of another thread than
+    the one that steps (a background upload) take no time of the step and are not shown.
     """
 
-    def __init__(self, header: Header | None, monotonic: Callable[[], float], allowances: Mapping[str, float]) -> None:
+    def __init__(
+        self, header: Header | None, monotonic: Callable[[], float], allowances: Mapping[str, float]
+    ) -> None:
         """`allowances`: how long a phase may last by the settings, seconds, by name."""
         self.header = header
         self.monotonic = monotonic
@@ -58,19 +62,23 @@ class Phases:
         phase = self.known.get(key)
         if phase is None:
             declared = NAN if allowance_s is None else float(allowance_s)
-            longest = self._allowances.get(str(name), -math.inf) if allowance_s is None else declared
+            longest = (
+                self._allowances.get(str(name), -math.inf) if allowance_s is None else declared
+            )
             phase = Phase(self, str(name), declared, longest)
             if len(self.known) < _MAX_NAMES:
                 self.known[key] = phase
         return phase
 
     def adopt_thread(self) -> None:
-        """The thread that calls this between phases is the one that trains, wherever the guard was made."""
+        """The thread that calls this between phases is the one that trains, wherever the guard was
+        made."""
         if not self.stack:
             self.owner = get_ident()
 
     def take(self, now: float) -> tuple[dict[str, float], float]:
-        """The seconds since the last call, and those nested in monitor; open phases are counted up to now."""
+        """The seconds since the last call, and those nested in monitor; open phases are counted up
+        to now."""
         for depth, frame in enumerate(self.stack):
             self.count(frame, depth, now)
             frame.counted_to = now
@@ -90,7 +98,8 @@ class Phases:
             self.nested_in_monitor += elapsed
 
     def leave_to(self, phase: Phase, now: float) -> None:
-        """Leave `phase` and all that was entered inside it and never left; nothing where it is not open."""
+        """Leave `phase` and all that was entered inside it and never left; nothing where it is not
+        open."""
         if not any(frame.phase is phase for frame in self.stack):
             return
         while True:
@@ -115,13 +124,15 @@ class Open:
 class Phase:
     """`with guard.phase("data"): …`. Entering and leaving never raise.
 
-    Both run several times a step with cold caches, so they are written out: each frame costs more than what it does.
+    Both run several times a step with cold caches, so they are written out: each frame costs more
+    than what it does.
     """
 
     __slots__ = ("_packed", "_phases", "allowance_s", "column", "longest_s", "name")
 
     def __init__(self, phases: Phases, name: str, allowance_s: float, longest_s: float) -> None:
-        """`allowance_s`: as declared, else NaN; `longest_s`: that, else the settings' of this name, else -inf."""
+        """`allowance_s`: as declared, else NaN; `longest_s`: that, else the settings' of this name,
+        else -inf."""
         self._phases = phases
         self._packed = name.encode("utf-8", "replace")[:24]
         self.name = name
@@ -137,9 +148,12 @@ class Phase:
                 until, allowance_s = now + self.longest_s, self.allowance_s
                 if stack:
                     if len(stack) >= _MAX_OPEN:
-                        raise OverflowError(f"{_MAX_OPEN} phases are open, none is left; {self.name} is not counted")
+                        raise OverflowError(
+                            f"{_MAX_OPEN} phases are open, none is left; {self.name} is not counted"
+                        )
                     if stack[-1].until > until:
-                        # A long phase stays long inside: a validation goes through data and forward phases of its own.
+                        # A long phase stays long inside: a validation goes through data and forward
+                        # phases of its own.
                         until = stack[-1].until
                         allowance_s = until - now
                 stack.append(Open(self, now, until, allowance_s))
@@ -150,7 +164,10 @@ class Phase:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         phases = self._phases
         if phases.owner == get_ident() and phases.live:
@@ -165,7 +182,9 @@ class Phase:
                 if phases.header is not None:
                     if stack:
                         outer = stack[-1]
-                        phases.header.show_phase(outer.phase._packed, outer.since, now, outer.allowance_s)
+                        phases.header.show_phase(
+                            outer.phase._packed, outer.since, now, outer.allowance_s
+                        )
                     else:
                         phases.header.show_phase(b"", now, now, NAN)
             except Exception as failure:  # noqa: BLE001 - as above

@@ -1,4 +1,5 @@
-"""Where a rank's record goes: the flight record, the bell and, while nobody listens, its own log."""
+"""Where a rank's record goes: the flight record, the bell and, while nobody listens, its own
+log."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _MAX_TROUBLES = 20
 
 
 class Recorder:
-    """Keeps and announces what happens in this rank. Safe from any thread of it; nothing here raises or waits."""
+    """Keeps and announces what happens in this rank. Safe from any thread of it; nothing here
+    raises or waits."""
 
     def __init__(self, place: RankContext, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.place = place
@@ -44,11 +46,18 @@ class Recorder:
             return
         try:
             self.flight = FlightWriter(
-                place.state.flight_of(place.rank), rank=place.rank, local_rank=place.local_rank,
-                world_size=place.world_size, run_id=place.run_id, local_world_size=place.local_world_size,
-            )  # fmt: skip
+                place.state.flight_of(place.rank),
+                rank=place.rank,
+                local_rank=place.local_rank,
+                world_size=place.world_size,
+                run_id=place.run_id,
+                local_world_size=place.local_world_size,
+            )
         except (OSError, ValueError) as error:
-            self.trouble("flight", f"no flight record of rank {place.rank}: {error}; training goes on without it")
+            self.trouble(
+                "flight",
+                f"no flight record of rank {place.rank}: {error}; training goes on without it",
+            )
         self.show(STARTING)
         self.bell.ring(place.rank)
 
@@ -77,7 +86,8 @@ class Recorder:
             self.flight.dropped(self.bell.dropped)
 
     def journal(self, document: Mapping[str, Any], /) -> bool:
-        """Append an entry that must not be lost. False where there is no room or no flight record."""
+        """Append an entry that must not be lost. False where there is no room or no flight
+        record."""
         stored = False
         if self.flight is not None:
             stored = self.flight.journal({"t": self.monotonic(), **document})
@@ -91,16 +101,20 @@ class Recorder:
     def emit(self, finding: Finding, /) -> None:
         """Log a finding: through the supervisor where there is one, else here."""
         entry = {
-            "kind": "finding", "event": finding.event, "level": finding.level,
-            "rank": self.place.rank if finding.rank is None else finding.rank, "fields": dict(finding.fields),
-        }  # fmt: skip
+            "kind": "finding",
+            "event": finding.event,
+            "level": finding.level,
+            "rank": self.place.rank if finding.rank is None else finding.rank,
+            "fields": dict(finding.fields),
+        }
         if not self.journal(entry) and not self.bell.alone:
             self.bell.event({k: v for k, v in entry.items() if k != "kind"})
         if self.bell.alone:
             self.own_log.say(finding)
 
     def trouble(self, where: str, what: str) -> None:
-        """Say once that something of the guard does not work; a bounded number of different ones."""
+        """Say once that something of the guard does not work; a bounded number of different
+        ones."""
         self.troubles += 1
         if where in self._said or len(self._said) >= _MAX_TROUBLES:
             return
@@ -108,7 +122,8 @@ class Recorder:
         self.emit(make_finding("guard_degraded", rank=self.place.rank, what=what, where=where))
 
     def close(self, state: str) -> None:
-        """The last entry of the header. The file and the socket stay open until the process ends."""
+        """The last entry of the header. The file and the socket stay open until the process
+        ends."""
         self.show(state)
         self.bell.ring(self.place.rank)
         if self.bell.alone:

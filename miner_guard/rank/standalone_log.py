@@ -1,7 +1,7 @@
 """Logging without a supervisor: console lines and, with a state directory, JSON lines.
 
-A thread writes, so that a full pipe or a slow disk never holds up a step; what does not fit its queue
-is counted and said.
+A thread writes, so that a full pipe or a slow disk never holds up a step; what does not fit its
+queue is counted and said.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class StandaloneLog:
         self._left_out_said = 0
         self._say_again = -math.inf
 
-        # Its own descriptor: bittensor and others strip handlers from loggers and replace sys.stdout.
-        # Without a standard output descriptor 1 is whatever file the program has opened first.
+        # Its own descriptor: bittensor and others strip handlers from loggers and replace
+        # sys.stdout. Without a standard output descriptor 1 is whatever file the program has opened
+        # first.
         self._console: int | None = None if sys.__stdout__ is None else _own_descriptor(1)
 
     def say(self, finding: Finding) -> None:
@@ -77,7 +78,8 @@ class StandaloneLog:
         try:
             thread.start()
         except RuntimeError:
-            # This host gives no more threads, or the interpreter ends. The next finding tries again; this one waits.
+            # This host gives no more threads, or the interpreter ends. The next finding tries
+            # again; this one waits.
             return
         self._thread = thread
         atexit.register(self.flush)
@@ -125,7 +127,10 @@ class StandaloneLog:
             self._append(self._state, json_line(record) + "\n")
         if self._console is not None:
             try:
-                os.write(self._console, (console_line(record, emoji=True) + "\n").encode("utf-8", "replace"))
+                os.write(
+                    self._console,
+                    (console_line(record, emoji=True) + "\n").encode("utf-8", "replace"),
+                )
             except BlockingIOError:
                 # A full pipe that the program made non-blocking: the next lines may find room.
                 self.left_out += 1
@@ -170,7 +175,8 @@ class StandaloneLog:
 
 
 class StepLines:
-    """What rank 0 says of its steps by itself: the step line, the absolute slow rule, a loss that is no number."""
+    """What rank 0 says of its steps by itself: the step line, the absolute slow rule, a loss that
+    is no number."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -182,26 +188,43 @@ class StepLines:
         if step.end - self._said >= 1 / _STEP_LINES_PER_S:
             self._said = step.end
             yield catalog.make_finding(
-                "inner_step", rank=0, outer_step=step.outer_step, inner_step=step.inner_step, lr=step.lr,
-                loss=json_number(step.loss), step_time_s=step.seconds, gpu_mem_gb=gb(step.allocated_bytes),
-                eval_loss=json_number(step.eval_loss), left_out=self._left_out,
-            )  # fmt: skip
+                "inner_step",
+                rank=0,
+                outer_step=step.outer_step,
+                inner_step=step.inner_step,
+                lr=step.lr,
+                loss=json_number(step.loss),
+                step_time_s=step.seconds,
+                gpu_mem_gb=gb(step.allocated_bytes),
+                eval_loss=json_number(step.eval_loss),
+                left_out=self._left_out,
+            )
             self._left_out = 0
         else:
             self._left_out += 1
         if _training_seconds(step) > self._settings.slow_s:
             yield catalog.make_finding(
-                "slow_step", rank=0, step_time_s=step.seconds, expected=self._settings.expected,
-                inner_step=step.inner_step, limit_s=self._settings.slow_s, rule="absolute",
-            )  # fmt: skip
+                "slow_step",
+                rank=0,
+                step_time_s=step.seconds,
+                expected=self._settings.expected,
+                inner_step=step.inner_step,
+                limit_s=self._settings.slow_s,
+                rule="absolute",
+            )
         if step.loss is not None and not math.isfinite(step.loss):
-            yield catalog.make_finding("loss_nan", rank=0, step=step.inner_step, loss=str(step.loss))
+            yield catalog.make_finding(
+                "loss_nan", rank=0, step=step.inner_step, loss=str(step.loss)
+            )
         elif step.eval_loss is not None and not math.isfinite(step.eval_loss):
-            yield catalog.make_finding("eval_loss_nan", rank=0, step=step.inner_step, eval_loss=str(step.eval_loss))
+            yield catalog.make_finding(
+                "eval_loss_nan", rank=0, step=step.inner_step, eval_loss=str(step.eval_loss)
+            )
 
 
 def _training_seconds(step: StepRecord) -> float:
-    """What may be slow of a step, as the supervisor's rule has it: neither compilation nor work beside training."""
+    """What may be slow of a step, as the supervisor's rule has it: neither compilation nor work
+    beside training."""
     if step.flags & FLAG_FIRST:
         return 0.0
     return step.seconds - sum(step.phases.get(name, 0.0) for name in SPECIAL_PHASES)

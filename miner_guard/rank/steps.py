@@ -1,4 +1,5 @@
-"""The end of an inner step: what the training loop gave, what was measured, and one record of both."""
+"""The end of an inner step: what the training loop gave, what was measured, and one record of
+both."""
 
 from __future__ import annotations
 
@@ -29,9 +30,12 @@ Report = Callable[[str, BaseException], None]
 
 
 class Stepper:
-    """Makes a record of each step. `report` hears of what could not be read; the rest is recorded."""
+    """Makes a record of each step. `report` hears of what could not be read; the rest is
+    recorded."""
 
-    def __init__(self, place: RankContext, recorder: Recorder, phases: Phases, report: Report) -> None:
+    def __init__(
+        self, place: RankContext, recorder: Recorder, phases: Phases, report: Report
+    ) -> None:
         self.record = StepRecord()
         """Filled at each step: what was given by the hook, what was measured by `end`."""
 
@@ -48,7 +52,8 @@ class Stepper:
         """Steps of this process."""
 
     def end(self) -> None:
-        """Record the step whose given values are in `record`; it ends now. They may be anything at all."""
+        """Record the step whose given values are in `record`; it ends now. They may be anything at
+        all."""
         now, record = self._recorder.monotonic(), self.record
         record.flags = 0 if self.count else layout.FLAG_FIRST
         self._read(record)
@@ -74,7 +79,8 @@ class Stepper:
             self._report("phase", failed)
 
     def _read(self, record: StepRecord) -> None:
-        """Make numbers of what was given; what is a plain number already, as almost always, costs no call."""
+        """Make numbers of what was given; what is a plain number already, as almost always, costs
+        no call."""
         if (lr := record.lr) is not None and type(lr) is not float:
             record.lr = self.known("lr", lr)
         if (norm := record.grad_norm) is not None and type(norm) is not float:
@@ -83,11 +89,17 @@ class Stepper:
             record.eval_loss = self.known("eval_loss", evaluated)
         if record.loss is not None:
             self._read_loss(record)
-        if (outer := record.outer_step) is not None and not (type(outer) is int and -MAX_INT <= outer < MAX_INT):
+        if (outer := record.outer_step) is not None and not (
+            type(outer) is int and -MAX_INT <= outer < MAX_INT
+        ):
             record.outer_step = self.whole("outer_step", outer)
-        if (inner := record.inner_step) is not None and not (type(inner) is int and -MAX_INT <= inner < MAX_INT):
+        if (inner := record.inner_step) is not None and not (
+            type(inner) is int and -MAX_INT <= inner < MAX_INT
+        ):
             record.inner_step = self.whole("inner_step", inner)
-        if (tokens := record.tokens) is not None and not (type(tokens) is int and -MAX_INT <= tokens < MAX_INT):
+        if (tokens := record.tokens) is not None and not (
+            type(tokens) is int and -MAX_INT <= tokens < MAX_INT
+        ):
             record.tokens = self.whole("tokens", tokens)
         if not (type(total := record.total_steps) is int and -MAX_INT <= total < MAX_INT):
             record.total_steps = -1 if (read := self.whole("total_steps", total)) is None else read
@@ -101,7 +113,9 @@ class Stepper:
             record.loss = loss = loss.value
         elif type(loss) is not float:
             unread: tuple[float | None, str | None] = (None, None)
-            loss, device = self._attempt("loss", lambda: numbers.number("loss", record.loss), unread)
+            loss, device = self._attempt(
+                "loss", lambda: numbers.number("loss", record.loss), unread
+            )
             record.loss = loss
         if loss is None:
             return
@@ -114,7 +128,8 @@ class Stepper:
             record.flags |= layout.FLAG_LOSS_ON_CPU
 
     def known(self, name: str, given: Any) -> float | None:
-        """`given` as a float, of which NaN is one too; None where it is unknown or must not be read here."""
+        """`given` as a float, of which NaN is one too; None where it is unknown or must not be read
+        here."""
         if given is None or type(given) is float:
             return given
         return self._attempt(name, lambda: numbers.number(name, given)[0], None)

@@ -15,9 +15,13 @@ class UploadRecorder:
     """One upload. Rank 0 speaks for it; another rank only where it fails there."""
 
     def __init__(
-        self, recorder: Recorder, phase: Phase, decision: GateDecision, finished: Callable[[], None],
+        self,
+        recorder: Recorder,
+        phase: Phase,
+        decision: GateDecision,
+        finished: Callable[[], None],
         tag: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`finished` is called where the upload ends without an error."""
         self._recorder = recorder
         self._phase = phase
@@ -45,7 +49,10 @@ class UploadRecorder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._phase.__exit__(kind, error, trace)
         if error is not None and self.error is None:
@@ -61,16 +68,26 @@ class UploadRecorder:
         try:
             self._recorder.journal(self._entry(phase))
         except Exception as error:  # noqa: BLE001 - the upload itself goes on; said as guard_degraded
-            self._recorder.trouble("upload entry", f"the upload could not be recorded: {describe(error)}")
+            self._recorder.trouble(
+                "upload entry", f"the upload could not be recorded: {describe(error)}"
+            )
 
     def _entry(self, phase: str) -> dict[str, Any]:
         decision = self.decision
         return {
-            "kind": "upload", "phase": phase, "decision_id": decision.decision_id, "outer_step": decision.outer_step,
-            "inner_step": decision.inner_step, "upload_kind": decision.kind, "tag": self.tag,
+            "kind": "upload",
+            "phase": phase,
+            "decision_id": decision.decision_id,
+            "outer_step": decision.outer_step,
+            "inner_step": decision.inner_step,
+            "upload_kind": decision.kind,
+            "tag": self.tag,
             "seconds": None if phase == "started" else self._recorder.monotonic() - self._started,
-            "bytes": self.size_bytes, "attempts": self.attempts, "checksum": _shown(self.checksum), "error": self.error,
-        }  # fmt: skip
+            "bytes": self.size_bytes,
+            "attempts": self.attempts,
+            "checksum": _shown(self.checksum),
+            "error": self.error,
+        }
 
 
 def _shown(checksum: str | None) -> str | None:

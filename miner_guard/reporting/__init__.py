@@ -1,1 +1,2 @@
-"""What people are told: report, bundle and export, metrics, alerts. Reads what is stored, asks nothing of the guard."""
+"""What people are told: report, bundle and export, metrics, alerts. Reads what is stored, asks
+nothing of the guard."""

@@ -1,4 +1,5 @@
-"""Which findings are alerts, when the same one is told again, and what says that it is over. Pure."""
+"""Which findings are alerts, when the same one is told again, and what says that it is over.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +12,36 @@ from miner_guard.eventlog.catalog import LEVELS, Finding
 from miner_guard.eventlog.rendering import visible
 from miner_guard.system.clock import Clock
 
-OVERNIGHT = frozenset({
-    "hang_detected", "miner_exited", "crash_loop", "slow_step", "steps_regressed", "straggler",
-    "loss_nan", "eval_loss_nan", "loss_spike", "loss_divergence", "checkpoint_stale", "upload_failed", "repo_stale",
-    "upload_forecast", "audit_failed", "incident", "cpu_fallback", "gpu_fault", "gpu_drop", "low_gpu_memory",
-    "host_warning", "network_unreachable", "chain_unregistered", "guard_degraded", "sampler_failed", "output_dropped",
-})  # fmt: skip
+OVERNIGHT = frozenset(
+    {
+        "hang_detected",
+        "miner_exited",
+        "crash_loop",
+        "slow_step",
+        "steps_regressed",
+        "straggler",
+        "loss_nan",
+        "eval_loss_nan",
+        "loss_spike",
+        "loss_divergence",
+        "checkpoint_stale",
+        "upload_failed",
+        "repo_stale",
+        "upload_forecast",
+        "audit_failed",
+        "incident",
+        "cpu_fallback",
+        "gpu_fault",
+        "gpu_drop",
+        "low_gpu_memory",
+        "host_warning",
+        "network_unreachable",
+        "chain_unregistered",
+        "guard_degraded",
+        "sampler_failed",
+        "output_dropped",
+    }
+)
 """Source 003, prompt 3: stalls, loss explosion, nothing saved, any problem, overnight."""
 
 _NEVER = frozenset({"alert_sent", "alert_failed"})
@@ -82,7 +107,9 @@ class AlertPolicy:
         severity = LEVELS[finding.severity]
         if finding.event in self._overnight and severity >= LEVELS["warning"]:
             return True
-        return finding.event in self._settings.events or severity >= LEVELS[self._settings.min_level]
+        return (
+            finding.event in self._settings.events or severity >= LEVELS[self._settings.min_level]
+        )
 
     def _problem(self, finding: Finding) -> Alert | None:
         key, now = _key(finding), self._clock.monotonic()
@@ -111,4 +138,7 @@ class AlertPolicy:
 
 def _key(finding: Finding) -> tuple[str, str]:
     detail = next((str(finding.fields[name]) for name in _SAME if name in finding.fields), "")
-    return finding.event, detail if finding.rank is None else f"{detail} rank {finding.rank}".strip()
+    return (
+        finding.event,
+        detail if finding.rank is None else f"{detail} rank {finding.rank}".strip(),
+    )

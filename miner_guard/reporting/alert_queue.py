@@ -1,7 +1,7 @@
 """Delivers alerts from threads of its own, through a child with a deadline.
 
-What a target did not take is tried again later, behind what is newer: a dead webhook delays no other target,
-and the next alert by one deadline at most.
+What a target did not take is tried again later, behind what is newer: a dead webhook delays no
+other target, and the next alert by one deadline at most.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ WITHIN_S = 10.0
 """For the targets to take what is sent to them at once."""
 
 LAST_WITHIN_S = 7.0
-"""The same for the last try: with the child's start it fits into the 10 s that the guard's end waits."""
+"""The same for the last try: with the child's start it fits into the 10 s that the guard's end
+waits."""
 
 START_S = 10.0
 """For the child to start on a busy machine."""
@@ -94,7 +95,9 @@ class AlertQueue:
         if last:
             # The newest first: it says why the guard ends.
             last.sort(key=lambda parcel: -parcel.order)
-            threading.Thread(target=self._try, args=(last, LAST_WITHIN_S), name="last alerts", daemon=True).start()
+            threading.Thread(
+                target=self._try, args=(last, LAST_WITHIN_S), name="last alerts", daemon=True
+            ).start()
 
     def _work(self) -> None:
         while parcels := self._next():
@@ -117,10 +120,15 @@ class AlertQueue:
 
     def _try(self, parcels: Sequence[QueuedAlert], within_s: float) -> None:
         letters = [(parcel, target) for parcel in parcels for target in parcel.left]
-        request = {"within_s": within_s, "letters": [self._letter(n, *letter) for n, letter in enumerate(letters)]}
+        request = {
+            "within_s": within_s,
+            "letters": [self._letter(n, *letter) for n, letter in enumerate(letters)],
+        }
         answer = probe.ask(SENDER, request, within_s + START_S)
         failed: dict[str, str]
-        failed = answer.value or {} if answer.known else dict.fromkeys(map(str, range(len(letters))), "")
+        failed = (
+            answer.value or {} if answer.known else dict.fromkeys(map(str, range(len(letters))), "")
+        )
         for parcel in parcels:
             parcel.left, parcel.reason = [], answer.reason or ""
         for number, (parcel, target) in enumerate(letters):
@@ -133,8 +141,13 @@ class AlertQueue:
     def _letter(self, number: int, parcel: QueuedAlert, target: int) -> dict[str, Any]:
         alert, url = parcel.alert, self._targets[target - 1]
         return {
-            "id": number, "target": target, "url": url, "level": alert.level, "title": alert.title, "body": alert.body,
-        }  # fmt: skip
+            "id": number,
+            "target": target,
+            "url": url,
+            "level": alert.level,
+            "title": alert.title,
+            "body": alert.body,
+        }
 
     def _settle(self, parcel: QueuedAlert) -> None:
         with self._changed:
@@ -149,7 +162,9 @@ class AlertQueue:
         if parcel.left:
             self._say(make_finding("alert_failed", alert=parcel.alert.title, reason=parcel.reason))
         else:
-            self._say(make_finding("alert_sent", alert=parcel.alert.title, targets=len(self._targets)))
+            self._say(
+                make_finding("alert_sent", alert=parcel.alert.title, targets=len(self._targets))
+            )
         with self._changed:
             # Said before it counts as done: the guard's end waits for the line too.
             self._waiting -= 1

@@ -1,7 +1,8 @@
-"""A probe: sends letters through Apprise, or pings a heartbeat URL; `python -m miner_guard.reporting.alert_send`.
+"""A probe: sends letters through Apprise, or pings a heartbeat URL; `python -m
+miner_guard.reporting.alert_send`.
 
-Runs in a child with a deadline: a webhook that never answers costs nobody anything. Addresses come over
-stdin and are named by their kind alone in what is answered: they hold secrets.
+Runs in a child with a deadline: a webhook that never answers costs nobody anything. Addresses come
+over stdin and are named by their kind alone in what is answered: they hold secrets.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def _ping(url: str) -> int:
 
 
 def _send(request: Mapping[str, Any]) -> dict[str, str]:
-    """Letters to one target one after another, the targets side by side: a dead one delays no other."""
+    """Letters to one target one after another, the targets side by side: a dead one delays no
+    other."""
     import apprise
 
     within_s = float(request["within_s"])
@@ -51,11 +53,14 @@ def _send(request: Mapping[str, Any]) -> dict[str, str]:
     for letter in request["letters"]:
         by_target[int(letter["target"])].append(letter)
     failed = {
-        str(letter["id"]): f"{_name(letter)} gave no answer within {within_s:g} s" for letter in request["letters"]
+        str(letter["id"]): f"{_name(letter)} gave no answer within {within_s:g} s"
+        for letter in request["letters"]
     }
-    # Here, not in the threads: the first address makes Apprise import its plugins, and a second thread that arrives
-    # meanwhile finds a list without the one it needs.
-    services = {target: _service(apprise, letters[0]["url"]) for target, letters in by_target.items()}
+    # Here, not in the threads: the first address makes Apprise import its plugins, and a second
+    # thread that arrives meanwhile finds a list without the one it needs.
+    services = {
+        target: _service(apprise, letters[0]["url"]) for target, letters in by_target.items()
+    }
     threads = [
         threading.Thread(target=_deliver, args=(services[target], letters, failed), daemon=True)
         for target, letters in by_target.items()

@@ -36,9 +36,14 @@ _QUESTIONS = (
     ("1-gpu-diagnostics.txt", "GPU diagnostics of the last start", {"gpu_diagnostics"}, "debug", 2),
     ("2-steps.txt", "the last 20 training steps", {"inner_step"}, "debug", 20),
     ("3-warnings.txt", "the last 30 warnings and errors", set[str](), "warning", 30),
-    ("4-uploads.txt", "the last 20 upload events",
-     {"upload_blocked", "upload_allowed", "upload_started", "upload_succeeded", "upload_failed"}, "debug", 20),
-)  # fmt: skip
+    (
+        "4-uploads.txt",
+        "the last 20 upload events",
+        {"upload_blocked", "upload_allowed", "upload_started", "upload_succeeded", "upload_failed"},
+        "debug",
+        20,
+    ),
+)
 
 _CUDA = (
     "import torch; print(f'torch {torch.__version__}, CUDA: {torch.cuda.is_available()}, "
@@ -99,13 +104,19 @@ def run(command: list[str]) -> str:
         return f"{command[0]} is not installed\n"
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_COMMAND_S
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_COMMAND_S,
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {_COMMAND_S:.0f} s: {' '.join(command[:1])} hangs\n"
     except OSError as error:
         return f"could not be started: {error.strerror}\n"
-    return done.stdout.decode("utf-8", "replace") + ("" if done.returncode == 0 else f"exit code {done.returncode}\n")
+    return done.stdout.decode("utf-8", "replace") + (
+        "" if done.returncode == 0 else f"exit code {done.returncode}\n"
+    )
 
 
 def _settings(settings: Settings) -> str:
@@ -119,7 +130,15 @@ def _settings(settings: Settings) -> str:
 def _system() -> Mapping[str, Any]:
     from importlib import metadata
 
-    wanted = ("torch", "bittensor", "transformers", "boto3", "nvidia-ml-py", "psutil", "miner-guard")
+    wanted = (
+        "torch",
+        "bittensor",
+        "transformers",
+        "boto3",
+        "nvidia-ml-py",
+        "psutil",
+        "miner-guard",
+    )
     versions: dict[str, str | None] = {}
     for name in wanted:
         try:
@@ -127,10 +146,16 @@ def _system() -> Mapping[str, Any]:
         except metadata.PackageNotFoundError:
             versions[name] = None
     return {
-        "miner_guard": __version__, "python": sys.version, "platform": platform.platform(), "cpus": os.cpu_count(),
-        "load": os.getloadavg(), "packages": versions, "limits": run(["bash", "-c", "ulimit -a"]),
-        "disk": run(["df", "-h"]), "environment_names": sorted(os.environ),
-    }  # fmt: skip
+        "miner_guard": __version__,
+        "python": sys.version,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg(),
+        "packages": versions,
+        "limits": run(["bash", "-c", "ulimit -a"]),
+        "disk": run(["df", "-h"]),
+        "environment_names": sorted(os.environ),
+    }
 
 
 def _incidents(state: state_dir.StateDir) -> Iterator[Item]:
@@ -138,18 +163,26 @@ def _incidents(state: state_dir.StateDir) -> Iterator[Item]:
     for folder in folders[-_INCIDENTS:]:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and not path.is_symlink() and path.suffix != ".bin":
-                yield Item(f"incidents/{path.relative_to(state.incidents)}", "stored evidence", _file(path))
+                yield Item(
+                    f"incidents/{path.relative_to(state.incidents)}", "stored evidence", _file(path)
+                )
 
 
 def pack(output: Path, items: Iterable[Item], redactor: Redactor) -> dict[str, Any]:
-    """Write the archive, redacted, with manifest.json first; replaces `output` only when whole. Raises OSError."""
+    """Write the archive, redacted, with manifest.json first; replaces `output` only when whole.
+    Raises OSError."""
     contents = [(item.name, item.what, redactor.text(item.text).encode()) for item in items]
     manifest = {
         "made": iso_utc(time.time()),
         "by": f"miner-guard {__version__}",
         "redacted": f"secrets by shape and by the names of environment variables, as {MASK}",
         "files": [
-            {"name": name, "what": what, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            {
+                "name": name,
+                "what": what,
+                "bytes": len(data),
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
             for name, what, data in contents
         ],
     }

@@ -1,4 +1,5 @@
-"""A run's numbers for TensorBoard and Weights & Biases, read from guard.jsonl by a process of its own."""
+"""A run's numbers for TensorBoard and Weights & Biases, read from guard.jsonl by a process of its
+own."""
 
 from __future__ import annotations
 
@@ -14,10 +15,14 @@ QUERY = Query(events=frozenset({"inner_step", "health_snapshot"}))
 """What is exported."""
 
 _STEP = {
-    "loss": "train/loss", "lr": "train/learning_rate", "grad_norm": "train/grad_norm",
+    "loss": "train/loss",
+    "lr": "train/learning_rate",
+    "grad_norm": "train/grad_norm",
     "step_time_s": "train/step_time_s",
-    "gpu_mem_gb": "train/gpu_mem_gb", "outer_step": "train/outer_step", "inner_step": "train/inner_step",
-}  # fmt: skip
+    "gpu_mem_gb": "train/gpu_mem_gb",
+    "outer_step": "train/outer_step",
+    "inner_step": "train/inner_step",
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class Point:
 
 
 def points(hits: Iterable[Hit]) -> Iterator[Point]:
-    """One point for each event with numbers. Steps count over restarts of the miner; they never go back."""
+    """One point for each event with numbers. Steps count over restarts of the miner; they never go
+    back."""
     step = 0
     for hit in hits:
         try:
@@ -64,14 +70,19 @@ def _of_snapshot(snapshot: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(rows: Iterable[tuple[str, Any]]) -> dict[str, float]:
-    return {name: float(value) for name, value in rows if isinstance(value, (int, float)) and value - value == 0}
+    return {
+        name: float(value)
+        for name, value in rows
+        if isinstance(value, (int, float)) and value - value == 0
+    }
 
 
 Write = Callable[[Point], None]
 
 
 def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
-    """Writes event files below `folder`. Raises ImportError without the extra `tensorboard`, OSError."""
+    """Writes event files below `folder`. Raises ImportError without the extra `tensorboard`,
+    OSError."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -80,19 +91,26 @@ def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
     writer = EventFileWriter(str(folder))
 
     def write(point: Point) -> None:
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
-        writer.add_event(Event(wall_time=point.time, step=point.step, summary=Summary(value=values)))
+        values = [
+            Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()
+        ]
+        writer.add_event(
+            Event(wall_time=point.time, step=point.step, summary=Summary(value=values))
+        )
 
     return write, writer.close
 
 
 def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Callable[[], None]]:
-    """Logs to Weights & Biases; without `online` below `folder` only. Raises ImportError without the extra `wandb`."""
+    """Logs to Weights & Biases; without `online` below `folder` only. Raises ImportError without
+    the extra `wandb`."""
     import wandb
 
     folder.mkdir(parents=True, exist_ok=True)
     quiet = wandb.Settings(silent=True, console="off")
-    run = wandb.init(project=project, dir=str(folder), mode="online" if online else "offline", settings=quiet)
+    run = wandb.init(
+        project=project, dir=str(folder), mode="online" if online else "offline", settings=quiet
+    )
 
     def write(point: Point) -> None:
         run.log({**point.values, "time": point.time}, step=point.step)

@@ -1,8 +1,9 @@
-"""The HTTP port: `python -m miner_guard.reporting.http_server`, a process of its own beside the supervisor.
+"""The HTTP port: `python -m miner_guard.reporting.http_server`, a process of its own beside the
+supervisor.
 
-It reads status.json and guard.jsonl like anybody else, so nothing that is done to the port reaches the
-miner or the guard. Its order is one line of JSON on stdin (never on the command line: it holds the token);
-it answers one line, the port, and ends when stdin does.
+It reads status.json and guard.jsonl like anybody else, so nothing that is done to the port reaches
+the miner or the guard. Its order is one line of JSON on stdin (never on the command line: it holds
+the token); it answers one line, the port, and ends when stdin does.
 """
 
 from __future__ import annotations
@@ -64,20 +65,25 @@ class ServerSettings:
     port: int
     token: str | None = None
     trusted_hosts: Sequence[str] = ()
-    """Names, besides `localhost` and IP addresses, that a request may ask for where there is no token."""
+    """Names, besides `localhost` and IP addresses, that a request may ask for where there is no
+    token."""
 
     hang: dict[str, Any] = field(default_factory=dict)
 
 
 def _template(name: str) -> str:
-    return (resources.files("miner_guard.reporting") / "templates" / name).read_text(encoding="utf-8")
+    return (resources.files("miner_guard.reporting") / "templates" / name).read_text(
+        encoding="utf-8"
+    )
 
 
 def host_is_trusted(header: str, names: Collection[str]) -> bool:
-    """Whether a `Host` header is `localhost`, an IP address or one of `names` (lower case), with or without a port.
+    """Whether a `Host` header is `localhost`, an IP address or one of `names` (lower case), with or
+    without a port.
 
-    A web page can point a name of its own at this port (DNS rebinding) and read what it answers: the browser takes it
-    for the page's own site. It cannot make the browser send another name, or an address, in `Host`.
+    A web page can point a name of its own at this port (DNS rebinding) and read what it answers:
+    the browser takes it for the page's own site. It cannot make the browser send another name, or
+    an address, in `Host`.
     """
     host = header.strip().lower()
     if host.startswith("["):
@@ -91,7 +97,8 @@ def host_is_trusted(header: str, names: Collection[str]) -> bool:
 
 
 class Site:
-    """The addresses. With a token, all but `_OPEN` want it; `/` then answers browsers with a page that asks for it."""
+    """The addresses. With a token, all but `_OPEN` want it; `/` then answers browsers with a page
+    that asks for it."""
 
     def __init__(self, order: ServerSettings) -> None:
         self._state = state_dir.StateDir(Path(order.state))
@@ -111,10 +118,14 @@ class Site:
             Route("/healthz", self.healthz),
             Route("/status", self.status),
         ]
-        return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=self._guarded)])
+        return Starlette(
+            routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=self._guarded)]
+        )
 
     async def _guarded(self, request: Request, answer: RequestResponseEndpoint) -> Response:
-        if self._token is None and not host_is_trusted(request.headers.get("host", ""), self._names):
+        if self._token is None and not host_is_trusted(
+            request.headers.get("host", ""), self._names
+        ):
             response = self._misdirected(request)
         elif request.url.path in _OPEN or self._admitted(request):
             response = await answer(request)
@@ -133,7 +144,11 @@ class Site:
     def _misdirected(self, request: Request) -> Response:
         name = request.headers.get("host", "").encode("ascii", "replace").decode()[:100]
         return PlainTextResponse(
-            f"this port does not answer to the name {name!r}: list it in [http] trusted_hosts, or set a token\n", 421
+            (
+                f"this port does not answer to the name {name!r}: list it in [http] "
+                "trusted_hosts, or set a token\n"
+            ),
+            421,
         )
 
     def _refusal(self, request: Request) -> Response:
@@ -169,7 +184,11 @@ class Site:
     async def status(self, request: Request) -> Response:
         """status.json."""
         status, _ = self._read()
-        return JSONResponse(status) if status is not None else JSONResponse({"error": "no status yet"}, 503)
+        return (
+            JSONResponse(status)
+            if status is not None
+            else JSONResponse({"error": "no status yet"}, 503)
+        )
 
     async def page(self, request: Request) -> Response:
         """The report, as of now; it reloads itself."""
@@ -195,7 +214,8 @@ class Site:
 
 
 class Impatient(H11Protocol):
-    """Closes connections whose request does not come: slow clients must not use up the descriptors."""
+    """Closes connections whose request does not come: slow clients must not use up the
+    descriptors."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -233,9 +253,19 @@ def main() -> None:
     # Attacks are this process's burden alone: the miner's cores go first.
     os.nice(10)
     config = uvicorn.Config(
-        Site(order).app(), host=order.host, port=order.port, http=Impatient, ws="none", lifespan="off", loop="asyncio",
-        log_level="critical", access_log=False, timeout_keep_alive=5, backlog=128, server_header=False,
-    )  # fmt: skip
+        Site(order).app(),
+        host=order.host,
+        port=order.port,
+        http=Impatient,
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_level="critical",
+        access_log=False,
+        timeout_keep_alive=5,
+        backlog=128,
+        server_header=False,
+    )
     _Server(config).run()
 
 

@@ -1,4 +1,5 @@
-"""status.json as Prometheus metrics. Base units, ratios 0-1, `_total` on counters only; what is unknown is absent."""
+"""status.json as Prometheus metrics. Base units, ratios 0-1, `_total` on counters only; what is
+unknown is absent."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ _STEPS = {
 
 
 def text(status: Mapping[str, Any], *, version: str, age_s: float) -> bytes:
-    """The exposition. `age_s` is the age of status.json: a scrape must see that the guard stopped writing."""
+    """The exposition. `age_s` is the age of status.json: a scrape must see that the guard stopped
+    writing."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(status, version, age_s))
     return generate_latest(registry)
@@ -60,7 +62,9 @@ class _Collector:
         info = InfoMetricFamily(f"{PREFIX}build", "Version and run.")
         info.add_metric([], {"version": self._version, "run_id": str(status.get("run_id"))})
         yield info
-        yield from _gauge("status_age_seconds", "Age of what the guard last wrote.", [((), self._age_s)])
+        yield from _gauge(
+            "status_age_seconds", "Age of what the guard last wrote.", [((), self._age_s)]
+        )
         yield from _run(status)
         yield from _steps(part(status, "steps"))
         yield from _uploads(part(status, "uploads"))
@@ -71,13 +75,18 @@ class _Collector:
         yield from _jobs(part(status, "jobs"))
         yield from _costs(part(status, "costs"))
         yield from _events(part(status, "metrics").get("events") or {})
-        yield from _gauge("chain_block", "Newest block seen.", [((), part(status, "chain").get("block"))])
+        yield from _gauge(
+            "chain_block", "Newest block seen.", [((), part(status, "chain").get("block"))]
+        )
 
 
 def _family(
-    family: type[GaugeMetricFamily | CounterMetricFamily], name: str, words: str, rows: Sequence[Row],
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    words: str,
+    rows: Sequence[Row],
     labels: Sequence[str] = (),
-) -> Iterator[Metric]:  # fmt: skip
+) -> Iterator[Metric]:
     known = [(keys, float(value)) for keys, value in rows if isinstance(value, (int, float))]
     if known:
         metric = family(PREFIX + name, words, labels=labels)
@@ -94,30 +103,53 @@ def _run(status: Mapping[str, Any]) -> Iterator[Metric]:
     state = status.get("state")
     yield from _gauge("miner_running", "1 while the miner runs.", [((), int(state == "running"))])
     yield from _gauge("miner_state", "1 for the state in force.", [((str(state),), 1)], ["state"])
-    yield from _gauge("ranks", "Ranks that report.", [((), len(status.get("rank_processes") or ()))])
-    yield from _counter("miner_launches", "Starts of the miner in this run.", [((), (status.get("attempt") or 0) + 1)])
-    yield from _gauge("miner_failures", "Restarts since the last healthy stretch.", [((), status.get("restarts"))])
+    yield from _gauge(
+        "ranks", "Ranks that report.", [((), len(status.get("rank_processes") or ()))]
+    )
+    yield from _counter(
+        "miner_launches",
+        "Starts of the miner in this run.",
+        [((), (status.get("attempt") or 0) + 1)],
+    )
+    yield from _gauge(
+        "miner_failures", "Restarts since the last healthy stretch.", [((), status.get("restarts"))]
+    )
 
 
 def _steps(steps: Mapping[str, Any]) -> Iterator[Metric]:
     for key, name in _STEPS.items():
-        yield from _gauge(name, f"{name.replace('_', ' ')} of the lead rank.", [((), _measured(steps.get(key)))])
+        yield from _gauge(
+            name, f"{name.replace('_', ' ')} of the lead rank.", [((), _measured(steps.get(key)))]
+        )
     yield from _counter("steps", "Inner steps seen by this guard.", [((), steps.get("steps"))])
     yield from _gauge("step_p50_seconds", "Median of the recent steps.", [((), steps.get("p50_s"))])
-    yield from _gauge("step_p95_seconds", "95th percentile of the recent steps.", [((), steps.get("p95_s"))])
+    yield from _gauge(
+        "step_p95_seconds", "95th percentile of the recent steps.", [((), steps.get("p95_s"))]
+    )
     shares = [((name,), share) for name, share in part(steps, "goodput").items()]
-    yield from _gauge("time_ratio", "Share of wall time by category; training is goodput.", shares, ["category"])
+    yield from _gauge(
+        "time_ratio", "Share of wall time by category; training is goodput.", shares, ["category"]
+    )
     ranks = part(steps, "per_rank").items()
-    for key, name in (("step_time_s", "rank_step_seconds"), ("last_step_age_s", "rank_last_step_age_seconds")):
-        yield from _gauge(name, "By rank.", [((rank,), row.get(key)) for rank, row in ranks], ["rank"])
+    for key, name in (
+        ("step_time_s", "rank_step_seconds"),
+        ("last_step_age_s", "rank_last_step_age_seconds"),
+    ):
+        yield from _gauge(
+            name, "By rank.", [((rank,), row.get(key)) for rank, row in ranks], ["rank"]
+        )
 
 
 def _uploads(uploads: Mapping[str, Any]) -> Iterator[Metric]:
     repo = part(uploads, "repo")
     yield from _gauge("repo_age_seconds", "Age of what is published.", [((), repo.get("age_s"))])
-    yield from _gauge("repo_age_limit_seconds", "From here on it is stale.", [((), repo.get("limit_s"))])
+    yield from _gauge(
+        "repo_age_limit_seconds", "From here on it is stale.", [((), repo.get("limit_s"))]
+    )
     stale = repo.get("stale")
-    yield from _gauge("repo_stale", "1 past the limit.", [((), None if stale is None else int(stale))])
+    yield from _gauge(
+        "repo_stale", "1 past the limit.", [((), None if stale is None else int(stale))]
+    )
 
 
 def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
@@ -132,17 +164,30 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
 
 def _host(host: Mapping[str, Any]) -> Iterator[Metric]:
     for field, (name, factor) in _HOST.items():
-        yield from _gauge(name, f"{field} of the host or its cgroup.", [((), _scaled(host.get(field), factor))])
-    yield from _counter("host_oom_kills", "Out-of-memory kills in this cgroup.", [((), host.get("oom_kills"))])
-    both = [(("sent",), host.get("network_sent_bytes")), (("received",), host.get("network_received_bytes"))]
+        yield from _gauge(
+            name, f"{field} of the host or its cgroup.", [((), _scaled(host.get(field), factor))]
+        )
+    yield from _counter(
+        "host_oom_kills", "Out-of-memory kills in this cgroup.", [((), host.get("oom_kills"))]
+    )
+    both = [
+        (("sent",), host.get("network_sent_bytes")),
+        (("received",), host.get("network_received_bytes")),
+    ]
     yield from _counter("host_network_bytes", "All cards but lo.", both, ["direction"])
 
 
 def _guard(health: Mapping[str, Any]) -> Iterator[Metric]:
     own = part(health, "guard")
-    yield from _counter("guard_cpu_seconds", "CPU time of the supervisor.", [((), own.get("cpu_s"))])
-    yield from _gauge("guard_memory_bytes", "Resident memory of the supervisor.", [((), own.get("memory_bytes"))])
-    yield from _counter("guard_events_dropped", "Datagrams the ranks dropped.", [((), health.get("events_dropped"))])
+    yield from _counter(
+        "guard_cpu_seconds", "CPU time of the supervisor.", [((), own.get("cpu_s"))]
+    )
+    yield from _gauge(
+        "guard_memory_bytes", "Resident memory of the supervisor.", [((), own.get("memory_bytes"))]
+    )
+    yield from _counter(
+        "guard_events_dropped", "Datagrams the ranks dropped.", [((), health.get("events_dropped"))]
+    )
     failing = [((name,), 1) for name in part(health, "unknown")]
     yield from _gauge("sampler_failing", "1 for a sampler without an answer.", failing, ["sampler"])
 
@@ -155,15 +200,23 @@ def _jobs(jobs: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _costs(costs: Mapping[str, Any]) -> Iterator[Metric]:
-    yield from _gauge("monitoring_ratio", "Monitoring / training time.", [((), _scaled(costs.get("share_pct"), 0.01))])
+    yield from _gauge(
+        "monitoring_ratio",
+        "Monitoring / training time.",
+        [((), _scaled(costs.get("share_pct"), 0.01))],
+    )
     budget = _scaled(costs.get("budget_pct"), 0.01)
     yield from _gauge("monitoring_budget_ratio", "What it may be.", [((), budget)])
     operations = part(costs, "operations").items()
     blocking = [((name,), row.get("total_time")) for name, row in operations]
     background = [((name,), row.get("background_time")) for name, row in operations]
     label = ["operation"]
-    yield from _counter("monitoring_blocking_seconds", "Time that training waited.", blocking, label)
-    yield from _counter("monitoring_background_seconds", "CPU time beside training.", background, label)
+    yield from _counter(
+        "monitoring_blocking_seconds", "Time that training waited.", blocking, label
+    )
+    yield from _counter(
+        "monitoring_background_seconds", "CPU time beside training.", background, label
+    )
 
 
 def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
@@ -172,7 +225,8 @@ def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _measured(value: Any) -> Any:
-    """`NaN` and `Infinity` as the numbers that they stand for: Prometheus has words for them, JSON has not."""
+    """`NaN` and `Infinity` as the numbers that they stand for: Prometheus has words for them, JSON
+    has not."""
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 

@@ -1,4 +1,5 @@
-"""Is the miner progressing? What `/healthz` answers, from status.json and the settings of hang detection."""
+"""Is the miner progressing? What `/healthz` answers, from status.json and the settings of hang
+detection."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from miner_guard.system.clock import parse_iso_utc
 _STATUS_MAX_AGE_S = 60.0
 
 
-def trouble(status: Mapping[str, Any] | None, age_s: float, now: float, hang: HangSettings) -> str | None:
+def trouble(
+    status: Mapping[str, Any] | None, age_s: float, now: float, hang: HangSettings
+) -> str | None:
     """Why the miner counts as not progressing; None where it progresses. `now` is wall time."""
     if status is None:
         return "no status: no guard has run here yet"

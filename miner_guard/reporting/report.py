@@ -20,31 +20,57 @@ from miner_guard.reporting.report_svg import Dots, EventLines, Plot, draw
 _WORST = ("critical", "error")
 _TABLE_ROWS = 40
 _COLOURS = {
-    "training": "#2e8b57", "monitoring": "#c77c11", "upload": "#2563a8", "allreduce": "#6a51a3", "data": "#5aa5b5",
-    "load_state": "#8d99ae", "pause": "#b8b8b8", "init": "#7a869a", "restart": "#b3261e", "hang": "#7f1d1d",
-}  # fmt: skip
+    "training": "#2e8b57",
+    "monitoring": "#c77c11",
+    "upload": "#2563a8",
+    "allreduce": "#6a51a3",
+    "data": "#5aa5b5",
+    "load_state": "#8d99ae",
+    "pause": "#b8b8b8",
+    "init": "#7a869a",
+    "restart": "#b3261e",
+    "hang": "#7f1d1d",
+}
 _SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("", "unknown")}
 
 
 def render(
-    state: state_dir.StateDir, *, gate: GateSettings | None = None, since: str = "", refresh_s: int = 0,
+    state: state_dir.StateDir,
+    *,
+    gate: GateSettings | None = None,
+    since: str = "",
+    refresh_s: int = 0,
     pushes: Sequence[Mapping[str, Any]] = (),
-) -> str:  # fmt: skip
+) -> str:
     """The page. `since` leaves out earlier events; `refresh_s` makes it reload itself.
 
     `pushes`: the ledger's uploads, oldest first.
     """
     data, rules = gather(state, since), gate or GateSettings()
-    css = (resources.files("miner_guard.reporting") / "templates" / "report.css").read_text(encoding="utf-8")
+    css = (resources.files("miner_guard.reporting") / "templates" / "report.css").read_text(
+        encoding="utf-8"
+    )
     title = f"miner-guard: {data.host or state.root.name}"
     reload = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     body = "\n".join(
-        [_head(data, title), _tiles(data), _plots(data, rules), _goodput(data), _milestones(data, rules), _costs(data),
-         _events("Incidents and alarms", _alarms(data)), _events("Uploads", _fates(data)), _pushes(pushes), _foot(data)]
-    )  # fmt: skip
+        [
+            _head(data, title),
+            _tiles(data),
+            _plots(data, rules),
+            _goodput(data),
+            _milestones(data, rules),
+            _costs(data),
+            _events("Incidents and alarms", _alarms(data)),
+            _events("Uploads", _fates(data)),
+            _pushes(pushes),
+            _foot(data),
+        ]
+    )
     return visible(
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>{reload}'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{css}</style></head>'
+        '<!doctype html><html lang="en"><head><meta '
+        f'charset="utf-8"><title>{escape(title)}</title>{reload}'
+        '<meta name="viewport" content="width=device-width, '
+        f'initial-scale=1"><style>{css}</style></head>'
         f"<body>{body}</body></html>\n"
     )
 
@@ -58,7 +84,11 @@ def _head(data: Data, title: str) -> str:
 
 def when(time: float | None) -> str:
     """A time of day in UTC, with its date."""
-    return "-" if time is None else datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    return (
+        "-"
+        if time is None
+        else datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    )
 
 
 def _tiles(data: Data) -> str:
@@ -79,14 +109,21 @@ def _tiles(data: Data) -> str:
         ("goodput", _number(goodput, ".0%"), ""),
         ("repo age", _number(repo.get("age_s"), ",.0f", " s"), "bad" if repo.get("stale") else ""),
         ("uploads verified", str(data.counts["upload_succeeded"]), ""),
-        ("uploads failed", str(data.counts["upload_failed"]), "bad" if data.counts["upload_failed"] else ""),
+        (
+            "uploads failed",
+            str(data.counts["upload_failed"]),
+            "bad" if data.counts["upload_failed"] else "",
+        ),
         ("uploads blocked", str(data.counts["upload_blocked"]), ""),
         ("restarts", str(restarts), "warn" if restarts else ""),
         ("monitoring", _number(share, ".2f", " %"), "bad" if _over(data) else ""),
         ("validators' score", _score(data), ""),
     ]
     cells = "".join(
-        f'<div class="tile"><b class="{kind}">{escape(value or "unknown")}</b><span>{escape(name)}</span></div>'
+        (
+            '<div class="tile"><b '
+            f'class="{kind}">{escape(value or "unknown")}</b><span>{escape(name)}</span></div>'
+        )
         for name, value, kind in tiles
     )
     return f'<section class="tiles">{cells}</section>'
@@ -115,9 +152,12 @@ def _plots(data: Data, gate: GateSettings) -> str:
         return "<h2>Curves</h2><p class='none'>no events in the log yet</p>"
     ends = [mark.time for mark in data.of("miner_restarting")]
     restarts = EventLines("bad", "restart", ends)
-    slow = [(mark.time, float(mark.fields.get("step_time_s") or 0.0)) for mark in data.of("slow_step")]
+    slow = [
+        (mark.time, float(mark.fields.get("step_time_s") or 0.0)) for mark in data.of("slow_step")
+    ]
     strange = [
-        (mark.time, _near(data.loss, mark.time)) for mark in data.of("loss_nan", "loss_spike", "loss_divergence")
+        (mark.time, _near(data.loss, mark.time))
+        for mark in data.of("loss_nan", "loss_spike", "loss_divergence")
     ]
     fates = [
         EventLines("good", "verified", [mark.time for mark in data.of("upload_succeeded")]),
@@ -139,7 +179,14 @@ def _plots(data: Data, gate: GateSettings) -> str:
             zero=False,
             breaks=ends,
         ),
-        Plot("Step time", "s", data.step_time, [Dots("warn", "slow step", slow)], [restarts], breaks=ends),
+        Plot(
+            "Step time",
+            "s",
+            data.step_time,
+            [Dots("warn", "slow step", slow)],
+            [restarts],
+            breaks=ends,
+        ),
         Plot("Repo age", "s", age, (), fates, limit=gate.repo_age_limit_s),
         Plot("GPU memory", "GB, the GPU with the least", memory, nothing=no_gpu),
         Plot("GPU use", "%, the GPU with the least", data.gpu_use, nothing=no_gpu),
@@ -155,25 +202,32 @@ def _near(series: TimeSeries, time: float) -> float:
 
 
 def _nothing_over(data: Data, fates: Iterable[EventLines]) -> TimeSeries:
-    """A flat line to hang the uploads on, where the repo's age was never read but there were uploads."""
+    """A flat line to hang the uploads on, where the repo's age was never read but there were
+    uploads."""
     if data.first is None or data.last is None or not any(lines.times for lines in fates):
         return TimeSeries()
     return TimeSeries([data.first, data.last], [0.0, 0.0])
 
 
 def _goodput(data: Data) -> str:
-    shares = {k: float(v) for k, v in part(part(data.status, "steps"), "goodput").items() if v and v > 0}
+    shares = {
+        k: float(v) for k, v in part(part(data.status, "steps"), "goodput").items() if v and v > 0
+    }
     if not shares:
         return "<h2>Where the time went</h2><p class='none'>unknown: no steps yet</p>"
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     colour = {name: _COLOURS.get(name, "#8d99ae") for name in shares}
     bars = "".join(
-        f'<i style="width:{100 * v:.2f}%;background:{colour[k]}" title="{escape(k)}"></i>' for k, v in ordered
+        f'<i style="width:{100 * v:.2f}%;background:{colour[k]}" title="{escape(k)}"></i>'
+        for k, v in ordered
     )
     keys = "".join(
-        f'<span><i style="background:{colour[k]}"></i>{escape(k.replace("_", " "))} {v:.1%}</span>' for k, v in ordered
+        f'<span><i style="background:{colour[k]}"></i>{escape(k.replace("_", " "))} {v:.1%}</span>'
+        for k, v in ordered
     )
-    return f'<h2>Where the time went</h2><div class="bar">{bars}</div><div class="legend">{keys}</div>'
+    return (
+        f'<h2>Where the time went</h2><div class="bar">{bars}</div><div class="legend">{keys}</div>'
+    )
 
 
 def _milestones(data: Data, gate: GateSettings) -> str:
@@ -201,10 +255,14 @@ def _table(title: str, head: str, rows: list[str], kind: str) -> str:
 def _costs(data: Data) -> str:
     if data.costs is None:
         return "<h2>What monitoring costs</h2><p class='none'>no ledger yet</p>"
-    operations = sorted(data.costs["operations"].items(), key=lambda row: (-row[1]["total_time"], row[0]))
+    operations = sorted(
+        data.costs["operations"].items(), key=lambda row: (-row[1]["total_time"], row[0])
+    )
     rows = [
-        f'<tr><td>{escape(name)}</td><td class="n">{row["calls"]}</td><td class="n">{row["total_time"]:.2f} s</td>'
-        f'<td class="n">{row["background_time"]:.2f} s</td><td class="n">{row["percentage"]:.3f}%</td>'
+        f'<tr><td>{escape(name)}</td><td class="n">{row["calls"]}</td><td '
+        f'class="n">{row["total_time"]:.2f} s</td>'
+        f'<td class="n">{row["background_time"]:.2f} s</td><td '
+        f'class="n">{row["percentage"]:.3f}%</td>'
         f"<td>{escape(row['impact'])}</td><td>{escape(row['status'])}</td></tr>"
         for name, row in operations[:_TABLE_ROWS]
     ]
@@ -213,24 +271,41 @@ def _costs(data: Data) -> str:
         '<th class="n">CPU beside</th><th class="n">share</th><th>impact</th><th>status</th></tr>'
     )
     share, budget = data.costs["total_percentage"], data.costs["budget_percentage"]
-    return _table(f"What monitoring costs: {share:.2f}% of training time (budget {budget:g}%)", head, rows, "costs")
+    return _table(
+        f"What monitoring costs: {share:.2f}% of training time (budget {budget:g}%)",
+        head,
+        rows,
+        "costs",
+    )
 
 
 def _alarms(data: Data) -> list[Mark]:
-    events = ("incident", "hang_detected", "crash_loop", "cpu_fallback", "repo_stale", "straggler", "gpu_drop")
+    events = (
+        "incident",
+        "hang_detected",
+        "crash_loop",
+        "cpu_fallback",
+        "repo_stale",
+        "straggler",
+        "gpu_drop",
+    )
     wanted = [mark for mark in data.marks if mark.level in _WORST or mark.event in events]
     return wanted[-_TABLE_ROWS:]
 
 
 def _fates(data: Data) -> list[Mark]:
-    return data.of("upload_succeeded", "upload_failed", "upload_blocked", "audit_failed", "audit_passed")[-_TABLE_ROWS:]
+    return data.of(
+        "upload_succeeded", "upload_failed", "upload_blocked", "audit_failed", "audit_passed"
+    )[-_TABLE_ROWS:]
 
 
 def _pushes(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What became of each push, as the ledger has it: it keeps them longer than the log its lines."""
+    """What became of each push, as the ledger has it: it keeps them longer than the log its
+    lines."""
     kinds = {"verified": "good", "failed": "bad", "refuted": "bad"}
     cells = [
-        f'<tr><td class="when">{when(row["wall"])}</td><td>{escape(str(row["tag"] or "unknown"))}</td>'
+        "<tr><td "
+        f'class="when">{when(row["wall"])}</td><td>{escape(str(row["tag"] or "unknown"))}</td>'
         f'<td class="{kinds.get(row["outcome"], "warn")}">{escape(str(row["outcome"]))}</td>'
         f'<td class="n">{escape(_number(row["bytes"], ",.0f") or "unknown")}</td>'
         f'<td class="n">{escape(_number(row["seconds"], ".1f", " s") or "unknown")}</td>'
@@ -239,7 +314,8 @@ def _pushes(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in reversed(rows[-_TABLE_ROWS:])
     ]
     head = (
-        '<tr><th>when (UTC)</th><th>tag</th><th>outcome</th><th class="n">bytes</th><th class="n">took</th>'
+        '<tr><th>when (UTC)</th><th>tag</th><th>outcome</th><th class="n">bytes</th><th '
+        'class="n">took</th>'
         '<th class="n">attempts</th><th>checksum</th><th>why</th></tr>'
     )
     return _table("Pushes, by the ledger", head, cells, "costs")
@@ -259,5 +335,8 @@ def _events(title: str, marks: list[Mark]) -> str:
 def _foot(data: Data) -> str:
     total = sum(data.counts.values())
     torn = f", {counted(data.unreadable, 'unreadable line')} passed over" if data.unreadable else ""
-    words = f"{counted(total, 'event')} read{torn}. Scores are the validators' own; the guard does not guess them."
+    words = (
+        f"{counted(total, 'event')} read{torn}. Scores are the validators' own; the guard "
+        "does not guess them."
+    )
     return f"<p><small>{escape(words)}</small></p>"

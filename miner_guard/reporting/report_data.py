@@ -1,4 +1,5 @@
-"""What the report shows, gathered from guard.jsonl and status.json in one pass. A week of it in seconds."""
+"""What the report shows, gathered from guard.jsonl and status.json in one pass. A week of it in
+seconds."""
 
 from __future__ import annotations
 
@@ -15,14 +16,39 @@ from miner_guard.system.clock import parse_iso_utc
 
 _STEP = "inner_step"
 _SNAPSHOT = "health_snapshot"
-_MARKS = frozenset({
-    "slow_step", "loss_nan", "loss_spike", "loss_divergence", "miner_started", "miner_restarting", "miner_exited",
-    "miner_finished", "hang_detected", "crash_loop", "upload_succeeded", "upload_failed", "upload_blocked",
-    "upload_allowed", "repo_stale", "incident", "gpu_diagnostics", "cpu_fallback", "model_on_cpu", "low_gpu_memory",
-    "straggler", "gpu_drop", "gpu_fault", "audit_passed", "audit_failed", "monitoring_over_budget",
-})  # fmt: skip
+_MARKS = frozenset(
+    {
+        "slow_step",
+        "loss_nan",
+        "loss_spike",
+        "loss_divergence",
+        "miner_started",
+        "miner_restarting",
+        "miner_exited",
+        "miner_finished",
+        "hang_detected",
+        "crash_loop",
+        "upload_succeeded",
+        "upload_failed",
+        "upload_blocked",
+        "upload_allowed",
+        "repo_stale",
+        "incident",
+        "gpu_diagnostics",
+        "cpu_fallback",
+        "model_on_cpu",
+        "low_gpu_memory",
+        "straggler",
+        "gpu_drop",
+        "gpu_fault",
+        "audit_passed",
+        "audit_failed",
+        "monitoring_over_budget",
+    }
+)
 _KEPT = 20_000
-"""Of the events of one kind the first and at least so many of the newest are kept for the plots and tables."""
+"""Of the events of one kind the first and at least so many of the newest are kept for the plots and
+tables."""
 
 _Kept = tuple[int, float, Hit]
 """The event's number in the log, its time, and itself."""
@@ -132,7 +158,13 @@ def _take_snapshot(data: Data, time: float, record: Mapping[str, Any]) -> None:
     data.goodput.add(time, (snapshot.get("miner") or {}).get("goodput"))
     data.monitoring.add(time, (snapshot.get("costs") or {}).get("share_pct"))
     rows = (snapshot.get("gpus") or {}).get("gpus") or []
-    used = [row["memory_used_bytes"] / 1024**3 for row in rows if row.get("memory_used_bytes") is not None]
-    busy = [100 * row["utilization_ratio"] for row in rows if row.get("utilization_ratio") is not None]
+    used = [
+        row["memory_used_bytes"] / 1024**3
+        for row in rows
+        if row.get("memory_used_bytes") is not None
+    ]
+    busy = [
+        100 * row["utilization_ratio"] for row in rows if row.get("utilization_ratio") is not None
+    ]
     data.gpu_memory.add(time, min(used, default=None))
     data.gpu_use.add(time, min(busy, default=None))

@@ -1,4 +1,5 @@
-"""The milestones of source 004's timeline: what was reached, when, and what only the validators know."""
+"""The milestones of source 004's timeline: what was reached, when, and what only the validators
+know."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def milestones(data: Data, gate: GateSettings) -> list[Milestone]:
 
 
 def _at(stage: str, title: str, time: float | None, otherwise: str) -> Milestone:
-    return Milestone(stage, title, time, "no" if time is None else "yes", "" if time is not None else otherwise)
+    return Milestone(
+        stage, title, time, "no" if time is None else "yes", "" if time is not None else otherwise
+    )
 
 
 def _first_time(series: TimeSeries, true: Callable[[float], bool]) -> float | None:
@@ -52,7 +55,12 @@ def _diagnosis(data: Data) -> list[Milestone]:
     return [
         _at(stage, "GPU diagnostics show CUDA available", when if cuda else None, no_report),
         _at(stage, "Model on GPU", when if on_gpu else None, no_report),
-        _at(stage, "Step time < 30 seconds", _first_time(data.step_time, lambda v: v < _STEP_S), "no such step yet"),
+        _at(
+            stage,
+            "Step time < 30 seconds",
+            _first_time(data.step_time, lambda v: v < _STEP_S),
+            "no such step yet",
+        ),
         _at(stage, "GPU memory > 10 GB", _first_time(memory, lambda v: v > _MEMORY_GB), "not seen"),
     ]
 
@@ -63,7 +71,12 @@ def _first_upload(data: Data, gate: GateSettings) -> list[Milestone]:
     done, allowed = data.of("upload_succeeded"), data.of("upload_allowed")
     fresh = _first_time(data.repo_age, lambda v: v < gate.repo_age_limit_s)
     return [
-        _at(stage, f"Inner step reaches {least}+", _first_time(data.inner_step, lambda v: v >= least), "not yet"),
+        _at(
+            stage,
+            f"Inner step reaches {least}+",
+            _first_time(data.inner_step, lambda v: v >= least),
+            "not yet",
+        ),
         _at(stage, "Upload validation passes", _time(allowed or done), "none was allowed yet"),
         _at(stage, "First gradient uploaded and verified", _time(done), "none was verified yet"),
         _at(stage, f"Repo age < {gate.repo_age_limit_s:.0f} seconds", fresh, "never seen below"),
@@ -81,18 +94,34 @@ def _regular(data: Data, gate: GateSettings) -> list[Milestone]:
     tenth = max(1, len(losses) // 10)
     falls = len(losses) >= 20 and sum(losses[-tenth:]) / tenth < sum(losses[:tenth]) / tenth
     blocked = [
-        mark for mark in data.of("upload_blocked") if (mark.fields.get("inner_step") or 0) >= gate.min_inner_step
+        mark
+        for mark in data.of("upload_blocked")
+        if (mark.fields.get("inner_step") or 0) >= gate.min_inner_step
     ]
     slow = [mark for mark in data.of("slow_step") if mark.level != "debug"]
     end = data.last
     got_there = _first_time(data.inner_step, lambda v: v >= gate.min_inner_step) is not None
     return [
-        _at(stage, "Uploads regularly", done[2].time if len(done) > 2 else None, f"{len(done)} verified so far"),
-        _at(stage, "Loss decreasing over time", end if falls else None, "not, or too few steps to say"),
+        _at(
+            stage,
+            "Uploads regularly",
+            done[2].time if len(done) > 2 else None,
+            f"{len(done)} verified so far",
+        ),
+        _at(
+            stage,
+            "Loss decreasing over time",
+            end if falls else None,
+            "not, or too few steps to say",
+        ),
         _quiet(data, stage, 'No "SLOW STEP" warnings for an hour', slow),
-        _at(stage, f'No "UPLOAD BLOCKED" from inner step {gate.min_inner_step} on',
-            end if got_there and not blocked else None, f"{len(blocked)} blocked" if blocked else "not that far yet"),
-    ]  # fmt: skip
+        _at(
+            stage,
+            f'No "UPLOAD BLOCKED" from inner step {gate.min_inner_step} on',
+            end if got_there and not blocked else None,
+            f"{len(blocked)} blocked" if blocked else "not that far yet",
+        ),
+    ]
 
 
 def _quiet(data: Data, stage: str, title: str, marks: list[Mark]) -> Milestone:
@@ -100,7 +129,12 @@ def _quiet(data: Data, stage: str, title: str, marks: list[Mark]) -> Milestone:
     if data.first is None or data.last is None:
         return _at(stage, title, None, "no data")
     since = (marks[-1].time if marks else data.first) + _STILL_S
-    return _at(stage, title, since if since <= data.last else None, f"{len(marks)} so far, or not an hour yet")
+    return _at(
+        stage,
+        title,
+        since if since <= data.last else None,
+        f"{len(marks)} so far, or not an hour yet",
+    )
 
 
 def _validators() -> list[Milestone]:
@@ -124,4 +158,8 @@ def _validators() -> list[Milestone]:
             "AllReduce participation > 80%",
         ),
     }
-    return [Milestone(stage, title, None, "unknown", _UNREADABLE) for stage, titles in rows.items() for title in titles]
+    return [
+        Milestone(stage, title, None, "unknown", _UNREADABLE)
+        for stage, titles in rows.items()
+        for title in titles
+    ]

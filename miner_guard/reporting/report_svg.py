@@ -1,4 +1,5 @@
-"""Plots as inline SVG that scale to any width: the drawing is stretched, strokes and letters are not.
+"""Plots as inline SVG that scale to any width: the drawing is stretched, strokes and letters are
+not.
 
 Axis labels are HTML beside the drawing, so that they keep their size on a phone.
 """
@@ -16,7 +17,8 @@ from miner_guard.reporting.report_data import TimeSeries
 
 WIDTH, HEIGHT = 1000, 220
 _COLUMNS = 500
-"""Points of a line at most: beyond that each column of the drawing shows its least and its greatest value."""
+"""Points of a line at most: beyond that each column of the drawing shows its least and its greatest
+value."""
 
 _GAP_FACTOR = 20
 """A pause so many times longer than usual breaks the line: nothing was measured there."""
@@ -64,10 +66,12 @@ class Plot:
 
 
 def draw(plot: Plot, first: float, last: float) -> str:
-    """The plot as a `<figure>` over the time from `first` to `last`; says so where there is nothing to draw."""
+    """The plot as a `<figure>` over the time from `first` to `last`; says so where there is nothing
+    to draw."""
     if not plot.series.values:
         return (
-            f'<figure><figcaption>{escape(plot.title)}</figcaption><p class="none">{escape(plot.nothing)}</p></figure>'
+            f"<figure><figcaption>{escape(plot.title)}</figcaption><p "
+            f'class="none">{escape(plot.nothing)}</p></figure>'
         )
     values = [*plot.series.values, *(value for dots in plot.dots for _, value in dots.points)]
     if plot.limit is not None and plot.limit < 3 * max(values):
@@ -86,7 +90,9 @@ def draw(plot: Plot, first: float, last: float) -> str:
     shapes += [_verticals(lines, x) for lines in plot.lines if lines.times]
     if plot.limit is not None and low <= plot.limit <= high:
         shapes.append(f'<path class="limit" d="M0 {y(plot.limit)}H{WIDTH}"/>')
-    shapes.append(f'<path class="line" d="{_path(thinned(plot.series, first, span, plot.breaks), x, y)}"/>')
+    shapes.append(
+        f'<path class="line" d="{_path(thinned(plot.series, first, span, plot.breaks), x, y)}"/>'
+    )
     for dots in plot.dots:
         points = "".join(f"M{x(time)} {y(value)}h0" for time, value in dots.points)
         if points:
@@ -98,14 +104,18 @@ def draw(plot: Plot, first: float, last: float) -> str:
     labels = "".join(f"<span>{escape(short(tick))}</span>" for tick in reversed(ticks))
     times = "".join(f"<span>{escape(text)}</span>" for text in time_labels(first, last))
     return (
-        f"<figure><figcaption>{escape(plot.title)} <small>{escape(plot.unit)}</small>{_legend(plot)}</figcaption>"
+        f"<figure><figcaption>{escape(plot.title)} "
+        f"<small>{escape(plot.unit)}</small>{_legend(plot)}</figcaption>"
         f'<div class="plot"><div class="y">{labels}</div><div class="area">{drawing}</div>'
         f'<div class="x">{times}</div></div></figure>'
     )
 
 
 def _legend(plot: Plot) -> str:
-    marks: list[Dots | EventLines] = [*(d for d in plot.dots if d.points), *(v for v in plot.lines if v.times)]
+    marks: list[Dots | EventLines] = [
+        *(d for d in plot.dots if d.points),
+        *(v for v in plot.lines if v.times),
+    ]
     words = [f'<span class="key {mark.kind}">{escape(mark.words)}</span>' for mark in marks]
     if plot.limit is not None:
         words.append(f'<span class="key limit">limit {escape(short(plot.limit))}</span>')
@@ -114,7 +124,10 @@ def _legend(plot: Plot) -> str:
 
 def _verticals(lines: EventLines, x: Scale) -> str:
     places = sorted({x(time) for time in lines.times})
-    return f'<path class="vertical {lines.kind}" d="{"".join(f"M{place} 0V{HEIGHT}" for place in places)}"/>'
+    return (
+        f'<path class="vertical {lines.kind}" '
+        f'd="{"".join(f"M{place} 0V{HEIGHT}" for place in places)}"/>'
+    )
 
 
 def _path(points: Iterable[tuple[float, float] | None], x: Scale, y: Scale) -> str:

@@ -51,8 +51,8 @@ from uploads.repos.credentials import beside
 
 _LAST_WORDS_S = 2.0
 _SWITCH_S = 0.0001
-"""Python's own 5 ms between two threads would hold up the thread that writes, and the miner with it, while the parts
-look at a flood."""
+"""Python's own 5 ms between two threads would hold up the thread that writes, and the miner with
+it, while the parts look at a flood."""
 
 _SWEEP_GRACE_S = 5.0
 _GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
@@ -93,7 +93,8 @@ class GuardApp:
         self._defects: set[str] = set()
         self._ended = self._ready = False
         self.env = dict(os.environ if request.env is None else request.env)
-        # Everything that this process starts for itself is known by this, and never taken for the miner's.
+        # Everything that this process starts for itself is known by this, and never taken for the
+        # miner's.
         os.environ[HELPER] = str(os.getpid())
         self.loop = Loop(self.clock, self._defect)
         self.host = MonitorRunner(self.log)
@@ -103,22 +104,34 @@ class GuardApp:
         self.flights = Flights(request.state, self.run_id, self.log)
         order = LaunchSpec(
             request.command,
-            lambda launch: environment.of_miner(self.env, request.config, request.state, self.run_id, launch),
-            request.config, request.state, self.run_id, request.finished_code,
-        )  # fmt: skip
-        self.supervisor = Supervisor(order, self.clock, self.loop, self.host, self.relay, self.flights)
-        self.steering = CommandHandler(self.supervisor, self.flights, self.loop.soon, self._document)
+            lambda launch: environment.of_miner(
+                self.env, request.config, request.state, self.run_id, launch
+            ),
+            request.config,
+            request.state,
+            self.run_id,
+            request.finished_code,
+        )
+        self.supervisor = Supervisor(
+            order, self.clock, self.loop, self.host, self.relay, self.flights
+        )
+        self.steering = CommandHandler(
+            self.supervisor, self.flights, self.loop.soon, self._document
+        )
         self.startup = PreflightRunner(self._question(), self.report, self.loop.soon)
         self.supervisor.before_first = self.startup.begin
         self.supervisor.on_stopping = self._stopping
         self.host.on_finding = self.supervisor.attribution.hear
-        self.watchdog = Watchdog(self.loop, request.config.miner.stop_timeout_s, Hands(self.log, self._own_teardown))
+        self.watchdog = Watchdog(
+            self.loop, request.config.miner.stop_timeout_s, Hands(self.log, self._own_teardown)
+        )
         self.jobs = Scheduler(self.clock, self.report)
         self.status = Status(request.state, self.clock, self.log)
         self.managers: list[ServiceManager] = []
         self._closers: list[Callable[[], None]] = []
         self._sockets: dict[Path, tuple[Callable[[], None], Callable[[], None]]] = {}
-        """The sockets that others find the guard by; how to open each again, and how to close it."""
+        """The sockets that others find the guard by; how to open each again, and how to close
+        it."""
 
     def _question(self) -> PreflightRequest:
         request = self.request
@@ -132,7 +145,12 @@ class GuardApp:
         launch = self.supervisor.launch
         if launch is None:
             return None
-        return Teardown(self.clock, launch.leftovers, launch.child.process, self.request.config.miner.stop_timeout_s)
+        return Teardown(
+            self.clock,
+            launch.leftovers,
+            launch.child.process,
+            self.request.config.miner.stop_timeout_s,
+        )
 
     def _stopping(self) -> None:
         self.watchdog.stop_asked()
@@ -144,11 +162,16 @@ class GuardApp:
     def _emitter(self) -> Emitter:
         logs = self.request.config.logs
         jsonl = JsonlSink(self.request.state.log, logs, self.log)
-        return Emitter(self.clock, self.run_id, self.redactor, [ConsoleSink(self.relay.say, logs), jsonl])
+        return Emitter(
+            self.clock, self.run_id, self.redactor, [ConsoleSink(self.relay.say, logs), jsonl]
+        )
 
     def _defect(self, error: Exception) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"a defect of the guard: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        what = (
+            f"a defect of the guard: {type(error).__name__}: {error} "
+            f"({where.filename}:{where.lineno})"
+        )
         # By its place: the words may hold a number that is another one each time.
         place = f"{type(error).__name__} {where.filename}:{where.lineno}"
         if place not in self._defects:
@@ -172,7 +195,11 @@ class GuardApp:
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state
         misplaced = [*self.lock.findings, *check_state_dir(state)]
-        self.log(make_finding("guard_started", version=__version__, pid=os.getpid(), state_dir=str(state.root)))
+        self.log(
+            make_finding(
+                "guard_started", version=__version__, pid=os.getpid(), state_dir=str(state.root)
+            )
+        )
         for finding in misplaced:
             self.log(finding)
         self._prepare()
@@ -192,11 +219,15 @@ class GuardApp:
         self.managers = service_managers(self.env, self.loop, self._stop)
         if not become_subreaper():
             self.log(
-                make_finding("guard_degraded", what="the kernel refuses PR_SET_CHILD_SUBREAPER; orphans may escape")
+                make_finding(
+                    "guard_degraded",
+                    what="the kernel refuses PR_SET_CHILD_SUBREAPER; orphans may escape",
+                )
             )
         orphan_cleanup.end_orphans(self.request.state, _SWEEP_GRACE_S, self.log)
         self._try("reaper", self._start_reaper)
-        # Only now: what is left of an earlier run would be seen. Its children work while the parts are made.
+        # Only now: what is left of an earlier run would be seen. Its children work while the parts
+        # are made.
         self.startup.look()
         self.host.parts = registry.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
@@ -212,7 +243,9 @@ class GuardApp:
         if health is None:
             return
         settle = self.request.config.gpu.memory_settle_s
-        gpus = GpuMemoryWait(health.gpu_memory_levels, settle, self.clock, self.report, self.loop.soon)
+        gpus = GpuMemoryWait(
+            health.gpu_memory_levels, settle, self.clock, self.report, self.loop.soon
+        )
         self.jobs.once("GPU memory before the launch", gpus.remember)
         self.supervisor.before_next = gpus.wait
         self._closers.append(gpus.close)
@@ -232,9 +265,16 @@ class GuardApp:
 
     def _context(self) -> Context:
         return Context(
-            self.request.config, self.request.state, self.clock, self.run_id, self.report, self.jobs,
-            self.steering, lambda: self.status.latest, self.redactor,
-        )  # fmt: skip
+            self.request.config,
+            self.request.state,
+            self.clock,
+            self.run_id,
+            self.report,
+            self.jobs,
+            self.steering,
+            lambda: self.status.latest,
+            self.redactor,
+        )
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
         """What helps but is not needed: without it the miner runs all the same."""
@@ -242,7 +282,10 @@ class GuardApp:
             work()
         except OSError as error:
             self.log(
-                make_finding("guard_degraded", what=f"no {what}: {error.strerror or error}; the miner runs without it")
+                make_finding(
+                    "guard_degraded",
+                    what=f"no {what}: {error.strerror or error}; the miner runs without it",
+                )
             )
 
     def _start_reaper(self) -> None:
@@ -250,7 +293,11 @@ class GuardApp:
         self._closers.append(reaper.dismiss)
 
     def _open_notify_socket(self) -> None:
-        bell = NotifySocket(self.request.state, lambda rank: self.flights.look_at(rank, self.host), self.host.finding)
+        bell = NotifySocket(
+            self.request.state,
+            lambda rank: self.flights.look_at(rank, self.host),
+            self.host.finding,
+        )
         self.loop.watch(bell.fileno(), bell.receive)
 
         def close() -> None:
@@ -264,7 +311,8 @@ class GuardApp:
         self._sockets[self.request.state.control] = (self._open_control, control.close)
 
     def _restore_sockets(self) -> None:
-        """Who cleans /tmp takes sockets too: the ranks would think they are alone, and `status` that no guard runs.
+        """Who cleans /tmp takes sockets too: the ranks would think they are alone, and `status`
+        that no guard runs.
 
         And the lock: a second guard could start here, and end this one's miner as a leftover.
         """
@@ -284,7 +332,9 @@ class GuardApp:
         try:
             self.jobs.start()
         except Exception as error:  # noqa: BLE001 - without a schedule the miner still runs; it is reported
-            self.log(make_finding("guard_degraded", what=f"no schedule: {type(error).__name__}: {error}"))
+            self.log(
+                make_finding("guard_degraded", what=f"no schedule: {type(error).__name__}: {error}")
+            )
 
     def _pulse(self) -> None:
         if not self._ended:
@@ -308,7 +358,8 @@ class GuardApp:
     def _shutdown(self) -> None:
         self.loop.drain()
         self._ended = True
-        # The parts' last words, the final HEALTH line among them, are of how it ended, not of the last pulse.
+        # The parts' last words, the final HEALTH line among them, are of how it ended, not of the
+        # last pulse.
         for work in (
             lambda: self.status.update(self._document()),
             self.host.stop,
@@ -325,11 +376,17 @@ class GuardApp:
         self.loop.close()
 
     def _linger(self) -> None:
-        """Wait, with the loop running, until the parts have sent their last words; not for a dead webhook."""
+        """Wait, with the loop running, until the parts have sent their last words; not for a dead
+        webhook."""
         within_s = _FLUSH_S if self.supervisor.exit_code in _GAVE_UP else _FLUSH_ASKED_S
         over = self.loop.after(within_s, lambda: None).when
         while self.host.lingers() and self.clock.monotonic() < over:
             self.loop.after(0.05, lambda: None)
             self.loop.turn()
         if self.host.lingers():
-            self.log(make_finding("guard_degraded", what=f"not all alerts were sent within {within_s:g} s of the end"))
+            self.log(
+                make_finding(
+                    "guard_degraded",
+                    what=f"not all alerts were sent within {within_s:g} s of the end",
+                )
+            )

@@ -1,4 +1,5 @@
-"""Why a launch ended, for people and for the restart policy: the incident seen shortly before, else the exit code."""
+"""Why a launch ended, for people and for the restart policy: the incident seen shortly before, else
+the exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Attribution:
         self._incident = None
 
     def hear(self, finding: Finding) -> None:
-        """The latest incident counts: the part names roots only, and what was survived came before."""
+        """The latest incident counts: the part names roots only, and what was survived came
+        before."""
         if finding.event == "incident":
             self._incident, self._incident_at = finding, self._clock.monotonic()
 
@@ -41,4 +43,8 @@ class Attribution:
 
 def how_it_ended(end: Exit, code: str = "code") -> str:
     """`code` is what its exit code is called."""
-    return f"{code} {end.code}" if end.signal is None else f"signal {processes.signal_name(end.signal)}"
+    return (
+        f"{code} {end.code}"
+        if end.signal is None
+        else f"signal {processes.signal_name(end.signal)}"
+    )

@@ -1,4 +1,5 @@
-"""The ranks' flight records as the supervisor reads them: what is new since the last look, and what is acknowledged."""
+"""The ranks' flight records as the supervisor reads them: what is new since the last look, and what
+is acknowledged."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from miner_guard.system.processes import Process, alive
 _MAX_STEPS_A_LOOK = 1024
 
 _PATIENCE = 2
-"""Looks for which the other ranks' steps wait for the lead rank's: ranks end a step milliseconds apart."""
+"""Looks for which the other ranks' steps wait for the lead rank's: ranks end a step milliseconds
+apart."""
 
 
 class Reader(Protocol):
@@ -54,13 +56,15 @@ class Flights:
         self._report = report
         self._open: dict[int, _Open] = {}
         self._past: list[tuple[int, _Open]] = []
-        """Of ranks that the launcher has replaced by others within the launch; read to their end, then closed."""
+        """Of ranks that the launcher has replaced by others within the launch; read to their end,
+        then closed."""
 
         self._not_before = 0
         self._inodes_left_alone: dict[Path, int] = {}
 
     def leftovers(self, reader: Reader) -> None:
-        """Hand over what an earlier run wrote and no guard stored: its decisions and uploads are not lost."""
+        """Hand over what an earlier run wrote and no guard stored: its decisions and uploads are
+        not lost."""
         for path in self._paths():
             flight = self._try(path)
             if flight is None:
@@ -69,7 +73,8 @@ class Flights:
                 try:
                     reader.entry(flight.identity.rank, entry)
                 finally:
-                    # Also one that nobody can take: it must not come again, and hold back what is behind it.
+                    # Also one that nobody can take: it must not come again, and hold back what is
+                    # behind it.
                     flight.acknowledge(number + 1)
             flight.close()
 
@@ -82,7 +87,8 @@ class Flights:
             self._not_before = 0
 
     def look(self, reader: Reader) -> None:
-        """Hand over what is new in all records; of a step the lead (lowest) rank's record comes first."""
+        """Hand over what is new in all records; of a step the lead (lowest) rank's record comes
+        first."""
         self._refresh_all()
         self._finish_past(reader)
         for rank in sorted(self._open):
@@ -106,7 +112,8 @@ class Flights:
                 each.reader.close()
 
     def look_at(self, rank: int, reader: Reader) -> None:
-        """Hand over what is new in one record, after the lead rank's; a rank not seen before is opened."""
+        """Hand over what is new in one record, after the lead rank's; a rank not seen before is
+        opened."""
         self._drop_cut()
         if rank not in self._open:
             self._refresh_all()
@@ -121,7 +128,9 @@ class Flights:
         new = list(current.reader.steps(current.next_step))
         steps = new
         if patient and current is not (lead := self._open[min(self._open)]):
-            steps = list(itertools.takewhile(lambda step: step.total_steps <= lead.total_steps, new))
+            steps = list(
+                itertools.takewhile(lambda step: step.total_steps <= lead.total_steps, new)
+            )
         if steps:
             current.next_step = steps[-1].number + 1
             current.total_steps = steps[-1].total_steps
@@ -141,7 +150,8 @@ class Flights:
             self._refresh(path)
 
     def _drop_cut(self) -> None:
-        """A record that somebody has cut short is not read on: its rank ends at its next word, the guard must not."""
+        """A record that somebody has cut short is not read on: its rank ends at its next word, the
+        guard must not."""
         for rank, current in list(self._open.items()):
             if not current.reader.whole():
                 del self._open[rank]
@@ -165,8 +175,14 @@ class Flights:
         identities = self.identities().values()
         local_ranks = {identity.local_rank for identity in identities}
         # Where nobody told how many there are, the highest may be missing unseen.
-        expected = max((identity.local_world_size for identity in identities), default=0) or len(local_ranks)
-        whole = bool(headers) and len(headers) == len(self._open) and local_ranks == set(range(expected))
+        expected = max((identity.local_world_size for identity in identities), default=0) or len(
+            local_ranks
+        )
+        whole = (
+            bool(headers)
+            and len(headers) == len(self._open)
+            and local_ranks == set(range(expected))
+        )
         return whole and all(now.state == "finished" for now in headers.values())
 
     def ask_checkpoint(self) -> int:
@@ -190,7 +206,10 @@ class Flights:
             inode = path.stat().st_ino
         except OSError:
             return
-        if any(current.inode == inode for current in self._open.values()) or self._inodes_left_alone.get(path) == inode:
+        if (
+            any(current.inode == inode for current in self._open.values())
+            or self._inodes_left_alone.get(path) == inode
+        ):
             return
         flight = self._try(path)
         if flight is None:
@@ -200,17 +219,21 @@ class Flights:
             self._inodes_left_alone[path] = inode
             flight.close()
             return
-        # The file system may give the number of a file that was left alone, and is gone, to a later one.
+        # The file system may give the number of a file that was left alone, and is gone, to a later
+        # one.
         self._inodes_left_alone.pop(path, None)
         self._retire(identity)
         self._open[identity.rank] = _Open(flight, inode, next_entry=flight.acknowledged())
 
     def _retire(self, successor: Identity) -> None:
-        """A launcher that starts its workers anew may number them otherwise: torchrun does, at a new rendezvous."""
+        """A launcher that starts its workers anew may number them otherwise: torchrun does, at a
+        new rendezvous."""
         for rank, older in list(self._open.items()):
             own = older.reader.identity
             # Where nobody tells the local ranks all have 0: then the older one still lives.
-            moved = own.local_rank == successor.local_rank and not alive(Process(own.pid, own.process_start))
+            moved = own.local_rank == successor.local_rank and not alive(
+                Process(own.pid, own.process_start)
+            )
             if rank != successor.rank and moved:
                 self._inodes_left_alone[self._state.flight_of(rank)] = older.inode
             if rank == successor.rank or moved:
@@ -230,7 +253,9 @@ class Flights:
             aside = set_aside(path)
         except OSError:
             return
-        self._report(make_finding("file_set_aside", path=str(path), reason=reason, aside=str(aside)))
+        self._report(
+            make_finding("file_set_aside", path=str(path), reason=reason, aside=str(aside))
+        )
 
     def close(self) -> None:
         """Unmap everything."""

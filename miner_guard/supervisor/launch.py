@@ -1,4 +1,5 @@
-"""One launch while it lasts: the child process, what was asked of it, and how far its end has come."""
+"""One launch while it lasts: the child process, what was asked of it, and how far its end has
+come."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ RETRY_INSPECT_S = 1.0
 
 @dataclass
 class ActiveLaunch:
-    """For the supervisor's thread. What it does may be repeated: each call continues where the last one stopped."""
+    """For the supervisor's thread. What it does may be repeated: each call continues where the last
+    one stopped."""
 
     child: Child
     attempt: int
@@ -47,7 +49,8 @@ class ActiveLaunch:
         return self.child.code() is not None
 
     def ask_to_end(self, grace_s: float) -> None:
-        """SIGTERM to the launcher with the next `step`, SIGKILL to whatever is left after the grace."""
+        """SIGTERM to the launcher with the next `step`, SIGKILL to whatever is left after the
+        grace."""
         self.teardown = self._new_teardown(grace_s)
         self.teardown.ask()
         self._next_step = 0.0
@@ -63,9 +66,11 @@ class ActiveLaunch:
         return Teardown(self.clock, self.leftovers, self.child.process, grace_s)
 
     def step(self) -> float | None:
-        """Do what is due of the teardown. Seconds until the next step, None when nothing is left or can be done.
+        """Do what is due of the teardown. Seconds until the next step, None when nothing is left or
+        can be done.
 
-        Raises OSError where processes can't be inspected; the next step is due after `RETRY_INSPECT_S` then.
+        Raises OSError where processes can't be inspected; the next step is due after
+        `RETRY_INSPECT_S` then.
         """
         assert self.teardown is not None
         now = self.clock.monotonic()

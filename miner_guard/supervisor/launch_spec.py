@@ -35,7 +35,8 @@ class Then(Enum):
     """The next launch, when the restart policy allows it."""
 
     RELAUNCH = "relaunch"
-    """The next launch at once; not counted as a failure, since a person or a setting asked for it."""
+    """The next launch at once; not counted as a failure, since a person or a setting asked for
+    it."""
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,8 @@ class Loop:
             self.attempt(self._calls.popleft())
 
     def attempt(self, call: Callable[[], object]) -> bool:
-        """Call; False where it raised, which is reported. One failing step must not cost the next one."""
+        """Call; False where it raised, which is reported. One failing step must not cost the next
+        one."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - a defect of the guard must not end the miner; it is reported
@@ -186,9 +187,10 @@ class Loop:
             os.read(self._wake_read, 4096)
 
     def keep_signals(self) -> None:
-        """After `close` they do nothing: for a process that is about to end, whose exit code they must not change."""
-        # Ignored, since Python gives any other handler back to the default while it ends. An ignored SIGCHLD has a
-        # meaning of its own.
+        """After `close` they do nothing: for a process that is about to end, whose exit code they
+        must not change."""
+        # Ignored, since Python gives any other handler back to the default while it ends. An
+        # ignored SIGCHLD has a meaning of its own.
         ignored = self._before.keys() - {signal.SIGCHLD}
         self._before |= dict.fromkeys(ignored, signal.SIG_IGN)
 

@@ -1,4 +1,5 @@
-"""guard.sock: datagrams from the ranks. They say that there is something to read; they may be lost."""
+"""guard.sock: datagrams from the ranks. They say that there is something to read; they may be
+lost."""
 
 from __future__ import annotations
 
@@ -19,11 +20,15 @@ _MAX_AT_ONCE = 256
 class NotifySocket:
     """The receiving end. Making one raises OSError where the socket can't be made."""
 
-    def __init__(self, state: StateDir, on_ring: Callable[[int], None], on_finding: Callable[[Finding], None]) -> None:
+    def __init__(
+        self, state: StateDir, on_ring: Callable[[int], None], on_finding: Callable[[Finding], None]
+    ) -> None:
         self._path = state.socket
         self._on_ring = on_ring
         self._on_finding = on_finding
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
         # Whatever lies there under our name is from a guard that is gone: we hold the lock.
         self._path.unlink(missing_ok=True)
         with address(self._path) as name:
@@ -63,7 +68,8 @@ class NotifySocket:
 
 
 def finding_of(document: dict[str, Any], rank: int | None = None) -> Finding | None:
-    """The finding that a datagram or a journal entry holds; None where it is not one of the catalogue's."""
+    """The finding that a datagram or a journal entry holds; None where it is not one of the
+    catalogue's."""
     event, fields = document.get("event"), document.get("fields")
     level = document.get("level")
     if not isinstance(event, str) or event not in CATALOGUE or not isinstance(fields, dict):
@@ -72,6 +78,8 @@ def finding_of(document: dict[str, Any], rank: int | None = None) -> Finding | N
         return None
     said = document.get("rank", rank)
     try:
-        return make_finding(str(event), rank=said if isinstance(said, int) else None, level=level, **fields)
+        return make_finding(
+            str(event), rank=said if isinstance(said, int) else None, level=level, **fields
+        )
     except (TypeError, ValueError):
         return None

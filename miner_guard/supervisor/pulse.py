@@ -1,4 +1,5 @@
-"""The supervisor's tick: the ranks' records, the monitors, the launch's health, dropped output, the processes."""
+"""The supervisor's tick: the ranks' records, the monitors, the launch's health, dropped output, the
+processes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ DROPS_EVERY_S = 60.0
 
 
 class Pulse:
-    """What happens twice a second. Each step is attempted by itself: one that fails costs the others nothing."""
+    """What happens twice a second. Each step is attempted by itself: one that fails costs the
+    others nothing."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._run = supervisor
@@ -50,7 +52,10 @@ class Pulse:
         """Report once that the run's processes can't be read."""
         if not self._uninspectable_reported:
             self._uninspectable_reported = True
-            what = f"the miner's processes can't be inspected ({error.strerror}); tried again until they can"
+            what = (
+                f"the miner's processes can't be inspected ({error.strerror}); tried again "
+                "until they can"
+            )
             self._run.host.finding(make_finding("guard_degraded", what=what))
 
     def _watch_health(self, ranks: Mapping[int, Now]) -> None:

@@ -1,7 +1,7 @@
 """Whether a miner that failed is started again, and when: pure, by cause.
 
-The causes come from the incident knowledge (`miner_guard/incidents/*.toml`, field `restart`). A cause
-that a restart can't mend is not tried again and again; what may pass is, with growing waits.
+The causes come from the incident knowledge (`miner_guard/incidents/*.toml`, field `restart`). A
+cause that a restart can't mend is not tried again and again; what may pass is, with growing waits.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ RULES = {
     "transient": RestartRule(None, "look at the incidents and at the miner's last lines above"),
     "outage": RestartRule(None, "see whether the service answers from this machine", outside=True),
     "once": RestartRule(1, "a restart does not mend it"),
-    "hardware": RestartRule(1, "a restart of the miner can't bring it back: restart the container, then the host"),
+    "hardware": RestartRule(
+        1, "a restart of the miner can't bring it back: restart the container, then the host"
+    ),
     "config": RestartRule(1, "a person must change something first; a restart can't mend it"),
 }
 """By the value of an incident's field `restart`; `never` and unknown ones are treated as transient.
 
-All with a number count by label: the same label again without a healthy stretch between ends it. `config` too
-has one try, because the cause is read from log lines: one line misread must not end a miner for the night.
+All with a number count by label: the same label again without a healthy stretch between ends it.
+`config` too has one try, because the cause is read from log lines: one line misread must not end a
+miner for the night.
 """
 
 
@@ -79,7 +82,9 @@ class GiveUp:
 class RestartPolicy:
     """Counts failures since the last healthy stretch."""
 
-    def __init__(self, settings: RestartSettings, chance: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self, settings: RestartSettings, chance: Callable[[], float] = random.random
+    ) -> None:
         """`chance` gives numbers in [0, 1) for the jitter."""
         self._settings = settings
         self._chance = chance
@@ -112,7 +117,10 @@ class RestartPolicy:
         if self._failures >= self._settings.max_restarts:
             ran = ", ".join(f"{seconds:.0f}s" for seconds in self._times[-6:])
             tried_in_vain = counted(self._failures, "restart")
-            return GiveUp(f"{cause}; {tried_in_vain} did not help (it ran {ran}); {failure.fix or rule.advice}")
+            return GiveUp(
+                f"{cause}; {tried_in_vain} did not help (it ran {ran}); "
+                f"{failure.fix or rule.advice}"
+            )
         self._by_label[failure.label] = tried + 1
         self._failures += 1
         first = self._settings.outage_backoff_s if rule.outside else self._settings.backoff_s

@@ -1,7 +1,7 @@
 """Work on a schedule, in threads, never piling up: APScheduler behind the parts' `Jobs`.
 
-APScheduler plans in wall-clock time. When the wall clock steps, the plan is moved by as much, so that an
-interval stays an interval.
+APScheduler plans in wall-clock time. When the wall clock steps, the plan is moved by as much, so
+that an interval stays an interval.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _THREADS = 8
 
 
 class Scheduler:
-    """The supervisor's `Jobs`. Jobs run in up to 8 threads; the same job never runs twice at a time."""
+    """The supervisor's `Jobs`. Jobs run in up to 8 threads; the same job never runs twice at a
+    time."""
 
     def __init__(self, clock: Clock, report: Callable[[Finding], None]) -> None:
         self._clock = clock
@@ -40,11 +41,13 @@ class Scheduler:
         self._early: list[Callable[[], None]] | None = []
 
     def start(self) -> None:
-        """Begin. Until then jobs are only remembered: the miner starts before APScheduler is imported."""
+        """Begin. Until then jobs are only remembered: the miner starts before APScheduler is
+        imported."""
         from apscheduler.executors.pool import ThreadPoolExecutor
         from apscheduler.schedulers.background import BackgroundScheduler
 
-        # It would print a line for each run that it leaves out; lateness is reported by ourselves, as a finding.
+        # It would print a line for each run that it leaves out; lateness is reported by ourselves,
+        # as a finding.
         logging.getLogger("apscheduler").addHandler(logging.NullHandler())
         logging.getLogger("apscheduler").propagate = False
         self._scheduler = BackgroundScheduler(
@@ -66,8 +69,16 @@ class Scheduler:
                 return
         add()
 
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
-        """Run `work` every `seconds`, first after `first_after_s` (as long as the interval, if not said)."""
+    def every(
+        self,
+        name: str,
+        seconds: float,
+        work: Callable[[], None],
+        *,
+        first_after_s: float | None = None,
+    ) -> None:
+        """Run `work` every `seconds`, first after `first_after_s` (as long as the interval, if not
+        said)."""
         wait = seconds if first_after_s is None else first_after_s
         self._add(lambda: self._plan(name, seconds, work, wait))
 
@@ -75,7 +86,9 @@ class Scheduler:
         first = datetime.fromtimestamp(self._clock.wall() + wait, timezone.utc)
         due = self._due[name] = _Due(self._clock.monotonic() + wait, seconds)
         run = functools.partial(self._run, name, work, due)
-        self._scheduler.add_job(run, "interval", seconds=seconds, next_run_time=first, id=name, replace_existing=True)
+        self._scheduler.add_job(
+            run, "interval", seconds=seconds, next_run_time=first, id=name, replace_existing=True
+        )
 
     def once(self, name: str, work: Callable[[], None]) -> None:
         """Run `work` as soon as a thread is free."""
@@ -111,7 +124,8 @@ class Scheduler:
             self._report(make_finding("sampler_recovered", sampler=name))
 
     def figures(self) -> dict[str, dict[str, float | int | None]]:
-        """Of each repeated job: runs, how long the last and the longest took, and how many runs were left out."""
+        """Of each repeated job: runs, how long the last and the longest took, and how many runs
+        were left out."""
         return {
             name: {"runs": due.runs, "last_s": due.last_s, "max_s": due.max_s, "missed": due.missed}
             for name, due in list(self._due.items())
@@ -127,8 +141,9 @@ class Scheduler:
     def close(self) -> None:
         """No further runs; what is running is not waited for."""
         if self._scheduler is not None:
-            # `shutdown` in the middle of APScheduler's look at its jobs fails in its thread: after `pause` there is no
-            # further look, and `get_jobs` waits for the one that may be under way.
+            # `shutdown` in the middle of APScheduler's look at its jobs fails in its thread: after
+            # `pause` there is no further look, and `get_jobs` waits for the one that may be under
+            # way.
             self._scheduler.pause()
             self._scheduler.get_jobs()
             self._scheduler.shutdown(wait=False)
@@ -147,7 +162,8 @@ class _Due:
     def lateness(self, now: float) -> float:
         late = now - self._next
         self._next = now + self.interval_s
-        # A run that comes half an interval late is late; one interval late, and the one in between was left out.
+        # A run that comes half an interval late is late; one interval late, and the one in between
+        # was left out.
         self.missed += max(0, round(late / self.interval_s))
         return late
 

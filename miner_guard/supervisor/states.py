@@ -57,7 +57,9 @@ _MOVES: dict[tuple[State, Event], State] = {
     (State.ENDING, Event.HELD): State.PAUSED,
     (State.WAITING, Event.HELD): State.PAUSED,
 }
-TRANSITIONS = _MOVES | {(state, Event.FINISHED): State.DONE for state in State if state is not State.DONE}
+TRANSITIONS = _MOVES | {
+    (state, Event.FINISHED): State.DONE for state in State if state is not State.DONE
+}
 
 
 class IllegalTransition(Exception):

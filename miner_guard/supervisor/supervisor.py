@@ -1,7 +1,8 @@
 """The supervisor: one thread that starts the miner, hears it, ends it, and starts it again.
 
-It is level-triggered: after every turn of the loop `step` compares what is (does the launcher live?) with what is
-asked for (a stop?) and does the next thing. A lost signal or a failure in between costs one turn, never the launch.
+It is level-triggered: after every turn of the loop `step` compares what is (does the launcher
+live?) with what is asked for (a stop?) and does the next thing. A lost signal or a failure in
+between costs one turn, never the launch.
 """
 
 from __future__ import annotations
@@ -36,15 +37,21 @@ TICK_S = 0.5
 
 DRAIN_S = 5.0
 DRAIN_ASKED_S = 1.0
-"""For the monitors to read what the miner printed last, where nobody or somebody asked for its end; of what is left
-then they see the end only."""
+"""For the monitors to read what the miner printed last, where nobody or somebody asked for its end;
+of what is left then they see the end only."""
 
 
 class Supervisor:
     """Supervises one order. All methods but `want` belong to the thread that calls `run`."""
 
     def __init__(
-        self, order: LaunchSpec, clock: Clock, loop: Loop, host: MonitorRunner, relay: Relay, flights: Flights
+        self,
+        order: LaunchSpec,
+        clock: Clock,
+        loop: Loop,
+        host: MonitorRunner,
+        relay: Relay,
+        flights: Flights,
     ) -> None:
         self.order, self.clock, self.loop = order, clock, loop
         self.host, self.relay, self.flights = host, relay, flights
@@ -58,10 +65,14 @@ class Supervisor:
         self.paused = False
         self.last_exit: Exit | None = None
         self.on_stopping: Callable[[], None] = lambda: None
-        self.before_first: Callable[[Callable[[], None], Callable[[int, str], None]], None] = lambda go, _refuse: go()
-        """Asked before the first launch: calls the first to launch, or the second with an exit code and a reason."""
+        self.before_first: Callable[[Callable[[], None], Callable[[int, str], None]], None] = (
+            lambda go, _refuse: go()
+        )
+        """Asked before the first launch: calls the first to launch, or the second with an exit code
+        and a reason."""
         self.before_next: Callable[[Callable[[], None]], None] = lambda proceed: proceed()
-        """Called before every launch but the first; it calls back in this thread when the way is free."""
+        """Called before every launch but the first; it calls back in this thread when the way is
+        free."""
 
         self._requests: deque[StopRequest] = deque()
         self._wish: StopRequest | None = None
@@ -73,10 +84,14 @@ class Supervisor:
         self.family = ProcessTree(order.state, clock)
         self.pulse = Pulse(self)
         self._steps: Mapping[State, Callable[[], None]] = {
-            State.STARTING: self._step_idle, State.WAITING: self._step_idle, State.PAUSED: self._step_idle,
-            State.RUNNING: self._step_running, State.STOPPING: self._step_stopping, State.ENDING: self._step_ending,
+            State.STARTING: self._step_idle,
+            State.WAITING: self._step_idle,
+            State.PAUSED: self._step_idle,
+            State.RUNNING: self._step_running,
+            State.STOPPING: self._step_stopping,
+            State.ENDING: self._step_ending,
             State.DONE: lambda: None,
-        }  # fmt: skip
+        }
 
     @property
     def child(self) -> Child | None:
@@ -122,7 +137,8 @@ class Supervisor:
         return self.exit_code
 
     def step(self) -> None:
-        """Do the next thing that what is, and what is asked for, require. May be repeated at any time."""
+        """Do the next thing that what is, and what is asked for, require. May be repeated at any
+        time."""
         while self._requests:
             self._accept(self._requests.popleft())
         self._steps[self.state]()
@@ -146,7 +162,8 @@ class Supervisor:
             self._say_ending(wish)
             return
         if wish.then is Then.RESTART and self.state is not State.RUNNING:
-            # It was meant for a launch that has ended since: what comes next is the policy's, with its wait.
+            # It was meant for a launch that has ended since: what comes next is the policy's, with
+            # its wait.
             return
         # From here on it is honoured, whatever fails below.
         self._wish = wish
@@ -161,7 +178,9 @@ class Supervisor:
         teardown = self.launch.teardown if self.launch is not None else None
         if wish.then is Then.STOP and teardown is not None and teardown.may_say():
             reason = f"{wish.cause}, and it is ending already: {teardown.waits_for()}"
-            self.host.finding(make_finding("miner_stopping", reason=reason, grace_s=teardown.left_s()))
+            self.host.finding(
+                make_finding("miner_stopping", reason=reason, grace_s=teardown.left_s())
+            )
 
     # --- between two launches ---
 
@@ -176,7 +195,8 @@ class Supervisor:
             self._launch_when_free()
 
     def _launch_when_free(self) -> None:
-        """Launch when what the last launch held is free; a stop or another start meanwhile takes this back."""
+        """Launch when what the last launch held is free; a stop or another start meanwhile takes
+        this back."""
         self._turn += 1
         turn = self._turn
 
@@ -207,12 +227,16 @@ class Supervisor:
             return
         self.launches += 1
         now = self.clock.monotonic()
-        self.launch = ActiveLaunch(child, attempt, now, self.clock, lambda: self.family.leftovers(child.process))
+        self.launch = ActiveLaunch(
+            child, attempt, now, self.clock, lambda: self.family.leftovers(child.process)
+        )
         self._enter(Event.LAUNCHED)
         words = shlex.join(self.order.command).replace("\n", "\\n")
         for work in (
             lambda: self.flights.launched(child.pid),
-            lambda: self.host.finding(make_finding("miner_started", pid=child.pid, command=words, attempt=attempt)),
+            lambda: self.host.finding(
+                make_finding("miner_started", pid=child.pid, command=words, attempt=attempt)
+            ),
             lambda: self.host.launch(Launch(tuple(self.order.command), child.pid, attempt, now)),
         ):
             self.loop.attempt(work)
@@ -244,7 +268,9 @@ class Supervisor:
             self.launch.wish = self._wish
             self.launch.ask_to_end(grace)
             self._enter(Event.STOP_BEGUN)
-            self.host.finding(make_finding("miner_stopping", reason=self._wish.cause, grace_s=grace))
+            self.host.finding(
+                make_finding("miner_stopping", reason=self._wish.cause, grace_s=grace)
+            )
             self._step_stopping()
 
     def _step_stopping(self) -> None:
@@ -304,7 +330,10 @@ class Supervisor:
     def _show_last_words(self) -> None:
         left_out = self.relay.show_rest()
         if left_out:
-            what = f"{left_out} bytes of the miner's last output were passed on unexamined: the monitors were behind"
+            what = (
+                f"{left_out} bytes of the miner's last output were passed on unexamined: "
+                "the monitors were behind"
+            )
             self.host.finding(make_finding("guard_degraded", what=what))
 
     def _said_finished(self) -> bool:
@@ -318,20 +347,32 @@ class Supervisor:
         if teardown is None:
             return
         for process, command in teardown.killed:
-            self.host.finding(make_finding("orphan_killed", pid=process.pid, command=command, of_run=self.order.run_id))
+            self.host.finding(
+                make_finding(
+                    "orphan_killed", pid=process.pid, command=command, of_run=self.order.run_id
+                )
+            )
         for process in teardown.stuck:
-            what = f"pid {process.pid} does not end, not even by SIGKILL: it waits in the kernel (D state)"
+            what = (
+                f"pid {process.pid} does not end, not even by SIGKILL: it waits in the "
+                "kernel (D state)"
+            )
             self.host.finding(make_finding("guard_degraded", what=what))
 
     def _say_exit(self, end: Exit, wish: StopRequest | None) -> None:
         runtime = round(end.runtime_s, 3)
         if end.finished:
-            self.host.finding(make_finding("miner_finished", how=f"code {end.code}", code=end.code, runtime_s=runtime))
+            self.host.finding(
+                make_finding(
+                    "miner_finished", how=f"code {end.code}", code=end.code, runtime_s=runtime
+                )
+            )
             return
         how = f"{how_it_ended(end)} {_asked(wish)}"
         if end.code == 0 and not end.asked:
             how += (
-                "; where it has finished its work, it must say so: guard.close(finished=True) or [miner] finite = true"
+                "; where it has finished its work, it must say so: "
+                "guard.close(finished=True) or [miner] finite = true"
             )
         finding = make_finding("miner_exited", how=how, code=end.code, runtime_s=runtime)
         self.host.finding(finding.at("info") if end.asked else finding)
@@ -357,7 +398,10 @@ class Supervisor:
             self._finish(self._wish.exit_code, self._wish.cause)
         else:
             restart = self.order.config.restart
-            self._wait(Again(restart.backoff_s, self.launches), "the last launch is over; see GUARD DEGRADED")
+            self._wait(
+                Again(restart.backoff_s, self.launches),
+                "the last launch is over; see GUARD DEGRADED",
+            )
 
     def _after_failure(self, failure: Failure, code: int) -> None:
         if not self.order.config.restart.enabled:
@@ -368,7 +412,9 @@ class Supervisor:
             return
         decision = self.policy.failed(failure)
         if isinstance(decision, GiveUp):
-            self.host.finding(make_finding("crash_loop", detail=decision.why, restarts=self.policy.failures))
+            self.host.finding(
+                make_finding("crash_loop", detail=decision.why, restarts=self.policy.failures)
+            )
             self._finish(CRASH_LOOP, f"crash loop: {decision.why}")
             return
         self._wait(decision, failure.cause)
@@ -379,7 +425,13 @@ class Supervisor:
         self._step_again_in(again.wait_s)
         most = self.order.config.restart.max_restarts
         self.host.finding(
-            make_finding("miner_restarting", wait_s=again.wait_s, attempt=again.attempt, max_restarts=most, cause=cause)
+            make_finding(
+                "miner_restarting",
+                wait_s=again.wait_s,
+                attempt=again.attempt,
+                max_restarts=most,
+                cause=cause,
+            )
         )
 
     def _cancel_retry(self) -> None:

@@ -1,8 +1,9 @@
-"""The guard's own watchdog: a stop is honoured within its grace, even where the supervisor's loop hangs.
+"""The guard's own watchdog: a stop is honoured within its grace, even where the supervisor's loop
+hangs.
 
-It is a thread that waits for two things: signals, whose numbers Python's C handler writes to a pipe that
-only this thread reads, and the loop's signs of life. Where the loop is silent after a stop was asked for, it ends
-the launch itself, leaves all threads' stacks on stderr and ends the process.
+It is a thread that waits for two things: signals, whose numbers Python's C handler writes to a pipe
+that only this thread reads, and the loop's signs of life. Where the loop is silent after a stop was
+asked for, it ends the launch itself, leaves all threads' stacks on stderr and ends the process.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from miner_guard.supervisor.process.teardown import TERM_TO_KILL_S, UNKILLABLE_S
 from miner_guard.system import processes
 
 SILENT_S = 5.0
-"""The loop turns twice a second; under a load of 20 on 2 cores its longest turn was below one second."""
+"""The loop turns twice a second; under a load of 20 on 2 cores its longest turn was below one
+second."""
 
 _LAST_WORDS_S = 20.0
-"""After the miner's end: alerts, the final status, sockets and children closed (10 s of it for the alerts)."""
+"""After the miner's end: alerts, the final status, sockets and children closed (10 s of it for the
+alerts)."""
 
 _LOOK_EVERY_S = 0.5
 _PAUSED_S = 3.0
 _REPORT_S = 1.0
-"""How long a report may take before its thread is left behind: what hangs the loop may hang it too."""
+"""How long a report may take before its thread is left behind: what hangs the loop may hang it
+too."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Hands:
 
     report: Callable[[Finding], None]
     teardown: Callable[[], Teardown | None]
-    """Of the current launch, with its whole grace; None where nothing runs. Called from this thread."""
+    """Of the current launch, with its whole grace; None where nothing runs. Called from this
+    thread."""
 
     leave: Callable[[int], object] = os._exit
     monotonic: Callable[[], float] = time.monotonic
@@ -65,7 +70,8 @@ class Watchdog:
         self._main = threading.main_thread().ident
 
     def start(self, stop_signals: Collection[int]) -> None:
-        """From the main thread, after its signal handlers are in place: Python writes only those signals' numbers."""
+        """From the main thread, after its signal handlers are in place: Python writes only those
+        signals' numbers."""
         self._stop_signals = stop_signals
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
@@ -76,7 +82,8 @@ class Watchdog:
             self._asked_at = self._hands.monotonic()
 
     def leaving(self, exit_code: int, within_s: float) -> None:
-        """The process is about to end with this code; it ends within so many seconds, whatever hangs."""
+        """The process is about to end with this code; it ends within so many seconds, whatever
+        hangs."""
         self._exit_code, self._leave_at = exit_code, self._hands.monotonic() + within_s
 
     def _run(self) -> None:
@@ -96,7 +103,8 @@ class Watchdog:
             self.stop_asked()
 
     def look(self) -> None:
-        """Compare the loop's last sign of life, and the time since a stop was asked for, with what they may be."""
+        """Compare the loop's last sign of life, and the time since a stop was asked for, with what
+        they may be."""
         now = self._hands.monotonic()
         if now - self._looked_at > _PAUSED_S:
             # The whole process was stopped, or the host: the loop had no turn either.
@@ -110,7 +118,10 @@ class Watchdog:
             self._say_wedged(silent)
             if self._asked_at is not None:
                 self._end_launch()
-                if self._hands.monotonic() - self._loop.turned_at >= SILENT_S and self._leave_at is None:
+                if (
+                    self._hands.monotonic() - self._loop.turned_at >= SILENT_S
+                    and self._leave_at is None
+                ):
                     self._leave("the loop hangs")
         else:
             self._wedged = False
@@ -129,12 +140,16 @@ class Watchdog:
         stack = traceback.extract_stack(frame) if frame is not None else []
         where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown"
         finding = make_finding(
-            "guard_wedged", seconds=round(silent, 1), where=where, stack=traceback.format_list(stack)
+            "guard_wedged",
+            seconds=round(silent, 1),
+            where=where,
+            stack=traceback.format_list(stack),
         )
         self._within_a_second(lambda: self._hands.report(finding))
 
     def _end_launch(self) -> None:
-        """As the loop would have done it: SIGTERM, the grace, SIGKILL, until nothing of the launch is left."""
+        """As the loop would have done it: SIGTERM, the grace, SIGKILL, until nothing of the launch
+        is left."""
         teardown = self._hands.teardown()
         if teardown is None:
             return

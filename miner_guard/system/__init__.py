@@ -1,1 +1,2 @@
-"""Facts of this machine and process, and safe access to them: clock, probes, processes, sockets. Imports no other room."""
+"""Facts of this machine and process, and safe access to them: clock, probes, processes, sockets.
+Imports no other room."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 
 def value_of(command: Sequence[str], *names: str) -> str | None:
-    """The value of the last argument of one of these names, as `--name=value` or `--name value`; None without one.
+    """The value of the last argument of one of these names, as `--name=value` or `--name value`;
+    None without one.
 
     The last counts, as parsers do. `-` and `_` inside a name are one, as torchrun takes them.
     """
@@ -31,6 +32,7 @@ def _spelled(name: str) -> str:
 
 
 def _words(command: Sequence[str]) -> Iterator[str]:
-    """The words of the command, and those inside one, as in `sh -c "torchrun --nnodes 2 train.py"`."""
+    """The words of the command, and those inside one, as in `sh -c "torchrun --nnodes 2
+    train.py"`."""
     for word in command:
         yield from word.split() or [word]

@@ -1,4 +1,5 @@
-"""Leaves out what another library imports only if it is there: the guard starts sooner and is smaller."""
+"""Leaves out what another library imports only if it is there: the guard starts sooner and is
+smaller."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def block_import(name: str) -> Iterator[None]:
-    """Within it, `import name` raises ImportError; a module that was imported already stays as it is."""
+    """Within it, `import name` raises ImportError; a module that was imported already stays as it
+    is."""
     if name in sys.modules:
         yield
         return

@@ -1,7 +1,9 @@
-"""Probes: anything that may hang (a driver, a node, a storage, a pickle) runs in a child with a deadline.
+"""Probes: anything that may hang (a driver, a node, a storage, a pickle) runs in a child with a
+deadline.
 
-The child is `python -m MODULE`; it reads one JSON document from stdin, writes one to the file descriptor
-named in `_MINER_GUARD_PROBE_FD`, and may print what it likes: stdout and stderr are kept for the reason.
+The child is `python -m MODULE`; it reads one JSON document from stdin, writes one to the file
+descriptor named in `_MINER_GUARD_PROBE_FD`, and may print what it likes: stdout and stderr are kept
+for the reason.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def ask(
 ) -> Answer:
     """Run a probe and wait for its answer, `deadline_s` at most. Never raises.
 
-    `module` is a module's name, or the path of a script for an interpreter that does not have this package.
+    `module` is a module's name, or the path of a script for an interpreter that does not have this
+    package.
     """
     what = ["-m", module] if isinstance(module, str) else [str(module)]
     name = module if isinstance(module, str) else module.stem
@@ -95,9 +98,13 @@ def end_all() -> None:
 
 
 def _talk(
-    child: subprocess.Popen[bytes], answer_end: int, request: Mapping[str, Any], start: float, deadline_s: float,
+    child: subprocess.Popen[bytes],
+    answer_end: int,
+    request: Mapping[str, Any],
+    start: float,
+    deadline_s: float,
     module: str,
-) -> Answer:  # fmt: skip
+) -> Answer:
     assert child.stdin is not None
     assert child.stdout is not None
     pending = json.dumps(request).encode()
@@ -150,9 +157,13 @@ def _feed(stdin: int, pending: bytes) -> bytes:
 
 
 def _parsed(
-    reading: Mapping[int, bytes], stdout: int, answer_end: int, child: subprocess.Popen[bytes], seconds: float,
+    reading: Mapping[int, bytes],
+    stdout: int,
+    answer_end: int,
+    child: subprocess.Popen[bytes],
+    seconds: float,
     module: str,
-) -> Answer:  # fmt: skip
+) -> Answer:
     text = reading[answer_end]
     if not text:
         words = reading[stdout].decode("utf-8", "replace").strip().splitlines()
@@ -180,7 +191,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # A child in uninterruptible sleep does not die; it is left to be reaped later rather than waited for.
+            # A child in uninterruptible sleep does not die; it is left to be reaped later rather
+            # than waited for.
             child.wait(timeout=0.5)
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from miner_guard.state_dir import MARKER, STATE_DIR
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
-"""Of a process that ended, or is another user's. Other errors (no descriptor to look with) say nothing of it. They are
-raised: a process that can't be looked at has not ended."""
+"""Of a process that ended, or is another user's. Other errors (no descriptor to look with) say
+nothing of it. They are raised: a process that can't be looked at has not ended."""
 
 HELPER = "_MINER_GUARD_HELPER"
-"""In the environment of what the guard starts for itself: probes, the reaper. Never part of a run."""
+"""In the environment of what the guard starts for itself: probes, the reaper. Never part of a
+run."""
 
 
 def signal_name(number: int) -> str:
@@ -149,9 +150,11 @@ def ancestors(pid: int) -> set[int]:
 
 
 def adopted(guard: int) -> set[Process]:
-    """Children of the guard that it did not start for itself: orphans of the run that came to it as subreaper.
+    """Children of the guard that it did not start for itself: orphans of the run that came to it as
+    subreaper.
 
-    Includes the launcher. A helper between fork and exec still has the guard's own command line; it is left out.
+    Includes the launcher. A helper between fork and exec still has the guard's own command line; it
+    is left out.
     """
     own = command(guard)
     found: set[Process] = set()
@@ -164,7 +167,8 @@ def adopted(guard: int) -> set[Process]:
 
 
 def send(process: Process, number: int) -> bool:
-    """Signal exactly this process. False where it is gone already or not ours. Raises OSError where it can't tell."""
+    """Signal exactly this process. False where it is gone already or not ours. Raises OSError where
+    it can't tell."""
     try:
         handle = os.pidfd_open(process.pid)
     except _GONE:

@@ -1,4 +1,5 @@
-"""Addresses of Unix sockets in directories whose path is longer than the kernel allows (107 bytes)."""
+"""Addresses of Unix sockets in directories whose path is longer than the kernel allows (107
+bytes)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _MAX_LENGTH = 107
 
 @contextmanager
 def address(path: Path) -> Iterator[str]:
-    """A name to bind or connect to `path`, valid inside the `with`. Raises OSError where its folder is absent."""
+    """A name to bind or connect to `path`, valid inside the `with`. Raises OSError where its folder
+    is absent."""
     if len(os.fsencode(path)) <= _MAX_LENGTH:
         yield str(path)
         return

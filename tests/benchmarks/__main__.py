@@ -1,4 +1,5 @@
-"""`python -m tests.benchmarks [NAME…]`: run the benchmarks of this folder, all or the named ones, and print tables.
+"""`python -m tests.benchmarks [NAME…]`: run the benchmarks of this folder, all or the named ones,
+and print tables.
 
 Each `bench_NAME.py` has a TITLE and `run() -> list[Row]`.
 """
@@ -17,7 +18,10 @@ def main(wanted: list[str]) -> int:
     here = Path(__file__).parent
     names = sorted(p.stem.removeprefix("bench_") for p in here.glob("bench_*.py"))
     if unknown := set(wanted) - set(names):
-        print(f"no benchmark named {', '.join(sorted(unknown))}; there are: {', '.join(names)}", file=sys.stderr)
+        print(
+            f"no benchmark named {', '.join(sorted(unknown))}; there are: {', '.join(names)}",
+            file=sys.stderr,
+        )
         return 64
     failed = 0
     for name in wanted or names:

@@ -1,4 +1,5 @@
-"""What attaching costs: at the start of every Python, and per step of a script that knows nothing of it."""
+"""What attaching costs: at the start of every Python, and per step of a script that knows nothing
+of it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ STEPS = 2000
 
 
 def run() -> list[Row]:
-    """Start-up of a Python that is no miner, and a training step, with and without, in alternation."""
+    """Start-up of a Python that is no miner, and a training step, with and without, in
+    alternation."""
     return [*_start(), *_step()]
 
 

@@ -1,4 +1,5 @@
-"""The audit: wall time and bytes fetched, against reading the same files and loading them in this process."""
+"""The audit: wall time and bytes fetched, against reading the same files and loading them in this
+process."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ def run() -> list[Row]:
             key: value
             for n in range(_PARAMETERS)
             for key, value in (
-                (f"layer.{n}.idxs", torch.randint(0, 10**6, (_KEPT,))), (f"layer.{n}.vals", torch.randn(_KEPT)),
+                (f"layer.{n}.idxs", torch.randint(0, 10**6, (_KEPT,))),
+                (f"layer.{n}.vals", torch.randn(_KEPT)),
             )
-        }  # fmt: skip
+        }
         path = root / "epoch-1" / "gradients.pt"
         torch.save({**gradients, "metadata": {"inner_step": 60}}, path)
         (root / "epoch-1" / "config.json").write_text(json.dumps({"block_list": [1000]}))
@@ -53,5 +55,11 @@ def run() -> list[Row]:
             "s",
             note=f"{report.outcome}; {alone:.2f} s to load the file alone",
         ),
-        Row("fetched / published bytes", report.fetched_bytes / size, "", "<= 1.01", f"{report.fetched_bytes} bytes"),
+        Row(
+            "fetched / published bytes",
+            report.fetched_bytes / size,
+            "",
+            "<= 1.01",
+            f"{report.fetched_bytes} bytes",
+        ),
     ]

@@ -1,4 +1,5 @@
-"""The hook in a real training loop: guard on against guard off, in alternating blocks of one process."""
+"""The hook in a real training loop: guard on against guard off, in alternating blocks of one
+process."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ STEPS = 6
 
 
 def run() -> list[Row]:
-    """Step time with and without, and the time inside `guard.step()` measured in place, caches cold."""
+    """Step time with and without, and the time inside `guard.step()` measured in place, caches
+    cold."""
     with tempfile.TemporaryDirectory() as folder:
-        reader = subprocess.Popen([sys.executable, "-c", _READER, f"{folder}/guard.sock"], stdout=subprocess.PIPE)
+        reader = subprocess.Popen(
+            [sys.executable, "-c", _READER, f"{folder}/guard.sock"], stdout=subprocess.PIPE
+        )
         assert reader.stdout is not None
         reader.stdout.readline()
         try:
@@ -43,7 +47,9 @@ def _rows(guard: Guard) -> list[Row]:
         on.append(seconds)
         inside.append(hook)
     ratios = [a / b for a, b in zip(on, off, strict=True)]
-    spread = f"pairs from {min(ratios):.3f} to {max(ratios):.3f}: noise is larger than the difference"
+    spread = (
+        f"pairs from {min(ratios):.3f} to {max(ratios):.3f}: noise is larger than the difference"
+    )
     step_s = statistics.median(on)
     return [
         Row("a step with the guard / without", statistics.median(ratios), "×", note=spread),
@@ -98,7 +104,8 @@ def _loop() -> Any:
 
 
 class _Stopwatch:
-    """Adds up what passes while it runs; the two reads of the clock it costs are counted with the hook."""
+    """Adds up what passes while it runs; the two reads of the clock it costs are counted with the
+    hook."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,4 +1,5 @@
-"""What judging a step costs, hot in a loop and cold after the caches were swept, and how soon a fault is seen."""
+"""What judging a step costs, hot in a loop and cold after the caches were swept, and how soon a
+fault is seen."""
 
 from __future__ import annotations
 
@@ -58,7 +59,11 @@ def _costs() -> Iterator[Row]:
     def one_straggler() -> None:
         number[0] += 1
         for r in range(4):
-            list(straggler.observe(r, number[0], 15.0, {"data": 0.1, "forward": 5.0, "collective": 1.0}, 4))
+            list(
+                straggler.observe(
+                    r, number[0], 15.0, {"data": 0.1, "forward": 5.0, "collective": 1.0}, 4
+                )
+            )
 
     judges: dict[str, Callable[[], Any]] = {
         "step time": lambda: (times.observe(15 * source.gauss(1, 0.03)), regression.observe(15.0)),
@@ -86,7 +91,12 @@ def _hot_and_cold(name: str, call: Callable[[], Any]) -> Iterator[Row]:
         call()
         cold.append(time.perf_counter() - start)
     yield Row(f"{name}, hot", 1e6 * statistics.median(hot), "µs a step")
-    yield Row(f"{name}, cold", 1e6 * statistics.median(cold), "µs a step", note="64 MiB written before each call")
+    yield Row(
+        f"{name}, cold",
+        1e6 * statistics.median(cold),
+        "µs a step",
+        note="64 MiB written before each call",
+    )
 
 
 def _sweep() -> None:
@@ -101,9 +111,18 @@ def _parts(clock: FakeClock) -> list[Monitor]:
 
 def _step(number: int, start: float, seconds: float, loss: float) -> StepRecord:
     return StepRecord(
-        number=number, outer_step=1, inner_step=number, total_steps=number, start=start, end=start + seconds, wall=1e9,
-        loss=loss, lr=2e-4, allocated_bytes=18 * 1024**3, phases={"data": 0.1, "forward": 5.0, "backward": 9.0},
-    )  # fmt: skip
+        number=number,
+        outer_step=1,
+        inner_step=number,
+        total_steps=number,
+        start=start,
+        end=start + seconds,
+        wall=1e9,
+        loss=loss,
+        lr=2e-4,
+        allocated_bytes=18 * 1024**3,
+        phases={"data": 0.1, "forward": 5.0, "backward": 9.0},
+    )
 
 
 def _whole_step() -> Iterator[Row]:
@@ -123,13 +142,16 @@ def _whole_step() -> Iterator[Row]:
 
     for row in _hot_and_cold("all parts of the supervisor, 4 ranks", step):
         share = (row.value or 0) / 1e6 / 10
-        yield Row(row.what, row.value, row.unit, "< 0.1 % of a 10 s step", f"{share:.4%} of a 10 s step")
+        yield Row(
+            row.what, row.value, row.unit, "< 0.1 % of a 10 s step", f"{share:.4%} of a 10 s step"
+        )
 
 
 def _trace() -> Iterator[Row]:
     losses = _losses()
     lines = [
-        f'{{"step": {n}, "loss": {next(losses):.4f}, "step_time": 15.0, "gpu_mem_gb": 18.4}}' for n in range(20_000)
+        f'{{"step": {n}, "loss": {next(losses):.4f}, "step_time": 15.0, "gpu_mem_gb": 18.4}}'
+        for n in range(20_000)
     ]
     start = time.perf_counter()
     judge(reading.read(lines))
@@ -137,22 +159,39 @@ def _trace() -> Iterator[Row]:
 
 
 def _delays() -> Iterator[Row]:
-    """Steps from the first bad one to the finding, on simulated runs with 3 % noise; the median of 20 runs."""
+    """Steps from the first bad one to the finding, on simulated runs with 3 % noise; the median of
+    20 runs."""
     for name, event, change in (
         ("slow step (4 times)", "slow_step", lambda n, t, v: (4 * t if n == 200 else t, v)),
         ("NaN", "loss_nan", lambda n, t, v: (t, math.nan if n >= 200 else v)),
-        ("spike (1.6 times), as a remark", "loss_spike", lambda n, t, v: (t, 1.6 * v if n == 200 else v)),
+        (
+            "spike (1.6 times), as a remark",
+            "loss_spike",
+            lambda n, t, v: (t, 1.6 * v if n == 200 else v),
+        ),
         ("explosion (5 times)", "loss_divergence", lambda n, t, v: (t, 5 * v if n >= 200 else v)),
-        ("climb (0.4 % a step)", "loss_divergence", lambda n, t, v: (t, v * (1 + 0.004 * max(0, n - 200)))),
-        ("lasting slowdown (1.6 times)", "steps_regressed", lambda n, t, v: (1.6 * t if n >= 200 else t, v)),
+        (
+            "climb (0.4 % a step)",
+            "loss_divergence",
+            lambda n, t, v: (t, v * (1 + 0.004 * max(0, n - 200))),
+        ),
+        (
+            "lasting slowdown (1.6 times)",
+            "steps_regressed",
+            lambda n, t, v: (1.6 * t if n >= 200 else t, v),
+        ),
     ):
         delays = [_delay(seed, event, change) for seed in range(20)]
         seen = [d for d in delays if d is not None]
         value = statistics.median(seen) if seen else None
-        yield Row(f"delay: {name}", value, "steps", note=f"seen in {len(seen)} of {len(delays)} runs")
+        yield Row(
+            f"delay: {name}", value, "steps", note=f"seen in {len(seen)} of {len(delays)} runs"
+        )
 
 
-def _delay(seed: int, event: str, change: Callable[[int, float, float], tuple[float, float]]) -> int | None:
+def _delay(
+    seed: int, event: str, change: Callable[[int, float, float], tuple[float, float]]
+) -> int | None:
     clock = FakeClock()
     parts = _parts(clock)
     source = random.Random(seed)

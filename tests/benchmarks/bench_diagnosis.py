@@ -1,4 +1,5 @@
-"""Diagnosis: what the look before a start costs, a sampling round, and how `diagnose` grows with the ranks."""
+"""Diagnosis: what the look before a start costs, a sampling round, and how `diagnose` grows with
+the ranks."""
 
 from __future__ import annotations
 
@@ -52,9 +53,20 @@ def _first_line_s(folder: Path, env: dict[str, str], python: str, *flags: str) -
         state = folder / f"state-{len(flags)}-{number}-{time.monotonic_ns()}"
         start = time.monotonic()
         process = subprocess.Popen(
-            [*_GUARD, "run", "--no-restart", *flags, "--", python, "-c", "print('first line', flush=True)"],
-            env={**os.environ, **env, "MINER_GUARD_STATE_DIR": str(state)}, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [
+                *_GUARD,
+                "run",
+                "--no-restart",
+                *flags,
+                "--",
+                python,
+                "-c",
+                "print('first line', flush=True)",
+            ],
+            env={**os.environ, **env, "MINER_GUARD_STATE_DIR": str(state)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("first line"):
@@ -69,7 +81,12 @@ def _preflight(folder: Path, fake: FakeNvml | None) -> list[Row]:
     on_cpu = _first_line_s(folder, {}, sys.executable)
     rows = [
         Row("`run` to the miner's first line, no preflight", without, "s"),
-        Row("the same with preflight, no GPU expected", on_cpu, "s", note=f"{on_cpu / without:.1f} times"),
+        Row(
+            "the same with preflight, no GPU expected",
+            on_cpu,
+            "s",
+            note=f"{on_cpu / without:.1f} times",
+        ),
     ]
     if fake is None:
         return [*rows, Row("the same with 8 fake GPUs", None, "s", note="no C compiler")]
@@ -114,11 +131,19 @@ def _diagnose() -> list[Row]:
     seconds = {n: _gathered_s(n, model) for n in _RANKS}
     per_rank, base = statistics.linear_regression(list(seconds), list(seconds.values()))
     rows = [
-        Row(f"`diagnose` with {n} ranks, on rank 0", 1e3 * s, "ms", note="200 parameters; ranks share 2 cores")
+        Row(
+            f"`diagnose` with {n} ranks, on rank 0",
+            1e3 * s,
+            "ms",
+            note="200 parameters; ranks share 2 cores",
+        )
         for n, s in seconds.items()
     ]
     projected = base + per_rank * _PROJECTED
-    note = f"line through the above, {1e6 * per_rank:.0f} µs a rank, with the ranks on these cores; not measured"
+    note = (
+        f"line through the above, {1e6 * per_rank:.0f} µs a rank, with the ranks on these "
+        "cores; not measured"
+    )
     return [*rows, Row(f"projected to {_PROJECTED:,} ranks", 1e3 * projected, "ms", note=note)]
 
 
@@ -128,7 +153,9 @@ def _gathered_s(ranks: int, model: Any) -> float:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    rank = functools.partial(_rank, ranks=ranks, port=port, together=together, answers=answers, model=model)
+    rank = functools.partial(
+        _rank, ranks=ranks, port=port, together=together, answers=answers, model=model
+    )
     children = [context.Process(target=rank, args=(r,)) for r in range(ranks)]
     for child in children:
         child.start()

@@ -21,17 +21,31 @@ _LOSSES = tuple(3.4 - 0.01 * n + 0.003 * (n % 3) for n in range(10))
 
 
 def run() -> list[Row]:
-    """A decision as rank 0 takes it: the inputs read from their file, every rule that is in force, the record."""
-    published = Published(age_s=600.0, reason=None, seen_at=1000.0, outer_step=56, inner_step=50, revision="5.56.50")
-    network = Network(block=7_000_000, outer_step=56, uid=7, reason=None, seen_at=1000.0, commitment="128:00")
-    known = GateInputs(published, network, "llama-4b-ws-4-007", "128:00", load_profile("sn38").limits, 0.0, 1000.0)
+    """A decision as rank 0 takes it: the inputs read from their file, every rule that is in force,
+    the record."""
+    published = Published(
+        age_s=600.0, reason=None, seen_at=1000.0, outer_step=56, inner_step=50, revision="5.56.50"
+    )
+    network = Network(
+        block=7_000_000, outer_step=56, uid=7, reason=None, seen_at=1000.0, commitment="128:00"
+    )
+    known = GateInputs(
+        published, network, "llama-4b-ws-4-007", "128:00", load_profile("sn38").limits, 0.0, 1000.0
+    )
     settings = GateSettings()
     small = Candidate("gradient", 56, 84, loss=3.3, recent_losses=_LOSSES, base_outer_step=56)
     full = Candidate(
-        "gradient", 56, 84, loss=3.3, recent_losses=_LOSSES, base_outer_step=56, revision="5.56.84",
-        files={"size_bytes": 10**8, "params": 300, "problems": []}, config={"block_list": [6_999_950] * 900},
+        "gradient",
+        56,
+        84,
+        loss=3.3,
+        recent_losses=_LOSSES,
+        base_outer_step=56,
+        revision="5.56.84",
+        files={"size_bytes": 10**8, "params": 300, "problems": []},
+        config={"block_list": [6_999_950] * 900},
         metadata={"run": "5", "outer_step": 56, "inner_step": 84, "peer_id": "x"},
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gate-inputs.json"
         gate_inputs.write(path, known)
@@ -43,7 +57,9 @@ def run() -> list[Row]:
         return [
             _row("a decision: steps, loss, repo, network", lambda: decide(small), _TARGET),
             _row("a decision with files, config, metadata", lambda: decide(full), _TARGET),
-            _row("`upload_due` alone", lambda: gate.due(gate_inputs.read(path), settings, 1010.0), ""),
+            _row(
+                "`upload_due` alone", lambda: gate.due(gate_inputs.read(path), settings, 1010.0), ""
+            ),
         ]
 
 

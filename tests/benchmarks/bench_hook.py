@@ -38,7 +38,9 @@ def run() -> list[Row]:
 
 def _steps() -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        reader = subprocess.Popen([sys.executable, "-c", _READER, f"{folder}/guard.sock"], stdout=subprocess.PIPE)
+        reader = subprocess.Popen(
+            [sys.executable, "-c", _READER, f"{folder}/guard.sock"], stdout=subprocess.PIPE
+        )
         assert reader.stdout is not None
         reader.stdout.readline()
         try:
@@ -90,7 +92,14 @@ def _others() -> list[Row]:
         with profiler.profile("data"):
             pass
 
-    return [Row(title, per_call(section, CALLS) * 1e6, "µs", note="keeps every duration: its memory grows")]
+    return [
+        Row(
+            title,
+            per_call(section, CALLS) * 1e6,
+            "µs",
+            note="keeps every duration: its memory grows",
+        )
+    ]
 
 
 def _agreement(ranks: int) -> Row:
@@ -99,7 +108,9 @@ def _agreement(ranks: int) -> Row:
         return Row(title, None, "µs", note="torch is not installed")
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        workers = [context.Process(target=_rank, args=(rank, ranks, folder)) for rank in range(ranks)]
+        workers = [
+            context.Process(target=_rank, args=(rank, ranks, folder)) for rank in range(ranks)
+        ]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -122,7 +133,9 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
     guard = miner_guard.init()
     seconds = []
     for number in range(200):

@@ -1,4 +1,5 @@
-"""How fast a miner's output is searched for incidents, beside `cat` and `grep`; how much memory a whole log takes."""
+"""How fast a miner's output is searched for incidents, beside `cat` and `grep`; how much memory a
+whole log takes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from tests.benchmarks.frame import Row
 TITLE = "Incidents: searching the miner's output"
 _CHUNK = 65536
 _LINES = 300_000
-_EXPLAIN = "import sys; from miner_guard.cli import main; sys.exit(main.run(['explain', '--json', sys.argv[1]]))"
+_EXPLAIN = (
+    "import sys; from miner_guard.cli import main; sys.exit(main.run(['explain', '--json', "
+    "sys.argv[1]]))"
+)
 
 
 def run() -> list[Row]:
@@ -44,8 +48,10 @@ def ordinary(lines: int) -> bytes:
     """What subnet 38's miner prints while nothing is wrong."""
     chance = random.Random(1)
     return b"".join(
-        b"\x1b[32m2026-01-02 03:04:%02d.%03d\x1b[0m | INFO     | Rank %d | Outer Step: 56 | Inner Step: %d | "
-        b"Learning Rate: 0.00002100 | Average Loss: %.4f\n" % (n % 60, n % 1000, n % 4, n, chance.uniform(2, 4))
+        b"\x1b[32m2026-01-02 03:04:%02d.%03d\x1b[0m | INFO     | Rank %d | Outer Step: 56 | "
+        b"Inner Step: %d | "
+        b"Learning Rate: 0.00002100 | Average Loss: %.4f\n"
+        % (n % 60, n % 1000, n % 4, n, chance.uniform(2, 4))
         for n in range(lines)
     )
 
@@ -55,15 +61,21 @@ def ever_new(lines: int) -> bytes:
     chance = random.Random(2)
     word = "abcdghjklpqsuvwyz"
     return b"".join(
-        " ".join("".join(chance.choices(word, k=7)) for _ in range(14)).encode() + b"\n" for _ in range(lines)
+        " ".join("".join(chance.choices(word, k=7)) for _ in range(14)).encode() + b"\n"
+        for _ in range(lines)
     )
 
 
 def tracebacks(count: int) -> bytes:
     """Nothing but errors: the slowest text there is."""
-    frame = '  File "/srv/miner/part_{0}.py", line {0}, in step_{0}\n    raise ValueError("case {0} failed")\n'
+    frame = (
+        '  File "/srv/miner/part_{0}.py", line {0}, in step_{0}\n    raise '
+        'ValueError("case {0} failed")\n'
+    )
     return "".join(
-        "Traceback (most recent call last):\n" + frame.format(n) * 6 + f"ValueError: case {n} failed with error {n}\n"
+        "Traceback (most recent call last):\n"
+        + frame.format(n) * 6
+        + f"ValueError: case {n} failed with error {n}\n"
         for n in range(count)
     ).encode()
 
@@ -91,16 +103,28 @@ def _grep(log: Path, folder: Path, megabytes: float, scan: float) -> list[Row]:
     if shutil.which("grep") is None:
         return [Row("`grep` with the same words", None, "MB/s", note="no grep here")]
     words = sorted({word for pattern in knowledge.load().patterns for word in pattern.has})
-    # Without those of two or three letters, which the scanner only tries on lines that hold a trigger word.
+    # Without those of two or three letters, which the scanner only tries on lines that hold a
+    # trigger word.
     (folder / "words").write_text("\n".join(word for word in words if len(word) > 3))
     (folder / "triggers").write_bytes(b"|".join(knowledge.load().triggers).replace(b"^", rb"\^"))
     pattern = (folder / "triggers").read_text()
-    fixed = megabytes / _seconds(lambda: _run("grep", "-i", "-F", "-c", "-f", str(folder / "words"), str(log)))
+    fixed = megabytes / _seconds(
+        lambda: _run("grep", "-i", "-F", "-c", "-f", str(folder / "words"), str(log))
+    )
     extended = megabytes / _seconds(lambda: _run("grep", "-i", "-E", "-c", pattern, str(log)))
     return [
         Row(f"`grep -i -F` with {len(words)} literals of the patterns", fixed, "MB/s"),
-        Row(f"`grep -i -E` with the {len(knowledge.load().triggers)} trigger words", extended, "MB/s"),
-        Row("scanner / `grep -i -E`", scan / extended, "x", note="the scanner counts lines and classifies, too"),
+        Row(
+            f"`grep -i -E` with the {len(knowledge.load().triggers)} trigger words",
+            extended,
+            "MB/s",
+        ),
+        Row(
+            "scanner / `grep -i -E`",
+            scan / extended,
+            "x",
+            note="the scanner counts lines and classifies, too",
+        ),
     ]
 
 
@@ -115,17 +139,30 @@ def _memory(folder: Path) -> Row:
                 file.write(block)
         peaks.append(_peak(path))
         path.unlink()
-    note = f"{peaks[0]:.0f} MB for {2 * len(block) / 1e6:.0f} MB, {peaks[1]:.0f} MB for {100 * len(block) / 1e6:.0f} MB"
-    return Row("`explain`: growth of peak memory, log 50 times as large", peaks[1] - peaks[0], "MB", "<= 5 MB", note)
+    note = (
+        f"{peaks[0]:.0f} MB for {2 * len(block) / 1e6:.0f} MB, {peaks[1]:.0f} MB for "
+        f"{100 * len(block) / 1e6:.0f} MB"
+    )
+    return Row(
+        "`explain`: growth of peak memory, log 50 times as large",
+        peaks[1] - peaks[0],
+        "MB",
+        "<= 5 MB",
+        note,
+    )
 
 
 def _peak(path: Path) -> float:
     code = (
-        "import resource, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]], "
+        "import resource, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], "
+        "sys.argv[2]], "
         "stdout=subprocess.DEVNULL); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", code, _EXPLAIN, str(path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, _EXPLAIN, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return int(answer.stdout) / 1024
 

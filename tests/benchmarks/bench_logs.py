@@ -1,4 +1,5 @@
-"""Queries over a million lines of guard.jsonl: `miner-guard logs` against `grep` and `jq`, in one run."""
+"""Queries over a million lines of guard.jsonl: `miner-guard logs` against `grep` and `jq`, in one
+run."""
 
 from __future__ import annotations
 
@@ -21,12 +22,23 @@ def _write(log: Path) -> None:
     with open(log, "w") as file:
         for number in range(_LINES):
             record = {
-                "ts": "2026-01-02T03:04:05.678901Z", "level": "info",
+                "ts": "2026-01-02T03:04:05.678901Z",
+                "level": "info",
                 "event": "slow_step" if number % 100 == 0 else "inner_step",
-                "msg": f"Outer Step: 56 | Inner Step: {number} | LR: 0.00002100 | Loss: 3.40 | Step Time: 15.2s",
-                "run_id": "0123456789ab", "host": "miner-host", "rank": number % 4, "outer_step": 56,
-                "inner_step": number, "lr": 2.1e-05, "loss": 3.4, "step_time_s": 15.2, "gpu_mem_gb": 18.45,
-            }  # fmt: skip
+                "msg": (
+                    f"Outer Step: 56 | Inner Step: {number} | LR: 0.00002100 | Loss: 3.40 | "
+                    "Step Time: 15.2s"
+                ),
+                "run_id": "0123456789ab",
+                "host": "miner-host",
+                "rank": number % 4,
+                "outer_step": 56,
+                "inner_step": number,
+                "lr": 2.1e-05,
+                "loss": 3.4,
+                "step_time_s": 15.2,
+                "gpu_mem_gb": 18.45,
+            }
             file.write(json.dumps(record) + "\n")
 
 
@@ -45,10 +57,18 @@ def run() -> list[Row]:
         _write(log)
         query = [guard, "logs", "--state-dir", folder, "--event", "slow_step", "--json"]
         # In turns, and the best of each: what else runs on the machine only ever adds.
-        rounds = [(_seconds(query), _seconds(["grep", '"event": "slow_step"', str(log)])) for _ in range(_ROUNDS)]
+        rounds = [
+            (_seconds(query), _seconds(["grep", '"event": "slow_step"', str(log)]))
+            for _ in range(_ROUNDS)
+        ]
         ours, grep = (min(times) for times in zip(*rounds, strict=True))
         rows = [
-            Row("miner-guard logs --event", ours, "s", note="the whole command, Python's start included"),
+            Row(
+                "miner-guard logs --event",
+                ours,
+                "s",
+                note="the whole command, Python's start included",
+            ),
             Row("grep", grep, "s"),
             Row("miner-guard logs / grep", ours / grep, "×", "<= 2"),
         ]

@@ -1,4 +1,5 @@
-"""Publishing to a local S3 server against `boto3.upload_file` alone, alternating, on the same file."""
+"""Publishing to a local S3 server against `boto3.upload_file` alone, alternating, on the same
+file."""
 
 from __future__ import annotations
 
@@ -31,13 +32,18 @@ ROUNDS = 3
 
 
 def run() -> list[Row]:
-    """1 GiB by default (BENCH_PUBLISH_MB), to two servers, each in a process of its own, that differ in what they hash.
+    """1 GiB by default (BENCH_PUBLISH_MB), to two servers, each in a process of its own, that
+    differ in what they hash.
 
-    moto's ETag is the digest of the parts' digests, as R2's and S3's is: nothing is hashed to compare it. rclone's is
-    the md5 of the whole object, which it takes when it is first asked, and which is then taken of the file here.
+    moto's ETag is the digest of the parts' digests, as R2's and S3's is: nothing is hashed to
+    compare it. rclone's is the md5 of the whole object, which it takes when it is first asked, and
+    which is then taken of the file here.
     """
     os.environ.update(s3.KEYS)
-    with tempfile.TemporaryDirectory(prefix="bench-publish-") as name, s3.moto_apart() as (endpoint, _):
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-publish-") as name,
+        s3.moto_apart() as (endpoint, _),
+    ):
         rows = _rows(Path(name), endpoint, "moto, ETag as R2's")
     program = _rclone()
     if program is None:
@@ -69,18 +75,30 @@ def _rows(folder: Path, endpoint: str, server: str) -> list[Row]:
     alone, seen, ours = [], [], []
     for _ in range(ROUNDS):
         alone.append(_taken(lambda: client.upload_file(source, BUCKET, "alone.pt")))
-        # What reading back costs at the least: some servers hash the whole object when they are first asked for it.
+        # What reading back costs at the least: some servers hash the whole object when they are
+        # first asked for it.
         seen.append(alone[-1] + _taken(lambda: client.head_object(Bucket=BUCKET, Key="alone.pt")))
         ours.append(_taken(lambda: _publish(repo, what, folder)))
     child = _taken(lambda: push(settings, what, folder, lambda _l: None))
     note = f"{SIZE_MB} MiB to {server}, median of {ROUNDS}"
     return [
         Row("boto3.upload_file alone", statistics.median(t.wall_s for t in alone), "s", note=note),
-        Row("Publisher.publish: 4 files, shown, read back", statistics.median(t.wall_s for t in ours), "s"),
+        Row(
+            "Publisher.publish: 4 files, shown, read back",
+            statistics.median(t.wall_s for t in ours),
+            "s",
+        ),
         _speed("speed against upload_file alone", alone, ours, ">= 0.9 ×"),
         _speed("speed against that and a HEAD", seen, ours),
-        Row("from the first object shown to the last", 1000 * statistics.median(switch.took_s), "ms"),
-        Row("the same from a child (`push`)", child.wall_s, "s", note="interpreter and boto3 included"),
+        Row(
+            "from the first object shown to the last", 1000 * statistics.median(switch.took_s), "ms"
+        ),
+        Row(
+            "the same from a child (`push`)",
+            child.wall_s,
+            "s",
+            note="interpreter and boto3 included",
+        ),
     ]
 
 
@@ -97,7 +115,9 @@ class _Taken:
 def _speed(what: str, theirs: list[_Taken], ours: list[_Taken], target: str = "") -> Row:
     wall = statistics.median(t.wall_s for t in theirs) / statistics.median(t.wall_s for t in ours)
     cpu = statistics.median(t.cpu_s for t in theirs) / statistics.median(t.cpu_s for t in ours)
-    return Row(what, wall, "×", target=target, note=f"{cpu:.2f} × by processor time, client and server")
+    return Row(
+        what, wall, "×", target=target, note=f"{cpu:.2f} × by processor time, client and server"
+    )
 
 
 def _taken(work: Callable[[], object]) -> _Taken:
@@ -111,7 +131,8 @@ def _processor_s() -> float:
 
 
 class _Switch:
-    """How long each switch to a new revision took, by the answers to the requests that show an object."""
+    """How long each switch to a new revision took, by the answers to the requests that show an
+    object."""
 
     def __init__(self, client: Any) -> None:
         self._shown: list[float] = []

@@ -1,4 +1,5 @@
-"""The output through the guard, beside a plain file, `cat`, pm2 and supervisord: wall as a ratio, CPU per MB."""
+"""The output through the guard, beside a plain file, `cat`, pm2 and supervisord: wall as a ratio,
+CPU per MB."""
 
 from __future__ import annotations
 
@@ -67,12 +68,19 @@ class Load:
         script.write_text(_WRITER)
         # Python without `site`: a megabyte is written in less time than that takes.
         return [
-            sys.executable, "-S", str(script), str(self.size), str(done), str(self.megabytes), str(settle_s),
-        ]  # fmt: skip
+            sys.executable,
+            "-S",
+            str(script),
+            str(self.size),
+            str(done),
+            str(self.megabytes),
+            str(settle_s),
+        ]
 
 
 def run() -> list[Row]:
-    """Both ways of writing through each carrier; each ratio is to the plain file that was written just before."""
+    """Both ways of writing through each carrier; each ratio is to the plain file that was written
+    just before."""
     rows: list[Row] = []
     for name, size, megabytes, target in (
         ("one write per line", 1, _MEGABYTES, "<= 1.0 x"),
@@ -95,26 +103,51 @@ def _compare(load: Load, name: str, target: str) -> list[Row]:
         ratios.append(guards[-1].wall_s / directs[-1].wall_s)
     direct_s = statistics.median(figure.wall_s for figure in directs)
     busy = os.getloadavg()[0]
-    note = f"{min(ratios):.2g}-{max(ratios):.2g}; direct {load.megabytes / direct_s:.0f} MB/s; load {busy:.1f}"
+    note = (
+        f"{min(ratios):.2g}-{max(ratios):.2g}; direct {load.megabytes / direct_s:.0f} MB/s; "
+        f"load {busy:.1f}"
+    )
     rows = [
         Row(f"{name}: guard", statistics.median(ratios), "x", target, note),
-        Row(f"{name}: `cat`", statistics.median(floors), "x", "", "the least that a process between the two costs"),
+        Row(
+            f"{name}: `cat`",
+            statistics.median(floors),
+            "x",
+            "",
+            "the least that a process between the two costs",
+        ),
     ]
     cpu_s = statistics.median(figure.cpu_s or 0.0 for figure in guards)
     pm2 = _pm2(load) if load.megabytes == _MEGABYTES else None
     if pm2 is not None:
-        rows.append(Row(f"{name}: pm2", pm2.wall_s / direct_s, "x", "", "the same writer under pm2"))
+        rows.append(
+            Row(f"{name}: pm2", pm2.wall_s / direct_s, "x", "", "the same writer under pm2")
+        )
     supervisord = _supervisord(load) if load.megabytes == _MEGABYTES else None
     if supervisord is not None:
-        rows.append(Row(f"{name}: supervisord", supervisord.wall_s / direct_s, "x", "", _cpu_words(supervisord)))
-    against = "" if pm2 is None or not pm2.cpu_s else f"pm2: {1000 * pm2.cpu_s / load.megabytes:.1f} ms"
+        rows.append(
+            Row(
+                f"{name}: supervisord",
+                supervisord.wall_s / direct_s,
+                "x",
+                "",
+                _cpu_words(supervisord),
+            )
+        )
+    against = (
+        "" if pm2 is None or not pm2.cpu_s else f"pm2: {1000 * pm2.cpu_s / load.megabytes:.1f} ms"
+    )
     target = "<= half of pm2's" if against else ""
-    rows.append(Row(f"{name}: CPU of the guard", 1000 * cpu_s / load.megabytes, "ms/MB", target, against))
+    rows.append(
+        Row(f"{name}: CPU of the guard", 1000 * cpu_s / load.megabytes, "ms/MB", target, against)
+    )
     return rows
 
 
 def _cpu_words(figure: Figure) -> str:
-    return "" if figure.cpu_s is None else f"{1000 * figure.cpu_s / _MEGABYTES:.1f} ms of CPU per MB"
+    return (
+        "" if figure.cpu_s is None else f"{1000 * figure.cpu_s / _MEGABYTES:.1f} ms of CPU per MB"
+    )
 
 
 def _said(path: Path) -> dict[str, float]:
@@ -143,9 +176,17 @@ def _cat(load: Load) -> Figure:
 def _guard(load: Load, idle_s: float) -> Figure:
     done = load.folder / "guard.json"
     command = [
-        sys.executable, "-m", "miner_guard", "run", "--state-dir", str(load.folder / "state"), "--no-restart",
-        "--no-preflight", "--", *load.command(done, _SETTLE_S),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "miner_guard",
+        "run",
+        "--state-dir",
+        str(load.folder / "state"),
+        "--no-restart",
+        "--no-preflight",
+        "--",
+        *load.command(done, _SETTLE_S),
+    ]
     with (load.folder / "guard.log").open("wb") as out:
         guard = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         _, _, usage = os.wait4(guard.pid, 0)
@@ -158,9 +199,18 @@ def _guard(load: Load, idle_s: float) -> Figure:
 def _start_cost(folder: Path) -> float:
     """CPU of a guard over `sleep`: what is not the relay's."""
     command = [
-        sys.executable, "-m", "miner_guard", "run", "--state-dir", str(folder / "idle"), "--no-restart",
-        "--no-preflight", "--", "sleep", str(_SETTLE_S),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "miner_guard",
+        "run",
+        "--state-dir",
+        str(folder / "idle"),
+        "--no-restart",
+        "--no-preflight",
+        "--",
+        "sleep",
+        str(_SETTLE_S),
+    ]
     guard = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     _, _, usage = os.wait4(guard.pid, 0)
     guard.returncode = 0
@@ -176,16 +226,28 @@ def _pm2(load: Load) -> Figure | None:
     done = folder / "pm2.json"
     command = load.command(done)
     app = {
-        "name": "writer", "script": command[0], "interpreter": "none", "autorestart": False, "merge_logs": True,
-        "args": command[1:], "vizion": False, "pmx": False,
-        "out_file": str(folder / "pm2.log"), "error_file": str(folder / "pm2.log"),
-    }  # fmt: skip
+        "name": "writer",
+        "script": command[0],
+        "interpreter": "none",
+        "autorestart": False,
+        "merge_logs": True,
+        "args": command[1:],
+        "vizion": False,
+        "pmx": False,
+        "out_file": str(folder / "pm2.log"),
+        "error_file": str(folder / "pm2.log"),
+    }
     (folder / "app.config.json").write_text(json.dumps({"apps": [app]}))
     try:
         subprocess.run([program, "ping"], env=env, capture_output=True, check=True, timeout=60)
         god = int((home / "pm2.pid").read_text())
         before = _cpu_s(god)
-        subprocess.run([program, "start", str(folder / "app.config.json")], env=env, capture_output=True, timeout=60)
+        subprocess.run(
+            [program, "start", str(folder / "app.config.json")],
+            env=env,
+            capture_output=True,
+            timeout=60,
+        )
         if not _until(lambda: done.exists() and done.read_text().endswith("}")):
             return None
         time.sleep(1.0)
@@ -195,7 +257,8 @@ def _pm2(load: Load) -> Figure | None:
 
 
 def _supervisord(load: Load) -> Figure | None:
-    """It classifies nothing: its CPU is that of passing bytes on. None where the package `supervisor` is not there."""
+    """It classifies nothing: its CPU is that of passing bytes on. None where the package
+    `supervisor` is not there."""
     if importlib.util.find_spec("supervisor") is None:
         return None
     folder = load.folder
@@ -207,7 +270,8 @@ def _supervisord(load: Load) -> Figure | None:
     settings = folder / "supervisord.conf"
     settings.write_text(
         f"[supervisord]\nnodaemon=true\nlogfile=/dev/null\nlogfile_maxbytes=0\npidfile={folder}/supervisord.pid\n"
-        f"[program:writer]\ncommand=sh {waits}\nautorestart=false\nstartsecs=0\nredirect_stderr=true\n"
+        "[program:writer]\ncommand=sh "
+        f"{waits}\nautorestart=false\nstartsecs=0\nredirect_stderr=true\n"
         f"stdout_logfile={folder}/supervisord.log\nstdout_logfile_maxbytes=0\n"
     )
     line = [sys.executable, "-m", "supervisor.supervisord", "-c", str(settings)]

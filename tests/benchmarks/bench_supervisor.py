@@ -35,7 +35,16 @@ class Guard:
     def __init__(self, folder: Path, command: list[str], *flags: str, **settings: object) -> None:
         self.state = folder / "state"
         env = {**os.environ, **{f"MINER_GUARD_{k.upper()}": str(v) for k, v in settings.items()}}
-        line = [sys.executable, "-m", "miner_guard", "run", "--no-preflight", "--state-dir", str(self.state), *flags]
+        line = [
+            sys.executable,
+            "-m",
+            "miner_guard",
+            "run",
+            "--no-preflight",
+            "--state-dir",
+            str(self.state),
+            *flags,
+        ]
         self.process = subprocess.Popen(
             [*line, "--", *command], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=env
         )
@@ -78,7 +87,9 @@ def _relaunch() -> Row:
                 until(lambda n=round_: len(born.read_text().splitlines()) > n + 1)  # type: ignore[misc]
                 times.append(float(born.read_text().splitlines()[-1]) - killed)
     worst = f"worst of {len(times)}: {max(times) * 1000:.0f} ms; torchrun alone 120 ms"
-    return Row("death -> relaunch, no backoff", statistics.median(times) * 1000, "ms", "<= 100 ms", worst)
+    return Row(
+        "death -> relaunch, no backoff", statistics.median(times) * 1000, "ms", "<= 100 ms", worst
+    )
 
 
 def _hang() -> Row:
@@ -86,12 +97,17 @@ def _hang() -> Row:
     command = [sys.executable, str(_MINERS / "steps.py"), "5", "0.05", "hang", "bench"]
     with _guard(command, hang__min_s=3, hang__factor=1, hang__action="warn") as guard:
         late = guard.wait_for("hang_detected")["idle_s"] - 3.0
-    return Row("hang -> noticed, beyond the timeout", late, "s", "<= 0.5 s", "NVRx: 1 s beyond its 3 s")
+    return Row(
+        "hang -> noticed, beyond the timeout", late, "s", "<= 0.5 s", "NVRx: 1 s beyond its 3 s"
+    )
 
 
 def _stop_of_fifty() -> Row:
     """SIGTERM to the guard until it and a tree of 50 processes are gone."""
-    code = "import subprocess, time; c = [subprocess.Popen(['sleep', '600']) for _ in range(49)]; time.sleep(600)"
+    code = (
+        "import subprocess, time; c = [subprocess.Popen(['sleep', '600']) for _ in "
+        "range(49)]; time.sleep(600)"
+    )
     with _guard([sys.executable, "-c", code]) as guard:
         pid = guard.wait_for("miner_started")["pid"]
         children = Path(f"/proc/{pid}/task/{pid}/children")
@@ -100,7 +116,11 @@ def _stop_of_fifty() -> Row:
         guard.process.terminate()
         guard.process.wait(60)
         return Row(
-            "stop of 50 processes whose launcher leaves them", time.monotonic() - asked, "s", "", "verified gone"
+            "stop of 50 processes whose launcher leaves them",
+            time.monotonic() - asked,
+            "s",
+            "",
+            "verified gone",
         )
 
 
@@ -112,7 +132,13 @@ def _true() -> Row:
         with _guard(["true"], "--no-restart") as guard:
             guard.process.wait(60)
             times.append(time.monotonic() - start)
-    return Row("miner-guard run -- true", statistics.median(times), "s", "", f"fastest of 5: {min(times):.2f} s")
+    return Row(
+        "miner-guard run -- true",
+        statistics.median(times),
+        "s",
+        "",
+        f"fastest of 5: {min(times):.2f} s",
+    )
 
 
 def _idle() -> list[Row]:
@@ -123,7 +149,9 @@ def _idle() -> list[Row]:
         before, start = _cpu_s(guard.process.pid), time.monotonic()
         time.sleep(_IDLE_S)
         share = (_cpu_s(guard.process.pid) - before) / (time.monotonic() - start)
-        resident = int(Path(f"/proc/{guard.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        resident = int(
+            Path(f"/proc/{guard.process.pid}/statm").read_text().split()[1]
+        ) * os.sysconf("SC_PAGE_SIZE")
     return [
         Row("resident memory", resident / 1e6, "MB", "<= 60 MB", "the supervisor's own process"),
         Row("CPU while idle", 100 * share, "% of a core", "<= 0.5 %", f"over {_IDLE_S:.0f} s"),

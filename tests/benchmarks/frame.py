@@ -1,4 +1,5 @@
-"""What a benchmark returns, and how it is printed. Figures are ratios measured in one run where they can be."""
+"""What a benchmark returns, and how it is printed. Figures are ratios measured in one run where
+they can be."""
 
 from __future__ import annotations
 
@@ -27,9 +28,13 @@ class Row:
 
 
 def per_call(
-    function: Callable[[], object], calls: int, repeats: int = 5, clock: Callable[[], float] = time.perf_counter
+    function: Callable[[], object],
+    calls: int,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of one call by `clock` (`time.process_time` for CPU): the median of `repeats` rounds of `calls`.
+    """Seconds of one call by `clock` (`time.process_time` for CPU): the median of `repeats` rounds
+    of `calls`.
 
     Garbage collection is off meanwhile.
     """

@@ -1,8 +1,10 @@
-"""`python -m tests.benchmarks.side_by_side [NAME…]`: the same child under miner-guard and under what others use.
+"""`python -m tests.benchmarks.side_by_side [NAME…]`: the same child under miner-guard and under
+what others use.
 
-Seconds from the fault to the child's next first line, and processes left after the supervisor's own SIGKILL.
-The child has one descendant in a session of its own, as a dataloader or a rank is. It beats for whoever listens:
-miner-guard's hook, NVRx's client. A contender that can't be had here says why in its row.
+Seconds from the fault to the child's next first line, and processes left after the supervisor's own
+SIGKILL. The child has one descendant in a session of its own, as a dataloader or a rank is. It
+beats for whoever listens: miner-guard's hook, NVRx's client. A contender that can't be had here
+says why in its row.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ class Contender:
 
     def start(self) -> None:
         with self.output.open("wb") as out:
-            self.process = subprocess.Popen(self.command(), env=self.env, stdout=out, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                self.command(), env=self.env, stdout=out, stderr=subprocess.STDOUT
+            )
 
     @property
     def supervisor(self) -> int:
@@ -87,7 +91,10 @@ class Contender:
     def births(self) -> list[tuple[float, int]]:
         if not self.born.exists():
             return []
-        return [(float(t), int(p)) for t, p in (line.split() for line in self.born.read_text().splitlines())]
+        return [
+            (float(t), int(p))
+            for t, p in (line.split() for line in self.born.read_text().splitlines())
+        ]
 
     def left(self) -> list[int]:
         """Living processes of the child's, not the supervisor's own."""
@@ -115,11 +122,23 @@ class MinerGuard(Contender):
 
     def command(self) -> Sequence[str]:
         settings = {
-            "RESTART__BACKOFF_S": 0, "HANG__MIN_S": HANG_TIMEOUT_S, "HANG__FACTOR": 1, "HANG__STACK_TIMEOUT_S": 3,
-            "MINER__STOP_TIMEOUT_S": 2, "GPU__PREFLIGHT": "false",
-        }  # fmt: skip
+            "RESTART__BACKOFF_S": 0,
+            "HANG__MIN_S": HANG_TIMEOUT_S,
+            "HANG__FACTOR": 1,
+            "HANG__STACK_TIMEOUT_S": 3,
+            "MINER__STOP_TIMEOUT_S": 2,
+            "GPU__PREFLIGHT": "false",
+        }
         self.env.update({f"MINER_GUARD_{key}": str(value) for key, value in settings.items()})
-        run = ["-m", "miner_guard", "run", "--state-dir", str(self.folder / "state"), "--", sys.executable]
+        run = [
+            "-m",
+            "miner_guard",
+            "run",
+            "--state-dir",
+            str(self.folder / "state"),
+            "--",
+            sys.executable,
+        ]
         return [sys.executable, *run, *self.child]
 
 
@@ -135,9 +154,13 @@ class Torchrun(Contender):
 class Nvrx(Torchrun):
     name = "NVRx's ft_launcher"
     _LAUNCHER = (
-        sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--ft-workload-check-interval=0.5",
-        f"--ft-rank-heartbeat-timeout={HANG_TIMEOUT_S}", "--ft-initial-rank-heartbeat-timeout=60",
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "nvidia_resiliency_ext.fault_tolerance.launcher",
+        "--ft-workload-check-interval=0.5",
+        f"--ft-rank-heartbeat-timeout={HANG_TIMEOUT_S}",
+        "--ft-initial-rank-heartbeat-timeout=60",
+    )
 
     @classmethod
     def missing(cls) -> str | None:
@@ -151,7 +174,11 @@ class Supervisord(Contender):
 
     @classmethod
     def missing(cls) -> str | None:
-        return None if importlib.util.find_spec("supervisor") else "not installed: pip install supervisor"
+        return (
+            None
+            if importlib.util.find_spec("supervisor")
+            else "not installed: pip install supervisor"
+        )
 
     def command(self) -> Sequence[str]:
         settings = self.folder / "supervisord.conf"
@@ -172,9 +199,19 @@ class Pm2(Contender):
 
     def start(self) -> None:
         self.env["PM2_HOME"] = str(self.folder / "pm2")
-        app = {"name": "child", "script": sys.executable, "interpreter": "none", "args": self.child, "vizion": False}
+        app = {
+            "name": "child",
+            "script": sys.executable,
+            "interpreter": "none",
+            "args": self.child,
+            "vizion": False,
+        }
         (self.folder / "app.config.json").write_text(json.dumps({"apps": [app]}))
-        subprocess.run(["pm2", "start", str(self.folder / "app.config.json")], env=self.env, capture_output=True)
+        subprocess.run(
+            ["pm2", "start", str(self.folder / "app.config.json")],
+            env=self.env,
+            capture_output=True,
+        )
 
     @property
     def supervisor(self) -> int:
@@ -223,7 +260,11 @@ def relaunch(contender: Contender) -> str:
 
 
 def _last_line(contender: Contender) -> str:
-    lines = contender.output.read_text(errors="replace").splitlines() if contender.output.exists() else []
+    lines = (
+        contender.output.read_text(errors="replace").splitlines()
+        if contender.output.exists()
+        else []
+    )
     return next((line for line in reversed(lines) if line.strip()), "without a word")[:120]
 
 
@@ -254,7 +295,9 @@ def main(names: Sequence[str]) -> None:
         if names and kind.name not in names:
             continue
         reason = kind.missing()
-        cells = [reason, "", "", ""] if reason else [_cell(kind, fault, relaunch) for fault in FAULTS]
+        cells = (
+            [reason, "", "", ""] if reason else [_cell(kind, fault, relaunch) for fault in FAULTS]
+        )
         if not reason:
             cells.append(_cell(kind, "none", orphans))
         print(f"| {kind.name} | {' | '.join(map(str, cells))} |", flush=True)

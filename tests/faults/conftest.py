@@ -1,4 +1,5 @@
-"""A guard for each test. Each test ends with the look through /proc: nothing of it outlives the guard."""
+"""A guard for each test. Each test ends with the look through /proc: nothing of it outlives the
+guard."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from tests.support.waiting import until
 REPO = Path(__file__).resolve().parents[2]
 MINERS = Path(__file__).with_name("miners")
 MARK = "_MINER_GUARD_TEST_MARK"
-"""Names the test in the environment of its processes. A name with TOKEN in it would have its value redacted."""
+"""Names the test in the environment of its processes. A name with TOKEN in it would have its value
+redacted."""
 
 
 def living(needle: str) -> list[tuple[int, str]]:
@@ -29,12 +30,20 @@ def living(needle: str) -> list[tuple[int, str]]:
         if not name.isdigit() or int(name) == os.getpid():
             continue
         try:
-            words = Path(f"/proc/{name}/cmdline").read_bytes() + Path(f"/proc/{name}/environ").read_bytes()
+            words = (
+                Path(f"/proc/{name}/cmdline").read_bytes()
+                + Path(f"/proc/{name}/environ").read_bytes()
+            )
             state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
         if needle.encode() in words and state not in "ZX":
-            found.append((int(name), Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode()))
+            found.append(
+                (
+                    int(name),
+                    Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(),
+                )
+            )
     return found
 
 
@@ -51,25 +60,46 @@ class Guarded:
         self.output = folder / "output.log"
 
     def start(
-        self, command: Sequence[str], *flags: str, settings: dict[str, Any] | None = None, **popen: Any
+        self,
+        command: Sequence[str],
+        *flags: str,
+        settings: dict[str, Any] | None = None,
+        **popen: Any,
     ) -> subprocess.Popen[bytes]:
         """Start a guard; its output goes to `self.output` unless `stdout` is given."""
-        own = {f"MINER_GUARD_{key.upper().replace('.', '__')}": str(value) for key, value in (settings or {}).items()}
+        own = {
+            f"MINER_GUARD_{key.upper().replace('.', '__')}": str(value)
+            for key, value in (settings or {}).items()
+        }
         env = {
-            **os.environ, "MINER_GUARD_GPU__PREFLIGHT": "false", MARK: self.token, "PYTHONPATH": str(REPO), **own,
+            **os.environ,
+            "MINER_GUARD_GPU__PREFLIGHT": "false",
+            MARK: self.token,
+            "PYTHONPATH": str(REPO),
+            **own,
             **popen.pop("env", {}),
-        }  # fmt: skip
+        }
         if "stdout" not in popen:
             popen["stdout"] = self.output.open("ab")
             popen["stderr"] = subprocess.STDOUT
         entry = ["-m", "miner_guard"] if self.entry is None else [self.entry]
-        line = [self.python, *entry, "run", "--state-dir", str(self.state.root), *flags, "--", *command]
+        line = [
+            self.python,
+            *entry,
+            "run",
+            "--state-dir",
+            str(self.state.root),
+            *flags,
+            "--",
+            *command,
+        ]
         process = subprocess.Popen(line, env=env, stdin=subprocess.DEVNULL, **popen)
         self.processes.append(process)
         return process
 
     def miner(self, name: str, *arguments: object) -> list[str]:
-        """The command of one of the small miners beside this file; its processes carry the test's token."""
+        """The command of one of the small miners beside this file; its processes carry the test's
+        token."""
         return [sys.executable, "-u", str(MINERS / f"{name}.py"), *map(str, arguments), self.token]
 
     @property
@@ -102,7 +132,8 @@ class Guarded:
         return self.processes[-1].wait(seconds)
 
     def assert_nothing_left(self, seconds: float = 10.0) -> None:
-        """No process of this run lives: by the token, which also those carry that shed their environment."""
+        """No process of this run lives: by the token, which also those carry that shed their
+        environment."""
         deadline = time.monotonic() + seconds
         while left := living(self.token):
             assert time.monotonic() < deadline, f"left: {left}"

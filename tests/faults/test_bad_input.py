@@ -15,9 +15,13 @@ from tests.faults.guarded import REPO, Guarded, until
 
 def run(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "miner_guard", *words], env={**os.environ, "PYTHONPATH": str(REPO), **(env or {})},
-        capture_output=True, text=True, timeout=60, cwd=cwd,
-    )  # fmt: skip
+        [sys.executable, "-m", "miner_guard", *words],
+        env={**os.environ, "PYTHONPATH": str(REPO), **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+    )
     return done.returncode, done.stderr
 
 
@@ -31,7 +35,9 @@ def run(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None)
         ("not toml", ("not valid TOML",)),
     ],
 )
-def test_bad_settings_name_file_key_and_what_is_allowed(tmp_path: Path, toml: str, words: tuple[str, ...]) -> None:
+def test_bad_settings_name_file_key_and_what_is_allowed(
+    tmp_path: Path, toml: str, words: tuple[str, ...]
+) -> None:
     file = tmp_path / "guard.toml"
     file.write_text(toml)
     state = tmp_path / "state"
@@ -69,7 +75,8 @@ def test_a_second_guard_is_refused_and_names_the_first(guarded: Guarded) -> None
 
 
 def test_a_second_guard_is_refused_also_after_the_lock_was_removed(guarded: Guarded) -> None:
-    """Guards against a second guard that takes the first one's miner for a leftover, and ends it."""
+    """Guards against a second guard that takes the first one's miner for a leftover, and ends
+    it."""
     guarded.start(["sleep", "600"])
     guarded.wait_for("miner_started")
     guarded.state.lock.unlink()

@@ -1,4 +1,5 @@
-"""The entry point of ops/Dockerfile as PID 1 of a PID namespace, which is what it is in a container."""
+"""The entry point of ops/Dockerfile as PID 1 of a PID namespace, which is what it is in a
+container."""
 
 from __future__ import annotations
 
@@ -38,15 +39,22 @@ class Container:
         requires.tool("unshare")
         if subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0:
             pytest.skip("PID namespaces are not permitted here")
-        entry = re.search(r"^ENTRYPOINT (\[.*\])$", (REPO / "ops" / "Dockerfile").read_text(), re.MULTILINE)
+        entry = re.search(
+            r"^ENTRYPOINT (\[.*\])$", (REPO / "ops" / "Dockerfile").read_text(), re.MULTILINE
+        )
         assert entry is not None
         program, *words = json.loads(entry[1])
         own = {f"MINER_GUARD_{name}": str(value) for name, value in settings.items()}
         env = {
-            **os.environ, "MINER_GUARD_STATE_DIR": str(guarded.state.root), "MINER_GUARD_GPU__PREFLIGHT": "false",
-            "MINER_GUARD_MINER__STOP_TIMEOUT_S": "3", "MINER_GUARD_RESTART__BACKOFF_S": "0.1", "PYTHONPATH": str(REPO),
-            MARK: guarded.token, **own,
-        }  # fmt: skip
+            **os.environ,
+            "MINER_GUARD_STATE_DIR": str(guarded.state.root),
+            "MINER_GUARD_GPU__PREFLIGHT": "false",
+            "MINER_GUARD_MINER__STOP_TIMEOUT_S": "3",
+            "MINER_GUARD_RESTART__BACKOFF_S": "0.1",
+            "PYTHONPATH": str(REPO),
+            MARK: guarded.token,
+            **own,
+        }
         line = [*ALONE, requires.tool(program), *words, *command]
         with guarded.output.open("wb") as out:
             self.process = subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT)
@@ -62,7 +70,11 @@ def test_it_reaps_forwards_and_leaves_nothing(guarded: Guarded) -> None:
     container = Container(guarded, sys.executable, "-c", ORPHANS)
     until(lambda: b"orphans made" in guarded.output.read_bytes(), 60, "the miner")
     assert guarded.named("guard_started")[0]["pid"] == 1
-    until(lambda: not any(words.startswith("sleep") for _, words in living(guarded.token)), 60, "the orphans to end")
+    until(
+        lambda: not any(words.startswith("sleep") for _, words in living(guarded.token)),
+        60,
+        "the orphans to end",
+    )
     until(lambda: not _zombies_of(container.guard), 60, "the orphans to be reaped")
     os.kill(container.guard, signal.SIGUSR1)
     until(lambda: b"got it" in guarded.output.read_bytes(), 60, "the signal to reach the miner")
@@ -74,25 +86,42 @@ def test_it_reaps_forwards_and_leaves_nothing(guarded: Guarded) -> None:
 
 def test_what_the_image_is_given_is_enough_to_install_the_guard_from(tmp_path: Path) -> None:
     """And no more: a clone's .venv, .git and state have no place in it."""
-    copied = re.findall(r"^COPY (.+) (\S+)$", (REPO / "ops" / "Dockerfile").read_text(), re.MULTILINE)
+    copied = re.findall(
+        r"^COPY (.+) (\S+)$", (REPO / "ops" / "Dockerfile").read_text(), re.MULTILINE
+    )
     for sources, target in copied:
         for source in map(REPO.joinpath, sources.split()):
             if source.is_dir():
-                shutil.copytree(source, tmp_path / target, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    source, tmp_path / target, ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy(source, tmp_path / target)
-    build = [sys.executable, "-c", "import setuptools; setuptools.setup()", "--quiet", "build", "--build-lib", "built"]
+    build = [
+        sys.executable,
+        "-c",
+        "import setuptools; setuptools.setup()",
+        "--quiet",
+        "build",
+        "--build-lib",
+        "built",
+    ]
     subprocess.run(build, cwd=tmp_path, check=True, timeout=120)
     listed = ["git", "ls-files", "miner_guard", "uploads", "validators"]
-    tracked = subprocess.run(listed, cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(
+        listed, cwd=REPO, capture_output=True, text=True, check=True
+    ).stdout.split()
     built = {str(path.relative_to(tmp_path / "built")) for path in (tmp_path / "built").rglob("*")}
     assert set(tracked) - built == set()
 
 
 @pytest.mark.parametrize(
-    ("settings", "code"), [({"MINER__FINITE": "true"}, 0), ({"RESTART__MAX_RESTARTS": 1}, 75), ({"GATE__MODE": 1}, 78)]
+    ("settings", "code"),
+    [({"MINER__FINITE": "true"}, 0), ({"RESTART__MAX_RESTARTS": 1}, 75), ({"GATE__MODE": 1}, 78)],
 )
-def test_the_containers_exit_code_is_the_guards(guarded: Guarded, settings: dict[str, object], code: int) -> None:
+def test_the_containers_exit_code_is_the_guards(
+    guarded: Guarded, settings: dict[str, object], code: int
+) -> None:
     container = Container(guarded, "true", **settings)
     assert container.process.wait(60) == code, guarded.tail()
     guarded.assert_nothing_left()
@@ -109,5 +138,7 @@ def test_nothing_outlives_a_killed_container(guarded: Guarded) -> None:
 
 
 def _zombies_of(guard: int) -> list[str]:
-    listed = subprocess.run(["ps", "--ppid", str(guard), "-o", "stat="], capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["ps", "--ppid", str(guard), "-o", "stat="], capture_output=True, text=True
+    ).stdout
     return [state for state in listed.split() if state.startswith("Z")]

@@ -63,12 +63,15 @@ def test_a_checkpoint_request_reaches_the_rank(guarded: Guarded) -> None:
 
 
 def test_sockets_that_somebody_removed_are_there_again(guarded: Guarded) -> None:
-    """Guards against a `status` that says that no guard runs, and ranks that log all they do a second time."""
+    """Guards against a `status` that says that no guard runs, and ranks that log all they do a
+    second time."""
     guarded.start(guarded.miner("steps", 100000, 0.3))
     guarded.wait_for("inner_step")
     for path in (guarded.state.socket, guarded.state.control):
         path.unlink()
-    until(lambda: guarded.state.socket.exists() and guarded.state.control.exists(), 20, guarded.tail())
+    until(
+        lambda: guarded.state.socket.exists() and guarded.state.control.exists(), 20, guarded.tail()
+    )
     assert "running" in ctl(guarded, "status")
     seen = len(guarded.named("inner_step"))
     guarded.wait_for("inner_step", seen + 10)

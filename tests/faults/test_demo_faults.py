@@ -1,4 +1,5 @@
-"""Each fault of the demo miner's numbers yields its event and only its event; steps before it yield none."""
+"""Each fault of the demo miner's numbers yields its event and only its event; steps before it yield
+none."""
 
 from __future__ import annotations
 
@@ -16,10 +17,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 SETTINGS = {"health.snapshot_every_s": 600, "logs.step_lines_per_s": 100}
 MAX_LENGTH = 400.0
 JUDGED = {
-    "slow_step", "steps_regressed", "cpu_fallback", "throughput_explained", "loss_nan", "loss_spike", "loss_divergence",
-    "loss_plateau", "overfit", "memory_leak", "memory_drop", "straggler", "timing_red_flag", "hang_detected",
-    "incident", "crash_loop", "guard_degraded",
-}  # fmt: skip
+    "slow_step",
+    "steps_regressed",
+    "cpu_fallback",
+    "throughput_explained",
+    "loss_nan",
+    "loss_spike",
+    "loss_divergence",
+    "loss_plateau",
+    "overfit",
+    "memory_leak",
+    "memory_drop",
+    "straggler",
+    "timing_red_flag",
+    "hang_detected",
+    "incident",
+    "crash_loop",
+    "guard_degraded",
+}
 """Events that say that something is wrong with the training."""
 
 
@@ -27,17 +42,37 @@ def run(guarded: Guarded, tmp_path: Path, steps: int, *faults: str) -> list[dict
     """The events that judged the run of a demo miner with `faults`, in order."""
     requires.module("torch")
     miner = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-        "miner_guard.demo.train", "--work", str(tmp_path / f"work-{guarded.token}"), "--steps", str(steps),
-        "--effective-batch-size", "8", "--batch-size", "4", "--checkpoint-every", "1000", "--upload-steps", "1000",
-        "--inner-steps-per-outer", "1000", *(word for fault in faults for word in ("--fault", fault)),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "miner_guard.demo.train",
+        "--work",
+        str(tmp_path / f"work-{guarded.token}"),
+        "--steps",
+        str(steps),
+        "--effective-batch-size",
+        "8",
+        "--batch-size",
+        "4",
+        "--checkpoint-every",
+        "1000",
+        "--upload-steps",
+        "1000",
+        "--inner-steps-per-outer",
+        "1000",
+        *(word for fault in faults for word in ("--fault", fault)),
+    ]
     process = guarded.start(miner, settings=SETTINGS)
     assert process.wait(MAX_LENGTH) == 0, guarded.tail()
     return [e for e in guarded.events if e["event"] in JUDGED and e["level"] != "debug"]
 
 
-def test_slow_spike_and_nan_are_each_seen_at_their_step_and_nothing_else(guarded: Guarded, tmp_path: Path) -> None:
+def test_slow_spike_and_nan_are_each_seen_at_their_step_and_nothing_else(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     # On both ranks: half of eight noisy samples is within what such a small batch does by itself.
     seen = run(guarded, tmp_path, 30, "slow@19", "spike@24:0", "spike@24:1", "nan@28")
     assert [(e["event"], e["level"]) for e in seen] == [
@@ -52,7 +87,9 @@ def test_slow_spike_and_nan_are_each_seen_at_their_step_and_nothing_else(guarded
     assert nan["examples"] == [29 * 8, 30 * 8 - 1]
 
 
-def test_steps_that_stay_eight_times_as_long_are_suspected_of_the_cpu(guarded: Guarded, tmp_path: Path) -> None:
+def test_steps_that_stay_eight_times_as_long_are_suspected_of_the_cpu(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     seen = run(guarded, tmp_path, 24, "cpu-fallback@12")
     names = [e["event"] for e in seen]
     assert names.count("cpu_fallback") == 1
@@ -62,7 +99,9 @@ def test_steps_that_stay_eight_times_as_long_are_suspected_of_the_cpu(guarded: G
     assert "times as long as before" in fallback["evidence"]
 
 
-def test_the_rank_that_the_others_wait_for_is_named_and_cleared(guarded: Guarded, tmp_path: Path) -> None:
+def test_the_rank_that_the_others_wait_for_is_named_and_cleared(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     requires.module("torch")
     miner = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",

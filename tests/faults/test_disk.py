@@ -1,4 +1,5 @@
-"""A full disk stops the guard's writing, not the miner; said once, and resumed when there is room."""
+"""A full disk stops the guard's writing, not the miner; said once, and resumed when there is
+room."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "small"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)],
+        capture_output=True,
+        text=True,
     )
     if mounted.returncode != 0:
         pytest.skip(f"a small file system can't be mounted here: {mounted.stderr.strip()}")
@@ -61,14 +64,20 @@ def test_a_full_disk_is_said_once_and_writing_resumes(guarded: Guarded, small_di
     oom.touch()
     until(lambda: b"INCIDENT " in guarded.output.read_bytes(), 60, guarded.tail)
     lines = guarded.output.read_bytes().count(b"\nline ")
-    until(lambda: guarded.output.read_bytes().count(b"\nline ") > lines + 20, 60, "the miner goes on")
+    until(
+        lambda: guarded.output.read_bytes().count(b"\nline ") > lines + 20, 60, "the miner goes on"
+    )
     said = guarded.output.read_bytes()
     assert said.count(b"DISK FULL: ") == 1, "one cause, one line, whoever met it first"
     assert b"SAMPLER FAILED" not in said
     assert b"No space left" not in said.partition(b"DISK FULL: ")[2].partition(b"\n")[2]
     ballast.unlink()
     until(lambda: any(event["lost"] for event in guarded.named("disk_recovered")), 60, guarded.tail)
-    until(lambda: json.loads(guarded.state.status.read_text())["state"] == "running", 60, "status.json")
+    until(
+        lambda: json.loads(guarded.state.status.read_text())["state"] == "running",
+        60,
+        "status.json",
+    )
     assert not guarded.named("miner_exited")
     assert guarded.stop() == 0
     guarded.assert_nothing_left()

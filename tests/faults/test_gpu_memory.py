@@ -1,4 +1,5 @@
-"""GPU memory is back at its level from before the launch, or that is said, before the miner is started again."""
+"""GPU memory is back at its level from before the launch, or that is said, before the miner is
+started again."""
 
 from __future__ import annotations
 
@@ -15,8 +16,12 @@ FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "health.sample_ever
 HELD = {"mem.used.2": 60 << 30}
 
 
-def test_the_next_launch_waits_until_the_memory_is_free(guarded: Guarded, fake_nvml: FakeNvml) -> None:
-    guarded.start(["sleep", "600"], settings={**FAST, "gpu.memory_settle_s": 120}, env=fake_nvml.env)
+def test_the_next_launch_waits_until_the_memory_is_free(
+    guarded: Guarded, fake_nvml: FakeNvml
+) -> None:
+    guarded.start(
+        ["sleep", "600"], settings={**FAST, "gpu.memory_settle_s": 120}, env=fake_nvml.env
+    )
     _die_holding(guarded, fake_nvml)
     time.sleep(3)
     assert len(guarded.named("miner_started")) == 1

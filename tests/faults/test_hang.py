@@ -13,9 +13,14 @@ from tests.faults.guarded import Guarded, until
 from tests.support import requires
 
 FAST = {
-    "miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "hang.min_s": 2, "hang.factor": 1, "hang.first_step_s": 20,
-    "hang.stack_timeout_s": 10, "hang.exit_s": 3,
-}  # fmt: skip
+    "miner.stop_timeout_s": 3,
+    "restart.backoff_s": 0.1,
+    "hang.min_s": 2,
+    "hang.factor": 1,
+    "hang.first_step_s": 20,
+    "hang.stack_timeout_s": 10,
+    "hang.exit_s": 3,
+}
 
 
 def evidence(guarded: Guarded) -> Path:
@@ -24,7 +29,9 @@ def evidence(guarded: Guarded) -> Path:
     return folders[0]
 
 
-def test_a_rank_that_stops_stepping_is_seen_named_documented_and_restarted(guarded: Guarded) -> None:
+def test_a_rank_that_stops_stepping_is_seen_named_documented_and_restarted(
+    guarded: Guarded,
+) -> None:
     guarded.start(guarded.miner("steps", 5, 0.1, "hang"), "--max-restarts", "1", settings=FAST)
     hang = guarded.wait_for("hang_detected", seconds=60)
     assert "rank 0 in data for" in hang["msg"]
@@ -46,11 +53,21 @@ def test_a_rank_that_stops_stepping_is_seen_named_documented_and_restarted(guard
 def late(guarded: Guarded, *arguments: object) -> list[str]:
     requires.module("torch")
     _, _, *miner = guarded.miner("late", *arguments)
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *miner]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        *miner,
+    ]
 
 
-def test_a_rank_that_comes_too_late_to_agree_is_a_hang_though_all_ranks_step_on(guarded: Guarded) -> None:
-    """Guards against ranks that train on for a day, and may upload nothing: the group they agree in stays broken."""
+def test_a_rank_that_comes_too_late_to_agree_is_a_hang_though_all_ranks_step_on(
+    guarded: Guarded,
+) -> None:
+    """Guards against ranks that train on for a day, and may upload nothing: the group they agree in
+    stays broken."""
     settings = {**FAST, "hang.min_s": 120, "gate.broadcast_timeout_s": 2}
     guarded.start(late(guarded, 6, "all"), "--max-restarts", "1", settings=settings)
     hang = guarded.wait_for("hang_detected", seconds=90)
@@ -63,7 +80,9 @@ def test_a_rank_that_comes_too_late_to_agree_is_a_hang_though_all_ranks_step_on(
     guarded.assert_nothing_left()
 
 
-def test_a_program_that_asks_on_one_rank_alone_is_told_so_and_not_restarted(guarded: Guarded) -> None:
+def test_a_program_that_asks_on_one_rank_alone_is_told_so_and_not_restarted(
+    guarded: Guarded,
+) -> None:
     settings = {**FAST, "hang.min_s": 120, "gate.broadcast_timeout_s": 2}
     guarded.start(late(guarded, 0, "alone"), settings=settings)
     said = guarded.wait_for("guard_degraded", seconds=90)
@@ -82,16 +101,24 @@ def test_without_py_spy_the_rank_writes_its_stacks_itself(guarded: Guarded, tmp_
     path = [str(p) for p in map(Path, os.environ["PATH"].split(":")) if not (p / "py-spy").exists()]
     env = {"PATH": ":".join(path), "PYTHONPATH": ":".join([os.getcwd(), *filter(None, sys.path)])}
     guarded.python = str(python)
-    guarded.start(guarded.miner("steps", 3, 0.1, "hang"), settings={**FAST, "hang.action": "warn"}, env=env)
+    guarded.start(
+        guarded.miner("steps", 3, 0.1, "hang"), settings={**FAST, "hang.action": "warn"}, env=env
+    )
     guarded.wait_for("stack_dump", seconds=60)
-    assert json.loads((evidence(guarded) / "hang.json").read_text())["ranks"]["0"]["stacks"] == "faulthandler"
+    assert (
+        json.loads((evidence(guarded) / "hang.json").read_text())["ranks"]["0"]["stacks"]
+        == "faulthandler"
+    )
     assert "steps.py" in (evidence(guarded) / "stacks-rank-0000.txt").read_text()
     assert guarded.stop() == 0
     guarded.assert_nothing_left()
 
 
 def test_a_program_that_is_known_by_its_lines_alone_hangs_too(guarded: Guarded) -> None:
-    lines = "import time\nfor i in range(5): print(f'iter {i}: loss 2.5, time 9.0ms', flush=True); time.sleep(.1)"
+    lines = (
+        "import time\nfor i in range(5): print(f'iter {i}: loss 2.5, time 9.0ms', "
+        "flush=True); time.sleep(.1)"
+    )
     command = [sys.executable, "-c", f"{lines}\ntime.sleep(600)", guarded.token]
     guarded.start(command, "--attach", "log", settings={**FAST, "hang.action": "stop"})
     hang = guarded.wait_for("hang_detected", seconds=60)
@@ -102,15 +129,22 @@ def test_a_program_that_is_known_by_its_lines_alone_hangs_too(guarded: Guarded) 
 
 
 def test_a_process_that_outlives_its_training_loop_is_a_hang(guarded: Guarded) -> None:
-    guarded.start(guarded.miner("steps", 3, 0.1, "linger"), settings={**FAST, "hang.action": "stop"})
+    guarded.start(
+        guarded.miner("steps", 3, 0.1, "linger"), settings={**FAST, "hang.action": "stop"}
+    )
     hang = guarded.wait_for("hang_detected", seconds=60)
     assert "the miner's process lives on" in hang["msg"]
     assert guarded.processes[0].wait(60) == 75
     guarded.assert_nothing_left()
 
 
-def test_a_loop_that_failed_while_its_process_lives_on_is_a_hang_with_a_cause(guarded: Guarded) -> None:
-    guarded.start(guarded.miner("steps", 3, 0.1, "fail"), settings={**FAST, "hang.action": "stop", "hang.min_s": 5})
+def test_a_loop_that_failed_while_its_process_lives_on_is_a_hang_with_a_cause(
+    guarded: Guarded,
+) -> None:
+    guarded.start(
+        guarded.miner("steps", 3, 0.1, "fail"),
+        settings={**FAST, "hang.action": "stop", "hang.min_s": 5},
+    )
     hang = guarded.wait_for("hang_detected", seconds=60)
     assert hang["detail"].endswith("; before it: INCIDENT cuda_oom")
     assert guarded.processes[0].wait(60) == 75
@@ -118,12 +152,16 @@ def test_a_loop_that_failed_while_its_process_lives_on_is_a_hang_with_a_cause(gu
 
 
 def test_a_stopped_rank_is_said_in_words(guarded: Guarded) -> None:
-    guarded.start(guarded.miner("steps", 100000, 0.1, "exit0"), settings={**FAST, "hang.action": "warn"})
+    guarded.start(
+        guarded.miner("steps", 100000, 0.1, "exit0"), settings={**FAST, "hang.action": "warn"}
+    )
     guarded.wait_for("inner_step", 3, seconds=60)
     pid = guarded.named("miner_started")[0]["pid"]
     os.kill(pid, signal.SIGSTOP)
     guarded.wait_for("stack_dump", seconds=60)
-    state = json.loads((evidence(guarded) / "hang.json").read_text())["ranks"]["0"]["kernel"]["state"]
+    state = json.loads((evidence(guarded) / "hang.json").read_text())["ranks"]["0"]["kernel"][
+        "state"
+    ]
     assert state.startswith("stopped by a signal")
     assert guarded.stop() == 0
     guarded.assert_nothing_left()

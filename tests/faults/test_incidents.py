@@ -16,15 +16,21 @@ CRASH_LOOP = 75
 
 def miner(*lines: str) -> list[str]:
     """A program that prints and fails."""
-    return [sys.executable, "-c", f"import sys; sys.stderr.write({chr(10).join(lines) + chr(10)!r}); sys.exit(1)"]
+    return [
+        sys.executable,
+        "-c",
+        f"import sys; sys.stderr.write({chr(10).join(lines) + chr(10)!r}); sys.exit(1)",
+    ]
 
 
 def test_a_wrong_key_is_named_and_tried_once_more(guarded: Guarded) -> None:
-    """A restart can't mend it: the guard says what a person must do instead of spinning; one line may be misread."""
+    """A restart can't mend it: the guard says what a person must do instead of spinning; one line
+    may be misread."""
     guard = guarded.start(
         miner(
             "step 1 loss 3.2",
-            "botocore.exceptions.ClientError: An error occurred (InvalidAccessKeyId) when calling the PutObject "
+            "botocore.exceptions.ClientError: An error occurred (InvalidAccessKeyId) when "
+            "calling the PutObject "
             "operation: The AWS Access Key Id you provided does not exist in our records.",
         ),
         settings=SETTINGS,
@@ -45,9 +51,13 @@ def test_a_wrong_key_is_named_and_tried_once_more(guarded: Guarded) -> None:
 def test_out_of_memory_is_tried_once_more_and_each_time_named(guarded: Guarded) -> None:
     guard = guarded.start(
         miner(
-            "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total "
+            "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. "
+            "GPU 1 has a total "
             "capacity of 23.68 GiB of which 1.00 GiB is free.",
-            "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:218",
+            (
+                "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed "
+                "by peer [127.0.0.1]:218"
+            ),
         ),
         settings={**SETTINGS, "miner.batch_size": 4},
     )

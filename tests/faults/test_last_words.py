@@ -1,4 +1,5 @@
-"""Alerts of the guard's end: they arrive before it ends, and a dead webhook holds the end up 10 s at most."""
+"""Alerts of the guard's end: they arrive before it ends, and a dead webhook holds the end up 10 s
+at most."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def test_the_crash_loop_is_told_before_the_guard_ends(guarded: Guarded, webhook:
     guarded.assert_nothing_left()
 
 
-def test_a_start_that_is_refused_is_told_before_the_guard_ends(guarded: Guarded, webhook: Webhook) -> None:
+def test_a_start_that_is_refused_is_told_before_the_guard_ends(
+    guarded: Guarded, webhook: Webhook
+) -> None:
     url = f"json://{webhook.address}/hook"
     settings = {**FAST, "alerts.urls": url, "gpu.preflight": "true", "gpu.preflight_wait_s": 0}
     guarded.start(["true"], "--expect-gpus", "64", settings=settings)

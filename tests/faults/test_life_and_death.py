@@ -1,4 +1,5 @@
-"""Life and death of the miner: nothing escapes, nothing is left, nothing is killed that need not be."""
+"""Life and death of the miner: nothing escapes, nothing is left, nothing is killed that need not
+be."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ def wait_for_family(guarded: Guarded) -> None:
 
 def wait_until_listed(guarded: Guarded) -> None:
     """Until the guard has noted all processes of the run, of which one has shed its environment."""
-    whole = len([words for _, words in living(guarded.token) if guarded.token in words and "miner_guard" not in words])
+    whole = len(
+        [
+            words
+            for _, words in living(guarded.token)
+            if guarded.token in words and "miner_guard" not in words
+        ]
+    )
     until(lambda: _listed(guarded) >= whole, 60, "the list of the run's processes")
 
 
@@ -35,7 +42,9 @@ def test_a_stop_ends_every_kind_of_descendant(guarded: Guarded) -> None:
     assert guarded.named("guard_stopped")[0]["exit_code"] == 0
 
 
-def test_descendants_of_a_launcher_that_just_exits_are_ended_before_the_restart(guarded: Guarded) -> None:
+def test_descendants_of_a_launcher_that_just_exits_are_ended_before_the_restart(
+    guarded: Guarded,
+) -> None:
     guarded.start(guarded.miner("family", "leave"), "--max-restarts", "1", settings=FAST)
     assert guarded.processes[0].wait(60) == 75
     guarded.assert_nothing_left(0.5)
@@ -44,7 +53,9 @@ def test_descendants_of_a_launcher_that_just_exits_are_ended_before_the_restart(
     assert names.index("orphan_killed") < names.index("miner_restarting")
 
 
-def test_the_launcher_alone_is_asked_first_and_has_time_for_its_checkpoint(guarded: Guarded, tmp_path: Path) -> None:
+def test_the_launcher_alone_is_asked_first_and_has_time_for_its_checkpoint(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     file = tmp_path / "checkpoint"
     guarded.start(guarded.miner("graceful", 1.5, file), settings=FAST)
     until(lambda: b"graceful ready" in guarded.output.read_bytes(), 60, "the miner")
@@ -54,9 +65,12 @@ def test_the_launcher_alone_is_asked_first_and_has_time_for_its_checkpoint(guard
     guarded.assert_nothing_left(0.5)
 
 
-def test_a_launcher_that_ignores_the_signal_is_alive_before_its_time_and_dead_after(guarded: Guarded) -> None:
+def test_a_launcher_that_ignores_the_signal_is_alive_before_its_time_and_dead_after(
+    guarded: Guarded,
+) -> None:
     code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', "
+        "flush=True); time.sleep(600)"
     )
     guarded.start([sys.executable, "-u", "-c", f"{code} # {guarded.token}"], settings=FAST)
     until(lambda: b"up\n" in guarded.output.read_bytes(), 60, "the miner")
@@ -72,7 +86,9 @@ def test_a_launcher_that_ignores_the_signal_is_alive_before_its_time_and_dead_af
     guarded.assert_nothing_left(0.5)
 
 
-def test_the_miner_ends_when_the_guard_is_killed_and_the_reaper_ends_the_rest(guarded: Guarded) -> None:
+def test_the_miner_ends_when_the_guard_is_killed_and_the_reaper_ends_the_rest(
+    guarded: Guarded,
+) -> None:
     guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 1})
     wait_for_family(guarded)
     wait_until_listed(guarded)
@@ -95,14 +111,16 @@ def test_the_reaper_finishes_a_stop_in_which_the_guard_is_killed(guarded: Guarde
 
 
 def _next_guard_ends_the_rest(guarded: Guarded) -> None:
-    """What shed its environment is known by parentage only: it stands in the list that the killed guard kept."""
+    """What shed its environment is known by parentage only: it stands in the list that the killed
+    guard kept."""
     guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
     assert guarded.processes[-1].wait(60) == 0
     guarded.assert_nothing_left(5)
 
 
 def _marked(guarded: Guarded) -> list[tuple[int, str]]:
-    """Those that carry the run's marker; a process with an empty environment is found by parentage only."""
+    """Those that carry the run's marker; a process with an empty environment is found by parentage
+    only."""
     needle = f"_MINER_GUARD_STATE_DIR={guarded.state.root}"
     return [p for p in living(needle) if "miner-guard-reaper" not in p[1]]
 
@@ -111,7 +129,11 @@ def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> N
     guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 30})
     wait_for_family(guarded)
     wait_until_listed(guarded)
-    reaper = [pid for pid, words in living("miner-guard-reaper") if f"{os.getpid()}" and _child_of(pid, guarded)]
+    reaper = [
+        pid
+        for pid, words in living("miner-guard-reaper")
+        if f"{os.getpid()}" and _child_of(pid, guarded)
+    ]
     for pid in reaper:
         os.kill(pid, signal.SIGKILL)
     guarded.processes[0].kill()
@@ -121,7 +143,9 @@ def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> N
     guarded.start(["sleep", "600"], settings=FAST)
     guarded.wait_for("miner_started", 2)
     assert len(guarded.named("orphan_killed")) >= 4
-    assert all("sleep" in words or "miner_guard" in words for _, words in _marked(guarded)), _marked(guarded)
+    assert all("sleep" in words or "miner_guard" in words for _, words in _marked(guarded)), (
+        _marked(guarded)
+    )
     assert guarded.stop() == 0
 
 
@@ -143,7 +167,10 @@ def _listed(guarded: Guarded) -> int:
 
 def _child_of(pid: int, guarded: Guarded) -> bool:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == guarded.processes[0].pid
+        return (
+            int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            == guarded.processes[0].pid
+        )
     except OSError:
         return False
 
@@ -164,26 +191,40 @@ def test_another_miner_on_the_same_host_is_left_alone(guarded: Guarded, tmp_path
     guarded.assert_nothing_left(0.5)
 
 
-def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_right(guarded: Guarded, tmp_path: Path) -> None:
+def test_descriptors_do_not_leak_and_stdin_umask_and_folder_are_right(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     code = (
-        "import os; print(sorted(int(f) for f in os.listdir('/proc/self/fd'))[:-1], os.readlink('/proc/self/fd/0'), "
+        "import os; print(sorted(int(f) for f in os.listdir('/proc/self/fd'))[:-1], "
+        "os.readlink('/proc/self/fd/0'), "
         "oct(os.umask(0)), os.getcwd(), os.getsid(0) == os.getpid())"
     )
     folder = tmp_path / "work"
     folder.mkdir()
     guarded.start(
-        [sys.executable, "-c", code], "--no-restart", settings=FAST, cwd=folder, preexec_fn=lambda: os.umask(0o027)
+        [sys.executable, "-c", code],
+        "--no-restart",
+        settings=FAST,
+        cwd=folder,
+        preexec_fn=lambda: os.umask(0o027),
     )
     assert guarded.processes[0].wait(60) == 0
     assert f"[0, 1, 2] /dev/null 0o27 {folder} True" in guarded.tail()
 
 
-def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_to_all(guarded: Guarded) -> None:
-    """Incident logs, flight records, status.json and run.json stayed readable in a directory made by `mkdir`."""
+def test_no_other_user_can_read_what_a_run_leaves_in_a_directory_that_was_open_to_all(
+    guarded: Guarded,
+) -> None:
+    """Incident logs, flight records, status.json and run.json stayed readable in a directory made
+    by `mkdir`."""
     guarded.state.flight.mkdir(parents=True)
     guarded.state.root.chmod(0o755)
     settings = {**FAST, "repo.kind": "local", "repo.path": str(guarded.state.root / "repo")}
-    guarded.start(guarded.miner("steps", 20, 0.05, "finish"), settings=settings, preexec_fn=lambda: os.umask(0))
+    guarded.start(
+        guarded.miner("steps", 20, 0.05, "finish"),
+        settings=settings,
+        preexec_fn=lambda: os.umask(0),
+    )
     assert guarded.processes[0].wait(60) == 0, guarded.tail()
     files = [guarded.state.root, *(p for p in guarded.state.root.rglob("*") if p.name != "repo")]
     assert [str(p) for p in files if p.stat().st_mode & 0o077] == []
@@ -203,24 +244,33 @@ def test_signals_meant_for_the_miner_reach_it(guarded: Guarded) -> None:
     guarded.assert_nothing_left(0.5)
 
 
-@pytest.mark.parametrize(("code", "words"), [(0, "[miner] finite = true"), (3, "code 3"), (255, "code 255")])
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "[miner] finite = true"), (3, "code 3"), (255, "code 255")]
+)
 def test_an_exit_nobody_asked_for_is_a_failure(guarded: Guarded, code: int, words: str) -> None:
     guarded.start(["sh", "-c", f"exit {code}"], "--max-restarts", "1", settings=FAST)
     assert guarded.processes[0].wait(60) == 75
     assert words in guarded.named("miner_exited")[0]["msg"]
     assert guarded.named("crash_loop")
-    assert guarded.named("guard_stopped")[0]["reason"].startswith(f"crash loop: exit code {code}; 1 restart did")
+    assert guarded.named("guard_stopped")[0]["reason"].startswith(
+        f"crash loop: exit code {code}; 1 restart did"
+    )
 
 
 @pytest.mark.parametrize("code", [0, 3, 255])
 def test_without_restarts_the_exit_code_is_the_miners(guarded: Guarded, code: int) -> None:
     guarded.start(["sh", "-c", f"exit {code}"], "--no-restart", settings=FAST)
     assert guarded.processes[0].wait(60) == code
-    assert guarded.named("guard_stopped")[0]["reason"] == f"restarts are off; the miner ended: exit code {code}"
+    assert (
+        guarded.named("guard_stopped")[0]["reason"]
+        == f"restarts are off; the miner ended: exit code {code}"
+    )
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), (40, "40")])
-def test_a_signal_death_is_named_and_reported_as_a_shell_does(guarded: Guarded, number: int, name: str) -> None:
+def test_a_signal_death_is_named_and_reported_as_a_shell_does(
+    guarded: Guarded, number: int, name: str
+) -> None:
     """40 is a real-time signal: one without a name once left the guard waiting for ever."""
     guarded.start(["sh", "-c", f"kill -{int(number)} $$"], "--no-restart", settings=FAST)
     assert guarded.processes[0].wait(60) == 128 + number
@@ -250,11 +300,14 @@ def test_a_stop_while_waiting_for_the_restart_cancels_it(guarded: Guarded) -> No
 def test_waits_grow_between_restarts(guarded: Guarded) -> None:
     guarded.start(["false"], "--max-restarts", "3", settings={**FAST, "restart.jitter_ratio": 0})
     assert guarded.processes[0].wait(60) == 75
-    assert [e["wait_s"] for e in guarded.named("miner_restarting")] == pytest.approx([0.1, 0.2, 0.4])
+    assert [e["wait_s"] for e in guarded.named("miner_restarting")] == pytest.approx(
+        [0.1, 0.2, 0.4]
+    )
 
 
 def test_the_end_of_the_terminal_is_not_the_guards_under_nohup(guarded: Guarded) -> None:
-    """Guards against a miner that is stopped by a logout, although it was started so that it is not."""
+    """Guards against a miner that is stopped by a logout, although it was started so that it is
+    not."""
     guarded.start(
         guarded.miner("steps", 10000, 0.1),
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
@@ -267,8 +320,11 @@ def test_the_end_of_the_terminal_is_not_the_guards_under_nohup(guarded: Guarded)
     guarded.assert_nothing_left()
 
 
-def test_a_signal_that_is_repeated_to_the_very_end_does_not_change_the_exit_code(guarded: Guarded) -> None:
-    """Guards against pm2 or a person who asks twice: the second signal met the guard with its handlers given back."""
+def test_a_signal_that_is_repeated_to_the_very_end_does_not_change_the_exit_code(
+    guarded: Guarded,
+) -> None:
+    """Guards against pm2 or a person who asks twice: the second signal met the guard with its
+    handlers given back."""
     guard = guarded.start(["sleep", "600"])
     guarded.wait_for("miner_started")
     deadline = time.monotonic() + 60

@@ -1,4 +1,5 @@
-"""No signal is needed to notice what is, and none that comes is lost: whatever the guard's parent blocked or closed."""
+"""No signal is needed to notice what is, and none that comes is lost: whatever the guard's parent
+blocked or closed."""
 
 from __future__ import annotations
 
@@ -23,17 +24,24 @@ def block_all() -> None:
 
 
 def start(guarded: Guarded, *flags: str, code: str = SLEEPER, **popen: object) -> None:
-    guarded.start([sys.executable, "-u", "-c", f"{code} # {guarded.token}"], *flags, settings=FAST, **popen)
+    guarded.start(
+        [sys.executable, "-u", "-c", f"{code} # {guarded.token}"], *flags, settings=FAST, **popen
+    )
 
 
-def test_a_miner_that_dies_is_noticed_though_the_parent_blocked_every_signal(guarded: Guarded) -> None:
-    """Guards against a dead miner that stays `running`: the mask is inherited, and SIGCHLD never came."""
+def test_a_miner_that_dies_is_noticed_though_the_parent_blocked_every_signal(
+    guarded: Guarded,
+) -> None:
+    """Guards against a dead miner that stays `running`: the mask is inherited, and SIGCHLD never
+    came."""
     start(guarded, "--max-restarts", "1", code="raise SystemExit(7)", preexec_fn=block_all)
     assert guarded.processes[0].wait(60) == 75
     assert [event["code"] for event in guarded.named("miner_exited")] == [7, 7]
 
 
-def test_a_miner_that_dies_is_noticed_though_the_parent_ignores_its_children(guarded: Guarded) -> None:
+def test_a_miner_that_dies_is_noticed_though_the_parent_ignores_its_children(
+    guarded: Guarded,
+) -> None:
     """Guards against a kernel that reaps the miner itself: its exit code read 0."""
     start(
         guarded,
@@ -45,7 +53,9 @@ def test_a_miner_that_dies_is_noticed_though_the_parent_ignores_its_children(gua
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGXCPU])
-def test_a_stop_is_heard_though_the_parent_blocked_every_signal(guarded: Guarded, number: signal.Signals) -> None:
+def test_a_stop_is_heard_though_the_parent_blocked_every_signal(
+    guarded: Guarded, number: signal.Signals
+) -> None:
     start(guarded, preexec_fn=block_all)
     until(lambda: b"up" in guarded.output.read_bytes(), 60, guarded.tail)
     assert guarded.stop(number, 30) == 0
@@ -53,7 +63,8 @@ def test_a_stop_is_heard_though_the_parent_blocked_every_signal(guarded: Guarded
 
 
 def test_a_guard_without_standard_streams_runs_and_logs_to_its_file(guarded: Guarded) -> None:
-    """Guards against a traceback instead of a start, and against a lock file that is descriptor 1."""
+    """Guards against a traceback instead of a start, and against a lock file that is descriptor
+    1."""
 
     def close_all() -> None:
         for fd in (0, 1, 2):
@@ -68,15 +79,20 @@ def test_a_guard_without_standard_streams_runs_and_logs_to_its_file(guarded: Gua
 
 
 def test_a_guard_in_the_background_of_a_terminal_that_stops_writers_runs(guarded: Guarded) -> None:
-    """Guards against SIGTTOU: with `stty tostop` the first line stopped the guard, and with it the miner's output."""
+    """Guards against SIGTTOU: with `stty tostop` the first line stopped the guard, and with it the
+    miner's output."""
     script = Path(__file__).with_name("miners") / "background.py"
-    settings = {f"MINER_GUARD_{key.upper().replace('.', '__')}": str(value) for key, value in FAST.items()}
+    settings = {
+        f"MINER_GUARD_{key.upper().replace('.', '__')}": str(value) for key, value in FAST.items()
+    }
     line = [
         *(sys.executable, "-m", "miner_guard", "run", "--state-dir", str(guarded.state.root), "--"),
         *(sys.executable, "-u", "-c", f"{SLEEPER} # {guarded.token}"),
     ]
     env = {**os.environ, "MINER_GUARD_GPU__PREFLIGHT": "false", **settings}
-    terminal = subprocess.Popen([sys.executable, str(script), *line], env=env, stdin=subprocess.DEVNULL)
+    terminal = subprocess.Popen(
+        [sys.executable, str(script), *line], env=env, stdin=subprocess.DEVNULL
+    )
     guarded.processes.append(terminal)
     started = guarded.wait_for("guard_started")
     guarded.wait_for("miner_started")
@@ -97,8 +113,11 @@ def test_all_signals_pass_after_settling() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_a_stop_of_a_guard_whose_loop_hangs_ends_the_miner_and_leaves_the_stacks(guarded: Guarded) -> None:
-    """Guards against a wedged guard: state `ending` for ever, SIGTERM ignored, the miner kept alive with it."""
+def test_a_stop_of_a_guard_whose_loop_hangs_ends_the_miner_and_leaves_the_stacks(
+    guarded: Guarded,
+) -> None:
+    """Guards against a wedged guard: state `ending` for ever, SIGTERM ignored, the miner kept alive
+    with it."""
     wedge = Path(__file__).with_name("miners") / "wedged_guard.py"
     guarded.entry = str(wedge)
     start(guarded)

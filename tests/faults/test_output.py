@@ -49,16 +49,26 @@ def test_two_streams_to_one_place_keep_their_order(guarded: Guarded) -> None:
 
 
 def test_a_flood_goes_through_without_loss(guarded: Guarded) -> None:
-    out, _, _ = run(guarded, "for _ in range(3200): put(1, b'0123456789abcdef' * 2047 + b'0123456789abcd\\n\\n')")
+    out, _, _ = run(
+        guarded,
+        "for _ in range(3200): put(1, b'0123456789abcdef' * 2047 + b'0123456789abcd\\n\\n')",
+    )
     assert len(out) == 3200 * 32768
     assert not guarded.named("output_dropped")
 
 
 def test_a_slow_reader_slows_the_miner_and_loses_nothing(guarded: Guarded) -> None:
     guard = guarded.start(
-        [sys.executable, "-c", WRITE + "for n in range(400): put(1, b'%06d' % n + b'.' * 32761 + b'\\n')"],
-        "--no-restart", settings=FAST, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            WRITE + "for n in range(400): put(1, b'%06d' % n + b'.' * 32761 + b'\\n')",
+        ],
+        "--no-restart",
+        settings=FAST,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     assert guard.stdout is not None
     taken = 0
     first = time.monotonic()
@@ -71,9 +81,13 @@ def test_a_slow_reader_slows_the_miner_and_loses_nothing(guarded: Guarded) -> No
     assert not guarded.named("output_dropped")
 
 
-def test_a_reader_that_stopped_reading_does_not_stop_the_miner(guarded: Guarded, tmp_path: Path) -> None:
+def test_a_reader_that_stopped_reading_does_not_stop_the_miner(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     done = tmp_path / "done"
-    code = f"for _ in range(3000): put(1, b'y' * 32767 + b'\\n')\nopen({str(done)!r}, 'w').close()\n"
+    code = (
+        f"for _ in range(3000): put(1, b'y' * 32767 + b'\\n')\nopen({str(done)!r}, 'w').close()\n"
+    )
     guard = guarded.start(
         [sys.executable, "-c", WRITE + code], "--no-restart", settings=FAST, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -101,7 +115,10 @@ def test_a_reader_that_went_away_does_not_stop_the_miner(guarded: Guarded, tmp_p
 
 
 def test_an_orphan_that_holds_the_pipe_does_not_hold_up_the_end(guarded: Guarded) -> None:
-    code = "import subprocess; subprocess.Popen(['sleep', '600'], env={}, start_new_session=True); put(1, b'bye')"
+    code = (
+        "import subprocess; subprocess.Popen(['sleep', '600'], env={}, "
+        "start_new_session=True); put(1, b'bye')"
+    )
     started = time.monotonic()
     out, _, _ = run(guarded, code)
     assert out == b"bye"
@@ -111,7 +128,12 @@ def test_an_orphan_that_holds_the_pipe_does_not_hold_up_the_end(guarded: Guarded
 
 def test_a_guards_line_does_not_cut_the_miners_line(guarded: Guarded) -> None:
     code = "import time\nfor n in range(30): put(1, b'aaaa'); time.sleep(0.03); put(1, b'bbbb\\n')"
-    guarded.start([sys.executable, "-c", WRITE + code], "--max-restarts", "1", settings={**FAST, "logs.level": "debug"})
+    guarded.start(
+        [sys.executable, "-c", WRITE + code],
+        "--max-restarts",
+        "1",
+        settings={**FAST, "logs.level": "debug"},
+    )
     assert guarded.processes[0].wait(60) == 75
     lines = guarded.output.read_bytes().splitlines()
     assert lines.count(b"aaaabbbb") == 60

@@ -1,4 +1,5 @@
-"""Real pm2, with a home of its own: whatever it does, no orphan, never two guards, checkpoints where there was time."""
+"""Real pm2, with a home of its own: whatever it does, no orphan, never two guards, checkpoints
+where there was time."""
 
 from __future__ import annotations
 
@@ -34,18 +35,44 @@ class Pm2:
         }  # fmt: skip
         self.file = folder / "ecosystem.config.json"
         app = {
-            "name": "miner", "script": sys.executable, "interpreter": "none", "exec_mode": "fork", "instances": 1,
-            "args": ["-u", "-m", "miner_guard", "run", "--state-dir", str(guarded.state.root), "--",
-                     *guarded.miner("graceful", 0.5, self.checkpoint)],
-            "treekill": False, "kill_timeout": 20000, "autorestart": True, "stop_exit_codes": [63, 64, 69, 75, 78],
-            "min_uptime": "30s", "max_restarts": 10, "merge_logs": True, "out_file": str(guarded.output),
-            "error_file": str(guarded.output), "vizion": False, "automation": False, "pmx": False,
-        }  # fmt: skip
+            "name": "miner",
+            "script": sys.executable,
+            "interpreter": "none",
+            "exec_mode": "fork",
+            "instances": 1,
+            "args": [
+                "-u",
+                "-m",
+                "miner_guard",
+                "run",
+                "--state-dir",
+                str(guarded.state.root),
+                "--",
+                *guarded.miner("graceful", 0.5, self.checkpoint),
+            ],
+            "treekill": False,
+            "kill_timeout": 20000,
+            "autorestart": True,
+            "stop_exit_codes": [63, 64, 69, 75, 78],
+            "min_uptime": "30s",
+            "max_restarts": 10,
+            "merge_logs": True,
+            "out_file": str(guarded.output),
+            "error_file": str(guarded.output),
+            "vizion": False,
+            "automation": False,
+            "pmx": False,
+        }
         self.file.write_text(json.dumps({"apps": [app]}))
 
     def __call__(self, *words: str) -> str:
         done = subprocess.run(
-            [self.program, *words], env=self.env, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL
+            [self.program, *words],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            stdin=subprocess.DEVNULL,
         )
         return done.stdout
 
@@ -57,9 +84,13 @@ class Pm2:
         """Wait until the miner was started `count` times and would write its checkpoint."""
         needle = b"graceful ready"
         until(
-            lambda: self.guarded.output.exists() and self.guarded.output.read_bytes().count(needle) >= count, 60,
+            lambda: (
+                self.guarded.output.exists()
+                and self.guarded.output.read_bytes().count(needle) >= count
+            ),
+            60,
             f"start {count} of the miner: {self.guarded.tail()}",
-        )  # fmt: skip
+        )
 
     @property
     def app(self) -> dict[str, Any]:
@@ -79,12 +110,18 @@ class Pm2:
 
     def miners(self) -> list[int]:
         return [
-            pid for pid, words in living(self.guarded.token) if "graceful.py" in words and "miner_guard" not in words
+            pid
+            for pid, words in living(self.guarded.token)
+            if "graceful.py" in words and "miner_guard" not in words
         ]
 
     def gone(self, seconds: float = 30) -> None:
         """Neither guard nor miner lives."""
-        until(lambda: not self.guards() and not self.miners(), seconds, f"all gone: {living(self.guarded.token)}")
+        until(
+            lambda: not self.guards() and not self.miners(),
+            seconds,
+            f"all gone: {living(self.guarded.token)}",
+        )
 
 
 @pytest.fixture
@@ -96,7 +133,9 @@ def pm2(guarded: Guarded, tmp_path: Path) -> Iterator[Pm2]:
 
 def test_stop_restart_and_delete_leave_one_guard_or_none_and_lose_no_checkpoint(pm2: Pm2) -> None:
     pm2.start()
-    monitor = until(lambda: (pm2.app.get("pm2_env") or {}).get("axm_monitor") or None, 60, "values in pm2")
+    monitor = until(
+        lambda: (pm2.app.get("pm2_env") or {}).get("axm_monitor") or None, 60, "values in pm2"
+    )
     assert monitor["State"]["value"] == "running"
     miner = Path(f"/proc/{pm2.miners()[0]}/environ").read_bytes()
     assert b"NODE_CHANNEL_FD" not in miner
@@ -140,7 +179,11 @@ def test_every_python_killed_at_once_as_subnet_38s_updater_does_comes_back_as_on
     pm2: Pm2,
 ) -> None:
     pm2.start()
-    before = [pid for pid, _ in living(pm2.guarded.token) if Path(f"/proc/{pid}/comm").read_text().startswith("python")]
+    before = [
+        pid
+        for pid, _ in living(pm2.guarded.token)
+        if Path(f"/proc/{pid}/comm").read_text().startswith("python")
+    ]
     assert {*pm2.guards(), *pm2.miners()} <= set(before)
     for pid in before:
         os.kill(pid, signal.SIGKILL)
@@ -151,12 +194,22 @@ def test_every_python_killed_at_once_as_subnet_38s_updater_does_comes_back_as_on
 
 def test_two_stops_and_two_restarts_at_once(pm2: Pm2) -> None:
     pm2.start()
-    twice = [subprocess.Popen([pm2.program, "restart", "miner"], env=pm2.env, stdout=subprocess.DEVNULL) for _ in "12"]
+    twice = [
+        subprocess.Popen([pm2.program, "restart", "miner"], env=pm2.env, stdout=subprocess.DEVNULL)
+        for _ in "12"
+    ]
     for one in twice:
         one.wait(90)
     time.sleep(1)
-    until(lambda: len(pm2.guards()) == 1 and len(pm2.miners()) == 1, 60, f"one of each: {living(pm2.guarded.token)}")
-    twice = [subprocess.Popen([pm2.program, "stop", "miner"], env=pm2.env, stdout=subprocess.DEVNULL) for _ in "12"]
+    until(
+        lambda: len(pm2.guards()) == 1 and len(pm2.miners()) == 1,
+        60,
+        f"one of each: {living(pm2.guarded.token)}",
+    )
+    twice = [
+        subprocess.Popen([pm2.program, "stop", "miner"], env=pm2.env, stdout=subprocess.DEVNULL)
+        for _ in "12"
+    ]
     for one in twice:
         one.wait(90)
     pm2.gone()
@@ -179,11 +232,17 @@ def test_reload_is_a_restart_and_kill_stops_everything(pm2: Pm2) -> None:
 
 def test_a_restart_during_a_restart_loses_no_checkpoint_that_had_time(pm2: Pm2) -> None:
     pm2.start()
-    first = subprocess.Popen([pm2.program, "restart", "miner"], env=pm2.env, stdout=subprocess.DEVNULL)
+    first = subprocess.Popen(
+        [pm2.program, "restart", "miner"], env=pm2.env, stdout=subprocess.DEVNULL
+    )
     pm2.guarded.wait_for("miner_stopping")
     pm2("restart", "miner")
     first.wait(90)
-    until(lambda: len(pm2.guards()) == 1 and len(pm2.miners()) == 1, 60, f"one of each: {living(pm2.guarded.token)}")
+    until(
+        lambda: len(pm2.guards()) == 1 and len(pm2.miners()) == 1,
+        60,
+        f"one of each: {living(pm2.guarded.token)}",
+    )
     assert pm2.checkpoints >= 1
     pm2("stop", "miner")
     pm2.gone()

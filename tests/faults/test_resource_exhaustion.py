@@ -1,4 +1,5 @@
-"""The guard's own weather: no descriptors left, damaged files of its own at the start, or no files at all."""
+"""The guard's own weather: no descriptors left, damaged files of its own at the start, or no files
+at all."""
 
 from __future__ import annotations
 
@@ -22,12 +23,19 @@ FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
 def test_with_every_descriptor_in_use_the_miner_goes_on(guarded: Guarded) -> None:
     """The guard that may open nothing more says so, relays on, and works again when it may."""
     code = "import time\nfor n in range(100000): print('line', n, flush=True); time.sleep(0.05)"
-    settings = {**FAST, "health.sample_every_s": 1, "health.snapshot_every_s": 1, "logs.level": "warning"}
+    settings = {
+        **FAST,
+        "health.sample_every_s": 1,
+        "health.snapshot_every_s": 1,
+        "logs.level": "warning",
+    }
     guard = guarded.start([sys.executable, "-c", code], settings=settings)
     guarded.wait_for("health_snapshot", seconds=60)
     pid = guarded.named("miner_started")[0]["pid"]
     # It watches no file by inotify, so the limits of that are none of its own.
-    held = subprocess.run(["ls", "-l", f"/proc/{guard.pid}/fd"], capture_output=True, text=True).stdout
+    held = subprocess.run(
+        ["ls", "-l", f"/proc/{guard.pid}/fd"], capture_output=True, text=True
+    ).stdout
     assert "pipe:" in held
     assert "inotify" not in held
     _limit(guard.pid, 3)
@@ -43,7 +51,9 @@ def test_with_every_descriptor_in_use_the_miner_goes_on(guarded: Guarded) -> Non
     guarded.assert_nothing_left()
 
 
-def test_a_miner_that_dies_while_no_descriptor_is_left_is_ended_and_started_when_there_is_one(guarded: Guarded) -> None:
+def test_a_miner_that_dies_while_no_descriptor_is_left_is_ended_and_started_when_there_is_one(
+    guarded: Guarded,
+) -> None:
     """The guard once took what it could not look at for gone, and then waited for ever."""
     guard = guarded.start(guarded.miner("family", "stay"), settings=FAST)
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
@@ -65,7 +75,8 @@ def _limit(pid: int, descriptors: int) -> None:
 
 
 def test_damaged_files_of_the_last_run_hold_up_nothing(guarded: Guarded) -> None:
-    """Torn by a full disk or a power cut: ledger, status, flight record, list of processes, host memory, sockets."""
+    """Torn by a full disk or a power cut: ledger, status, flight record, list of processes, host
+    memory, sockets."""
     state: StateDir = guarded.state
     state.flight.mkdir(parents=True)
     state.ledger.write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
@@ -75,7 +86,12 @@ def test_damaged_files_of_the_last_run_hold_up_nothing(guarded: Guarded) -> None
     for path in (state.socket, state.control):
         path.write_text("not a socket")
     state.log.write_bytes(b'{"event": "torn')
-    settings = {**FAST, "repo.kind": "local", "repo.path": str(state.root / "repo"), "logs.step_lines_per_s": 100}
+    settings = {
+        **FAST,
+        "repo.kind": "local",
+        "repo.path": str(state.root / "repo"),
+        "logs.step_lines_per_s": 100,
+    }
     guarded.start(guarded.miner("steps", 20, 0.1, "finish"), settings=settings)
     assert guarded.processes[0].wait(60) == 0, guarded.tail()
     text = state.log.read_text()
@@ -97,19 +113,32 @@ MISPLACED: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("kind", MISPLACED)
 def test_what_is_no_file_at_all_is_set_aside_with_one_line(guarded: Guarded, kind: str) -> None:
-    """A folder in place of guard.sock once left the ranks without a reader: each step stood in the log twice."""
+    """A folder in place of guard.sock once left the ranks without a reader: each step stood in the
+    log twice."""
     state: StateDir = guarded.state
     own = [
-        state.socket, state.control, state.status, state.ledger, state.flight_of(0), state.stacks_of(0), state.log,
-        state.lock, state.gate_inputs, state.host_facts, state.roster, state.costs,
-    ]  # fmt: skip
+        state.socket,
+        state.control,
+        state.status,
+        state.ledger,
+        state.flight_of(0),
+        state.stacks_of(0),
+        state.log,
+        state.lock,
+        state.gate_inputs,
+        state.host_facts,
+        state.roster,
+        state.costs,
+    ]
     state.flight.mkdir(parents=True)
     state.costs.parent.mkdir()
     state.incidents.write_text("a file where a folder belongs")
     (state.root / "my-notes").mkdir()
     for path in own:
         MISPLACED[kind](path)
-    guarded.start(guarded.miner("steps", 20, 0.1, "finish"), settings={**FAST, "logs.step_lines_per_s": 100})
+    guarded.start(
+        guarded.miner("steps", 20, 0.1, "finish"), settings={**FAST, "logs.step_lines_per_s": 100}
+    )
     assert guarded.processes[0].wait(60) == 0, guarded.tail()
     aside = guarded.named("file_set_aside")
     assert sorted(e["path"] for e in aside) == sorted(map(str, [state.incidents, *own]))

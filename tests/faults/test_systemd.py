@@ -1,4 +1,5 @@
-"""systemd: sd_notify as it would hear it, and the unit of ops/ under a real one, PID 1 of namespaces of its own."""
+"""systemd: sd_notify as it would hear it, and the unit of ops/ under a real one, PID 1 of
+namespaces of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +23,17 @@ from tests.faults.guarded import MARK, REPO, Guarded, living, until
 
 UNIT = REPO / "ops" / "miner-guard.service"
 BIN = Path(sys.executable).parent
-ALONE = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--cgroup", "--fork", "--kill-child", "--mount-proc"]
+ALONE = [
+    "unshare",
+    "--pid",
+    "--mount",
+    "--uts",
+    "--ipc",
+    "--cgroup",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+]
 CONTROL_GROUPS = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
 """Where version 2 of them may be mounted."""
 BOOT = """
@@ -39,7 +50,9 @@ exec /lib/systemd/systemd --system --unit=bare.target --log-target=console --log
 """
 
 
-def test_readiness_watchdog_and_stop_are_told_and_hidden_from_the_miner(guarded: Guarded, tmp_path: Path) -> None:
+def test_readiness_watchdog_and_stop_are_told_and_hidden_from_the_miner(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(20)
@@ -60,13 +73,15 @@ def test_readiness_watchdog_and_stop_are_told_and_hidden_from_the_miner(guarded:
 
 
 class Systemd:
-    """The unit of ops/ with this test's paths and shorter times, under a systemd that nobody else sees."""
+    """The unit of ops/ with this test's paths and shorter times, under a systemd that nobody else
+    sees."""
 
     def __init__(self, guarded: Guarded, folder: Path, miner: list[str]) -> None:
         self.guarded, self.folder = guarded, folder
         self.settings = folder / "miner-guard.env"
         self.unit = folder / UNIT.name
-        # Its slices stand in a control group of the test's, which can be removed with all that is in it.
+        # Its slices stand in a control group of the test's, which can be removed with all that is
+        # in it.
         root = next((root for root in CONTROL_GROUPS if (root / "cgroup.procs").exists()), None)
         if root is None:
             pytest.skip("there are no control groups of version 2")
@@ -77,23 +92,32 @@ class Systemd:
     def set(self, **settings: object) -> None:
         """Write the file that the unit's EnvironmentFile names."""
         own = {
-            "MINER_GUARD_STATE_DIR": self.guarded.state.root, "PYTHONPATH": REPO, MARK: self.guarded.token,
-            "MINER_GUARD_GPU__PREFLIGHT": "false", "MINER_GUARD_MINER__STOP_TIMEOUT_S": 5,
-        }  # fmt: skip
-        self.settings.write_text("".join(f"{name}={value}\n" for name, value in {**own, **settings}.items()))
+            "MINER_GUARD_STATE_DIR": self.guarded.state.root,
+            "PYTHONPATH": REPO,
+            MARK: self.guarded.token,
+            "MINER_GUARD_GPU__PREFLIGHT": "false",
+            "MINER_GUARD_MINER__STOP_TIMEOUT_S": 5,
+        }
+        self.settings.write_text(
+            "".join(f"{name}={value}\n" for name, value in {**own, **settings}.items())
+        )
 
     def _edited(self, miner: str) -> str:
         """What a person edits, and times that a test can wait for; every line must be there."""
         text = UNIT.read_text()
         output = f"StandardOutput=append:{self.guarded.output}\nStandardError=inherit\nLimitCORE=0"
         for pattern, new in (
-            (r"^User=.*$", output), (r"^WorkingDirectory=.*$", f"WorkingDirectory={self.folder}"),
+            (r"^User=.*$", output),
+            (r"^WorkingDirectory=.*$", f"WorkingDirectory={self.folder}"),
             (r"^EnvironmentFile=-.*$", f"EnvironmentFile=-{self.settings}"),
-            (r"^ExecStart=/opt/miner/.venv/bin", f"ExecStart={BIN}"), (r"(?<= -- )torchrun .*$", miner),
+            (r"^ExecStart=/opt/miner/.venv/bin", f"ExecStart={BIN}"),
+            (r"(?<= -- )torchrun .*$", miner),
             (r"^Environment=PATH=/opt/miner/.venv/bin:", f"Environment=PATH={BIN}:"),
-            (r"^TimeoutStopSec=.*$", "TimeoutStopSec=20"), (r"^WatchdogSec=.*$", "WatchdogSec=6"),
-            (r"^RestartSec=.*$", "RestartSec=1"), (r"^\[Unit\]$", "[Unit]\nDefaultDependencies=no"),
-        ):  # fmt: skip
+            (r"^TimeoutStopSec=.*$", "TimeoutStopSec=20"),
+            (r"^WatchdogSec=.*$", "WatchdogSec=6"),
+            (r"^RestartSec=.*$", "RestartSec=1"),
+            (r"^\[Unit\]$", "[Unit]\nDefaultDependencies=no"),
+        ):
             text, lines = re.subn(pattern, lambda _, new=new: new, text, flags=re.MULTILINE)  # type: ignore[misc]
             assert lines == 1, pattern
         return text
@@ -103,13 +127,19 @@ class Systemd:
         script = BOOT.format(unit=self.unit)
         with (self.folder / "systemd.log").open("wb") as out:
             self.outer = subprocess.Popen(
-                [*ALONE, "sh", "-c", script], stdout=out, stderr=subprocess.STDOUT, preexec_fn=self._into_group
+                [*ALONE, "sh", "-c", script],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                preexec_fn=self._into_group,
             )
         try:
-            until(lambda: self("is-system-running") in ("running", "degraded"), 60, "systemd to be up")
+            until(
+                lambda: self("is-system-running") in ("running", "degraded"), 60, "systemd to be up"
+            )
         except AssertionError:
             pytest.skip(
-                f"systemd does not boot in a namespace here: {(self.folder / 'systemd.log').read_text()[-300:]}"
+                "systemd does not boot in a namespace here: "
+                f"{(self.folder / 'systemd.log').read_text()[-300:]}"
             )
 
     def _into_group(self) -> None:
@@ -118,7 +148,9 @@ class Systemd:
     def __call__(self, *words: str) -> str:
         """What systemctl answers."""
         try:
-            inner = Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children").read_text().split()
+            inner = (
+                Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children").read_text().split()
+            )
         except OSError:
             return ""
         if not inner:
@@ -154,7 +186,8 @@ def _removed(group: Path) -> bool:
 @pytest.fixture
 def systemd(guarded: Guarded, tmp_path: Path) -> Iterator[Systemd]:
     """Not booted yet; its miner writes a checkpoint when it is told to stop."""
-    # It belongs to the machine, not to what the project can install: without it these tests are skipped, also in CI.
+    # It belongs to the machine, not to what the project can install: without it these tests are
+    # skipped, also in CI.
     if shutil.which("systemd-analyze") is None or shutil.which("nsenter") is None:
         pytest.skip("systemd is not installed")
     if subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0:
@@ -171,7 +204,9 @@ def systemd(guarded: Guarded, tmp_path: Path) -> Iterator[Systemd]:
 
 
 def _guards(guarded: Guarded) -> list[int]:
-    return [pid for pid, words in living(guarded.token) if "graceful.py" in words and " run " in words]
+    return [
+        pid for pid, words in living(guarded.token) if "graceful.py" in words and " run " in words
+    ]
 
 
 def test_the_unit_is_well_formed(tmp_path: Path) -> None:
@@ -179,18 +214,24 @@ def test_the_unit_is_well_formed(tmp_path: Path) -> None:
         pytest.skip("systemd is not installed")
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/miner/.venv/bin", str(BIN)))
-    done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow
-def test_the_unit_starts_stops_in_order_and_comes_back_after_a_kill(systemd: Systemd, guarded: Guarded) -> None:
+def test_the_unit_starts_stops_in_order_and_comes_back_after_a_kill(
+    systemd: Systemd, guarded: Guarded
+) -> None:
     systemd("start", "miner-guard")
     systemd.becomes("active")
     until(lambda: "State running" in systemd.show("StatusText"), 60, "the status line")
     until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 1, 60, "the miner")
     (guard,) = _guards(guarded)
-    assert resource.prlimit(guard, resource.RLIMIT_NOFILE)[0] >= NOFILE, "the doctor does not complain of our own unit"
+    assert resource.prlimit(guard, resource.RLIMIT_NOFILE)[0] >= NOFILE, (
+        "the doctor does not complain of our own unit"
+    )
     assert (systemd.show("LimitMEMLOCK"), systemd.show("OOMPolicy")) == ("infinity", "continue")
     os.kill(guard, signal.SIGKILL)
     until(lambda: guarded.output.read_bytes().count(b"graceful ready") == 2, 60, guarded.tail)
@@ -209,7 +250,9 @@ def test_the_unit_starts_stops_in_order_and_comes_back_after_a_kill(systemd: Sys
 
 
 @pytest.mark.slow
-def test_the_unit_does_not_start_again_what_a_restart_cant_mend(systemd: Systemd, guarded: Guarded) -> None:
+def test_the_unit_does_not_start_again_what_a_restart_cant_mend(
+    systemd: Systemd, guarded: Guarded
+) -> None:
     systemd.set(MINER_GUARD_GATE__MIN_INNER_STEP="many")
     systemd("start", "miner-guard")
     systemd.becomes("failed")

@@ -16,20 +16,43 @@ from tests.support import requires
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FAST = {
-    "miner.stop_timeout_s": 40, "restart.backoff_s": 0.1, "hang.min_s": 4, "hang.factor": 2, "hang.first_step_s": 240,
-    "health.snapshot_every_s": 600, "logs.step_lines_per_s": 100,
-}  # fmt: skip
+    "miner.stop_timeout_s": 40,
+    "restart.backoff_s": 0.1,
+    "hang.min_s": 4,
+    "hang.factor": 2,
+    "hang.first_step_s": 240,
+    "health.snapshot_every_s": 600,
+    "logs.step_lines_per_s": 100,
+}
 SLOWEST = 300.0
 
 
 def demo(guarded: Guarded, tmp_path: Path, *flags: str, steps: int = 30) -> list[str]:
     requires.module("torch")
     return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-        "miner_guard.demo.train", "--work", str(tmp_path / f"work-{guarded.token}"), "--steps", str(steps),
-        "--effective-batch-size", "8", "--batch-size", "4", "--checkpoint-every", "5", "--upload-steps", "1000",
-        "--inner-steps-per-outer", "1000", *flags,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "miner_guard.demo.train",
+        "--work",
+        str(tmp_path / f"work-{guarded.token}"),
+        "--steps",
+        str(steps),
+        "--effective-batch-size",
+        "8",
+        "--batch-size",
+        "4",
+        "--checkpoint-every",
+        "5",
+        "--upload-steps",
+        "1000",
+        "--inner-steps-per-outer",
+        "1000",
+        *flags,
+    ]
 
 
 def ranks(guarded: Guarded) -> dict[int, int]:
@@ -54,7 +77,9 @@ def finished(guarded: Guarded) -> None:
     guarded.assert_nothing_left()
 
 
-def test_a_hung_rank_is_named_and_the_miner_goes_on_from_its_checkpoint(guarded: Guarded, tmp_path: Path) -> None:
+def test_a_hung_rank_is_named_and_the_miner_goes_on_from_its_checkpoint(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     guarded.start(demo(guarded, tmp_path, "--fault", "hang@12:1", steps=16), settings=FAST)
     hang = guarded.wait_for("hang_detected", seconds=SLOWEST)
     assert hang["culprits"] == [1]
@@ -108,7 +133,9 @@ def test_a_stop_gives_the_ranks_time_for_their_checkpoint(guarded: Guarded, tmp_
     guarded.assert_nothing_left()
 
 
-def test_the_guard_killed_takes_torchrun_and_its_ranks_with_it(guarded: Guarded, tmp_path: Path) -> None:
+def test_the_guard_killed_takes_torchrun_and_its_ranks_with_it(
+    guarded: Guarded, tmp_path: Path
+) -> None:
     guarded.start(demo(guarded, tmp_path, steps=100000), settings=FAST)
     stepping(guarded)
     guarded.processes[0].kill()

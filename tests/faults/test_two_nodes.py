@@ -83,35 +83,74 @@ def pair(tmp_path: Path) -> Iterator[list[Guarded]]:
 
 def start(guard: Guarded, link: Link, node: int, command: list[str]) -> None:
     line = [
-        "ip", "netns", "exec", link.names[node], sys.executable, "-m", "miner_guard", "run", "--state-dir",
-        str(guard.state.root), "--", *command,
-    ]  # fmt: skip
+        "ip",
+        "netns",
+        "exec",
+        link.names[node],
+        sys.executable,
+        "-m",
+        "miner_guard",
+        "run",
+        "--state-dir",
+        str(guard.state.root),
+        "--",
+        *command,
+    ]
     env = {
-        **os.environ, **SETTINGS, MARK: guard.token, "PYTHONPATH": str(REPO), "GLOO_SOCKET_IFNAME": "veth0",
+        **os.environ,
+        **SETTINGS,
+        MARK: guard.token,
+        "PYTHONPATH": str(REPO),
+        "GLOO_SOCKET_IFNAME": "veth0",
         "TP_SOCKET_IFNAME": "veth0",
-    }  # fmt: skip
+    }
     with guard.output.open("ab") as out:
-        guard.processes.append(subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT))
+        guard.processes.append(
+            subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT)
+        )
 
 
 def torchrun(link: Link, tmp_path: Path, node: int) -> list[str]:
     requires.module("torch")
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={link.addresses[0]}:{PORT}", f"--rdzv-id={link.names[0]}",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={link.addresses[0]}:{PORT}",
+        f"--rdzv-id={link.names[0]}",
         # torch looks its own address up by the host's name, which two namespaces share.
         f"--rdzv-conf=is_host={int(node == 0)}",
-        f"--local-addr={link.addresses[node]}", "--max-restarts=0", "-m", "miner_guard.demo.train", "--work",
-        str(tmp_path / "work"), "--steps", "100000", "--effective-batch-size", "8", "--batch-size", "4",
-        "--upload-steps", "100000", "--inner-steps-per-outer", "100000",
-    ]  # fmt: skip
+        f"--local-addr={link.addresses[node]}",
+        "--max-restarts=0",
+        "-m",
+        "miner_guard.demo.train",
+        "--work",
+        str(tmp_path / "work"),
+        "--steps",
+        "100000",
+        "--effective-batch-size",
+        "8",
+        "--batch-size",
+        "4",
+        "--upload-steps",
+        "100000",
+        "--inner-steps-per-outer",
+        "100000",
+    ]
 
 
 def test_a_cut_link_is_said_by_both_and_its_return_too(link: Link, pair: list[Guarded]) -> None:
-    serve = f"import socket, time\ns = socket.create_server(({link.addresses[0]!r}, {PORT}))\ntime.sleep(600)"
+    serve = (
+        f"import socket, time\ns = socket.create_server(({link.addresses[0]!r}, "
+        f"{PORT}))\ntime.sleep(600)"
+    )
     join = (
         "import socket, time\nwhile True:\n    try: s = socket.create_connection"
-        f"(({link.addresses[0]!r}, {PORT})); break\n    except OSError: time.sleep(0.1)\ntime.sleep(600)"
+        f"(({link.addresses[0]!r}, {PORT})); break\n    except OSError: "
+        "time.sleep(0.1)\ntime.sleep(600)"
     )
     where = ["--nnodes=2", f"--rdzv-endpoint={link.addresses[0]}:{PORT}"]
     start(pair[0], link, 0, [sys.executable, "-c", serve, *where])
@@ -125,8 +164,16 @@ def test_a_cut_link_is_said_by_both_and_its_return_too(link: Link, pair: list[Gu
 def _cut_and_mend(link: Link, pair: list[Guarded]) -> None:
     for guard, other in zip(pair, reversed(link.addresses), strict=True):
         until(guard.state.status.exists, 60, "status.json")
-        until(lambda guard=guard, other=other: f'"{other}"' in guard.state.status.read_text(), 60, "the node is known")
-        until(lambda guard=guard: '"reachable": true' in guard.state.status.read_text(), 60, "the node answers")
+        until(
+            lambda guard=guard, other=other: f'"{other}"' in guard.state.status.read_text(),
+            60,
+            "the node is known",
+        )
+        until(
+            lambda guard=guard: '"reachable": true' in guard.state.status.read_text(),
+            60,
+            "the node answers",
+        )
     link.set("down")
     for guard, other in zip(pair, reversed(link.addresses), strict=True):
         assert guard.wait_for("network_unreachable", seconds=60)["node"] == other

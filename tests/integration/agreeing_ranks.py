@@ -44,7 +44,10 @@ def main(folder: Path) -> None:
 
     # The same without the exchange: each rank looks for itself.
     agreement, gate_place = guard._questions._agreement, guard._gate._place
-    guard._questions._agreement, guard._gate._place = agree.SingleRank(), replace(gate_place, rank=0)
+    guard._questions._agreement, guard._gate._place = (
+        agree.SingleRank(),
+        replace(gate_place, rank=0),
+    )
     answers["each by itself"] = [ask(guard, 50 + number)["allowed"] for number in range(ASKED)]
     guard._questions._agreement, guard._gate._place = agreement, gate_place
 

@@ -32,7 +32,12 @@ def python(tmp_path: Path) -> Path:
 def environment(fake: FakeNvml | None, tmp_path: Path, **settings: object) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MINER_GUARD_", "CUDA_"))}
     own = {f"MINER_GUARD_{k}": str(v) for k, v in {"GPU__PROBE_TIMEOUT_S": 20, **settings}.items()}
-    return {**env, **own, "MINER_GUARD_STATE_DIR": str(tmp_path / "state"), **(fake.env if fake else {})}
+    return {
+        **env,
+        **own,
+        "MINER_GUARD_STATE_DIR": str(tmp_path / "state"),
+        **(fake.env if fake else {}),
+    }
 
 
 class Running:
@@ -48,12 +53,24 @@ class Running:
         **settings: object,
     ) -> None:
         self.log = tmp_path / "state" / "guard.jsonl"
-        quick = {"HEALTH__SAMPLE_EVERY_S": 0.5, "HEALTH__SAMPLER_TIMEOUT_S": 4, "GPU__PREFLIGHT_WAIT_S": 0, **settings}
-        waits = [str(python), "-c", "import time; print('the miner lives', flush=True); time.sleep(120)"]
+        quick = {
+            "HEALTH__SAMPLE_EVERY_S": 0.5,
+            "HEALTH__SAMPLER_TIMEOUT_S": 4,
+            "GPU__PREFLIGHT_WAIT_S": 0,
+            **settings,
+        }
+        waits = [
+            str(python),
+            "-c",
+            "import time; print('the miner lives', flush=True); time.sleep(120)",
+        ]
         self.process = subprocess.Popen(
-            [*GUARD, "run", *flags, "--", *(miner or waits)], env=environment(fake, tmp_path, **quick),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            [*GUARD, "run", *flags, "--", *(miner or waits)],
+            env=environment(fake, tmp_path, **quick),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def events(self) -> list[dict[str, Any]]:
         if not self.log.exists():

@@ -1,4 +1,5 @@
-"""A rank that calls `diagnose` on purpose in a given state; run by torchrun from test_across_ranks.py."""
+"""A rank that calls `diagnose` on purpose in a given state; run by torchrun from
+test_across_ranks.py."""
 
 from __future__ import annotations
 
@@ -73,10 +74,17 @@ def facts_of(case: str, rank: int) -> Any:
         return placement.cuda_facts
     uuid = 0 if case == "same_uuid" else rank
     return lambda _device: {
-        "cuda_available": True, "gpu_count": dist.get_world_size(), "cuda_context": True, "cuda_device": rank,
-        "device_name": "NVIDIA A100-SXM4-80GB", "uuid": f"GPU-{uuid}", "total_bytes": 80 << 30,
-        "allocated_bytes": 18 << 30, "reserved_bytes": 20 << 30, "device_used_bytes": 21 << 30,
-    }  # fmt: skip
+        "cuda_available": True,
+        "gpu_count": dist.get_world_size(),
+        "cuda_context": True,
+        "cuda_device": rank,
+        "device_name": "NVIDIA A100-SXM4-80GB",
+        "uuid": f"GPU-{uuid}",
+        "total_bytes": 80 << 30,
+        "allocated_bytes": 18 << 30,
+        "reserved_bytes": 20 << 30,
+        "device_used_bytes": 21 << 30,
+    }
 
 
 WRONG_OR_RIGHT = ("meta", "offload", "shard_on_cpu", "same_uuid", "one_rank_on_cpu")
@@ -95,15 +103,29 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
     reports = []
     if not (case == "silent" and host.rank == 1):
         reports = diagnose.diagnose(
-            host, model, deadline_s=deadline_s, batch_size=2, effective_batch_size=512, expect=expect
+            host,
+            model,
+            deadline_s=deadline_s,
+            batch_size=2,
+            effective_batch_size=512,
+            expect=expect,
         )
     seconds = time.monotonic() - started
     placement.placement, placement.cuda_facts = real, real_facts
-    said = [{"event": f.event, "line": catalog.message(f), "fields": dict(f.fields)} for f in host.said]
-    # The group still works: what diagnose did must not break the next collective, after a silent rank neither.
+    said = [
+        {"event": f.event, "line": catalog.message(f), "fields": dict(f.fields)} for f in host.said
+    ]
+    # The group still works: what diagnose did must not break the next collective, after a silent
+    # rank neither.
     total = torch.ones(1)
     dist.all_reduce(total)
-    return {"reports": reports, "seconds": seconds, "journal": host.journaled, "said": said, "sum": total.item()}
+    return {
+        "reports": reports,
+        "seconds": seconds,
+        "journal": host.journaled,
+        "said": said,
+        "sum": total.item(),
+    }
 
 
 def main(out: str) -> None:

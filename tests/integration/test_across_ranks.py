@@ -1,4 +1,5 @@
-"""`diagnose` under a real torchrun: silent ranks are named in time, wrong placements found, right ones left alone."""
+"""`diagnose` under a real torchrun: silent ranks are named in time, wrong placements found, right
+ones left alone."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def names(answer: Any) -> set[str]:
     return {s["event"] for s in answer["said"]}
 
 
-def test_a_cpu_run_that_asked_for_the_cpu_names_every_device_and_does_not_cry_wolf(answers: Any) -> None:
+def test_a_cpu_run_that_asked_for_the_cpu_names_every_device_and_does_not_cry_wolf(
+    answers: Any,
+) -> None:
     answer = answers["plain"]
     assert [s["event"] for s in answer["said"]] == ["gpu_diagnostics"]
     block = answer["said"][0]["line"]
@@ -52,7 +55,9 @@ def test_with_a_gpu_expected_both_red_flags_are_up(answers: Any) -> None:
     assert "Model is on CPU! This will be EXTREMELY SLOW!" in lines
 
 
-def test_a_rank_that_never_calls_is_named_within_the_deadline_and_the_group_survives(answers: Any) -> None:
+def test_a_rank_that_never_calls_is_named_within_the_deadline_and_the_group_survives(
+    answers: Any,
+) -> None:
     answer = answers["silent"]
     assert 2 <= answer["seconds"] < 60
     assert [bool(r.get("error")) for r in answer["reports"]] == [False, True, False]
@@ -82,7 +87,9 @@ def test_a_legitimate_cpu_offload_is_not_reported_as_fallback(answers: Any) -> N
     assert {d for r in answer["reports"] for d in r["shards"]} == {"cpu"}
 
 
-def test_with_a_supervisor_the_journal_has_it_all_and_nothing_is_printed_twice(answers: Any) -> None:
+def test_with_a_supervisor_the_journal_has_it_all_and_nothing_is_printed_twice(
+    answers: Any,
+) -> None:
     answer = answers["supervised"]
     kinds = [e["kind"] for e in answer["journal"]]
     assert kinds == ["training", "diagnosis"]

@@ -1,4 +1,5 @@
-"""Alerts of a real `miner-guard run` overnight: told once, then resolved; the heartbeat; a dead target beside."""
+"""Alerts of a real `miner-guard run` overnight: told once, then resolved; the heartbeat; a dead
+target beside."""
 
 from __future__ import annotations
 
@@ -31,9 +32,12 @@ for step in range(1, 100_000):
         time.sleep(0.1)
 """
 SETTINGS = {
-    "ALERTS__PRESET": "overnight", "ALERTS__HEARTBEAT_EVERY_S": "1", "RESTART__BACKOFF_S": "0.2", "HANG__MIN_S": "6",
+    "ALERTS__PRESET": "overnight",
+    "ALERTS__HEARTBEAT_EVERY_S": "1",
+    "RESTART__BACKOFF_S": "0.2",
+    "HANG__MIN_S": "6",
     "HANG__EXIT_S": "600",
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -45,17 +49,24 @@ def test_a_night_with_crashes_a_nan_and_a_stall_beside_a_webhook_that_never_answ
     script.write_text(MINER)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         urls = f"json://127.0.0.1:{silent.getsockname()[1]}/dead,json://{webhook.address}/hook"
-        settings = {**SETTINGS, "ALERTS__URLS": urls, "ALERTS__HEARTBEAT_URL": f"http://{webhook.address}/beat"}
+        settings = {
+            **SETTINGS,
+            "ALERTS__URLS": urls,
+            "ALERTS__HEARTBEAT_URL": f"http://{webhook.address}/beat",
+        }
         program = Path(sys.executable).with_name("miner-guard")
         guard = subprocess.Popen(
-            [program, "run", "--no-preflight", "--state-dir", state, "--", sys.executable, script], cwd=tmp_path,
+            [program, "run", "--no-preflight", "--state-dir", state, "--", sys.executable, script],
+            cwd=tmp_path,
             env={**os.environ, **{f"MINER_GUARD_{key}": value for key, value in settings.items()}},
             stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         try:
             until(lambda: webhook.count("RESOLVED: miner_exited"), what="the end of what crashed")
             until(lambda: webhook.count("RESOLVED: miner_exited") == 2, what="the second end")
-            assert webhook.count("ERROR: miner_exited") == 2, "each crash once: in between it was over"
+            assert webhook.count("ERROR: miner_exited") == 2, (
+                "each crash once: in between it was over"
+            )
             until(lambda: webhook.count("CRITICAL: loss_nan"), what="the loss")
             assert webhook.count("loss_nan") == 1, "nine steps without a loss are one message"
 

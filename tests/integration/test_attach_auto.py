@@ -47,23 +47,38 @@ class Run:
         return re.findall(r"loss ([\d.]+)", self.printed)
 
 
-def run(folder: Path, script: str, *arguments: str, ranks: int = 0, mode: str | None = "auto") -> Run:
+def run(
+    folder: Path, script: str, *arguments: str, ranks: int = 0, mode: str | None = "auto"
+) -> Run:
     """The script in `folder`; under torchrun where `ranks` is given."""
     requires.module("torch")
     state = StateDir(folder / "state")
     state.root.mkdir(parents=True)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        if ranks
+        else []
+    )
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
         # It never reads; that it is there keeps the hook from printing by itself.
         supervisor.bind(str(state.socket))
         done = subprocess.run(
             [sys.executable, *torchrun, str(SCRIPTS / script), *arguments],
-            cwd=folder, capture_output=True, text=True, timeout=150, check=False,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
             env={
-                **attach.environment(mode, {**env, "OMP_NUM_THREADS": "1"}), "_MINER_GUARD_STATE_DIR": str(state.root),
+                **attach.environment(mode, {**env, "OMP_NUM_THREADS": "1"}),
+                "_MINER_GUARD_STATE_DIR": str(state.root),
             },
-        )  # fmt: skip
+        )
     assert done.returncode == 0, done.stderr
     assert "GUARD DEGRADED" not in done.stderr
     return Run(state, done.stdout)
@@ -76,12 +91,16 @@ def test_a_plain_script_is_followed_and_prints_the_same(tmp_path: Path) -> None:
     assert not alone.state.flight.exists()
     steps = attached.steps()
     assert [s.inner_step for s in steps] == [1, 2, 3, 4, 5, 6]
-    assert [f"{s.loss:.4f}" for s in steps] == attached.losses(), "the mean of the micro-batches, not of loss / 4"
+    assert [f"{s.loss:.4f}" for s in steps] == attached.losses(), (
+        "the mean of the micro-batches, not of loss / 4"
+    )
     assert all(s.lr == 0.01 and s.seconds > 0 for s in steps)
     assert all({"backward", "optimizer"} <= set(s.phases) for s in steps)
     (training,) = attached.entries("training")
     assert (training["accumulation_steps"], training["model_name"]) == (4, "plain.py")
-    assert attached.now().state == "running", "a plain script's end is not known to be its configured end"
+    assert attached.now().state == "running", (
+        "a plain script's end is not known to be its configured end"
+    )
 
 
 def test_every_rank_of_torchrun_is_followed(tmp_path: Path) -> None:
@@ -89,7 +108,10 @@ def test_every_rank_of_torchrun_is_followed(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert len(attached.steps(rank)) == 6
     rows = unpack([e["report"] for e in attached.entries("diagnosis")])
-    assert [(row["rank"], row["world_size"], row["shard_params"]) for row in rows] == [(0, 2, 321), (1, 2, 321)]
+    assert [(row["rank"], row["world_size"], row["shard_params"]) for row in rows] == [
+        (0, 2, 321),
+        (1, 2, 321),
+    ]
     assert attached.entries("finding") == [], "nothing is degraded"
 
 
@@ -99,13 +121,16 @@ def test_a_sharded_model_is_followed_on_every_rank(tmp_path: Path) -> None:
         assert [s.inner_step for s in attached.steps(rank)] == [1, 2, 3, 4]
     assert [f"{s.loss:.4f}" for s in attached.steps()] == attached.losses()
     rows = unpack([e["report"] for e in attached.entries("diagnosis")])
-    assert [(row["rank"], row["shard_params"]) for row in rows] == [(0, 177), (1, 177)], "half of 354 each"
+    assert [(row["rank"], row["shard_params"]) for row in rows] == [(0, 177), (1, 177)], (
+        "half of 354 each"
+    )
     (training,) = attached.entries("training")
     assert training["accumulation_steps"] == 3
 
 
 def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(tmp_path: Path) -> None:
-    """Clocks and counters in a graph would have it compiled at each step, until torch gives up the whole function."""
+    """Clocks and counters in a graph would have it compiled at each step, until torch gives up the
+    whole function."""
     attached = run(tmp_path / "attached", "compiled.py")
     assert [s.inner_step for s in attached.steps()] == [1, 2, 3, 4, 5, 6]
     assert [f"{s.loss:.4f}" for s in attached.steps()[1:]] == attached.losses()
@@ -124,17 +149,21 @@ def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(tmp_pa
 def test_the_loss_is_the_one_that_the_trainer_logs(
     tmp_path: Path, script: str, summed: bool, modules: Sequence[str]
 ) -> None:
-    """Guards against a loss times 65536 (GradScaler), of the discriminator alone (GAN), or a quarter of it."""
+    """Guards against a loss times 65536 (GradScaler), of the discriminator alone (GAN), or a
+    quarter of it."""
     for module in modules:
         requires.module(module)
     attached = run(tmp_path / "attached", script)
     steps = attached.steps()
     logged = [float(loss) for loss in attached.losses()]
     assert [s.inner_step for s in steps] == list(range(1, len(logged) + 1))
-    # The first step of a GAN ends with its discriminator: that a generator follows is not known yet.
+    # The first step of a GAN ends with its discriminator: that a generator follows is not known
+    # yet.
     first = 1 if summed else 0
     assert [s.loss for s in steps[first:]] == pytest.approx(logged[first:], rel=0.001, abs=1e-4)
-    assert {s.loss_summed for s in steps[first:]} == {summed}, "a sum says so, as a trainer may show its parts"
+    assert {s.loss_summed for s in steps[first:]} == {summed}, (
+        "a sum says so, as a trainer may show its parts"
+    )
 
 
 def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> None:
@@ -146,17 +175,22 @@ def test_hugging_faces_trainer_is_followed_by_its_callbacks(tmp_path: Path) -> N
     assert [f"{s.loss:.4f}" for s in steps] == attached.losses()
     evaluated = [s.inner_step for s in steps if s.eval_loss is not None]
     assert evaluated == [3, 5], "an evaluation follows a step and goes with the next one"
-    assert [s.inner_step for s in steps if "val_loss" in s.phases] == [3, 5], "the time it takes is its own"
+    assert [s.inner_step for s in steps if "val_loss" in s.phases] == [3, 5], (
+        "the time it takes is its own"
+    )
     assert [s.inner_step for s in steps if "pause" in s.phases] == [5], "so is a checkpoint's"
     assert attached.now().state == "finished"
 
 
 def test_a_loss_that_is_normalised_over_the_whole_step_is_not_divided_again(tmp_path: Path) -> None:
-    """Guards against 1.18 for 4.636: the Trainer adds up what its model divided by the items of all micro-batches."""
+    """Guards against 1.18 for 4.636: the Trainer adds up what its model divided by the items of all
+    micro-batches."""
     requires.module("transformers")
     requires.module("accelerate")
     attached = run(tmp_path / "attached", "with_transformers.py", "out", "per-item")
-    assert [s.loss for s in attached.steps()] == pytest.approx([float(x) for x in attached.losses()], rel=0.001)
+    assert [s.loss for s in attached.steps()] == pytest.approx(
+        [float(x) for x in attached.losses()], rel=0.001
+    )
     (training,) = attached.entries("training")
     assert training["accumulation_steps"] == 4
 
@@ -187,34 +221,48 @@ def test_a_python_that_does_not_train_leaves_no_record(tmp_path: Path) -> None:
     assert not state.flight.exists()
 
 
-def test_an_existing_sitecustomize_still_runs_and_children_of_a_rank_are_left_alone(tmp_path: Path) -> None:
+def test_an_existing_sitecustomize_still_runs_and_children_of_a_rank_are_left_alone(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.chained = True\n")
     env = attach.environment("sn38", {**os.environ, "PYTHONPATH": str(tmp_path)})
-    watching = "import json, sys; print(json.dumps([sys.chained, [type(f).__name__ for f in sys.meta_path], sys.path]))"
+    watching = (
+        "import json, sys; print(json.dumps([sys.chained, [type(f).__name__ for f in "
+        "sys.meta_path], sys.path]))"
+    )
 
     def seen(env: dict[str, str]) -> tuple[bool, list[str], list[str]]:
-        done = subprocess.run([sys.executable, "-c", watching], env=env, check=True, capture_output=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", watching], env=env, check=True, capture_output=True, timeout=60
+        )
         chained, finders, path = json.loads(done.stdout)
         return chained, finders, path
 
     chained, finders, path = seen(env)
     assert chained
     assert finders[0] == "Watch"
-    assert not any("attach/site" in entry for entry in path), "the program's own sys.path is as it was"
+    assert not any("attach/site" in entry for entry in path), (
+        "the program's own sys.path is as it was"
+    )
     chained, finders, _ = seen({**env, attach.ATTACHED: "1"})
     assert chained
     assert "Watch" not in finders
 
 
-def test_a_rank_that_replaces_itself_is_followed_again_and_its_children_are_not(tmp_path: Path) -> None:
+def test_a_rank_that_replaces_itself_is_followed_again_and_its_children_are_not(
+    tmp_path: Path,
+) -> None:
     """A miner that updates itself by `os.execv` keeps its pid."""
     script = (
         "import os, subprocess, sys\n"
-        "shown = 'import sys; print([type(f).__name__ for f in sys.meta_path].count(chr(87) + \"atch\"), flush=True)'\n"
+        "shown = 'import sys; print([type(f).__name__ for f in sys.meta_path].count(chr(87) + "
+        '"atch"), flush=True)\'\n'
         f"os.environ['{attach.ATTACHED}'] = str(os.getpid())\n"
         "subprocess.run([sys.executable, '-c', shown])\n"
         "os.execv(sys.executable, [sys.executable, '-c', shown])\n"
     )
     env = attach.environment("auto", os.environ)
-    done = subprocess.run([sys.executable, "-c", script], env=env, check=True, capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, check=True, capture_output=True, timeout=60
+    )
     assert done.stdout.split() == [b"0", b"1"]

@@ -1,4 +1,5 @@
-"""The unmodified miner under `--attach sn38`: the guard sees it all, and it does what it did before."""
+"""The unmodified miner under `--attach sn38`: the guard sees it all, and it does what it did
+before."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Run:
         return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
-def run(folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int = 0, **env: str) -> Run:
+def run(
+    folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int = 0, **env: str
+) -> Run:
     """The imitation in `folder`, under torchrun where `ranks` is more than one."""
     requires.module("torch")
     folder.mkdir(parents=True)
@@ -58,7 +61,11 @@ def run(folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int
         (folder / "fail-uploads").touch()
     state = StateDir(folder / "state")
     script = str(IMITATION / "neurons" / "miner.py")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        if ranks > 1
+        else []
+    )
     settings = {"gate": {"min_inner_step": minimum, "broadcast_timeout_s": 20.0}}
     secret = {"R2_WRITE_SECRET_ACCESS_KEY": "secret-that-leaks"}
     plain = {**os.environ, **secret, "PYTHONPATH": str(IMITATION), "OMP_NUM_THREADS": "1", **env}
@@ -68,12 +75,17 @@ def run(folder: Path, *, ranks: int = 2, mode: str | None = "sn38", minimum: int
         supervisor.bind(str(state.socket))
         done = subprocess.run(
             [sys.executable, *torchrun, script],
-            cwd=folder, capture_output=True, text=True, timeout=150, check=False,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
             env={
                 **attach.environment(mode, plain),
-                "_MINER_GUARD_STATE_DIR": str(state.root), "_MINER_GUARD_RANK_SETTINGS": json.dumps(settings),
+                "_MINER_GUARD_STATE_DIR": str(state.root),
+                "_MINER_GUARD_RANK_SETTINGS": json.dumps(settings),
             },
-        )  # fmt: skip
+        )
     assert "Traceback" not in done.stderr, done.stderr
     return Run(folder, state, done.stdout, done.returncode)
 
@@ -84,22 +96,31 @@ def today(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("today") / "run")
 
 
-def test_prints_and_publishes_the_same_with_and_without_the_guard(today: Run, tmp_path: Path) -> None:
+def test_prints_and_publishes_the_same_with_and_without_the_guard(
+    today: Run, tmp_path: Path
+) -> None:
     alone = run(tmp_path / "alone", mode=None)
     assert not alone.state.flight.exists()
     assert (today.code, alone.code) == (0, 0)
-    # The upload thread prints when it is done, so the order of its lines is the machine's, not the miner's.
+    # The upload thread prints when it is done, so the order of its lines is the machine's, not the
+    # miner's.
     assert sorted(today.printed.splitlines()) == sorted(alone.printed.splitlines())
     assert today.published() == alone.published()
     assert len(today.published()) >= 4
 
 
-def test_inner_steps_are_seen_on_every_rank_but_not_the_one_inside_the_allreduce(today: Run) -> None:
+def test_inner_steps_are_seen_on_every_rank_but_not_the_one_inside_the_allreduce(
+    today: Run,
+) -> None:
     for rank in (0, 1):
         steps = today.steps(rank)
         assert [(s.outer_step, s.inner_step) for s in steps] == [(1, n) for n in range(7)]
         assert all(s.lr == 0.01 for s in steps)
-    printed = [line.rpartition(" ")[2] for line in today.printed.splitlines() if line.startswith("Outer Step")]
+    printed = [
+        line.rpartition(" ")[2]
+        for line in today.printed.splitlines()
+        if line.startswith("Outer Step")
+    ]
     assert [f"{s.loss:.6f}" for s in today.steps(0)] == printed
 
 
@@ -107,7 +128,10 @@ def test_phases_and_the_sharded_model_are_known(today: Run) -> None:
     phases = {name for step in today.steps(0) for name in step.phases}
     assert {"data", "collective", "optimizer", "upload", "load_state"} <= phases
     rows = unpack([e["report"] for e in today.entries("diagnosis")])
-    assert [(row["rank"], row["world_size"], row["batch_size"]) for row in rows] == [(0, 2, 2), (1, 2, 2)]
+    assert [(row["rank"], row["world_size"], row["batch_size"]) for row in rows] == [
+        (0, 2, 2),
+        (1, 2, 2),
+    ]
     assert sum(row["shard_params"] for row in rows) == rows[0]["params"]
     assert {e["kind"] for _, e in today.reader(1).entries()} <= {"cost"}
 
@@ -115,8 +139,12 @@ def test_phases_and_the_sharded_model_are_known(today: Run) -> None:
 def test_each_upload_is_gated_and_its_end_recorded(today: Run) -> None:
     decisions = today.entries("decision")
     assert [(d["outer_step"], d["inner_step"], d["upload_kind"]) for d in decisions] == [
-        (1, 0, "gradient"), (1, 2, "gradient"), (1, 4, "gradient"), (1, 6, "gradient"), (2, 0, "archive"),
-    ]  # fmt: skip
+        (1, 0, "gradient"),
+        (1, 2, "gradient"),
+        (1, 4, "gradient"),
+        (1, 6, "gradient"),
+        (2, 0, "archive"),
+    ]
     assert [d["record"]["candidate"]["base_outer_step"] for d in decisions] == [1, 1, 1, 1, 2]
     finished = [u for u in today.entries("upload") if u["phase"] == "finished"]
     assert [u["tag"] for u in finished] == ["5.1.0", "5.1.2", "5.1.4", "5.1.6", "5.2.0"]
@@ -134,9 +162,25 @@ def test_no_key_of_a_worker_command_line_is_kept(today: Run) -> None:
 def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(tmp_path: Path) -> None:
     requires.module("torch")
     script = IMITATION / "neurons" / "miner.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(script),
+    ]
     program = "import sys; from miner_guard.cli.main import main; sys.exit(main())"
-    guard = [sys.executable, "-c", program, "run", "--no-preflight", "--no-restart", "--attach", "sn38"]
+    guard = [
+        sys.executable,
+        "-c",
+        program,
+        "run",
+        "--no-preflight",
+        "--no-restart",
+        "--attach",
+        "sn38",
+    ]
     done = subprocess.run(
         [*guard, "--state-dir", str(tmp_path / "state"), "--", *torchrun],
         cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False,
@@ -147,22 +191,31 @@ def test_the_whole_guard_around_it_prints_the_lines_that_people_grep(tmp_path: P
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for line in (
-        "GPU DIAGNOSTICS", "✓ World size (GPUs): 2", "rank 1: device cpu",
+        "GPU DIAGNOSTICS",
+        "✓ World size (GPUs): 2",
+        "rank 1: device cpu",
         "UPLOAD BLOCKED: inner_step (0) < minimum (4)",
-        "Outer Step: 1 | Inner Step: 0 | LR: 0.01000000 | Loss: 10.19 | Step Time: ", "UPLOAD ALLOWED: inner_step 4",
-        "tag 5.2.0", "Successfully pushed",
-    ):  # fmt: skip
+        "Outer Step: 1 | Inner Step: 0 | LR: 0.01000000 | Loss: 10.19 | Step Time: ",
+        "UPLOAD ALLOWED: inner_step 4",
+        "tag 5.2.0",
+        "Successfully pushed",
+    ):
         assert line in done.stdout
 
 
 def test_early_uploads_are_skipped_on_all_ranks_and_the_archive_goes_out(tmp_path: Path) -> None:
     guarded = run(tmp_path / "run", minimum=4)
     assert guarded.code == 0
-    allowed = {(d["inner_step"], d["upload_kind"]): d["allowed"] for d in guarded.entries("decision")}
+    allowed = {
+        (d["inner_step"], d["upload_kind"]): d["allowed"] for d in guarded.entries("decision")
+    }
     assert allowed == {
-        (0, "gradient"): False, (2, "gradient"): False, (4, "gradient"): True, (6, "gradient"): True,
+        (0, "gradient"): False,
+        (2, "gradient"): False,
+        (4, "gradient"): True,
+        (6, "gradient"): True,
         (0, "archive"): True,
-    }  # fmt: skip
+    }
     assert sorted(guarded.published()) == [
         "gradients-5.1.4-False.pt", "gradients-5.1.6-False.pt", "gradients-5.2.0-True.pt",
     ]  # fmt: skip
@@ -176,9 +229,12 @@ def test_older_shapes_are_followed_too(tmp_path: Path, shape: str) -> None:
     assert len(old.steps()) == 7
     decisions = old.entries("decision")
     assert [(d["inner_step"], d["upload_kind"], d["allowed"]) for d in decisions] == [
-        (0, "gradient", False), (2, "gradient", False), (4, "gradient", True), (6, "gradient", True),
+        (0, "gradient", False),
+        (2, "gradient", False),
+        (4, "gradient", True),
+        (6, "gradient", True),
         (0, "archive", True),
-    ]  # fmt: skip
+    ]
     assert {event for event, _ in old.findings()} == {"secret_exposed"}
 
 
@@ -188,7 +244,10 @@ def test_an_unknown_signature_is_named_and_the_miner_goes_on_untouched(tmp_path:
     assert len(unknown.published()) == 5
     assert unknown.entries("decision") == []
     (fields,) = [fields for event, fields in unknown.findings() if event == "guard_degraded"]
-    assert "start_background_upload(self, epoch: 'int', *, shard: 'int') -> 'None' is not a known signature" in fields
+    assert (
+        "start_background_upload(self, epoch: 'int', *, shard: 'int') -> 'None' is not "
+        "a known signature"
+    ) in fields
 
 
 def test_a_worker_that_fails_is_a_failed_upload_whatever_the_miner_logs(tmp_path: Path) -> None:
@@ -199,7 +258,9 @@ def test_a_worker_that_fails_is_a_failed_upload_whatever_the_miner_logs(tmp_path
     assert "the upload worker ended with code 3" in ends[0]["error"]
 
 
-def test_a_swallowed_exception_of_the_training_loop_is_said_by_the_rank_itself(tmp_path: Path) -> None:
+def test_a_swallowed_exception_of_the_training_loop_is_said_by_the_rank_itself(
+    tmp_path: Path,
+) -> None:
     failed = run(tmp_path / "run", ranks=1, FAIL_AT="3")
     assert failed.code == 0, "this is how the miner fails: all ranks exit with 0"
     (fields,) = [fields for event, fields in failed.findings() if event == "rank_message"]

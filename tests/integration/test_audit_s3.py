@@ -1,4 +1,5 @@
-"""The audit as a validator does it: with the keys that are committed on chain, from a server that checks them."""
+"""The audit as a validator does it: with the keys that are committed on chain, from a server that
+checks them."""
 
 from __future__ import annotations
 
@@ -31,12 +32,15 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def limits(tmp_path: Path) -> Iterator[Limits]:
-    """The profile's, with a server of ours where R2 would be, which lets in the committed keys alone."""
+    """The profile's, with a server of ours where R2 would be, which lets in the committed keys
+    alone."""
     requires.module("boto3")
     served = tmp_path / "served"
     (served / BUCKET / "epoch-56").mkdir(parents=True)
     (served / MASTER / "epoch-56").mkdir(parents=True)
-    (served / MASTER / "metadata.json").write_text('{"outer_step": 56, "inner_step": 0, "peer_id": "m"}')
+    (served / MASTER / "metadata.json").write_text(
+        '{"outer_step": 56, "inner_step": 0, "peer_id": "m"}'
+    )
     (served / MASTER / "epoch-56" / "config.json").write_text('{"last_allreduce_block": 800}')
     torch.save(
         {"widxs": torch.tensor([1, 2]), "wvals": torch.tensor([0.5, -0.5]), "metadata": {}},
@@ -67,7 +71,9 @@ def test_the_committed_keys_open_what_the_audit_judges(limits: Limits, repo: Rep
     assert {v.rule: v.outcome for v in report.verdicts}["bucket"] == "pass"
 
 
-def test_committed_keys_that_open_nothing_are_what_a_validator_rejects(limits: Limits, repo: RepoSettings) -> None:
+def test_committed_keys_that_open_nothing_are_what_a_validator_rejects(
+    limits: Limits, repo: RepoSettings
+) -> None:
     wrong = ACCOUNT + KEY + "d" * 64
     network = Network(1050, 56, 250, fingerprint(wrong), True, 7, None, time.monotonic())
     report = audit.run(repo, limits, network, wrong)
@@ -90,5 +96,6 @@ def test_the_keys_of_others_are_told_apart_from_ours(
     assert "the commitment on chain is of other read keys than those in use" in report.detail
     network = Network(1050, 56, 250, fingerprint(COMMITTED), True, 8, None, time.monotonic())
     assert (
-        "bucket 'llama-4b-ws-4-007' is of uid 7, the hotkey's uid is 8" in audit.run(configured, limits, network).detail
+        "bucket 'llama-4b-ws-4-007' is of uid 7, the hotkey's uid is 8"
+        in audit.run(configured, limits, network).detail
     )

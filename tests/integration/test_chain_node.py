@@ -1,7 +1,8 @@
-"""The chain through the real bittensor, the three generations that miners have, against a stub node.
+"""The chain through the real bittensor, the three generations that miners have, against a stub
+node.
 
-bittensor 9.12.2 and torch want different setuptools, so each version has an environment of its own, made once
-under the user's cache.
+bittensor 9.12.2 and torch want different setuptools, so each version has an environment of its own,
+made once under the user's cache.
 """
 
 from __future__ import annotations
@@ -59,10 +60,14 @@ def python(request: pytest.FixtureRequest) -> str:
     if not (home / "ready").exists():
         venv.create(home, with_pip=True, clear=True)
         done = subprocess.run(
-            [interpreter, "-m", "pip", "install", "-q", *VERSIONS[request.param]], capture_output=True, text=True
+            [interpreter, "-m", "pip", "install", "-q", *VERSIONS[request.param]],
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
-            pytest.skip(f"bittensor {request.param} could not be installed: {done.stderr.strip()[-300:]}")
+            pytest.skip(
+                f"bittensor {request.param} could not be installed: {done.stderr.strip()[-300:]}"
+            )
         (home / "ready").touch()
     return str(interpreter)
 
@@ -90,11 +95,16 @@ def node(tmp_path: Path) -> Iterator[str]:
         process.wait()
 
 
-def ask(url: str, python: str, hotkey: bytes, monkeypatch: pytest.MonkeyPatch, home: Path) -> chain.ChainLook:
-    # The environments of old bittensors have no guard installed: the checkout itself is what they import.
+def ask(
+    url: str, python: str, hotkey: bytes, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> chain.ChainLook:
+    # The environments of old bittensors have no guard installed: the checkout itself is what they
+    # import.
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.setenv("HOME", str(home))
-    settings = ChainSettings(network=url, netuid=38, hotkey=ss58(hotkey), master_uid=0, timeout_s=60.0)
+    settings = ChainSettings(
+        network=url, netuid=38, hotkey=ss58(hotkey), master_uid=0, timeout_s=60.0
+    )
     return chain.look(settings, python=python)
 
 
@@ -121,7 +131,9 @@ def test_a_hotkey_that_is_not_registered(
     assert (look.registered, look.uid, look.block) == (False, None, 5_000_000)
 
 
-def test_a_node_that_accepts_and_never_answers(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_accepts_and_never_answers(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"ws://127.0.0.1:{silent.getsockname()[1]}"

@@ -1,4 +1,5 @@
-"""Source 000's disaster in a real run, much faster: called out, kept in one ledger, throttled when allowed."""
+"""Source 000's disaster in a real run, much faster: called out, kept in one ledger, throttled when
+allowed."""
 
 from __future__ import annotations
 
@@ -38,9 +39,22 @@ def _run(folder: Path, **settings: str) -> tuple[dict[str, Any], list[str]]:
     script.write_text(MINER)
     guard = str(Path(sys.executable).with_name("miner-guard"))
     answer = subprocess.run(
-        [guard, "run", "--no-preflight", "--state-dir", str(state), "--", sys.executable, str(script)],
-        cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            guard,
+            "run",
+            "--no-preflight",
+            "--state-dir",
+            str(state),
+            "--",
+            sys.executable,
+            str(script),
+        ],
+        cwd=folder,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     ledger = json.loads((state / "status" / "monitoring_costs.json").read_text())
     return ledger, [hit.event for hit in search(state / "guard.jsonl", Query())]
@@ -51,7 +65,9 @@ def unthrottled(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
     return _run(tmp_path_factory.mktemp("costs"), MINER_GUARD_COSTS__OPERATION_WARN_S="0.3")
 
 
-def test_it_is_called_out_and_the_ledger_knows_what_it_cost(unthrottled: tuple[dict[str, Any], list[str]]) -> None:
+def test_it_is_called_out_and_the_ledger_knows_what_it_cost(
+    unthrottled: tuple[dict[str, Any], list[str]],
+) -> None:
     ledger, events = unthrottled
     assert "monitoring_operation_slow" in events
     assert "monitoring_over_budget" in events
@@ -66,7 +82,9 @@ def test_it_is_called_out_and_the_ledger_knows_what_it_cost(unthrottled: tuple[d
     )
 
 
-def test_it_is_throttled_when_allowed(unthrottled: tuple[dict[str, Any], list[str]], tmp_path: Path) -> None:
+def test_it_is_throttled_when_allowed(
+    unthrottled: tuple[dict[str, Any], list[str]], tmp_path: Path
+) -> None:
     ledger, events = _run(tmp_path, MINER_GUARD_COSTS__THROTTLE="true")
     assert events.count("monitoring_throttled") == 1
     assert 1 <= ledger["operations"]["evolution_snapshot"]["calls"] <= 4

@@ -41,14 +41,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     requires.module("torch")
     state = StateDir(tmp_path_factory.mktemp("demo") / "state")
     command = [
-        sys.executable, "-c", "from miner_guard.cli.main import main; main()", "demo", "--steps", str(STEPS),
-        "--fault", f"crash@{CRASH}:1", "--fault", f"slow@{SLOW}:1",
-    ]  # fmt: skip
+        sys.executable,
+        "-c",
+        "from miner_guard.cli.main import main; main()",
+        "demo",
+        "--steps",
+        str(STEPS),
+        "--fault",
+        f"crash@{CRASH}:1",
+        "--fault",
+        f"slow@{SLOW}:1",
+    ]
     env = {**os.environ, "MINER_GUARD_STATE_DIR": str(state.root), "DEMO_API_TOKEN": SECRET}
     ended = subprocess.run(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=400,
         cwd=state.root.parent,
-    )  # fmt: skip
+    )
     records = [json.loads(line) for line in state.log.read_text().splitlines()]
     return Run(ended.returncode, ended.stdout.decode(), state, records)
 
@@ -59,20 +72,36 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 def test_it_ends_by_itself_with_a_summary(run: Run) -> None:
     assert run.code == 0, run.output[-3000:]
     tail = run.output[run.output.index("DEMO SUMMARY") :]
-    for what in ("steps ", "loss        from", "step time   p50", "uploads     blocked", "guard cost  in the ranks"):
+    for what in (
+        "steps ",
+        "loss        from",
+        "step time   p50",
+        "uploads     blocked",
+        "guard cost  in the ranks",
+    ):
         assert what in tail
 
 
 @pytest.mark.parametrize(
     "words",
-    ["GPU DIAGNOSTICS", "Step Time", "UPLOAD BLOCKED", "Successfully pushed", "Outer Step:", "SLOW STEP", "HEALTH "],
+    [
+        "GPU DIAGNOSTICS",
+        "Step Time",
+        "UPLOAD BLOCKED",
+        "Successfully pushed",
+        "Outer Step:",
+        "SLOW STEP",
+        "HEALTH ",
+    ],
 )
 def test_the_documents_greps_find_what_they_should(run: Run, words: str) -> None:
     assert words in run.output
 
 
 def test_torchruns_own_folder_is_in_the_state_directory(run: Run) -> None:
-    assert list((run.state.root / "demo" / "torchrun").iterdir()), "not in /tmp, where nobody clears it away"
+    assert list((run.state.root / "demo" / "torchrun").iterdir()), (
+        "not in /tmp, where nobody clears it away"
+    )
 
 
 def test_a_demo_that_has_ended_leaves_its_ledger_in_one_file(run: Run) -> None:
@@ -150,7 +179,9 @@ def test_a_fault_that_is_no_fault_is_refused_with_the_form(text: str) -> None:
 
 def test_a_fault_fires_once_unless_asked_and_on_its_rank_alone(tmp_path: Path) -> None:
     def plan(rank: int, repeat: bool = False) -> faults.FaultPlan:
-        return faults.FaultPlan([faults.parse("crash@5:1"), faults.parse("slow@5")], rank, 2, tmp_path, repeat)
+        return faults.FaultPlan(
+            [faults.parse("crash@5:1"), faults.parse("slow@5")], rank, 2, tmp_path, repeat
+        )
 
     assert plan(0).at(5) is None
     fired = plan(1)
@@ -167,8 +198,12 @@ def test_a_summary_of_nothing_says_unknown(tmp_path: Path) -> None:
     assert "in the ranks unknown; beside them" in text
 
 
-def test_the_summary_counts_the_lines_that_grep_finds_and_says_how_often_the_gate_was_asked() -> None:
+def test_the_summary_counts_the_lines_that_grep_finds_and_says_how_often_the_gate_was_asked() -> (
+    None
+):
     usage, block = Usage(1.0, 10.0, 50.0), {"event": "upload_blocked", "level": "warning"}
-    assert "uploads     blocked 2 (asked 4 times), verified 0" in lines(summarise([block] * 2, None, usage, 4))
+    assert "uploads     blocked 2 (asked 4 times), verified 0" in lines(
+        summarise([block] * 2, None, usage, 4)
+    )
     assert "uploads     blocked 2, verified 0" in lines(summarise([block] * 2, None, usage, 2))
     assert "uploads     blocked 2, verified 0" in lines(summarise([block] * 2, None, usage, 0))

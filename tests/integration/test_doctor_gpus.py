@@ -1,4 +1,5 @@
-"""`doctor --json` and `run` with a fake NVML library, end to end: each fault its finding, the others their rows."""
+"""`doctor --json` and `run` with a fake NVML library, end to end: each fault its finding, the
+others their rows."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ def doctor(
 ) -> tuple[int, dict[str, Any]]:
     command = [*GUARD, "doctor", "--json", *flags, "--", str(python), "miner.py"]
     done = subprocess.run(
-        command, env=environment(fake, tmp_path, **settings), capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=environment(fake, tmp_path, **settings),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode in (0, CRITICAL), done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -43,7 +49,11 @@ def test_four_healthy_gpus_are_all_well(fake_nvml: FakeNvml, tmp_path: Path, pyt
     assert levels(document, "gpu.state") == dict.fromkeys(range(4), "ok")
     assert document["torch"]["gpu_count"] == 4
     assert [row["uuid"][-1] for row in document["nvml"]["gpus"]] == ["0", "1", "2", "3"]
-    assert {c["level"] for c in document["checks"] if c["check"].startswith(("gpu.", "cuda.", "driver."))} == {"ok"}
+    assert {
+        c["level"]
+        for c in document["checks"]
+        if c["check"].startswith(("gpu.", "cuda.", "driver."))
+    } == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +74,13 @@ def test_four_healthy_gpus_are_all_well(fake_nvml: FakeNvml, tmp_path: Path, pyt
     ],
 )
 def test_one_bad_gpu_is_found_and_the_others_keep_their_rows(
-    fake_nvml: FakeNvml, tmp_path: Path, python: Path, state: dict[str, object], check: str, level: str, says: str
+    fake_nvml: FakeNvml,
+    tmp_path: Path,
+    python: Path,
+    state: dict[str, object],
+    check: str,
+    level: str,
+    says: str,
 ) -> None:
     fake_nvml.set(state)
     code, document = doctor(fake_nvml, tmp_path, python, "--expect-gpus", "4")
@@ -77,7 +93,9 @@ def test_one_bad_gpu_is_found_and_the_others_keep_their_rows(
     assert all(c["next_step"] for c in document["checks"] if c["gpu"] == 2 and c["level"] != "ok")
 
 
-def test_an_idle_link_that_has_clocked_down_is_no_finding(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+def test_an_idle_link_that_has_clocked_down_is_no_finding(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
     fake_nvml.set({"pcie.gen": 1, "pcie.width": 8, "util.gpu": 0})
     code, document = doctor(fake_nvml, tmp_path, python)
     assert set(levels(document, "gpu.pcie").values()) == {"ok"}
@@ -85,7 +103,8 @@ def test_an_idle_link_that_has_clocked_down_is_no_finding(fake_nvml: FakeNvml, t
 
 
 @pytest.mark.parametrize(
-    ("code", "says"), [(9, "not loaded"), (12, "libnvidia-ml"), (18, "versions differ"), (999, "Unknown Error")]
+    ("code", "says"),
+    [(9, "not loaded"), (12, "libnvidia-ml"), (18, "versions differ"), (999, "Unknown Error")],
 )
 def test_each_failure_of_the_driver_is_told_apart(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path, code: int, says: str
@@ -97,7 +116,9 @@ def test_each_failure_of_the_driver_is_told_apart(
     assert levels(document, "cuda.available") == {None: "critical"}
 
 
-def test_a_driver_that_hangs_is_a_finding_and_not_a_hang(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+def test_a_driver_that_hangs_is_a_finding_and_not_a_hang(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
     fake_nvml.set({"hang.nvmlDeviceGetUtilizationRates.1": 600})
     start = time.monotonic()
     code, document = doctor(fake_nvml, tmp_path, python, GPU__PROBE_TIMEOUT_S=6)
@@ -130,18 +151,26 @@ def test_a_gpu_that_computes_nothing_is_found_though_nvml_is_content(
     assert words(document, "cuda.use").count("work") == 3
 
 
-def test_a_driver_older_than_torchs_cuda_is_critical(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+def test_a_driver_older_than_torchs_cuda_is_critical(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
     fake_nvml.set({"cuda": 11080})
     code, document = doctor(fake_nvml, tmp_path, python, "--expect-gpus", "4")
     assert code == CRITICAL
-    assert "torch is built for CUDA 12.4, the driver knows 11.8" in words(document, "driver.cuda_version")
+    assert "torch is built for CUDA 12.4, the driver knows 11.8" in words(
+        document, "driver.cuda_version"
+    )
 
 
-def test_a_mask_on_the_gpus_is_no_missing_gpu(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+def test_a_mask_on_the_gpus_is_no_missing_gpu(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
     fake_nvml.set({"torch.count": 2})
     command = [*GUARD, "doctor", "--json", "--", str(python), "miner.py"]
     env = {**environment(fake_nvml, tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout)["expected_gpus"] == {"count": 2, "by": "what is there"}
 
@@ -157,11 +186,19 @@ def test_without_a_gpu_it_depends_on_who_expects_one(tmp_path: Path) -> None:
     assert "CUDA is not available" in words(document, "cuda.available")
 
 
-def test_the_table_is_readable_and_shows_no_secret(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+def test_the_table_is_readable_and_shows_no_secret(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
     fake_nvml.set({"ecc.unc.vol.2": 3})
-    env = {**environment(fake_nvml, tmp_path), "COLUMNS": "100", "R2_WRITE_SECRET": "s3cr3t-of-the-bucket"}
+    env = {
+        **environment(fake_nvml, tmp_path),
+        "COLUMNS": "100",
+        "R2_WRITE_SECRET": "s3cr3t-of-the-bucket",
+    }
     command = [*GUARD, "doctor", "--", str(python), "miner.py", "--key=s3cr3t-of-the-bucket"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == CRITICAL
     flat = " ".join(done.stdout.split())
     assert "GPU 2: 3 uncorrected ECC errors" in flat

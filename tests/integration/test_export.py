@@ -1,4 +1,5 @@
-"""Export: what TensorBoard and Weights & Biases read back is what the guard logged; nothing goes online."""
+"""Export: what TensorBoard and Weights & Biases read back is what the guard logged; nothing goes
+online."""
 
 from __future__ import annotations
 
@@ -21,13 +22,24 @@ from tests.support import requires
 def state(tmp_path: Path) -> Path:
     """Five steps, a restart that counts from 3 again, and a snapshot."""
     clock = FakeClock()
-    emitter = Emitter(clock, "r1", Redactor(), [JsonlSink(tmp_path / "state" / "guard.jsonl", LogSettings())])
+    emitter = Emitter(
+        clock, "r1", Redactor(), [JsonlSink(tmp_path / "state" / "guard.jsonl", LogSettings())]
+    )
     for total in (1, 2, 3, 3, 4):
         clock.advance(15)
-        figures = {"outer_step": 1, "inner_step": total, "lr": 1e-4, "step_time_s": 15.0, "gpu_mem_gb": None}
+        figures = {
+            "outer_step": 1,
+            "inner_step": total,
+            "lr": 1e-4,
+            "step_time_s": 15.0,
+            "gpu_mem_gb": None,
+        }
         loss = float("nan") if total == 4 else 5.0 - total
         emitter.emit(catalog.make_finding("inner_step", **figures, loss=loss, total_steps=total))
-    snapshot = {"uploads": {"repo": {"age_s": 612.0}}, "gpus": {"gpus": [{"index": 0, "power_w": 300.0}]}}
+    snapshot = {
+        "uploads": {"repo": {"age_s": 612.0}},
+        "gpus": {"gpus": [{"index": 0, "power_w": 300.0}]},
+    }
     emitter.emit(catalog.make_finding("health_snapshot", summary="x", snapshot=snapshot))
     return tmp_path / "state"
 
@@ -41,13 +53,20 @@ def test_steps_never_go_back_and_what_is_not_a_number_is_left_out(state: Path) -
 
 def test_tensorboard_reads_it_back(state: Path, tmp_path: Path) -> None:
     requires.module("tensorboard")
-    assert run(["export", "tensorboard", "-o", str(tmp_path / "tb"), "--state-dir", str(state)]) == 0
+    assert (
+        run(["export", "tensorboard", "-o", str(tmp_path / "tb"), "--state-dir", str(state)]) == 0
+    )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(tmp_path / "tb"))
     accumulator.Reload()
     losses = accumulator.Scalars("train/loss")
-    assert [(event.step, event.value) for event in losses] == [(1, 4.0), (2, 3.0), (3, 2.0), (4, 2.0)]
+    assert [(event.step, event.value) for event in losses] == [
+        (1, 4.0),
+        (2, 3.0),
+        (3, 2.0),
+        (4, 2.0),
+    ]
     assert accumulator.Scalars("guard/repo_age_s")[0].value == 612.0
 
 
@@ -62,8 +81,22 @@ def test_wandb_stays_offline(state: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert b"train/loss" in stored[0].read_bytes()
 
 
-def test_nothing_to_export_and_nonsense_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_export_and_nonsense_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     requires.module("tensorboard")
-    assert run(["export", "tensorboard", "-o", str(tmp_path / "tb"), "--state-dir", str(tmp_path / "none")]) == 1
+    assert (
+        run(
+            [
+                "export",
+                "tensorboard",
+                "-o",
+                str(tmp_path / "tb"),
+                "--state-dir",
+                str(tmp_path / "none"),
+            ]
+        )
+        == 1
+    )
     assert run(["export", "excel", "-o", str(tmp_path), "--state-dir", str(tmp_path)]) == 64
     assert "tensorboard or wandb, not 'excel'" in capsys.readouterr().err

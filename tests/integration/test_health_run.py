@@ -1,4 +1,5 @@
-"""Health through a real `miner-guard run`: snapshots on time; each sampler fails, hangs and recovers, and no other."""
+"""Health through a real `miner-guard run`: snapshots on time; each sampler fails, hangs and
+recovers, and no other."""
 
 from __future__ import annotations
 
@@ -36,14 +37,21 @@ class Run:
         self.state = state
         program = Path(sys.executable).with_name("miner-guard")
         self.process = subprocess.Popen(
-            [program, "run", "--state-dir", state, "--", "sleep", "600"], cwd=state.parent, stdout=subprocess.DEVNULL,
+            [program, "run", "--state-dir", state, "--", "sleep", "600"],
+            cwd=state.parent,
+            stdout=subprocess.DEVNULL,
             env={**os.environ, **SETTINGS, **env},
-        )  # fmt: skip
+        )
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        return [hit.record() for hit in search(self.state / "guard.jsonl", Query(events=frozenset(names)))]
+        return [
+            hit.record()
+            for hit in search(self.state / "guard.jsonl", Query(events=frozenset(names)))
+        ]
 
-    def until(self, what: str, seconds: float, event: str, since: str = "", **fields: Any) -> dict[str, Any]:
+    def until(
+        self, what: str, seconds: float, event: str, since: str = "", **fields: Any
+    ) -> dict[str, Any]:
         """The first event with these fields, after the time `since`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -54,9 +62,12 @@ class Run:
         raise AssertionError(f"not within {seconds:.0f} s: {what}")
 
     def snapshot(self, what: str, since: str, true: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait for a snapshot after `since` of which something is true: it shows the run as of the last pulse."""
+        """Wait for a snapshot after `since` of which something is true: it shows the run as of the
+        last pulse."""
         deadline = time.monotonic() + 30
-        while not any(true(r["snapshot"]) for r in self.events("health_snapshot") if r["ts"] > since):
+        while not any(
+            true(r["snapshot"]) for r in self.events("health_snapshot") if r["ts"] > since
+        ):
             assert time.monotonic() < deadline, f"not within 30 s: {what}"
             time.sleep(0.2)
 
@@ -74,7 +85,9 @@ def run(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[Run]:
         started.stop()
 
 
-def test_a_driver_that_fails_hangs_and_recovers_while_everything_else_is_read(run: Run, fake_nvml: FakeNvml) -> None:
+def test_a_driver_that_fails_hangs_and_recovers_while_everything_else_is_read(
+    run: Run, fake_nvml: FakeNvml
+) -> None:
     run.until("a first snapshot", 30, "health_snapshot")
     fake_nvml.set({"hang.nvmlSystemGetDriverVersion": 600, "fail.init": 999})
     run.until("the failing driver", 60, "sampler_failed", sampler="gpus")
@@ -100,9 +113,12 @@ def test_snapshots_come_on_time_without_drift_and_once_more_at_the_end(run: Run)
     assert run.stop() == 0
     times = [parse_iso_utc(record["ts"]) for record in run.events("health_snapshot")]
     assert times[-1] >= parse_iso_utc(run.events("miner_stopping")[0]["ts"]), "one at the end"
-    assert run.events("health_snapshot")[-1]["msg"].startswith("HEALTH done"), "of how it ended, not of the last pulse"
+    assert run.events("health_snapshot")[-1]["msg"].startswith("HEALTH done"), (
+        "of how it ended, not of the last pulse"
+    )
     scheduled = times[:-1]
-    # On average to ± 10 %: a single one may be late on a busy machine, but lateness must not add up.
+    # On average to ± 10 %: a single one may be late on a busy machine, but lateness must not add
+    # up.
     average = (scheduled[-1] - scheduled[0]) / (len(scheduled) - 1)
     assert average == pytest.approx(1.0, rel=0.1)
     assert all(later > earlier for earlier, later in itertools.pairwise(scheduled))
@@ -117,9 +133,12 @@ FAULTS = {
 """What each sampler reads: the path of it that shall fail or hang."""
 
 ONE_FIGURE = {
-    "cpu": "cpu_pct", "memory": "memory_used_bytes", "shm": "shm_used_bytes", "network": "network_sent_bytes",
+    "cpu": "cpu_pct",
+    "memory": "memory_used_bytes",
+    "shm": "shm_used_bytes",
+    "network": "network_sent_bytes",
     "disk": "disk_free_bytes",
-}  # fmt: skip
+}
 
 
 def _unknown_figures(snapshot: dict[str, Any]) -> set[str]:
@@ -129,7 +148,9 @@ def _unknown_figures(snapshot: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("mood", "reason"), [("fail", "Input/output error"), ("hang", "no answer within 2 s")])
+@pytest.mark.parametrize(
+    ("mood", "reason"), [("fail", "Input/output error"), ("hang", "no answer within 2 s")]
+)
 def test_each_sampler_is_null_with_its_reason_and_recovers_while_the_others_go_on(
     tmp_path: Path, fake_nvml: FakeNvml, faulty_files: FaultyFiles, mood: str, reason: str
 ) -> None:
@@ -143,7 +164,10 @@ def test_each_sampler_is_null_with_its_reason_and_recovers_while_the_others_go_o
         started = run.until("a second snapshot", 30, "health_snapshot")["ts"]
         for broken in ({"cpu", "disk", "guard"}, {"memory", "shm", "network"}):
             faulty_files.set(**{mood: [FAULTS[name] for name in broken]})
-            said = [run.until(f"{name} to {mood}", 30, "sampler_failed", started, sampler=name) for name in broken]
+            said = [
+                run.until(f"{name} to {mood}", 30, "sampler_failed", started, sampler=name)
+                for name in broken
+            ]
             assert all(reason in record["reason"] for record in said), said
             assert {record["msg"].partition(": ")[0] for record in said} == {"SAMPLER FAILED"}
             now = max(record["ts"] for record in said)
@@ -179,7 +203,9 @@ class Subtensor:
 
 
 @pytest.mark.timeout(300)
-def test_repo_and_chain_fail_hang_and_recover_each_by_itself(tmp_path: Path, faulty_files: FaultyFiles) -> None:
+def test_repo_and_chain_fail_hang_and_recover_each_by_itself(
+    tmp_path: Path, faulty_files: FaultyFiles
+) -> None:
     repo, mood = tmp_path / "published", tmp_path / "mood"
     (repo / "epoch-3").mkdir(parents=True)
     (repo / epoch_key(3, "gradients.pt")).write_text("gradients")
@@ -187,31 +213,50 @@ def test_repo_and_chain_fail_hang_and_recover_each_by_itself(tmp_path: Path, fau
     (tmp_path / "bittensor.py").write_text(CHAIN)
     mood.write_text("well")
     settings = {
-        "REPO__KIND": "local", "REPO__PATH": str(repo), "REPO__REFRESH_EVERY_S": "1", "REPO__TIMEOUT_S": "3",
-        "CHAIN__NETWORK": "ws://127.0.0.1:9", "CHAIN__NETUID": "38", "CHAIN__REFRESH_EVERY_S": "1",
+        "REPO__KIND": "local",
+        "REPO__PATH": str(repo),
+        "REPO__REFRESH_EVERY_S": "1",
+        "REPO__TIMEOUT_S": "3",
+        "CHAIN__NETWORK": "ws://127.0.0.1:9",
+        "CHAIN__NETUID": "38",
+        "CHAIN__REFRESH_EVERY_S": "1",
         "CHAIN__TIMEOUT_S": "3",
-    }  # fmt: skip
+    }
     env = {f"MINER_GUARD_{name}": value for name, value in settings.items()}
-    run = Run(tmp_path / "state", {**faulty_files.env, **env, "PYTHONPATH": str(tmp_path), "CHAIN_MOOD": str(mood)})
+    run = Run(
+        tmp_path / "state",
+        {**faulty_files.env, **env, "PYTHONPATH": str(tmp_path), "CHAIN_MOOD": str(mood)},
+    )
     try:
         run.until("the repo's age", 30, "repo_age")
         now = run.until("the chain", 30, "chain_status", level="info")["ts"]
         for how in ("fail", "hang"):
             faulty_files.set(**{how: [f"{repo}/*"]})
             unknown = run.until(f"the repo to {how}", 30, "repo_unknown", now)
-            run.snapshot("the reason, and the chain going on", unknown["ts"], lambda s, why=unknown["reason"]: (  # type: ignore[misc]
-                s["uploads"]["repo"]["reason"] == why and s["chain"]["block"] is not None
-            ))  # fmt: skip
+            run.snapshot(
+                "the reason, and the chain going on",
+                unknown["ts"],
+                lambda s, why=unknown["reason"]: (  # type: ignore[misc]
+                    s["uploads"]["repo"]["reason"] == why and s["chain"]["block"] is not None
+                ),
+            )
             faulty_files.set()
             now = run.until("the repo again", 30, "repo_age", unknown["ts"])["ts"]
             mood.write_text(how)
             unknown = run.until(f"the chain to {how}", 30, "chain_unknown", now, level="warning")
-            run.snapshot("the reason, and the repo going on", unknown["ts"], lambda s, why=unknown["reason"]: (  # type: ignore[misc]
-                s["chain"]["block"] is None and s["chain"]["reason"] == why
-                and s["uploads"]["repo"]["reason"] is None
-            ))  # fmt: skip
+            run.snapshot(
+                "the reason, and the repo going on",
+                unknown["ts"],
+                lambda s, why=unknown["reason"]: (  # type: ignore[misc]
+                    s["chain"]["block"] is None
+                    and s["chain"]["reason"] == why
+                    and s["uploads"]["repo"]["reason"] is None
+                ),
+            )
             mood.write_text("well")
-            now = run.until("the chain again", 30, "chain_status", unknown["ts"], level="info")["ts"]
+            now = run.until("the chain again", 30, "chain_status", unknown["ts"], level="info")[
+                "ts"
+            ]
         reasons = [record["reason"] for record in run.events("repo_unknown", "chain_unknown")]
         assert {"no answer within 3 s"} < set(reasons)
         assert any("Input/output error" in reason for reason in reasons)
@@ -241,11 +286,17 @@ def test_twenty_minutes_of_steps_leave_memory_flat_and_cost_next_to_nothing(tmp_
     script.write_text(STEPS)
     program = Path(sys.executable).with_name("miner-guard")
     done = subprocess.run(
-        [program, "run", "--state-dir", state, "--", sys.executable, script], cwd=tmp_path, timeout=1400,
-        stdout=subprocess.DEVNULL, env={**os.environ, **SETTINGS, "MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "10"},
-    )  # fmt: skip
+        [program, "run", "--state-dir", state, "--", sys.executable, script],
+        cwd=tmp_path,
+        timeout=1400,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, **SETTINGS, "MINER_GUARD_HEALTH__SNAPSHOT_EVERY_S": "10"},
+    )
     assert done.returncode == 0
-    records = [hit.record() for hit in search(state / "guard.jsonl", Query(events=frozenset({"health_snapshot"})))]
+    records = [
+        hit.record()
+        for hit in search(state / "guard.jsonl", Query(events=frozenset({"health_snapshot"})))
+    ]
     snapshots = [record["snapshot"] for record in records]
     assert len(snapshots) == pytest.approx(120, rel=0.1)
     memory = [snapshot["guard"]["memory_bytes"] for snapshot in snapshots]

@@ -1,4 +1,5 @@
-"""The HTTP port: what it tells, who may ask, and that attacks on it reach neither guard nor miner."""
+"""The HTTP port: what it tells, who may ask, and that attacks on it reach neither guard nor
+miner."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ TOKEN = "token-of-the-test"
 
 def _ask(url: str, token: str | None = None, host: str | None = None) -> tuple[int, str]:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    request = urllib.request.Request(url, headers=headers if host is None else {**headers, "Host": host})
+    request = urllib.request.Request(
+        url, headers=headers if host is None else {**headers, "Host": host}
+    )
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.status, answer.read().decode()
@@ -46,9 +49,18 @@ class Port:
 
     def __init__(self, state: Path, token: str | None = None, **further: Any) -> None:
         self.state = state
-        order = {"state": str(state), "host": "127.0.0.1", "port": 0, "token": token, "hang": {}, **further}
+        order = {
+            "state": str(state),
+            "host": "127.0.0.1",
+            "port": 0,
+            "token": token,
+            "hang": {},
+            **further,
+        }
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "miner_guard.reporting.http_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "miner_guard.reporting.http_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         assert self.child.stdin is not None
         assert self.child.stdout is not None
@@ -59,7 +71,10 @@ class Port:
 
     def status(self, **fields: Any) -> None:
         started = iso_utc(time.time() - 60)
-        write_json(self.state / "status.json", {"state": "running", "started": started, "run_id": "r1", **fields})
+        write_json(
+            self.state / "status.json",
+            {"state": "running", "started": started, "run_id": "r1", **fields},
+        )
 
     def close(self) -> int:
         assert self.child.stdin is not None
@@ -76,9 +91,20 @@ def port(tmp_path: Path) -> Iterator[Port]:
 
 
 def test_metrics_are_what_prometheus_reads(port: Port) -> None:
-    gpu = {"index": 0, "uuid": "GPU-1", "state": "ok", "memory_used_bytes": 5, "utilization_ratio": None}
+    gpu = {
+        "index": 0,
+        "uuid": "GPU-1",
+        "state": "ok",
+        "memory_used_bytes": 5,
+        "utilization_ratio": None,
+    }
     port.status(
-        steps={"loss": 3.4, "p50_s": 15.2, "per_rank": {"0": {"step_time_s": 15.0}}, "goodput": {"training": 0.9}},
+        steps={
+            "loss": 3.4,
+            "p50_s": 15.2,
+            "per_rank": {"0": {"step_time_s": 15.0}},
+            "goodput": {"training": 0.9},
+        },
         uploads={"repo": {"age_s": 612, "stale": False}},
         health={"gpus": {"gpus": [gpu]}, "host": {"memory_used_bytes": 7, "cpu_pct": 50.0}},
         metrics={"events": {"slow_step": 2}},
@@ -87,14 +113,20 @@ def test_metrics_are_what_prometheus_reads(port: Port) -> None:
     assert code == 200
     lines = text.splitlines()
     for line in (
-        "minerguard_loss 3.4", "minerguard_step_p50_seconds 15.2", "minerguard_repo_age_seconds 612.0",
-        'minerguard_gpu_memory_used_bytes{gpu="0",uuid="GPU-1"} 5.0', "minerguard_host_cpu_ratio 0.5",
-        'minerguard_events_total{event="slow_step"} 2.0', 'minerguard_time_ratio{category="training"} 0.9',
-    ):  # fmt: skip
+        "minerguard_loss 3.4",
+        "minerguard_step_p50_seconds 15.2",
+        "minerguard_repo_age_seconds 612.0",
+        'minerguard_gpu_memory_used_bytes{gpu="0",uuid="GPU-1"} 5.0',
+        "minerguard_host_cpu_ratio 0.5",
+        'minerguard_events_total{event="slow_step"} 2.0',
+        'minerguard_time_ratio{category="training"} 0.9',
+    ):
         assert line in lines
     assert "gpu_utilization_ratio" not in text, "what is unknown is absent"
     promtool = requires.tool("promtool")
-    checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
@@ -106,11 +138,18 @@ def test_metrics_are_what_prometheus_reads(port: Port) -> None:
         ({"steps": {"last_step_age_s": 400, "max_s": 15}}, 503, "(limit 300 s)"),
         ({"steps": {"last_step_age_s": 400, "max_s": 100}}, 200, "progressing"),
         (
-            {"steps": {"last_step_age_s": 400, "max_s": 15}, "hang": {"watching": True, "hang": None}},
+            {
+                "steps": {"last_step_age_s": 400, "max_s": 15},
+                "hang": {"watching": True, "hang": None},
+            },
             200,
             "progressing",
         ),
-        ({"hang": {"watching": True, "hang": "rank 2 in data for 912s"}}, 503, "hang: rank 2 in data for 912s"),
+        (
+            {"hang": {"watching": True, "hang": "rank 2 in data for 912s"}},
+            503,
+            "hang: rank 2 in data for 912s",
+        ),
         ({"state": "waiting"}, 503, "the miner is waiting"),
         ({"started": iso_utc(0)}, 503, "no first step within"),
         ({"started": None}, 503, "start is unknown"),
@@ -152,10 +191,13 @@ def test_with_a_token_only_health_is_open(tmp_path: Path) -> None:
 
 
 def test_a_web_page_that_points_its_own_name_at_the_port_reads_nothing(port: Port) -> None:
-    """Guards against DNS rebinding: the browser of somebody with a tunnel would show the page all of /status."""
+    """Guards against DNS rebinding: the browser of somebody with a tunnel would show the page all
+    of /status."""
     port.status(command=["python", "miner.py", "--wallet", "planted"])
     hosts = ("evil.example", "evil.example:9123", "127.0.0.1.evil.example", "", "x" * 300)
-    for host, path in itertools.product(hosts, ("/", "/metrics", "/status", "/healthz", "/live.js")):
+    for host, path in itertools.product(
+        hosts, ("/", "/metrics", "/status", "/healthz", "/live.js")
+    ):
         code, words = _ask(port.url + path, host=host)
         assert code == 421
         assert "planted" not in words
@@ -167,7 +209,14 @@ def test_addresses_localhost_and_trusted_names_are_answered(tmp_path: Path) -> N
     port = Port(tmp_path, trusted_hosts=["Miner.lan"])
     try:
         port.status()
-        for host in ("localhost", "LOCALHOST:80", "127.0.0.1:9123", "[::1]:9123", "10.0.0.7", "miner.lan"):
+        for host in (
+            "localhost",
+            "LOCALHOST:80",
+            "127.0.0.1:9123",
+            "[::1]:9123",
+            "10.0.0.7",
+            "miner.lan",
+        ):
             assert _ask(f"{port.url}/status", host=host)[0] == 200, host
     finally:
         port.close()
@@ -186,7 +235,12 @@ def test_with_a_token_any_name_will_do(tmp_path: Path) -> None:
 
 def _attack(number: int) -> list[socket.socket]:
     """200 connections: garbage, half a request, an endless header, nothing at all."""
-    attacks = (b"\x00\xff\xfe garbage \r\n\r\n", b"GET /metrics HT", b"GET / HTTP/1.1\r\nX: " + b"a" * 60_000, b"")
+    attacks = (
+        b"\x00\xff\xfe garbage \r\n\r\n",
+        b"GET /metrics HT",
+        b"GET / HTTP/1.1\r\nX: " + b"a" * 60_000,
+        b"",
+    )
     sockets = []
     for place in range(200):
         one = socket.create_connection(("127.0.0.1", number), timeout=10)
@@ -226,14 +280,25 @@ def test_training_goes_on_while_the_port_is_attacked(tmp_path: Path) -> None:
     state, script = tmp_path / "state", tmp_path / "train.py"
     script.write_text(
         "import time, miner_guard\nguard = miner_guard.init()\n"
-        "for step in range(1, 121):\n    time.sleep(0.1)\n    guard.step(outer_step=1, inner_step=step, loss=1.0)\n"
+        "for step in range(1, 121):\n    time.sleep(0.1)\n    guard.step(outer_step=1, "
+        "inner_step=step, loss=1.0)\n"
         "guard.close(finished=True)\n"
     )
     guard = subprocess.Popen(
-        [Path(sys.executable).with_name("miner-guard"), "run", "--no-preflight", "--state-dir", state, "--",
-         sys.executable, script],
-        cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "MINER_GUARD_HTTP__PORT": "0"},
-    )  # fmt: skip
+        [
+            Path(sys.executable).with_name("miner-guard"),
+            "run",
+            "--no-preflight",
+            "--state-dir",
+            state,
+            "--",
+            sys.executable,
+            script,
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "MINER_GUARD_HTTP__PORT": "0"},
+    )
     try:
         number = _port_of(state)
         sockets = _attack(number)
@@ -248,14 +313,20 @@ def test_training_goes_on_while_the_port_is_attacked(tmp_path: Path) -> None:
 
 
 def _port_of(state: Path) -> int:
-    url = until(lambda: ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url"), 40, "the port")
+    url = until(
+        lambda: ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url"),
+        40,
+        "the port",
+    )
     return int(str(url).rstrip("/").rsplit(":", 1)[1])
 
 
 def _part(folder: Path, settings: HttpSettings) -> tuple[MetricsMonitor, list[Finding], FakeClock]:
     said: list[Finding] = []
     clock = FakeClock()
-    around = context(folder, config=Config(http=settings), clock=clock, emit=said.append, jobs=JobsAtOnce())
+    around = context(
+        folder, config=Config(http=settings), clock=clock, emit=said.append, jobs=JobsAtOnce()
+    )
     return MetricsMonitor(around), said, clock
 
 
@@ -267,7 +338,9 @@ def test_no_port_is_opened_to_the_world_without_a_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
-def test_no_port_is_opened_to_the_world_with_a_token_that_can_be_guessed(tmp_path: Path, host: str) -> None:
+def test_no_port_is_opened_to_the_world_with_a_token_that_can_be_guessed(
+    tmp_path: Path, host: str
+) -> None:
     part, said, _ = _part(tmp_path, HttpSettings(port=0, host=host, token="s3cret-of-mine!"))
     assert part.snapshot()["url"] is None
     assert "the token has 15 characters; give one of at least 16" in said[0].fields["what"]
@@ -305,7 +378,9 @@ def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
     jobs = _Later()
     said: list[Finding] = []
     part.append(
-        MetricsMonitor(context(tmp_path, config=Config(http=HttpSettings(port=0)), emit=said.append, jobs=jobs))
+        MetricsMonitor(
+            context(tmp_path, config=Config(http=HttpSettings(port=0)), emit=said.append, jobs=jobs)
+        )
     )
     (opening,) = jobs.work
     opening()
@@ -331,7 +406,11 @@ def test_a_killed_port_process_comes_back(tmp_path: Path) -> None:
         clock.advance(31)
         list(part.on_tick(clock.monotonic(), {}))
     second = part.snapshot()["url"]
-    assert [finding.event for finding in said] == ["http_listening", "guard_degraded", "http_listening"]
+    assert [finding.event for finding in said] == [
+        "http_listening",
+        "guard_degraded",
+        "http_listening",
+    ]
     assert first
     assert _ask(f"{second}healthz")[0] == 503
     list(part.on_stop())

@@ -1,4 +1,5 @@
-"""The live page in a real browser, where the port wants a token: asked for once, sent as a header only."""
+"""The live page in a real browser, where the port wants a token: asked for once, sent as a header
+only."""
 
 from __future__ import annotations
 
@@ -28,14 +29,18 @@ def port(tmp_path: Path) -> Iterator[Port]:
 
 @pytest.fixture
 def tab(browser: Any) -> Iterator[Any]:
-    """A tab with a clock of the test's; `asked` has its addresses, `trouble` what its scripts tripped over."""
+    """A tab with a clock of the test's; `asked` has its addresses, `trouble` what its scripts
+    tripped over."""
     context = browser.new_context()
     page = context.new_page()
     page.clock.install()
     page.asked, page.trouble = [], []
     page.on("request", lambda request: page.asked.append(request.url))
     page.on("pageerror", lambda error: page.trouble.append(str(error)))
-    page.on("console", lambda said: page.trouble.append(said.text) if "Security Policy" in said.text else None)
+    page.on(
+        "console",
+        lambda said: page.trouble.append(said.text) if "Security Policy" in said.text else None,
+    )
     yield page
     context.close()
 
@@ -96,12 +101,16 @@ def test_what_the_log_says_runs_no_script_in_the_page(port: Port, tab: Any) -> N
     assert "script-src 'self'" in answer.headers["content-security-policy"]
     _enter(tab, TOKEN)
     tab.get_by_text("<script>window.broken=1</script>").wait_for()
-    tab.evaluate("document.querySelector('#report').innerHTML = '<img src=data: onerror=window.broken=1>'")
+    tab.evaluate(
+        "document.querySelector('#report').innerHTML = '<img src=data: onerror=window.broken=1>'"
+    )
     tab.wait_for_timeout(300)
     assert tab.evaluate("window.broken") is None
 
 
-def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothing(tmp_path: Path, tab: Any) -> None:
+def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothing(
+    tmp_path: Path, tab: Any
+) -> None:
     requires.module("uvicorn")
     port = Port(tmp_path)
     try:

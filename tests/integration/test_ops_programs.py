@@ -1,4 +1,5 @@
-"""ops/, opened by the programs that it is for: Prometheus scrapes a real guard, logrotate rotates what pm2 writes."""
+"""ops/, opened by the programs that it is for: Prometheus scrapes a real guard, logrotate rotates
+what pm2 writes."""
 
 from __future__ import annotations
 
@@ -55,15 +56,29 @@ def miner(tmp_path: Path, fake_nvml: FakeNvml) -> Iterator[str]:
     script.write_text(MINER)
     (repo / "epoch-3").mkdir(parents=True)
     (repo / "epoch-3" / "gradients.pt").write_text("gradients")
-    (repo / "metadata.json").write_text('{"run": 5, "outer_step": 3, "inner_step": 50, "peer_id": "p"}')
-    settings = {"HTTP__PORT": "0", "HTTP__TOKEN": TOKEN, "REPO__KIND": "local", "REPO__PATH": str(repo),
-                "HEALTH__SAMPLE_EVERY_S": "1"}  # fmt: skip
-    env = {**os.environ, **fake_nvml.env, **{f"MINER_GUARD_{key}": value for key, value in settings.items()}}
+    (repo / "metadata.json").write_text(
+        '{"run": 5, "outer_step": 3, "inner_step": 50, "peer_id": "p"}'
+    )
+    settings = {
+        "HTTP__PORT": "0",
+        "HTTP__TOKEN": TOKEN,
+        "REPO__KIND": "local",
+        "REPO__PATH": str(repo),
+        "HEALTH__SAMPLE_EVERY_S": "1",
+    }
+    env = {
+        **os.environ,
+        **fake_nvml.env,
+        **{f"MINER_GUARD_{key}": value for key, value in settings.items()},
+    }
     program = Path(sys.executable).with_name("miner-guard")
     command = [program, "run", "--no-preflight", "--state-dir", state, "--", sys.executable, script]
     guard = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
     try:
-        url = until(lambda: ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url"), what="a port")
+        url = until(
+            lambda: ((read_json(state / "status.json") or {}).get("metrics") or {}).get("url"),
+            what="a port",
+        )
         yield urllib.parse.urlsplit(url).netloc
     finally:
         guard.terminate()
@@ -76,20 +91,27 @@ def _free_address() -> str:
 
 
 class Prometheus:
-    """The real server, with our configuration, over our targets; its alerts go nowhere but to `alertmanager`."""
+    """The real server, with our configuration, over our targets; its alerts go nowhere but to
+    `alertmanager`."""
 
     def __init__(self, folder: Path, target: str, alertmanager: str = NOBODY) -> None:
         program = requires.tool("prometheus")
         shutil.copy(OPS / "prometheus" / "rules.yml", folder)
         (folder / "miner-guard.token").write_text(TOKEN)
         text = (OPS / "prometheus" / "prometheus.yml").read_text()
-        text = text.replace("30s", "1s").replace('["miner-1:9838", "miner-2:9838"]', f'["{target}"]')
+        text = text.replace("30s", "1s").replace(
+            '["miner-1:9838", "miner-2:9838"]', f'["{target}"]'
+        )
         text = text.replace("localhost:9093", alertmanager)
         assert target in text
         assert alertmanager in text
         (folder / "prometheus.yml").write_text(text)
         self.address = _free_address()
-        flags = [f"--web.listen-address={self.address}", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+        flags = [
+            f"--web.listen-address={self.address}",
+            "--config.file=prometheus.yml",
+            "--storage.tsdb.path=data",
+        ]
         self.process = subprocess.Popen([program, *flags], cwd=folder, stderr=subprocess.DEVNULL)
         until(self._ready, what="Prometheus to be ready")
 
@@ -119,23 +141,37 @@ def prometheus(tmp_path: Path, miner: str) -> Iterator[Prometheus]:
     server.close()
 
 
-def test_prometheus_scrapes_the_guard_and_every_panel_of_the_dashboard_has_data(prometheus: Prometheus) -> None:
+def test_prometheus_scrapes_the_guard_and_every_panel_of_the_dashboard_has_data(
+    prometheus: Prometheus,
+) -> None:
     def up() -> bool:
         return [target["health"] for target in prometheus.ask("targets")["activeTargets"]] == ["up"]
 
     until(up, what="the scrape with the token")
     board = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
-    asked = {t["expr"].replace("$instance", ".*"): p["title"] for p in board["panels"] for t in p["targets"]}
+    asked = {
+        t["expr"].replace("$instance", ".*"): p["title"]
+        for p in board["panels"]
+        for t in p["targets"]
+    }
     for expression, panel in asked.items():
-        until(lambda e=expression: prometheus.ask("query", query=e)["result"], what=f"data for {panel}: {expression}")  # type: ignore[misc]
+        until(
+            lambda e=expression: prometheus.ask("query", query=e)["result"],
+            what=f"data for {panel}: {expression}",
+        )  # type: ignore[misc]
     (variable,) = [v["query"] for v in board["templating"]["list"] if v["type"] == "query"]
     metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable).groups()  # type: ignore[union-attr]
     assert prometheus.ask(f"label/{label}/values", **{"match[]": metric})
 
     rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
-    until(lambda: all(
-        rule["health"] == "ok" for group in prometheus.ask("rules")["groups"] for rule in group["rules"]
-    ), what="all rules to be looked at")  # fmt: skip
+    until(
+        lambda: all(
+            rule["health"] == "ok"
+            for group in prometheus.ask("rules")["groups"]
+            for rule in group["rules"]
+        ),
+        what="all rules to be looked at",
+    )
     assert len(rules) == (OPS / "prometheus" / "rules.yml").read_text().count("- alert:")
     firing = [alert for alert in prometheus.ask("alerts")["alerts"] if alert["state"] == "firing"]
     assert firing == [], "nothing is wrong with this miner"
@@ -146,10 +182,18 @@ def test_a_guard_that_does_not_answer_calls_somebody_once_through_alertmanager(
 ) -> None:
     program, address = requires.tool("prometheus-alertmanager"), _free_address()
     text = (OPS / "prometheus" / "alertmanager.yml").read_text()
-    text = text.replace("https://receiver.example", f"http://{webhook.address}").replace("30s", "1s")
+    text = text.replace("https://receiver.example", f"http://{webhook.address}").replace(
+        "30s", "1s"
+    )
     (tmp_path / "alertmanager.yml").write_text(text)
-    flags = ["--config.file=alertmanager.yml", f"--web.listen-address={address}", "--cluster.listen-address="]
-    manager = subprocess.Popen([program, *flags, "--storage.path=alerts"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    flags = [
+        "--config.file=alertmanager.yml",
+        f"--web.listen-address={address}",
+        "--cluster.listen-address=",
+    ]
+    manager = subprocess.Popen(
+        [program, *flags, "--storage.path=alerts"], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
     server = Prometheus(tmp_path, NOBODY, address)
     try:
         rules = tmp_path / "rules.yml"
@@ -164,7 +208,9 @@ def test_a_guard_that_does_not_answer_calls_somebody_once_through_alertmanager(
     assert (path, more) == ("/hook", [])
     (alert,) = body["alerts"]
     assert alert["labels"]["alertname"] == "MinerGuardDown"
-    assert alert["annotations"]["summary"] == f"{NOBODY}: the guard does not answer, or writes nothing"
+    assert (
+        alert["annotations"]["summary"] == f"{NOBODY}: the guard does not answer, or writes nothing"
+    )
 
 
 def _rotate(folder: Path, config: str) -> None:
@@ -183,26 +229,40 @@ def _rotate(folder: Path, config: str) -> None:
 def test_logrotate_rotates_what_pm2_writes_and_pm2_goes_on_in_a_new_file(tmp_path: Path) -> None:
     pm2, home = requires.tool("pm2"), tmp_path / "pm2"
     env = {**os.environ, "PM2_HOME": str(home)}
-    (tmp_path / "miner.sh").write_text("for n in $(seq 1 200000); do echo line $n; sleep 0.002; done\n")
+    (tmp_path / "miner.sh").write_text(
+        "for n in $(seq 1 200000); do echo line $n; sleep 0.002; done\n"
+    )
 
     def lines() -> list[int]:
-        files = sorted((home / "logs").glob("miner-out.log*"), key=lambda path: len(path.name), reverse=True)
+        files = sorted(
+            (home / "logs").glob("miner-out.log*"), key=lambda path: len(path.name), reverse=True
+        )
         return [int(line.split()[1]) for file in files for line in file.read_text().splitlines()]
 
-    subprocess.run([pm2, "start", "miner.sh", "--name", "miner", "--interpreter", "bash"], env=env, cwd=tmp_path,
-                   check=True, capture_output=True, timeout=60)  # fmt: skip
+    subprocess.run(
+        [pm2, "start", "miner.sh", "--name", "miner", "--interpreter", "bash"],
+        env=env,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
     try:
         until(lambda: len(lines()) > 100, what="lines")
         config = (OPS / "logrotate" / "miner-guard").read_text().replace("/root/.pm2", str(home))
         _rotate(tmp_path, config)
         out = home / "logs" / "miner-out.log"
-        until(lambda: out.exists() and len(out.read_text().splitlines()) > 100, what="pm2 to write on in a new file")
+        until(
+            lambda: out.exists() and len(out.read_text().splitlines()) > 100,
+            what="pm2 to write on in a new file",
+        )
         assert out.with_name("miner-out.log.1").stat().st_size > 0
     finally:
         subprocess.run([pm2, "kill"], env=env, capture_output=True, timeout=60)
     written = lines()
     assert written == sorted(set(written))
-    # pm2 drops what it has not written yet when it opens its files anew: few lines, and mostly none.
+    # pm2 drops what it has not written yet when it opens its files anew: few lines, and mostly
+    # none.
     assert len(written) > 0.95 * written[-1]
 
 
@@ -222,12 +282,23 @@ def test_logrotate_signals_nobody_who_has_the_number_of_a_pm2_that_died(tmp_path
         other.kill()
 
 
-def test_who_rotates_guard_jsonl_all_the_same_loses_no_line_and_logs_finds_them(miner: str, tmp_path: Path) -> None:
+def test_who_rotates_guard_jsonl_all_the_same_loses_no_line_and_logs_finds_them(
+    miner: str, tmp_path: Path
+) -> None:
     state = tmp_path / "state"
 
     def steps() -> list[int]:
-        command = [Path(sys.executable).with_name("miner-guard"), "logs", "--state-dir", state, "--event", "inner_step",
-                   "--json", "-n", "100000"]  # fmt: skip
+        command = [
+            Path(sys.executable).with_name("miner-guard"),
+            "logs",
+            "--state-dir",
+            state,
+            "--event",
+            "inner_step",
+            "--json",
+            "-n",
+            "100000",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return [record["inner_step"] for record in json.loads(done.stdout or "[]")]
 

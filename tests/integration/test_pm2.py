@@ -1,4 +1,5 @@
-"""The real pm2 runs ecosystem.config.js: source 004's greps find what they should, and nothing is left behind."""
+"""The real pm2 runs ecosystem.config.js: source 004's greps find what they should, and nothing is
+left behind."""
 
 from __future__ import annotations
 
@@ -39,13 +40,20 @@ class Pm2:
     def edit(self, run: list[str]) -> None:
         """What a person does: one line. (`__dirname` is kept pointing at the repository.)"""
         text = (requires.REPO / "ecosystem.config.js").read_text()
-        edited, lines = re.subn(r"(?m)^const RUN = .*$", lambda _: f"const RUN = {json.dumps(run)};", text)
+        edited, lines = re.subn(
+            r"(?m)^const RUN = .*$", lambda _: f"const RUN = {json.dumps(run)};", text
+        )
         assert lines == 1
         self.file.write_text(edited.replace("__dirname", json.dumps(str(requires.REPO))))
 
     def __call__(self, *arguments: str) -> str:
         answer = subprocess.run(
-            [self.program, *arguments], env=self.env, capture_output=True, text=True, timeout=120, cwd=self.file.parent
+            [self.program, *arguments],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=self.file.parent,
         )
         assert answer.returncode == 0, answer.stdout + answer.stderr
         return answer.stdout
@@ -90,14 +98,24 @@ def test_start_grep_restart_stop_delete(pm2: Pm2) -> None:
     pm2.env["MINER_GUARD_GATE__MIN_INNER_STEP"] = "20"
     pm2.edit(["demo", "--steps", "100000", "--fault", "slow@30"])
     pm2("start", str(pm2.file))
-    _until("all of source 004's greps", lambda: all(words in pm2.logs() for words in (*GREPS, "SLOW STEP")), 240)
-    warnings = [line for line in pm2.logs().splitlines() if re.search("error|warning", line, re.IGNORECASE)]
+    _until(
+        "all of source 004's greps",
+        lambda: all(words in pm2.logs() for words in (*GREPS, "SLOW STEP")),
+        240,
+    )
+    warnings = [
+        line for line in pm2.logs().splitlines() if re.search("error|warning", line, re.IGNORECASE)
+    ]
     assert any("UPLOAD BLOCKED: inner_step (" in line for line in warnings)
 
     pm2("restart", "miner")
     _until("two starts in the log", lambda: pm2.logs().count("GUARD STARTED") == 2, 60)
     assert "GUARD STOPPED: exit code 0, SIGINT" in pm2.logs()
-    _until("steps after the restart", lambda: pm2.logs().rsplit("GUARD STARTED", 1)[1].count("Outer Step:") > 2, 120)
+    _until(
+        "steps after the restart",
+        lambda: pm2.logs().rsplit("GUARD STARTED", 1)[1].count("Outer Step:") > 2,
+        120,
+    )
 
     pm2("stop", "miner")
     assert pm2.app()["status"] == "stopped"
@@ -109,7 +127,13 @@ def test_start_grep_restart_stop_delete(pm2: Pm2) -> None:
 @pytest.mark.timeout(200)
 def test_a_finished_miner_and_a_bad_setting_are_not_started_again(pm2: Pm2) -> None:
     pm2.env["MINER_GUARD_MINER__FINITE"] = "true"
-    names = ("MINER_GUARD_ALERTS__URLS", "MINER_GUARD_ALERTS__HEARTBEAT_URL", "WANDB_PASSWORD", "HF_TOKEN", "A_WEBHOOK")
+    names = (
+        "MINER_GUARD_ALERTS__URLS",
+        "MINER_GUARD_ALERTS__HEARTBEAT_URL",
+        "WANDB_PASSWORD",
+        "HF_TOKEN",
+        "A_WEBHOOK",
+    )
     pm2.env.update({name: f"json://planted-{name}" for name in names})
     pm2.env["MINER_GUARD_REPO__CREDENTIALS"] = "env"
     pm2.edit(["run", "--", sys.executable, "-c", "print('work done')"])
@@ -119,7 +143,9 @@ def test_a_finished_miner_and_a_bad_setting_are_not_started_again(pm2: Pm2) -> N
     pm2("save", "--force")
     dump = (Path(pm2.env["PM2_HOME"]) / "dump.pm2").read_text()
     assert "planted-" not in dump, "filter_env keeps secrets out of pm2's dump"
-    assert "MINER_GUARD_REPO__CREDENTIALS" in dump, "what is a setting and no secret reaches the guard"
+    assert "MINER_GUARD_REPO__CREDENTIALS" in dump, (
+        "what is a setting and no secret reaches the guard"
+    )
     pm2("delete", "miner")
     pm2.env["MINER_GUARD_GATE__MIN_INNER_STEP"] = "minus one"
     pm2("start", str(pm2.file))
@@ -146,13 +172,19 @@ PLANTED = "planted-c9f1"
 def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_else(
     pm2: Pm2, webhook: Webhook, tmp_path: Path
 ) -> None:
-    """Set up by `init`, two lines of guard.toml and the secrets in .env; a dead target beside the good one."""
+    """Set up by `init`, two lines of guard.toml and the secrets in .env; a dead target beside the
+    good one."""
     guard = requires.tool("miner-guard")
     ps: list[str] = []
     webhook.on_post = lambda: ps.append(subprocess.check_output(["ps", "axeww"], text=True))
     (tmp_path / "train.py").write_text(MORTAL)
-    subprocess.run([guard, "init", "--name", "miner", "--", sys.executable, "train.py"], cwd=tmp_path, check=True,
-                   capture_output=True, timeout=60)  # fmt: skip
+    subprocess.run(
+        [guard, "init", "--name", "miner", "--", sys.executable, "train.py"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
     settings = (tmp_path / "guard.toml").read_text()
     for line in ('credentials = "dotenv"', 'preset = "overnight"'):
         assert settings.count(f"# {line}\n") == 1
@@ -164,24 +196,37 @@ def test_alert_addresses_of_the_miners_env_file_reach_their_targets_and_nothing_
         f"export MINER_GUARD_ALERTS__HEARTBEAT_URL='http://{webhook.address}/{secrets['beat']}'\n"
         f"MINER_GUARD_HTTP__TOKEN={secrets['token']}\nEXCHANGE_PASSPHRASE='{PRINTED}'\n"
     )
-    pm2.env |= {"MINER_GUARD_HTTP__PORT": "0", "MINER_GUARD_ALERTS__HEARTBEAT_EVERY_S": "1",
-                "MINER_GUARD_RESTART__MAX_RESTARTS": "1", "MINER_GUARD_RESTART__BACKOFF_S": "0.2"}  # fmt: skip
+    pm2.env |= {
+        "MINER_GUARD_HTTP__PORT": "0",
+        "MINER_GUARD_ALERTS__HEARTBEAT_EVERY_S": "1",
+        "MINER_GUARD_RESTART__MAX_RESTARTS": "1",
+        "MINER_GUARD_RESTART__BACKOFF_S": "0.2",
+    }
     pm2("start", str(pm2.file))
     _until("the guard's end", lambda: pm2.app()["status"] == "stopped", 120)
     assert pm2.app()["exit_code"] == 75
-    assert {"miner_exited", "crash_loop"} <= {body["title"].rpartition(" ")[2] for body in webhook.bodies}
+    assert {"miner_exited", "crash_loop"} <= {
+        body["title"].rpartition(" ")[2] for body in webhook.bodies
+    }
     assert {path for path, _ in webhook.posted} == {f"/{secrets['hook']}"}
     assert set(webhook.beats) == {f"/{secrets['beat']}"}
     assert "ALERT FAILED" in pm2.logs(), "the dead target is named by its kind alone"
     pm2("save", "--force")
     said = [pm2("describe", "miner"), pm2("jlist"), pm2("prettylist"), pm2("env", "0"), *ps]
-    subprocess.run([guard, "bundle", "-o", "help.tar.gz", "--state-dir", pm2.state], cwd=tmp_path, check=True,
-                   capture_output=True, timeout=60)  # fmt: skip
+    subprocess.run(
+        [guard, "bundle", "-o", "help.tar.gz", "--state-dir", pm2.state],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
     with tarfile.open(tmp_path / "help.tar.gz") as bundle:
         bundle.extractall(tmp_path / "bundle", filter="data")
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".env"]
     assert {"miner.log", "guard.jsonl", "dump.pm2", "pm2.log"} <= {path.name for path in files}
     assert [path for path in files if PLANTED.encode() in path.read_bytes()] == []
-    assert [path.name for path in files if PRINTED.encode() in path.read_bytes()] == ["miner.log"], "relayed as it is"
+    assert [path.name for path in files if PRINTED.encode() in path.read_bytes()] == [
+        "miner.log"
+    ], "relayed as it is"
     assert "SECRET EXPOSED" in pm2.logs()
     assert [text for text in said if PLANTED in text] == []

@@ -1,4 +1,5 @@
-"""kill -9 of a publisher to a folder at each of its file operations: what is shown is whole, or is made whole."""
+"""kill -9 of a publisher to a folder at each of its file operations: what is shown is whole, or is
+made whole."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def contents(of: Revision) -> dict[str, bytes]:
     """What is shown of a revision: its files, and in its metadata what they go with."""
     files = {key: path.read_bytes() for key, path in of.files()}
     described = {
-        key.rpartition("/")[2]: {"size_bytes": len(files[key]), "checksum": hashlib.sha256(files[key]).hexdigest()}
+        key.rpartition("/")[2]: {
+            "size_bytes": len(files[key]),
+            "checksum": hashlib.sha256(files[key]).hexdigest(),
+        }
         for key in SHOWN[:2]
     }
     metadata = json.dumps({**json.loads(files[METADATA]), "files": described}).encode()
@@ -59,8 +63,11 @@ class Folder:
         return {key: (self.root / "repo" / key).read_bytes() for key in SHOWN}
 
     def killed_at(self, operation: int, what: Revision) -> bool:
-        """Publish in a child that is killed before its `operation`-th file operation; whether it came to that."""
-        child = multiprocessing.get_context("fork").Process(target=self._publish_until, args=(operation, what))
+        """Publish in a child that is killed before its `operation`-th file operation; whether it
+        came to that."""
+        child = multiprocessing.get_context("fork").Process(
+            target=self._publish_until, args=(operation, what)
+        )
         child.start()
         child.join(30)
         assert child.exitcode in (0, -signal.SIGKILL)
@@ -99,10 +106,16 @@ def test_killed_at_any_file_operation_the_folder_is_whole_or_made_whole(tmp_path
             break
         old, new, seen = contents(before), contents(after), folder.shown()
         left = Journal(folder.journal).read()
-        assert all(seen[key] in (old[key], new[key]) for key in SHOWN), f"torn at operation {operation}"
+        assert all(seen[key] in (old[key], new[key]) for key in SHOWN), (
+            f"torn at operation {operation}"
+        )
         if seen not in (old, new):
-            assert (seen[SHOWN[0]], seen[METADATA]) == (new[SHOWN[0]], old[METADATA]), "the metadata came first"
-            assert is_mixed(folder.repo.state()), f"mixed at operation {operation}, and nobody could know"
+            assert (seen[SHOWN[0]], seen[METADATA]) == (new[SHOWN[0]], old[METADATA]), (
+                "the metadata came first"
+            )
+            assert is_mixed(folder.repo.state()), (
+                f"mixed at operation {operation}, and nobody could know"
+            )
         committing = left is not None and left["phase"] == COMMITTING
         if not committing:
             assert seen in (old, new), f"mixed at operation {operation}, and nobody would finish it"
@@ -168,7 +181,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_who_waits_for_a_killed_publisher_does_not_wait_for_its_companion(tmp_path: Path) -> None:
-    """Guards against a miner that waits two minutes more: the companion held the pipe that the miner reads."""
+    """Guards against a miner that waits two minutes more: the companion held the pipe that the
+    miner reads."""
     command = [sys.executable, "-c", _DIES, str(tmp_path / "journal")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as publisher:
         assert publisher.stdout is not None

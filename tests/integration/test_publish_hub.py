@@ -1,4 +1,5 @@
-"""Publishing to a Hugging Face repo: one commit, one tag, and the same from two generations of huggingface_hub."""
+"""Publishing to a Hugging Face repo: one commit, one tag, and the same from two generations of
+huggingface_hub."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def publish(settings: RepoSettings, what: Revision, folder: Path, deadline_s: fl
     Publisher(repo, journal, lambda _l: None, Retry(deadline_s=deadline_s)).publish(what)
 
 
-def test_a_revision_is_one_commit_and_one_tag(server: tuple[RepoSettings, hub.HubState], tmp_path: Path) -> None:
+def test_a_revision_is_one_commit_and_one_tag(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path
+) -> None:
     settings, state = server
     assert look_at(settings).empty
     for inner in (50, 60):
@@ -64,7 +67,10 @@ def test_a_revision_is_one_commit_and_one_tag(server: tuple[RepoSettings, hub.Hu
     assert (seen.revision, seen.config, seen.size_bytes) == ("1.3.60", {"block_list": [60]}, LARGE)
     assert seen.age_s is not None
     assert seen.age_s < 60
-    assert seen.checksum == hashlib.sha256((tmp_path / "revision-60" / "gradients.pt").read_bytes()).hexdigest()
+    assert (
+        seen.checksum
+        == hashlib.sha256((tmp_path / "revision-60" / "gradients.pt").read_bytes()).hexdigest()
+    )
     assert len(open_repo(settings).get("epoch-3/gradients.pt")) == LARGE
     commits = state.repos[REPO_ID]
     assert [c.title for c in commits] == ["Revision 1.3.60", "Revision 1.3.50", "initial commit"]
@@ -74,7 +80,8 @@ def test_a_revision_is_one_commit_and_one_tag(server: tuple[RepoSettings, hub.Hu
 def test_a_tag_that_is_published_again_names_what_was_published_last(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
-    """Guards against a miner that trains from a checkpoint to the same step again: the tag named the older files."""
+    """Guards against a miner that trains from a checkpoint to the same step again: the tag named
+    the older files."""
     settings, state = server
     for folder in (tmp_path / "before", tmp_path / "after"):
         folder.mkdir()
@@ -109,7 +116,9 @@ def test_a_refused_token_and_a_busy_hub_are_said(
         open_repo(settings).state()
 
 
-def test_a_storm_of_503_is_weathered_and_said(server: tuple[RepoSettings, hub.HubState], tmp_path: Path) -> None:
+def test_a_storm_of_503_is_weathered_and_said(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path
+) -> None:
     settings, state = server
     publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     state.slow_downs, lines = 3, list[str]()
@@ -141,7 +150,8 @@ def test_half_closed_connections_are_no_answer_and_may_be_tried_again(
 def test_a_document_that_was_cut_off_on_its_way_is_no_answer_and_not_another_document(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path, key: str
 ) -> None:
-    """Guards against `not JSON; publish again`, and an audit that fails, where the connection was cut."""
+    """Guards against `not JSON; publish again`, and an audit that fails, where the connection was
+    cut."""
     settings, state = server
     publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     repo: Any = open_repo(settings)
@@ -167,7 +177,8 @@ def test_age_is_the_hubs_age_whatever_this_hosts_clock(
 def test_a_commit_to_another_file_makes_no_gradients_younger(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
-    """Guards against a model card that is edited: the gradients were as if published anew, and a push as if arrived."""
+    """Guards against a model card that is edited: the gradients were as if published anew, and a
+    push as if arrived."""
     settings, state = server
     state.shift_s = -3000.0
     publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
@@ -186,9 +197,7 @@ def test_a_silent_hub_costs_the_deadline_and_no_more() -> None:
         assert time.monotonic() - start < 60, "4 s are meant, of a Hub that never answers"
 
 
-@pytest.fixture(
-    params=["installed", pytest.param("older", marks=pytest.mark.long)],
-)
+@pytest.fixture(params=["installed", pytest.param("older", marks=pytest.mark.long)])
 def generation(request: pytest.FixtureRequest) -> dict[str, str]:
     """The environment of a publisher with this generation of huggingface_hub."""
     if request.param == "installed":
@@ -196,10 +205,22 @@ def generation(request: pytest.FixtureRequest) -> dict[str, str]:
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "miner-guard-tests"
     home = base / f"{OLDER.replace('==', '-')}-py{sys.version_info[0]}{sys.version_info[1]}"
     if not (home / "ready").exists():
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", str(home), OLDER]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--upgrade",
+            "--target",
+            str(home),
+            OLDER,
+        ]
         installed = subprocess.run(install, capture_output=True, text=True)
         if installed.returncode != 0:
-            pytest.skip(f"{OLDER} could not be installed: {installed.stderr.strip().splitlines()[-1:]}")
+            pytest.skip(
+                f"{OLDER} could not be installed: {installed.stderr.strip().splitlines()[-1:]}"
+            )
         (home / "ready").touch()
     env = {"PYTHONPATH": f"{home}{os.pathsep}{requires.REPO}"}
     told = subprocess.run(
@@ -215,9 +236,13 @@ def test_each_generation_publishes_the_same(
 ) -> None:
     settings, state = server
     pushed = subprocess.run(
-        [sys.executable, "-m", "uploads.push"], input=push_request(settings, revision(tmp_path, 50, LARGE), tmp_path),
-        env={**os.environ, **generation}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-m", "uploads.push"],
+        input=push_request(settings, revision(tmp_path, 50, LARGE), tmp_path),
+        env={**os.environ, **generation},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert "Successfully pushed new model state with tag 1.3.50" in pushed.stdout
     assert pushed.returncode == 0
     assert state.tags.keys() == {"1.3.50"}
@@ -228,14 +253,19 @@ def test_each_generation_publishes_the_same(
 def test_killed_after_any_request_the_view_is_whole(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path, generation: dict[str, str]
 ) -> None:
-    """Walks through the publisher's requests: SIGKILL when the Hub has done the k-th and has not answered."""
+    """Walks through the publisher's requests: SIGKILL when the Hub has done the k-th and has not
+    answered."""
     settings, state = server
     publish(settings, revision(tmp_path, 1000, LARGE), tmp_path)
     outcomes = []
     for number in range(1, 40):
         before, inner = shown(state, "main"), 1000 + number
-        ended = push_and_kill(settings, state, revision(tmp_path, inner, LARGE), tmp_path, number, generation)
-        assert shown(state, "main") in (before, {inner}), f"killed after request {number}, before anybody helped"
+        ended = push_and_kill(
+            settings, state, revision(tmp_path, inner, LARGE), tmp_path, number, generation
+        )
+        assert shown(state, "main") in (before, {inner}), (
+            f"killed after request {number}, before anybody helped"
+        )
         wait_for_the_companion(open_repo(settings).label, tmp_path)
         assert shown(state, "main") in (before, {inner}), f"killed after request {number}"
         outcomes.append(shown(state, "main") == before)
@@ -246,7 +276,8 @@ def test_killed_after_any_request_the_view_is_whole(
             break
     else:
         pytest.fail("the publisher never got to its end")
-    # Up to the large file's bytes the old revision stays; from the commit's first request on the new one is finished.
+    # Up to the large file's bytes the old revision stays; from the commit's first request on the
+    # new one is finished.
     assert outcomes[0]
     assert outcomes.index(False) > 2
     assert not any(outcomes[outcomes.index(False) :])
@@ -258,7 +289,10 @@ def shown(state: hub.HubState, revision: str) -> set[int]:
     wanted = state.tags.get(revision)
     files = next(c for c in state.repos[REPO_ID] if wanted in (None, c.id)).files
     read = {key: state.contents[digest] for key, digest in files.items()}
-    documents = [json.loads(read[key]) for key in ("metadata.json", "epoch-3/metadata.json", "epoch-3/config.json")]
+    documents = [
+        json.loads(read[key])
+        for key in ("metadata.json", "epoch-3/metadata.json", "epoch-3/config.json")
+    ]
     steps = {d["inner_step"] if "inner_step" in d else d["block_list"][0] for d in documents}
     return steps | {inner_step_of(read["epoch-3/gradients.pt"])}
 
@@ -273,13 +307,17 @@ def test_a_large_file_is_sent_before_the_commit_and_not_again(
     assert sent[0] < next(n for n, asked in enumerate(state.requests) if "/commit/" in asked)
 
 
-def test_a_cancelled_upload_shows_nothing(server: tuple[RepoSettings, hub.HubState], tmp_path: Path) -> None:
+def test_a_cancelled_upload_shows_nothing(
+    server: tuple[RepoSettings, hub.HubState], tmp_path: Path
+) -> None:
     settings, state = server
     publish(settings, revision(tmp_path, 50, LARGE), tmp_path)
     repo = open_repo(settings)
     publisher = Publisher(repo, Journal(journal_path(tmp_path, repo.label)), lambda _l: None)
     first = len(state.requests)
-    state.after = lambda number: publisher.cancelled.set() if "/_lfs/" in state.requests[number - 1] else None
+    state.after = lambda number: (
+        publisher.cancelled.set() if "/_lfs/" in state.requests[number - 1] else None
+    )
     with pytest.raises(Cancelled, match="what was published before is untouched"):
         publisher.publish(revision(tmp_path, 60, LARGE))
     assert len(state.requests) > first

@@ -1,4 +1,5 @@
-"""Publishing to S3: whole or not at all, read back, and a clear line for everything that can go wrong."""
+"""Publishing to S3: whole or not at all, read back, and a clear line for everything that can go
+wrong."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def server() -> Iterator[tuple[RepoSettings, s3.Faults]]:
         yield settings, faults
 
 
-def publish(settings: RepoSettings, what: Revision, folder: Path, retry: Retry | None = None) -> list[str]:
+def publish(
+    settings: RepoSettings, what: Revision, folder: Path, retry: Retry | None = None
+) -> list[str]:
     lines: list[str] = []
     repo = open_repo(settings)
     Publisher(repo, Journal(journal_path(folder, repo.label)), lines.append, retry).publish(what)
@@ -57,7 +60,9 @@ def view(settings: RepoSettings) -> set[int]:
     return {metadata["inner_step"], config["block_list"][0], inner_step_of(gradients)}
 
 
-def test_published_is_what_a_validator_finds(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+def test_published_is_what_a_validator_finds(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
     settings, _ = server
     assert look_at(settings).empty
     result = push(settings, revision(tmp_path, 50, MANY), tmp_path, lambda _line: None)
@@ -87,11 +92,15 @@ def test_at_every_moment_of_a_publication_the_view_is_whole_or_known_to_be_mixed
     repo, looking, seen = open_repo(settings), threading.Lock(), []
 
     def look(_number: int) -> None:
-        # The look's own requests come here too, and those of the publisher that are answered meanwhile.
+        # The look's own requests come here too, and those of the publisher that are answered
+        # meanwhile.
         if looking.acquire(blocking=False):
             with contextlib.ExitStack() as stack:
                 stack.callback(looking.release)
-                metadata, entry = json.loads(repo.get("metadata.json")), repo.head("epoch-3/gradients.pt")
+                metadata, entry = (
+                    json.loads(repo.get("metadata.json")),
+                    repo.head("epoch-3/gradients.pt"),
+                )
                 gradients = inner_step_of(repo.get(entry.key))
                 torn = mixed(metadata, entry.size_bytes, entry.checksum) is not None
                 seen.append((metadata["inner_step"], gradients, torn))
@@ -112,8 +121,11 @@ def test_age_is_the_servers_age_whatever_this_hosts_clock(
 
 
 @pytest.mark.slow
-def test_killed_after_any_request_the_view_is_whole(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
-    """Walks through the publisher's requests: SIGKILL when the server has done the k-th and has not answered."""
+def test_killed_after_any_request_the_view_is_whole(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
+    """Walks through the publisher's requests: SIGKILL when the server has done the k-th and has not
+    answered."""
     settings, faults = server
     publish(settings, revision(tmp_path, 1000), tmp_path)
     outcomes = []
@@ -122,13 +134,16 @@ def test_killed_after_any_request_the_view_is_whole(server: tuple[RepoSettings, 
         ended = push_and_kill(settings, faults, revision(tmp_path, 1000 + number), tmp_path, number)
         wait_for_the_companion(open_repo(settings).label, tmp_path)
         after = view(settings)
-        assert len(after) == 1, f"killed after request {number}: {faults.requests[-1]}, the view is mixed: {after}"
+        assert len(after) == 1, (
+            f"killed after request {number}: {faults.requests[-1]}, the view is mixed: {after}"
+        )
         outcomes.append(after == before)
         if ended:
             break
     else:
         pytest.fail("the publisher never got to its end")
-    # Before the point of no return the old revision stays, after it the new one is finished; both were walked through.
+    # Before the point of no return the old revision stays, after it the new one is finished; both
+    # were walked through.
     assert outcomes[0]
     assert outcomes.index(False) > 3
     assert not any(outcomes[outcomes.index(False) :])
@@ -165,7 +180,9 @@ def test_where_the_companion_died_too_the_next_publisher_finishes(
     assert view(settings) == {60}
 
 
-def test_what_had_arrived_is_not_sent_again(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+def test_what_had_arrived_is_not_sent_again(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
     settings, faults = server
     what = revision(tmp_path, 50, 40 * 1024 * 1024)
     repo = open_repo(settings)
@@ -192,7 +209,9 @@ def _parts_sent(faults: s3.Faults) -> int:
     return sum("PUT" in r and "partNumber" in r for r in faults.requests)
 
 
-def test_leftovers_of_another_revision_are_aborted(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+def test_leftovers_of_another_revision_are_aborted(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
     settings, _ = server
     client = s3.client(settings)
     client.create_multipart_upload(Bucket=BUCKET, Key="epoch-2/gradients.pt")
@@ -203,10 +222,14 @@ def test_leftovers_of_another_revision_are_aborted(server: tuple[RepoSettings, s
     assert [u["Key"] for u in left] == ["somebody/elses.bin"]
 
 
-def test_a_storm_of_503_is_weathered_and_said(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+def test_a_storm_of_503_is_weathered_and_said(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
     settings, faults = server
     faults.slow_downs = 12
-    lines = publish(settings, revision(tmp_path, 50), tmp_path, Retry(backoff_s=0.02, backoff_max_s=0.2))
+    lines = publish(
+        settings, revision(tmp_path, 50), tmp_path, Retry(backoff_s=0.02, backoff_max_s=0.2)
+    )
     assert any("busy (503 SlowDown); trying again in" in line for line in lines)
     assert view(settings) == {50}
 
@@ -278,29 +301,41 @@ def test_a_cancelled_upload_leaves_the_old_revision_and_nothing_else(
     assert s3.client(settings).list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
 
 
-def test_never_two_at_once_and_no_key_on_a_command_line(server: tuple[RepoSettings, s3.Faults], tmp_path: Path) -> None:
+def test_never_two_at_once_and_no_key_on_a_command_line(
+    server: tuple[RepoSettings, s3.Faults], tmp_path: Path
+) -> None:
     settings, faults = server
     faults.requests.clear()
     faults.silent.set()
-    first = threading.Thread(target=lambda: push(settings, revision(tmp_path, 50), tmp_path, lambda _l: None))
+    first = threading.Thread(
+        target=lambda: push(settings, revision(tmp_path, 50), tmp_path, lambda _l: None)
+    )
     first.start()
     while not faults.requests:
         time.sleep(0.02)
     commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
     for module in ("uploads.push", "uploads.recovery_process"):
         assert any(module in command for command in commands)
-    assert not any(key in command for command in commands for key in s3.KEYS.values()), "a key on a command line"
-    with pytest.raises(PublishError, match="Previous upload still in progress, skipping new upload"):
+    assert not any(key in command for command in commands for key in s3.KEYS.values()), (
+        "a key on a command line"
+    )
+    with pytest.raises(
+        PublishError, match="Previous upload still in progress, skipping new upload"
+    ):
         push(settings, revision(tmp_path, 60), tmp_path, lambda _l: None)
     faults.silent.clear()
     first.join()
     assert view(settings) == {50}
 
 
-def test_an_independent_server_agrees_and_really_checks_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_independent_server_agrees_and_really_checks_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "served" / BUCKET).mkdir(parents=True)
     with s3.rclone(requires.tool("rclone"), tmp_path / "served") as endpoint:
-        settings = RepoSettings(kind="s3", bucket=BUCKET, endpoint=endpoint, region="us-east-1", timeout_s=20.0)
+        settings = RepoSettings(
+            kind="s3", bucket=BUCKET, endpoint=endpoint, region="us-east-1", timeout_s=20.0
+        )
         for inner in (50, 60):
             publish(settings, revision(tmp_path, inner, 20 * 1024 * 1024), tmp_path)
             assert view(settings) == {inner}

@@ -1,4 +1,5 @@
-"""Parts on their way to S3: none arrives changed unnoticed, whatever the server tells of what it received."""
+"""Parts on their way to S3: none arrives changed unnoticed, whatever the server tells of what it
+received."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def publish(repo: Repo, folder: Path) -> list[str]:
     """Publish a revision of inner step 50; returns what the publisher said."""
     lines: list[str] = []
     journal = Journal(journal_path(folder, repo.label))
-    Publisher(repo, journal, lines.append, Retry(backoff_s=0.02)).publish(revision(folder, 50, BYTES))
+    Publisher(repo, journal, lines.append, Retry(backoff_s=0.02)).publish(
+        revision(folder, 50, BYTES)
+    )
     return lines
 
 
@@ -79,13 +82,18 @@ def test_a_server_that_knows_no_checksums_is_published_to_without(
     assert published(repo) == 50
 
 
-def test_a_bucket_that_encrypts_is_read_back_by_its_checksums(server: tuple[S3Repo, s3.Faults], tmp_path: Path) -> None:
+def test_a_bucket_that_encrypts_is_read_back_by_its_checksums(
+    server: tuple[S3Repo, s3.Faults], tmp_path: Path
+) -> None:
     """Encrypted with a key of KMS an object's ETag is no md5: each part looked damaged."""
     repo, faults = server
     _encrypt(repo._client)
     faults.requests.clear()
     assert publish(repo, tmp_path) == []
-    assert not any(r.startswith("GET") and f"{GRADIENTS}?" in r and "uploadId" not in r for r in faults.requests)
+    assert not any(
+        r.startswith("GET") and f"{GRADIENTS}?" in r and "uploadId" not in r
+        for r in faults.requests
+    )
     assert published(repo) == 50
 
 
@@ -101,7 +109,8 @@ def test_where_the_bucket_encrypts_too_a_part_that_arrives_changed_is_sent_again
 
 
 def _encrypt(client: Any) -> None:
-    """Let the server tell, as S3 with KMS does, ETags that are no digests, and the CRC32 of what it received."""
+    """Let the server tell, as S3 with KMS does, ETags that are no digests, and the CRC32 of what it
+    received."""
     received: dict[tuple[str, int], str] = {}
 
     def receive(request: Any, **_: Any) -> None:
@@ -131,18 +140,27 @@ def _encrypt(client: Any) -> None:
     events.register("after-call.s3.UploadPart", tell)
     for operation in ("UploadPart", "HeadObject"):
         events.register(f"after-call.s3.{operation}", disguise)
-    events.register("after-call.s3.ListParts", lambda parsed, **_: [disguise(part) for part in parsed.get("Parts", [])])
+    events.register(
+        "after-call.s3.ListParts",
+        lambda parsed, **_: [disguise(part) for part in parsed.get("Parts", [])],
+    )
 
 
-def test_a_body_is_not_hashed_once_more_to_be_signed(server: tuple[S3Repo, s3.Faults], tmp_path: Path) -> None:
+def test_a_body_is_not_hashed_once_more_to_be_signed(
+    server: tuple[S3Repo, s3.Faults], tmp_path: Path
+) -> None:
     repo, _ = server
     sent: list[Any] = []
     for operation in ("UploadPart", "PutObject"):
-        repo._client.meta.events.register(f"before-send.s3.{operation}", lambda request, **_: sent.append(request))
+        repo._client.meta.events.register(
+            f"before-send.s3.{operation}", lambda request, **_: sent.append(request)
+        )
     config = revision(tmp_path, 50).folder / "config.json"
     repo.stage("epoch-3/config.json", config, lambda _n: None, {})
     repo.put("metadata.json", config.read_bytes())
-    part, small = ({name.lower(): value for name, value in request.headers.items()} for request in sent)
+    part, small = (
+        {name.lower(): value for name, value in request.headers.items()} for request in sent
+    )
     assert {part["x-amz-content-sha256"], small["x-amz-content-sha256"]} == {b"UNSIGNED-PAYLOAD"}
     # What is seen at once must be refused by the server; of a part the answer tells what arrived.
     assert small["content-md5"] == base64.b64encode(hashlib.md5(config.read_bytes()).digest())

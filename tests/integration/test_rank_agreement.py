@@ -1,4 +1,5 @@
-"""In FSDP a rank that goes its own way leaves the others in a collective for ever: the answers are the same on all."""
+"""In FSDP a rank that goes its own way leaves the others in a collective for ever: the answers are
+the same on all."""
 
 from __future__ import annotations
 
@@ -25,12 +26,16 @@ SETTINGS = {"gate": {"min_upload_interval_s": 600.0, "broadcast_timeout_s": TIME
 
 
 def change_for_ever(path: Path, stop: threading.Event) -> None:
-    """Published just now (too soon), published long ago (go), and back, as fast as the disk takes it."""
+    """Published just now (too soon), published long ago (go), and back, as fast as the disk takes
+    it."""
     for age_s in itertools.cycle((1.0, 5000.0)):
         if stop.is_set():
             return
         now = time.monotonic()
-        write(path, GateInputs(Published(age_s=age_s, reason=None, seen_at=now), written_monotonic=now))
+        write(
+            path,
+            GateInputs(Published(age_s=age_s, reason=None, seen_at=now), written_monotonic=now),
+        )
         time.sleep(0.0005)
 
 
@@ -38,7 +43,9 @@ Answers = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Answers]:
     requires.module("torch")
     folder = tmp_path_factory.mktemp("ranks")
     state = StateDir(folder / "state")
@@ -49,17 +56,30 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     script = Path(__file__).with_name("agreeing_ranks.py")
     try:
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}",
-             str(script), str(folder)],
-            env=env, check=True, timeout=150,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={request.param}",
+                str(script),
+                str(folder),
+            ],
+            env=env,
+            check=True,
+            timeout=150,
+        )
     finally:
         stop.set()
         changer.join()
-    return folder, [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(request.param)]
+    return folder, [
+        json.loads((folder / f"rank-{r}.json").read_text()) for r in range(request.param)
+    ]
 
 
-def test_all_ranks_have_the_same_answer_while_the_repo_changes_under_them(run: tuple[Path, Answers]) -> None:
+def test_all_ranks_have_the_same_answer_while_the_repo_changes_under_them(
+    run: tuple[Path, Answers],
+) -> None:
     first, *others = run[1]
     assert {a["allowed"] for a in first["together"]} == {True, False}, "the state did not change"
     for other in others:
@@ -67,7 +87,9 @@ def test_all_ranks_have_the_same_answer_while_the_repo_changes_under_them(run: t
         assert other["notices"] == first["notices"]
 
 
-def test_an_operation_that_is_throttled_is_due_on_all_ranks_or_on_none(run: tuple[Path, Answers]) -> None:
+def test_an_operation_that_is_throttled_is_due_on_all_ranks_or_on_none(
+    run: tuple[Path, Answers],
+) -> None:
     first, *others = run[1]
     assert set(first["due"]) == {True, False}
     for other in others:
@@ -79,7 +101,9 @@ def test_they_would_differ_without_the_exchange(run: tuple[Path, Answers]) -> No
     assert any(other["each by itself"] != first["each by itself"] for other in others)
 
 
-def test_ranks_that_ask_different_things_are_all_blocked_and_can_agree_again(run: tuple[Path, Answers]) -> None:
+def test_ranks_that_ask_different_things_are_all_blocked_and_can_agree_again(
+    run: tuple[Path, Answers],
+) -> None:
     for answers in run[1]:
         assert not answers["different questions"]["allowed"]
         assert "different questions" in answers["different questions"]["reason"]
@@ -101,4 +125,6 @@ def test_where_one_rank_never_asks_the_others_are_blocked_in_time_and_nothing_is
         assert now.state == "finished"
         assert rank == 0 or any(e.get("event") == "guard_degraded" for e in entries)
     assert f"not every rank asked within {TIMEOUT_S:g} s" in ranks[0]["one is silent"]["reason"]
-    assert "every rank must ask, at the same step" in ranks[0]["ever after"]["reason"], "a person must know what to do"
+    assert "every rank must ask, at the same step" in ranks[0]["ever after"]["reason"], (
+        "a person must know what to do"
+    )

@@ -1,4 +1,5 @@
-"""100 000 steps: the hook's memory is flat, and the supervisor's death in the middle is nothing to training."""
+"""100 000 steps: the hook's memory is flat, and the supervisor's death in the middle is nothing to
+training."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ print(json.dumps({"memory": memory, "troubles": guard.troubles}))
 
 def test_memory_stays_flat_and_the_supervisor_may_die_in_the_middle(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
-    reader = subprocess.Popen([sys.executable, "-c", READER, str(state.socket)], stdout=subprocess.PIPE)
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER, str(state.socket)], stdout=subprocess.PIPE
+    )
     assert reader.stdout is not None
     assert reader.stdout.readline() == b"ready\n"
     try:

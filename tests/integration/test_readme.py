@@ -38,9 +38,13 @@ def test_every_shell_command_runs_in_the_order_of_the_text(folder: Path) -> None
             (folder / "guard.toml").unlink(missing_ok=True)
         for command in filter(None, map(str.strip, block.splitlines())):
             answer = subprocess.run(
-                ["bash", "-o", "pipefail", "-c", command], cwd=folder, env=_environment(folder), capture_output=True,
-                text=True, timeout=120,
-            )  # fmt: skip
+                ["bash", "-o", "pipefail", "-c", command],
+                cwd=folder,
+                env=_environment(folder),
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
             assert answer.returncode == 0, f"{command}\n{answer.stdout}\n{answer.stderr}"
             assert answer.stdout.strip(), f"{command} said nothing"
 
@@ -48,9 +52,13 @@ def test_every_shell_command_runs_in_the_order_of_the_text(folder: Path) -> None
 def test_the_python_examples_run(folder: Path, tmp_path: Path) -> None:
     for code in PYTHON:
         answer = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env=_environment(tmp_path), capture_output=True, text=True,
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=_environment(tmp_path),
+            capture_output=True,
+            text=True,
             timeout=120,
-        )  # fmt: skip
+        )
         assert answer.returncode == 0, answer.stderr
     assert (tmp_path / "status" / "monitoring_costs.json").is_file()
 
@@ -59,7 +67,11 @@ def test_the_python_examples_run(folder: Path, tmp_path: Path) -> None:
 def test_the_two_commands_are_targets_of_make(target: str) -> None:
     assert f"    make {target} " in README
     answer = subprocess.run(
-        [requires.tool("make"), "-n", target], cwd=requires.REPO, capture_output=True, text=True, timeout=60
+        [requires.tool("make"), "-n", target],
+        cwd=requires.REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert answer.returncode == 0, answer.stderr
 
@@ -68,5 +80,7 @@ def test_every_command_of_the_program_is_in_the_table_and_none_that_is_not() -> 
     from miner_guard.cli.main import COMMANDS
 
     table = README.partition("## Commands")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(?:miner-guard )?([a-z]+)\b[^`]*`", table)) & (set(COMMANDS) | {"nothing"})
+    named = set(re.findall(r"`(?:miner-guard )?([a-z]+)\b[^`]*`", table)) & (
+        set(COMMANDS) | {"nothing"}
+    )
     assert named == set(COMMANDS)

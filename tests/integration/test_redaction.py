@@ -1,4 +1,5 @@
-"""Secrets planted in the environment, on the command line and in the miner's output are in nothing the guard wrote."""
+"""Secrets planted in the environment, on the command line and in the miner's output are in nothing
+the guard wrote."""
 
 from __future__ import annotations
 
@@ -28,9 +29,16 @@ PRINTED = {
 }
 ON_COMMAND_LINE = "--wallet.password=planted-argument-password"
 SECRETS = [
-    *ENVIRONMENT.values(), PRINTED["commitment"], "planted.bearer.value", "plant plant", "planted-url-password",
-    "planted-flag-secret", "planted-named-key", "planted-argument-password", "planted-alert-password",
-]  # fmt: skip
+    *ENVIRONMENT.values(),
+    PRINTED["commitment"],
+    "planted.bearer.value",
+    "plant plant",
+    "planted-url-password",
+    "planted-flag-secret",
+    "planted-named-key",
+    "planted-argument-password",
+    "planted-alert-password",
+]
 
 MINER = """
 import os, sys, traceback
@@ -48,16 +56,32 @@ sys.exit(1)
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Every file of the state directory, and the guard's own console lines, after a run that ended badly."""
+    """Every file of the state directory, and the guard's own console lines, after a run that ended
+    badly."""
     folder = tmp_path_factory.mktemp("redaction")
     state, script = folder / "state", folder / "miner.py"
-    script.write_text(f"import io, sys\nsys.stdin = io.StringIO({chr(10).join(PRINTED.values())!r})\n{MINER}")
+    script.write_text(
+        f"import io, sys\nsys.stdin = io.StringIO({chr(10).join(PRINTED.values())!r})\n{MINER}"
+    )
     guard = str(Path(sys.executable).with_name("miner-guard"))
     answer = subprocess.run(
-        [guard, "run", "--no-preflight", "--no-restart", "--state-dir", str(state), "--", sys.executable, str(script),
-         ON_COMMAND_LINE],
-        env={**os.environ, **ENVIRONMENT}, cwd=folder, capture_output=True, timeout=120,
-    )  # fmt: skip
+        [
+            guard,
+            "run",
+            "--no-preflight",
+            "--no-restart",
+            "--state-dir",
+            str(state),
+            "--",
+            sys.executable,
+            str(script),
+            ON_COMMAND_LINE,
+        ],
+        env={**os.environ, **ENVIRONMENT},
+        cwd=folder,
+        capture_output=True,
+        timeout=120,
+    )
     assert answer.returncode == 1, answer.stderr.decode()
     own = [line for line in answer.stdout.splitlines() if b"| guard |" in line]
     files = {str(p.relative_to(state)): p.read_bytes() for p in state.rglob("*") if p.is_file()}
@@ -66,7 +90,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def test_no_planted_secret_is_in_anything_the_guard_wrote(written: dict[str, bytes]) -> None:
-    found = [(name, secret) for name, data in written.items() for secret in SECRETS if secret.encode() in data]
+    found = [
+        (name, secret)
+        for name, data in written.items()
+        for secret in SECRETS
+        if secret.encode() in data
+    ]
     assert found == []
 
 
@@ -74,7 +103,11 @@ def test_what_was_written_still_says_what_happened(written: dict[str, bytes]) ->
     assert b"MINER STARTED" in written["console"]
     assert b"--wallet.password=[redacted]" in written["console"]
     events = [json.loads(line) for line in written["guard.jsonl"].splitlines()]
-    assert {"guard_started", "miner_started", "miner_exited", "health_snapshot", "guard_stopped"} <= {
-        event["event"] for event in events
-    }
+    assert {
+        "guard_started",
+        "miner_started",
+        "miner_exited",
+        "health_snapshot",
+        "guard_stopped",
+    } <= {event["event"] for event in events}
     assert json.loads(written["status.json"])

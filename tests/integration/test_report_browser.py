@@ -1,4 +1,5 @@
-"""The report in a real browser: nothing overflows on a phone, curves are drawn, dark is dark, nothing is fetched."""
+"""The report in a real browser: nothing overflows on a phone, curves are drawn, dark is dark,
+nothing is fetched."""
 
 from __future__ import annotations
 
@@ -28,15 +29,31 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for step in range(1, 301):
         clock.advance(15)
-        figures = {"lr": 1e-4, "loss": 5 - step / 100, "step_time_s": 15 + step % 3, "gpu_mem_gb": 18.4}
+        figures = {
+            "lr": 1e-4,
+            "loss": 5 - step / 100,
+            "step_time_s": 15 + step % 3,
+            "gpu_mem_gb": 18.4,
+        }
         say("inner_step", outer_step=1, inner_step=step, **figures)
         if step % 50 == 0:
-            say("slow_step", step_time_s=70.0, expected="10-30s", inner_step=step, limit_s=60, rule="absolute")
+            say(
+                "slow_step",
+                step_time_s=70.0,
+                expected="10-30s",
+                inner_step=step,
+                limit_s=60,
+                rule="absolute",
+            )
             say("upload_succeeded", tag=f"1.1.{step}", detail="read back, " + "x" * 200)
         if step % 4 == 0:
             gpus = {"gpus": [{"memory_used_bytes": 18e9, "utilization_ratio": 0.9}]}
             uploads = {"repo": {"age_s": 15.0 * (step % 50)}}
-            say("health_snapshot", summary="x", snapshot={"gpus": gpus, "uploads": uploads, "miner": {"goodput": 0.9}})
+            say(
+                "health_snapshot",
+                summary="x",
+                snapshot={"gpus": gpus, "uploads": uploads, "miner": {"goodput": 0.9}},
+            )
     say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="crash")
     steps = {"total_steps": 300, "goodput": {"training": 0.9, "upload": 0.1}}
     write_json(state.status, {"state": "running", "steps": steps})
@@ -52,11 +69,16 @@ def test_the_page_fits_and_draws(browser: Any, page_file: Path, width: int, sche
     trouble: list[str] = []
     page.on("console", lambda message: trouble.append(message.text))
     page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("request", lambda request: trouble.append(request.url) if request.url.startswith("http") else None)
+    page.on(
+        "request",
+        lambda request: trouble.append(request.url) if request.url.startswith("http") else None,
+    )
     page.goto(page_file.as_uri())
     assert trouble == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    lines = page.evaluate("[...document.querySelectorAll('path.line')].map(p => p.getTotalLength())")
+    lines = page.evaluate(
+        "[...document.querySelectorAll('path.line')].map(p => p.getTotalLength())"
+    )
     assert len(lines) == 6
     assert min(lines) > 500
     assert page.locator("path.dot.warn").count() == 1
@@ -65,7 +87,8 @@ def test_the_page_fits_and_draws(browser: Any, page_file: Path, width: int, sche
     bright = int(background.removeprefix("rgb(").split(",")[0]) > 128
     assert bright == (scheme == "light")
     sizes = page.evaluate(
-        "[...document.querySelectorAll('.y span')].map(e => parseFloat(getComputedStyle(e).fontSize))"
+        "[...document.querySelectorAll('.y span')].map(e => "
+        "parseFloat(getComputedStyle(e).fontSize))"
     )
     assert min(sizes) >= 10, "axis labels stay readable at every width"
     context.close()

@@ -1,4 +1,5 @@
-"""`run` with a fake NVML library, end to end: what stops the start, and what is said while the miner goes on."""
+"""`run` with a fake NVML library, end to end: what stops the start, and what is said while the
+miner goes on."""
 
 from __future__ import annotations
 
@@ -47,10 +48,13 @@ def test_run_starts_on_healthy_gpus_and_says_a_loss_and_an_unplug_while_it_goes_
     assert "CRITICAL ERROR" in output
 
 
-def test_an_xid_is_said_while_the_miner_goes_on(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+def test_an_xid_is_said_while_the_miner_goes_on(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
     running = Running(fake_nvml, tmp_path, python, HEALTH__SNAPSHOT_EVERY_S=1)
     try:
-        # An event is told once, and only to a reader that has asked before: it asks with its first sample.
+        # An event is told once, and only to a reader that has asked before: it asks with its first
+        # sample.
         running.wait_for("health_snapshot", "4x")
         # The last GPU's loss has the reader started anew.
         fake_nvml.set(count=3)
@@ -77,7 +81,9 @@ def test_run_refuses_to_start_without_the_gpus_of_the_last_run(
     assert count["limit"] == "4 (by this host at the last run)"
 
 
-def test_run_only_warns_where_the_setting_says_so(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+def test_run_only_warns_where_the_setting_says_so(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
     fake_nvml.set({"rows.pending.1": 1})
     running = Running(fake_nvml, tmp_path, python, GPU__ON_CRITICAL="warn")
     try:
@@ -87,7 +93,9 @@ def test_run_only_warns_where_the_setting_says_so(fake_nvml: FakeNvml, tmp_path:
         assert running.end()[0] == 0
 
 
-def test_a_driver_that_is_late_after_boot_is_waited_for(fake_nvml: FakeNvml, tmp_path: Path, python: Path) -> None:
+def test_a_driver_that_is_late_after_boot_is_waited_for(
+    fake_nvml: FakeNvml, tmp_path: Path, python: Path
+) -> None:
     fake_nvml.set({"fail.init": 9, "torch.count": 0})
     running = Running(fake_nvml, tmp_path, python, "--expect-gpus", "4", GPU__PREFLIGHT_WAIT_S=60)
     try:
@@ -112,22 +120,31 @@ guard.close(finished=True)
 
 
 @pytest.mark.parametrize("expect", ["2", "0"])
-def test_the_red_flags_are_up_through_run_where_a_gpu_is_expected_and_only_there(tmp_path: Path, expect: str) -> None:
+def test_the_red_flags_are_up_through_run_where_a_gpu_is_expected_and_only_there(
+    tmp_path: Path, expect: str
+) -> None:
     pytest.importorskip("torch")
     script = tmp_path / "miner.py"
     script.write_text(MINER)
     settings = {"GPU__ON_CRITICAL": "warn", "GPU__PREFLIGHT_WAIT_S": 0}
     done = subprocess.run(
         [*GUARD, "run", "--no-restart", "--expect-gpus", expect, "--", sys.executable, str(script)],
-        env=environment(None, tmp_path, **settings), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        env=environment(None, tmp_path, **settings),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     if "CUDA available: True" in done.stdout:
         pytest.skip("this machine has a GPU")
     assert "🔍 GPU DIAGNOSTICS" in done.stdout
     assert "✓ Gradient accumulation steps: 256" in done.stdout
     assert "rank 0: device cpu" in done.stdout
-    flags = ("CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)", "Model is on CPU! This will be EXTREMELY SLOW!")
+    flags = (
+        "CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)",
+        "Model is on CPU! This will be EXTREMELY SLOW!",
+    )
     for flag in flags:
         assert done.stdout.count(flag) == (1 if expect == "2" else 0)
     assert ("CRITICAL ERROR" in done.stdout) == (expect == "2")
@@ -154,13 +171,19 @@ def test_an_under_used_gpu_is_relaunched_with_a_larger_batch_on_request(
         "GPU__ON_UNDERUSE": "relaunch", "GPU__BATCH_ARGUMENT": "--batch", "GPU__FIRST_CHECK_S": 2,
         "GPU__MODEL_NAME": "ResNet-18", "GPU__MEMORY_SETTLE_S": 0, "GPU__PREFLIGHT": "false",
     }  # fmt: skip
-    running = Running(fake_nvml, tmp_path, python, miner=[str(python), str(script), "--batch=128"], **settings)
+    running = Running(
+        fake_nvml, tmp_path, python, miner=[str(python), str(script), "--batch=128"], **settings
+    )
     try:
         first = running.wait_for("gpu_relaunch", "128 -> 256")
         assert "GPU memory at 15%" in first["msg"]
         running.wait_for("gpu_relaunch", "256 -> 512")
         running.wait_for("gpu_usage", "GPU at 60% is good for small model (ResNet-18)")
-        commands = [r["command"].rpartition(" ")[2] for r in running.events() if r["event"] == "miner_started"]
+        commands = [
+            r["command"].rpartition(" ")[2]
+            for r in running.events()
+            if r["event"] == "miner_started"
+        ]
         assert commands == ["--batch=128", "--batch=256", "--batch=512"]
         assert not any(r["event"] == "crash_loop" for r in running.events())
     finally:
@@ -193,7 +216,8 @@ def test_a_stop_during_a_preflight_that_hangs_ends_the_guard_at_once(
 def test_run_does_not_start_on_what_the_preflight_finds_critical(
     fake_nvml: FakeNvml, tmp_path: Path, python: Path, state: dict[str, int], says: str
 ) -> None:
-    """Guards against hours of training on a driver that is broken, or on a GPU that an orphan holds."""
+    """Guards against hours of training on a driver that is broken, or on a GPU that an orphan
+    holds."""
     fake_nvml.set(state)
     running = Running(fake_nvml, tmp_path, python, "--expect-gpus", "4")
     output, _ = running.process.communicate(timeout=60)

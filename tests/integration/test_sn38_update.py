@@ -1,4 +1,5 @@
-"""ops/sn38/auto_update.sh: pulls a newer version and asks the guard for a restart; touches nothing else."""
+"""ops/sn38/auto_update.sh: pulls a newer version and asks the guard for a restart; touches nothing
+else."""
 
 from __future__ import annotations
 
@@ -35,14 +36,27 @@ class Clone:
         subprocess.run(["git", *identity, *arguments], cwd=where, check=True, capture_output=True)
 
     def release(self, version: str) -> None:
-        (self.origin / "distributed_training" / "__init__.py").write_text(f'__version__ = "{version}"\n')
+        (self.origin / "distributed_training" / "__init__.py").write_text(
+            f'__version__ = "{version}"\n'
+        )
         self.git(self.origin, "add", "-A")
         self.git(self.origin, "commit", "-q", "-m", version)
 
     def look(self) -> tuple[str, list[str]]:
-        env = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "ONCE": "1", "NAME": "sn38"}
+        env = {
+            **os.environ,
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "ONCE": "1",
+            "NAME": "sn38",
+        }
         done = subprocess.run(
-            ["bash", str(SCRIPT)], cwd=self.here, env=env, capture_output=True, text=True, timeout=60, check=True
+            ["bash", str(SCRIPT)],
+            cwd=self.here,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
         return done.stdout, self.called.read_text().splitlines() if self.called.exists() else []
 
@@ -66,14 +80,20 @@ def test_a_newer_version_is_pulled_and_the_guard_asked_to_restart(clone: Clone) 
     assert clone.look()[1] == called, "once"
 
 
-def test_an_update_that_cannot_be_installed_changes_nothing_and_is_tried_again(clone: Clone) -> None:
-    """Guards against a restart into code whose dependencies are missing: the miner that ran would be gone."""
+def test_an_update_that_cannot_be_installed_changes_nothing_and_is_tried_again(
+    clone: Clone,
+) -> None:
+    """Guards against a restart into code whose dependencies are missing: the miner that ran would
+    be gone."""
     clone.release("1.2.10")
     pip = clone.bin / "pip"
     works = pip.read_text()
     pip.write_text(f"{works}exit 1\n")
     printed, called = clone.look()
-    assert "pip install of 1.2.10 failed; the clone is back at 1.2.7, the miner was not restarted" in printed
+    assert (
+        "pip install of 1.2.10 failed; the clone is back at 1.2.7, the miner was not restarted"
+        in printed
+    )
     assert called == ["pip install --quiet -e ."]
     assert "1.2.7" in (clone.here / "distributed_training" / "__init__.py").read_text()
     pip.write_text(works)

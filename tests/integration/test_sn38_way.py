@@ -1,4 +1,5 @@
-"""ops/sn38/README.md: from a miner that run_miner.sh started to a guarded one, and back, by its own commands."""
+"""ops/sn38/README.md: from a miner that run_miner.sh started to a guarded one, and back, by its own
+commands."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ __all__ = ["pm2"]
 
 IMITATION = Path(__file__).with_name("imitation")
 WAY = (
-    (requires.REPO / "ops" / "sn38" / "README.md").read_text(encoding="utf-8").partition("\n## What the guard sees")[0]
+    (requires.REPO / "ops" / "sn38" / "README.md")
+    .read_text(encoding="utf-8")
+    .partition("\n## What the guard sees")[0]
 )
 ARGUMENTS = "--netuid 38"
 UPSTREAMS = "distributed_training_miner"
@@ -47,10 +50,18 @@ pm2 start app.config.js
 
 
 def _commands(first: str) -> str:
-    """The block of the README that has this text, with a person's arguments and our names filled in."""
-    (block,) = [block for block in re.findall(r"(?:^    .*\n)+", WAY, re.MULTILINE) if first in block]
+    """The block of the README that has this text, with a person's arguments and our names filled
+    in."""
+    (block,) = [
+        block for block in re.findall(r"(?:^    .*\n)+", WAY, re.MULTILINE) if first in block
+    ]
     lines = [line.strip() for line in block.splitlines() if not line.strip().startswith("pip ")]
-    return "\n".join(lines).replace("--netuid 38 …", ARGUMENTS).replace("…", ARGUMENTS).replace("node=4", "node=2")
+    return (
+        "\n".join(lines)
+        .replace("--netuid 38 …", ARGUMENTS)
+        .replace("…", ARGUMENTS)
+        .replace("node=4", "node=2")
+    )
 
 
 class Clone:
@@ -61,18 +72,33 @@ class Clone:
         requires.tool("git")
         self.pm2, self.here, self.state = pm2, folder / "clone", pm2.state
         shutil.copytree(IMITATION, self.here, ignore=shutil.ignore_patterns("__pycache__"))
-        (self.here / ".gitignore").write_text("__pycache__/\n/app.config.js\n/gradients.pt\n/bucket/\n")
+        (self.here / ".gitignore").write_text(
+            "__pycache__/\n/app.config.js\n/gradients.pt\n/bucket/\n"
+        )
         (self.here / "run_miner.sh").write_text(RUN_MINER)
         pm2.file = self.here / "ecosystem.config.js"
         path = f"{Path(sys.executable).parent}:{Path(pm2.program).parent}:{os.environ['PATH']}"
         # One GPU a rank is what the profile asks for, and no test's machine has.
-        pm2.env |= {"PATH": path, "PYTHONPATH": str(self.here), "OMP_NUM_THREADS": "1", "LAST_STEP": "1000000",
-                    "MINER_GUARD_GPU__PREFLIGHT": "false"}  # fmt: skip
-        self.sh("git init -q . && git add -A && git -c user.name=t -c user.email=t@example.org commit -qm clone")
+        pm2.env |= {
+            "PATH": path,
+            "PYTHONPATH": str(self.here),
+            "OMP_NUM_THREADS": "1",
+            "LAST_STEP": "1000000",
+            "MINER_GUARD_GPU__PREFLIGHT": "false",
+        }
+        self.sh(
+            "git init -q . && git add -A && git -c user.name=t -c "
+            "user.email=t@example.org commit -qm clone"
+        )
 
     def sh(self, commands: str) -> str:
         done = subprocess.run(
-            ["bash", "-c", commands], cwd=self.here, env=self.pm2.env, capture_output=True, text=True, timeout=150
+            ["bash", "-c", commands],
+            cwd=self.here,
+            env=self.pm2.env,
+            capture_output=True,
+            text=True,
+            timeout=150,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -86,7 +112,9 @@ class Clone:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.cwd() == str(self.here) and "God Daemon" not in " ".join(process.cmdline()):
+                if process.cwd() == str(self.here) and "God Daemon" not in " ".join(
+                    process.cmdline()
+                ):
                     found.append(process.environ())
             except (psutil.Error, OSError):
                 continue
@@ -94,7 +122,9 @@ class Clone:
 
     def printed(self, app: str) -> str:
         logs = Path(self.pm2.env["PM2_HOME"]) / "logs"
-        return "".join(path.read_text() for path in sorted(logs.glob(f"{app.replace('_', '-')}*.log")))
+        return "".join(
+            path.read_text() for path in sorted(logs.glob(f"{app.replace('_', '-')}*.log"))
+        )
 
 
 @pytest.mark.slow
@@ -108,7 +138,9 @@ def test_from_run_miner_to_the_guard_and_back(pm2: Pm2, tmp_path: Path) -> None:
     assert clone.apps() == ["sn38"]
     until(lambda: "UPLOAD BLOCKED" in clone.printed("sn38"), 90, "the gate's word")
     until(
-        lambda: (read_json(clone.state / "status.json") or {}).get("steps", {}).get("inner_step"), 90, "guarded steps"
+        lambda: (read_json(clone.state / "status.json") or {}).get("steps", {}).get("inner_step"),
+        90,
+        "guarded steps",
     )
     pm2(
         "start",
@@ -123,12 +155,20 @@ def test_from_run_miner_to_the_guard_and_back(pm2: Pm2, tmp_path: Path) -> None:
     before = clone.printed(UPSTREAMS)
     clone.sh(_commands("run_miner.sh …"))
     assert clone.apps() == [UPSTREAMS]
-    until(lambda: "Successfully pushed" in clone.printed(UPSTREAMS)[len(before) :], 90, "an unguarded push again")
+    until(
+        lambda: "Successfully pushed" in clone.printed(UPSTREAMS)[len(before) :],
+        90,
+        "an unguarded push again",
+    )
     running = clone.environments()
     assert len(running) >= 3, "launcher and two ranks"
     assert [name for env in running for name in env if name.startswith("_MINER_GUARD")] == []
     assert [env for env in running if "attach/site" in env.get("PYTHONPATH", "")] == []
-    assert [words for words in pm2.left() if re.search("/bin/miner-guard |-m miner_guard", words)] == []
-    assert "sn38" not in (Path(pm2.env["PM2_HOME"]) / "dump.pm2").read_text(), "nor comes back after a reboot"
+    assert [
+        words for words in pm2.left() if re.search("/bin/miner-guard |-m miner_guard", words)
+    ] == []
+    assert "sn38" not in (Path(pm2.env["PM2_HOME"]) / "dump.pm2").read_text(), (
+        "nor comes back after a reboot"
+    )
     assert clone.sh("git status --porcelain") == ""
     pm2("delete", UPSTREAMS)

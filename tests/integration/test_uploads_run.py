@@ -1,4 +1,5 @@
-"""The gate beside a real miner: from the hook's question to the line, the ledger, status.json and the replay."""
+"""The gate beside a real miner: from the hook's question to the line, the ledger, status.json and
+the replay."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def test_every_upload_is_decided_told_stored_and_looked_for(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "guard.toml").write_text(
-        f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\nrefresh_every_s = 1\n[gate]\nmin_inner_step = 5\n'
+        f'[repo]\nkind = "local"\npath = "{tmp_path}/repo"\nrefresh_every_s = '
+        "1\n[gate]\nmin_inner_step = 5\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", GUARD, "run", "--state-dir", "state", "--no-preflight", "--",
@@ -38,10 +40,15 @@ def test_every_upload_is_decided_told_stored_and_looked_for(
     assert done.returncode == 0, out + done.stderr
     # The archive at inner step 0 goes out; the first block is said, its repetitions are not.
     assert "archive at inner_step 0: exempt from the minimum of 5" in out
-    assert out.count("UPLOAD BLOCKED: inner_step (1) < minimum (5). Validators will reject this!") == 1
+    assert (
+        out.count("UPLOAD BLOCKED: inner_step (1) < minimum (5). Validators will reject this!") == 1
+    )
     assert out.count("UPLOAD BLOCKED") == 1
     assert "UPLOAD VERIFIED: tag 5.3.6" in out
-    assert "UPLOAD FAILED: reported as pushed, but metadata.json names inner step 6, reported was 8" in out
+    assert (
+        "UPLOAD FAILED: reported as pushed, but metadata.json names inner step 6, reported was 8"
+        in out
+    )
     assert "Repo Age: 0s (keep < 1800s)" in out
 
     state = tmp_path / "state"
@@ -58,7 +65,9 @@ def test_every_upload_is_decided_told_stored_and_looked_for(
         assert "replay: the same decision" in capsys.readouterr().out
 
 
-def test_a_worker_that_died_while_the_log_says_pushed_is_found_without_any_hook(tmp_path: Path) -> None:
+def test_a_worker_that_died_while_the_log_says_pushed_is_found_without_any_hook(
+    tmp_path: Path,
+) -> None:
     repo = LocalRepo(tmp_path / "repo")
     journal = Journal(journal_path(tmp_path, repo.label))
     Publisher(repo, journal, lambda _line: None).publish(revision(tmp_path, 50))
@@ -66,10 +75,26 @@ def test_a_worker_that_died_while_the_log_says_pushed_is_found_without_any_hook(
     pushed = "Successfully pushed new model state with tag 1.3.60 to repo: me/miner"
     miner = f"import time; time.sleep(4); print({pushed!r}, flush=True); time.sleep(8)"
     done = subprocess.run(
-        [sys.executable, "-c", GUARD, "run", "--state-dir", "state", "--no-preflight", "--no-restart", "--",
-         sys.executable, "-c", miner],
-        capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            GUARD,
+            "run",
+            "--state-dir",
+            "state",
+            "--no-preflight",
+            "--no-restart",
+            "--",
+            sys.executable,
+            "-c",
+            miner,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        cwd=tmp_path,
+    )
     assert "UPLOAD REPORTED: tag 1.3.60" in done.stdout, done.stdout + done.stderr
     assert "UPLOAD FAILED: reported as pushed, but" in done.stdout
     assert "UPLOAD VERIFIED" not in done.stdout

@@ -1,4 +1,5 @@
-"""A stub of the Hugging Face Hub: the endpoints that repo_info, create_repo, upload_folder and create_tag need.
+"""A stub of the Hugging Face Hub: the endpoints that repo_info, create_repo, upload_folder and
+create_tag need.
 
 Enough for huggingface_hub 0.25 to 2.4. Large files go through LFS (set HF_HUB_DISABLE_XET=1).
 """
@@ -149,13 +150,19 @@ class _Handler(BaseHTTPRequestHandler):
         repo = f"{document.get('organization') or 'me'}/{document['name']}"
         url = f"{self.base}/{repo}"
         if repo in self.state.repos:
-            self.answer({"error": "exists", "url": url}, 409, X_Error_Message="You already created this model repo")
+            self.answer(
+                {"error": "exists", "url": url},
+                409,
+                X_Error_Message="You already created this model repo",
+            )
             return
         self.state.new_commit(repo, "initial commit", {})
         self.answer({"url": url, "name": repo, "id": "x"})
 
     def whoami(self, _match: re.Match[str], _body: bytes) -> None:
-        self.answer({"type": "user", "name": "me", "orgs": [], "auth": {"accessToken": {"role": "write"}}})
+        self.answer(
+            {"type": "user", "name": "me", "orgs": [], "auth": {"accessToken": {"role": "write"}}}
+        )
 
     def validate(self, _match: re.Match[str], _body: bytes) -> None:
         self.answer({"errors": [], "warnings": []})
@@ -169,11 +176,23 @@ class _Handler(BaseHTTPRequestHandler):
         if head is None:
             self._fail(404, "RevisionNotFound", "Revision not found")
             return
-        self.answer({
-            "_id": "x", "id": repo, "modelId": repo, "sha": head.id, "lastModified": head.date, "createdAt": head.date,
-            "private": False, "disabled": False, "gated": False, "downloads": 0, "likes": 0, "tags": [],
-            "siblings": [{"rfilename": name} for name in head.files],
-        })  # fmt: skip
+        self.answer(
+            {
+                "_id": "x",
+                "id": repo,
+                "modelId": repo,
+                "sha": head.id,
+                "lastModified": head.date,
+                "createdAt": head.date,
+                "private": False,
+                "disabled": False,
+                "gated": False,
+                "downloads": 0,
+                "likes": 0,
+                "tags": [],
+                "siblings": [{"rfilename": name} for name in head.files],
+            }
+        )
 
     def paths_info(self, match: re.Match[str], body: bytes) -> None:
         head = self._at(match["repo"], match["revision"])
@@ -190,7 +209,13 @@ class _Handler(BaseHTTPRequestHandler):
             last = commit
         told = {"id": last.id, "title": last.title, "date": last.date}
         size = len(self.state.contents[head.files[path]])
-        return {"type": "file", "path": path, "oid": head.files[path], "size": size, "lastCommit": told}
+        return {
+            "type": "file",
+            "path": path,
+            "oid": head.files[path],
+            "size": size,
+            "lastCommit": told,
+        }
 
     def _at(self, repo: str, revision: str) -> Commit | None:
         commits = self.state.repos.get(repo) or []
@@ -199,7 +224,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def preupload(self, match: re.Match[str], body: bytes) -> None:
         modes = [
-            {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(".pt") else "regular", "shouldIgnore": False}
+            {
+                "path": f["path"],
+                "uploadMode": "lfs" if f["path"].endswith(".pt") else "regular",
+                "shouldIgnore": False,
+            }
             for f in json.loads(body)["files"]
         ]
         self.answer({"files": modes, "commitOid": self.state.repos[match["repo"]][0].id})
@@ -247,7 +276,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(409, "TagExists", "Tag reference exists already")
             return
         revision = match["revision"]
-        self.state.tags[name] = self.state.repos[match["repo"]][0].id if revision == "main" else revision
+        self.state.tags[name] = (
+            self.state.repos[match["repo"]][0].id if revision == "main" else revision
+        )
         self.answer({})
 
     def resolve(self, match: re.Match[str], _body: bytes) -> None:
@@ -266,7 +297,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_bytes(data, ETag=f'"{hashlib.sha1(data).hexdigest()}"')
 
     def cdn(self, match: re.Match[str], _body: bytes) -> None:
-        """The storage behind signed URLs: it takes one authorization, not two, and has ETags of its own."""
+        """The storage behind signed URLs: it takes one authorization, not two, and has ETags of its
+        own."""
         if "Authorization" in self.headers:
             self._fail(400, "InvalidArgument", "Only one auth mechanism allowed")
             return

@@ -1,4 +1,5 @@
-"""A publisher that is killed when a server has done its k-th request, for walks through all of them."""
+"""A publisher that is killed when a server has done its k-th request, for walks through all of
+them."""
 
 from __future__ import annotations
 
@@ -53,12 +54,17 @@ def push_and_kill(
     settings: RepoSettings, server: Watched, what: Revision, folder: Path, number: int,
     env: Mapping[str, str] | None = None,
 ) -> bool:  # fmt: skip
-    """Push, and SIGKILL the publisher at its request `number`. True where it came to its end before that."""
+    """Push, and SIGKILL the publisher at its request `number`. True where it came to its end before
+    that."""
     first = len(server.requests)
     with subprocess.Popen(
-        [sys.executable, "-m", "uploads.push"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, text=True, env={**os.environ, **(env or {})},
-    ) as child:  # fmt: skip
+        [sys.executable, "-m", "uploads.push"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **(env or {})},
+    ) as child:
 
         def kill(count: int) -> None:
             if count - first == number:

@@ -1,4 +1,5 @@
-"""Revisions to publish, whose every file tells the inner step that it is of, so that a mixed view shows."""
+"""Revisions to publish, whose every file tells the inner step that it is of, so that a mixed view
+shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""S3 servers for tests: in-process moto behind a layer of faults, and `rclone serve s3` as an independent second."""
+"""S3 servers for tests: in-process moto behind a layer of faults, and `rclone serve s3` as an
+independent second."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ KEYS = {"AWS_ACCESS_KEY_ID": "guardtest", "AWS_SECRET_ACCESS_KEY": "guard-test-s
 
 
 class Faults:
-    """What goes wrong between client and server. Set the attributes at any time; thread-safe enough for tests."""
+    """What goes wrong between client and server. Set the attributes at any time; thread-safe enough
+    for tests."""
 
     def __init__(self) -> None:
         self.slow_downs = 0
@@ -37,7 +39,8 @@ class Faults:
         """(status, code) that every request is answered with."""
 
         self.unknown_headers: tuple[str, ...] = ()
-        """A request with one of these (`HTTP_X_…`) is answered with 501, as a server of fewer features does."""
+        """A request with one of these (`HTTP_X_…`) is answered with 501, as a server of fewer
+        features does."""
 
         self.silent = threading.Event()
         """Requests are read and not answered while it is set."""
@@ -49,7 +52,8 @@ class Faults:
         """The server's clock against this host's."""
 
         self.after: Callable[[int], None] = lambda _number: None
-        """Called with the number of each request when the server has done it and has not answered yet."""
+        """Called with the number of each request when the server has done it and has not answered
+        yet."""
 
         self.requests = Requests()
         self.ending = False
@@ -64,7 +68,9 @@ class FaultLayer:
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         faults = self.faults
-        asked = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}"
+        asked = (
+            f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}"
+        )
         number = faults.requests.note(asked)
         while faults.silent.is_set() and not faults.ending:
             time.sleep(0.05)
@@ -84,16 +90,28 @@ class FaultLayer:
         return [body[: len(body) // 2]] if faults.half_close else [body]
 
 
-def _refused(environ: Environ, start_response: Callable[..., Any], status: int, code: str) -> Iterable[bytes]:
+def _refused(
+    environ: Environ, start_response: Callable[..., Any], status: int, code: str
+) -> Iterable[bytes]:
     environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as the test wants it</Message></Error>".encode()
-    start_response(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+    body = (
+        f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as the test wants "
+        "it</Message></Error>"
+    ).encode()
+    start_response(
+        f"{status} {code}",
+        [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))],
+    )
     return [body]
 
 
 def _shifted(headers: list[tuple[str, str]], seconds: float) -> list[tuple[str, str]]:
     # The header Date is the handler's; here the object's own.
-    return [(k, _moved(v, seconds) if k.lower() == "last-modified" else v) for k, v in headers if k.lower() != "date"]
+    return [
+        (k, _moved(v, seconds) if k.lower() == "last-modified" else v)
+        for k, v in headers
+        if k.lower() != "date"
+    ]
 
 
 def _moved(date: str, seconds: float) -> str:
@@ -125,14 +143,17 @@ def moto() -> Iterator[tuple[str, Faults]]:
     endpoint = f"http://127.0.0.1:{server.server_port}"
     try:
         # moto keeps its buckets in the process: those of the test before are still there.
-        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"), timeout=10).close()
+        urllib.request.urlopen(
+            urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"), timeout=10
+        ).close()
         faults.requests.clear()
         yield endpoint, faults
     finally:
         faults.ending = True
         server.shutdown()
         thread.join()
-        # The socket alone: `server_close` would wait for threads that hold a client's idle connection.
+        # The socket alone: `server_close` would wait for threads that hold a client's idle
+        # connection.
         server.socket.close()
 
 
@@ -140,10 +161,14 @@ def moto() -> Iterator[tuple[str, Faults]]:
 def moto_apart() -> Iterator[tuple[str, int]]:
     """The same in a process of its own, without faults: yields its endpoint and its pid.
 
-    For benchmarks: in this process it would share the interpreter's lock with the client that is measured.
+    For benchmarks: in this process it would share the interpreter's lock with the client that is
+    measured.
     """
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.servers.s3"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.servers.s3"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as child:
         assert child.stdout is not None
         try:
@@ -166,9 +191,12 @@ def client(settings: RepoSettings) -> Any:
     import boto3
 
     return boto3.client(
-        "s3", endpoint_url=settings.endpoint, region_name="us-east-1",
-        aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"], aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
-    )  # fmt: skip
+        "s3",
+        endpoint_url=settings.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
+    )
 
 
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +208,11 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def rclone(program: str, folder: Path, pair: tuple[str, ...] = tuple(KEYS.values())) -> Iterator[str]:
-    """`rclone serve s3` over a folder, with real authentication by a pair of keys; yields its endpoint."""
+def rclone(
+    program: str, folder: Path, pair: tuple[str, ...] = tuple(KEYS.values())
+) -> Iterator[str]:
+    """`rclone serve s3` over a folder, with real authentication by a pair of keys; yields its
+    endpoint."""
     port = free_port()
     keys = ",".join(pair)
     child = subprocess.Popen(

@@ -10,7 +10,8 @@ from typing import Any
 
 
 class Webhook:
-    """A real HTTP server that keeps what it gets; it refuses the first posts where `refuse` is set."""
+    """A real HTTP server that keeps what it gets; it refuses the first posts where `refuse` is
+    set."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[str, dict[str, Any]]] = []

@@ -1,4 +1,5 @@
-"""What surrounds a part in a test: jobs that run when the test says so, and what must not be asked for at all."""
+"""What surrounds a part in a test: jobs that run when the test says so, and what must not be asked
+for at all."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from uploads.repos.credentials import beside
 
 
 def context(folder: Path, **given: Any) -> Context:
-    """For a part in a test: as `given`, else quiet and at its default; jobs and control must not be asked for."""
+    """For a part in a test: as `given`, else quiet and at its default; jobs and control must not be
+    asked for."""
     config: Config = given.get("config", Config())
     defaults: dict[str, Any] = {
         "config": config, "state": StateDir(folder), "clock": FakeClock(), "run_id": "r1",
@@ -29,7 +31,14 @@ def context(folder: Path, **given: Any) -> Context:
 class IdleJobs:
     """Asking it for work is the failure."""
 
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+    def every(
+        self,
+        name: str,
+        seconds: float,
+        work: Callable[[], None],
+        *,
+        first_after_s: float | None = None,
+    ) -> None:
         raise AssertionError("not used")
 
     def once(self, name: str, work: Callable[[], None]) -> None:
@@ -39,7 +48,14 @@ class IdleJobs:
 class JobsNever:
     """Takes work and does none."""
 
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+    def every(
+        self,
+        name: str,
+        seconds: float,
+        work: Callable[[], None],
+        *,
+        first_after_s: float | None = None,
+    ) -> None:
         """Not done."""
 
     def once(self, name: str, work: Callable[[], None]) -> None:
@@ -47,13 +63,21 @@ class JobsNever:
 
 
 class JobsAtOnce:
-    """One-time work is done at once, in this thread; what is to be repeated waits for the test to call it by name."""
+    """One-time work is done at once, in this thread; what is to be repeated waits for the test to
+    call it by name."""
 
     def __init__(self) -> None:
         self.repeated: dict[str, Callable[[], None]] = {}
         self.every_s: dict[str, float] = {}
 
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+    def every(
+        self,
+        name: str,
+        seconds: float,
+        work: Callable[[], None],
+        *,
+        first_after_s: float | None = None,
+    ) -> None:
         self.repeated[name], self.every_s[name] = work, seconds
 
     def once(self, name: str, work: Callable[[], None]) -> None:

@@ -1,4 +1,5 @@
-"""A libnvidia-ml.so.1 for tests, built with cc and driven by a text file; see fakes/fake_nvml.c for its keys."""
+"""A libnvidia-ml.so.1 for tests, built with cc and driven by a text file; see fakes/fake_nvml.c for
+its keys."""
 
 from __future__ import annotations
 
@@ -43,7 +44,15 @@ def build(folder: Path) -> Path:
     """Compile the library. Skips where there is no compiler."""
     library = folder / "libnvidia-ml.so.1"
     compiler = requires.tool("cc")
-    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libnvidia-ml.so.1"]
+    flags = [
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wl,-soname,libnvidia-ml.so.1",
+    ]
     subprocess.run([compiler, *flags, "-o", str(library), str(SOURCE)], check=True)
     return library
 

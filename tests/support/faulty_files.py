@@ -1,4 +1,5 @@
-"""Files that fail or hang for real processes: a library preloaded into them; see fakes/faulty_files.c."""
+"""Files that fail or hang for real processes: a library preloaded into them; see
+fakes/faulty_files.c."""
 
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ class FaultyFiles:
         self.set()
 
     def set(self, *, fail: Iterable[str] = (), hang: Iterable[str] = ()) -> None:
-        """From now on these patterns of paths (as a shell's) fail with EIO, or hang, and no others."""
+        """From now on these patterns of paths (as a shell's) fail with EIO, or hang, and no
+        others."""
         draft = self._state.with_suffix(".tmp")
-        draft.write_text("".join([*(f"fail {path}\n" for path in fail), *(f"hang {path}\n" for path in hang)]))
+        draft.write_text(
+            "".join([*(f"fail {path}\n" for path in fail), *(f"hang {path}\n" for path in hang)])
+        )
         os.replace(draft, self._state)
 
 
@@ -33,7 +37,9 @@ class FaultyFiles:
 def faulty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("faulty") / "faulty_files.so"
     flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run([requires.tool("cc"), *flags, "-o", str(library), str(SOURCE), "-ldl"], check=True)
+    subprocess.run(
+        [requires.tool("cc"), *flags, "-o", str(library), str(SOURCE), "-ldl"], check=True
+    )
     return library
 
 

@@ -1,4 +1,5 @@
-"""What a test needs of the machine: locally a missing thing skips with its reason, under CI=true it fails."""
+"""What a test needs of the machine: locally a missing thing skips with its reason, under CI=true it
+fails."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def _missing(reason: str) -> None:
 
 def tool(name: str) -> str:
     """Path of a program."""
-    # The environment's own folder too: some programs come from PyPI, and a venv need not be activated.
+    # The environment's own folder too: some programs come from PyPI, and a venv need not be
+    # activated.
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         _missing(f"the program {name} is not installed")
@@ -37,7 +39,8 @@ def module(name: str) -> None:
 
 
 def corpus(name: str) -> Path:
-    """A file of the corpus beside the repository; never a failure, since a clone does not have it."""
+    """A file of the corpus beside the repository; never a failure, since a clone does not have
+    it."""
     path = CORPUS / name
     if not path.exists():
         pytest.skip(f"{path} is not on this machine")

@@ -1,4 +1,5 @@
-"""A supervisor's parts and sinks over ranks that are made up, all on a clock that the test moves."""
+"""A supervisor's parts and sinks over ranks that are made up, all on a clock that the test
+moves."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ RANKS = 2
 class WholeRun:
     """Every part of the guard, fed by `step` and `host`; what it logs is in `state.log`."""
 
-    def __init__(self, folder: Path, clock: FakeClock, jobs: Jobs, report: Callable[[Finding], None] | None) -> None:
+    def __init__(
+        self, folder: Path, clock: FakeClock, jobs: Jobs, report: Callable[[Finding], None] | None
+    ) -> None:
         """`report` takes what jobs find, in their threads; without it they log at once."""
         self.clock, self.state = clock, StateDir(folder)
         self.printed = self.steps = 0
@@ -36,11 +39,20 @@ class WholeRun:
         self.host = MonitorRunner(emitter.emit)
         control: Any = None
         context = Context(
-            Config(logs=replace(LOGS, keep_incidents=5)), self.state, clock, "r", report or self.host.finding, jobs,
-            control, lambda: self.documents, Redactor(),
-        )  # fmt: skip
+            Config(logs=replace(LOGS, keep_incidents=5)),
+            self.state,
+            clock,
+            "r",
+            report or self.host.finding,
+            jobs,
+            control,
+            lambda: self.documents,
+            Redactor(),
+        )
         self.host.parts = load_monitors(context, self.degraded.append)
-        self.host.on_finding = lambda f: self.degraded.append(f) if f.event == "guard_degraded" else None
+        self.host.on_finding = lambda f: (
+            self.degraded.append(f) if f.event == "guard_degraded" else None
+        )
 
     def _print(self, text: str) -> None:
         self.printed += len(text)
@@ -51,11 +63,22 @@ class WholeRun:
         end, number = self.clock.monotonic(), self.steps
         for rank in range(RANKS):
             step = StepRecord(
-                number=number, outer_step=number // 500, inner_step=number % 500, total_steps=number,
-                start=end - seconds, end=end, wall=self.clock.wall(), loss=3.0 + 1 / number, lr=1e-4, grad_norm=1.0,
-                eval_loss=3.1, allocated_bytes=2e10, reserved_bytes=2.2e10, tokens=4096,
+                number=number,
+                outer_step=number // 500,
+                inner_step=number % 500,
+                total_steps=number,
+                start=end - seconds,
+                end=end,
+                wall=self.clock.wall(),
+                loss=3.0 + 1 / number,
+                lr=1e-4,
+                grad_norm=1.0,
+                eval_loss=3.1,
+                allocated_bytes=2e10,
+                reserved_bytes=2.2e10,
+                tokens=4096,
                 phases={"data": 1.0, "forward": 5.0, "backward": 7.0, f"phase {number % 9}": 0.5},
-            )  # fmt: skip
+            )
             self.host.steps(rank, [step])
 
     def tick(self) -> None:

@@ -1,4 +1,5 @@
-"""Makes docs/screens.md and its pictures anew from a real run of the demo: `make screens`, about four minutes."""
+"""Makes docs/screens.md and its pictures anew from a real run of the demo: `make screens`, about
+four minutes."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ Where `[http] token` is set, the live page asks for it once per tab:
 def _ask(state: StateDir, *words: str) -> str:
     """What a command prints; its exit code is not judged: `costs` has one for over budget."""
     command = [Path(sys.executable).with_name("miner-guard"), *words, "--state-dir", state.root]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONUTF8": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONUTF8": "1"}
+    )
     return "\n".join(line.rstrip() for line in (done.stdout + done.stderr).strip().splitlines())
 
 
@@ -98,9 +101,16 @@ def _pictures(page: Path, state: StateDir) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=requires.tool("chromium"), args=["--no-sandbox"])
-        for name, width, height, scheme in (("report", 1000, 2250, "light"), ("report-phone", 390, 1500, "dark")):
-            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+        browser = playwright.chromium.launch(
+            executable_path=requires.tool("chromium"), args=["--no-sandbox"]
+        )
+        for name, width, height, scheme in (
+            ("report", 1000, 2250, "light"),
+            ("report-phone", 390, 1500, "dark"),
+        ):
+            context = browser.new_context(
+                viewport={"width": width, "height": height}, color_scheme=scheme
+            )  # type: ignore[arg-type]
             shown = context.new_page()
             shown.goto(page.as_uri())
             shown.screenshot(path=DOCS / "images" / f"{name}.png")
@@ -117,9 +127,17 @@ def main() -> None:
     """Run the demo, look at it while it runs and after, write."""
     with tempfile.TemporaryDirectory() as folder:
         state = StateDir(Path(folder) / "state")
-        command = [Path(sys.executable).with_name("miner-guard"), "demo", *FAULTS, "--state-dir", state.root]
+        command = [
+            Path(sys.executable).with_name("miner-guard"),
+            "demo",
+            *FAULTS,
+            "--state-dir",
+            state.root,
+        ]
         settings = {"MINER_GUARD_GATE__MIN_INNER_STEP": "20"}
-        demo = subprocess.Popen(command, cwd=folder, env={**os.environ, **settings}, stdout=subprocess.DEVNULL)
+        demo = subprocess.Popen(
+            command, cwd=folder, env={**os.environ, **settings}, stdout=subprocess.DEVNULL
+        )
         try:
             _until_step(state, SHOWN_AT_STEP)
             shown = {"top": _ask(state, "top", "--once"), "status": _ask(state, "status")}
@@ -132,7 +150,9 @@ def main() -> None:
         shown["costs"] = _ask(state, "costs")
         shown["estimate"] = _ask(state, "costs", "estimate", *ESTIMATE.split())
         text = PAGE.format(faults=" ".join(FAULTS), estimate_arguments=ESTIMATE, **shown)
-        (DOCS / "screens.md").write_text(re.sub(re.escape(folder), "/home/me", text), encoding="utf-8")
+        (DOCS / "screens.md").write_text(
+            re.sub(re.escape(folder), "/home/me", text), encoding="utf-8"
+        )
         _ask(state, "report", "-o", str(Path(folder) / "page.html"))
         _pictures(Path(folder) / "page.html", state)
 

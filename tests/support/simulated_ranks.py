@@ -30,8 +30,14 @@ class Run:
     def __init__(self, folder: Path, config: Config | None = None, ranks: int = 2) -> None:
         self.clock = FakeClock()
         self.status: dict[str, Any] = {}
-        around = context(folder, config=config or Config(), clock=self.clock, status=lambda: self.status)
-        self.parts: list[Monitor] = [StepsMonitor(around), CurvesMonitor(around), RanksMonitor(around)]
+        around = context(
+            folder, config=config or Config(), clock=self.clock, status=lambda: self.status
+        )
+        self.parts: list[Monitor] = [
+            StepsMonitor(around),
+            CurvesMonitor(around),
+            RanksMonitor(around),
+        ]
         self.ranks: Sequence[int] = range(ranks)
         self.number = 0
         self.seen: list[Finding] = []
@@ -62,19 +68,34 @@ class Run:
             self._take(part.on_tick(self.clock.monotonic(), headers(*ranks)))
 
     def step(
-        self, seconds: float, loss: float, by_rank: Mapping[int, Mapping[str, Any]] | None = None, **extra: Any
+        self,
+        seconds: float,
+        loss: float,
+        by_rank: Mapping[int, Mapping[str, Any]] | None = None,
+        **extra: Any,
     ) -> None:
         self.number += 1
         start = self.clock.monotonic()
         self.clock.advance(seconds)
         for rank in self.ranks:
             values: dict[str, Any] = {
-                "outer_step": 1, "inner_step": self.number, "total_steps": self.number, "wall": 1e9, "loss": loss,
-                "lr": 2e-4, "grad_norm": None, "eval_loss": None, "allocated_bytes": 18 * GIB,
-                "reserved_bytes": None, "tokens": None, "flags": FLAG_FIRST if self.number == 1 else 0,
-                "phases": {"data": 0.01 * seconds}, "nested_in_monitor_s": 0.0,
-                **extra, **(by_rank or {}).get(rank, {}),
-            }  # fmt: skip
+                "outer_step": 1,
+                "inner_step": self.number,
+                "total_steps": self.number,
+                "wall": 1e9,
+                "loss": loss,
+                "lr": 2e-4,
+                "grad_norm": None,
+                "eval_loss": None,
+                "allocated_bytes": 18 * GIB,
+                "reserved_bytes": None,
+                "tokens": None,
+                "flags": FLAG_FIRST if self.number == 1 else 0,
+                "phases": {"data": 0.01 * seconds},
+                "nested_in_monitor_s": 0.0,
+                **extra,
+                **(by_rank or {}).get(rank, {}),
+            }
             step = StepRecord(number=self.number - 1, start=start, end=start + seconds, **values)
             for part in self.parts:
                 self._take(part.on_steps(rank, [step]))
@@ -92,7 +113,10 @@ class Run:
 
 def headers(*ranks: int) -> dict[int, Now]:
     """What the supervisor reads of ranks that run."""
-    return {rank: Now("running", "", 0.0, 0.0, 5, 1, 1, None, None, None, None, 1, 0, 0, 0) for rank in ranks}
+    return {
+        rank: Now("running", "", 0.0, 0.0, 5, 1, 1, None, None, None, None, 1, 0, 0, 0)
+        for rank in ranks
+    }
 
 
 def healthy(seed: int, seconds: float = 15.0, noise: float = 0.03) -> Iterator[tuple[float, float]]:

@@ -1,4 +1,5 @@
-"""Snapshots as the startup checks judge them: a healthy node, and the changes that a test makes to it."""
+"""Snapshots as the startup checks judge them: a healthy node, and the changes that a test makes to
+it."""
 
 from __future__ import annotations
 
@@ -19,9 +20,14 @@ HEALTHY_HOST: dict[str, Any] = {
 }  # fmt: skip
 
 PACKAGES: dict[str, Any] = {
-    "python": "3.11.7", "executable": "/usr/bin/python3", "miner_guard": True, "validators": "/x/validators",
-    "validators_ours": True, "pynvml_shim": None, "nvidia_ml_py": "13.0",
-}  # fmt: skip
+    "python": "3.11.7",
+    "executable": "/usr/bin/python3",
+    "miner_guard": True,
+    "validators": "/x/validators",
+    "validators_ours": True,
+    "pynvml_shim": None,
+    "nvidia_ml_py": "13.0",
+}
 
 
 def snapshot(**changes: Any) -> Snapshot:
@@ -36,9 +42,21 @@ def by_name(checks: Iterator[Check]) -> dict[str, Check]:
 def nvml(count: int) -> dict[str, Any]:
     row = {"state": "ok", "name": "A100", "unread": {}, "uuid": None, "error": None}
     rows = [{**row, "index": i} for i in range(count)]
-    return {"state": "ok", "driver": "550", "cuda_driver": "12.4", "count": count, "gpus": rows, "reason": None}
+    return {
+        "state": "ok",
+        "driver": "550",
+        "cuda_driver": "12.4",
+        "count": count,
+        "gpus": rows,
+        "reason": None,
+    }
 
 
 def healthy(count: int = 4, **changes: Any) -> Snapshot:
-    torch = {"torch_version": "2.5.1", "cuda_version": "12.4", "cuda_available": True, "gpu_count": count}
+    torch = {
+        "torch_version": "2.5.1",
+        "cuda_version": "12.4",
+        "cuda_available": True,
+        "gpu_count": count,
+    }
     return snapshot(nvml=nvml(count), torch=torch, packages=PACKAGES, **changes)

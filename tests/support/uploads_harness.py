@@ -38,18 +38,33 @@ class Jobs(JobsAtOnce):
 class Bench:
     """One part with everything around it faked but the files."""
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: str = "local", **gate: Any) -> None:
+    def __init__(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: str = "local", **gate: Any
+    ) -> None:
         self.clock, self.jobs, self.emitted = FakeClock(), Jobs(), list[Finding]()
-        self.repo = Published(age_s=600.0, reason=None, outer_step=56, inner_step=50, revision="5.56.50", checksum="c0")
+        self.repo = Published(
+            age_s=600.0,
+            reason=None,
+            outer_step=56,
+            inner_step=50,
+            revision="5.56.50",
+            checksum="c0",
+        )
         monkeypatch.setattr(module, "look_at", lambda _settings: self.repo)
         config = Config(
             miner=MinerSettings(profile="sn38"), gate=GateSettings(**gate),
             repo=RepoSettings(kind=repo, path=str(tmp_path)),  # type: ignore[arg-type]
         )  # fmt: skip
         self.state = StateDir(tmp_path / "state")
-        self.part = module.UploadsMonitor(context(
-            self.state.root, config=config, clock=self.clock, emit=self.emitted.append, jobs=self.jobs
-        ))  # fmt: skip
+        self.part = module.UploadsMonitor(
+            context(
+                self.state.root,
+                config=config,
+                clock=self.clock,
+                emit=self.emitted.append,
+                jobs=self.jobs,
+            )
+        )
         self.jobs.run()
 
     def look(self) -> None:
@@ -65,9 +80,15 @@ class Bench:
         self.clock.advance(seconds)
         end = self.clock.monotonic()
         step = StepRecord(
-            number=inner, outer_step=56, inner_step=inner, total_steps=inner, start=end - seconds, end=end, loss=3.0,
+            number=inner,
+            outer_step=56,
+            inner_step=inner,
+            total_steps=inner,
+            start=end - seconds,
+            end=end,
+            loss=3.0,
             flags=flags,
-        )  # fmt: skip
+        )
         return list(self.part.on_steps(0, [step]))
 
     def entry(self, **entry: Any) -> list[Finding]:
@@ -83,9 +104,18 @@ class Bench:
 
     def push(self, phase: str, **more: Any) -> list[Finding]:
         return self.entry(
-            kind="upload", phase=phase, decision_id="d1", outer_step=56, inner_step=51, upload_kind="gradient",
-            tag="5.56.51", seconds=12.0, bytes=1000, error=None, **more,
-        )  # fmt: skip
+            kind="upload",
+            phase=phase,
+            decision_id="d1",
+            outer_step=56,
+            inner_step=51,
+            upload_kind="gradient",
+            tag="5.56.51",
+            seconds=12.0,
+            bytes=1000,
+            error=None,
+            **more,
+        )
 
     def said(self, event: str) -> list[str]:
         return [message(f) for f in self.emitted if f.event == event]

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 
-def until(condition: Callable[[], Any], seconds: float = 60.0, what: str | Callable[[], str] = "") -> Any:
+def until(
+    condition: Callable[[], Any], seconds: float = 60.0, what: str | Callable[[], str] = ""
+) -> Any:
     """Wait for a true answer. Raises AssertionError naming what did not come."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
+        assert time.monotonic() < deadline, (
+            f"not within {seconds} s: {what() if callable(what) else what}"
+        )
         time.sleep(0.02)
     return answer

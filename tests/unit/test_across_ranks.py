@@ -1,4 +1,5 @@
-"""What the ranks' reports say together, and that they fit into the journal, with a thousand ranks too."""
+"""What the ranks' reports say together, and that they fit into the journal, with a thousand ranks
+too."""
 
 from __future__ import annotations
 
@@ -21,16 +22,37 @@ GIB = 1024**3
 
 def report(rank: int, **changes: Any) -> dict[str, Any]:
     return {
-        "rank": rank, "local_rank": rank, "world_size": 4, "host": "node", "torch_version": "2.5.1",
+        "rank": rank,
+        "local_rank": rank,
+        "world_size": 4,
+        "host": "node",
+        "torch_version": "2.5.1",
         "cuda_version": "12.4",
-        "driver_version": "550.1", "cuda_available": True, "gpu_count": 4, "cuda_device": rank, "uuid": f"GPU-{rank}",
-        "device_name": "NVIDIA A100-SXM4-80GB", "model_device": f"cuda:{rank}", "mesh_device": "cuda", "offload": False,
-        "shards": {f"cuda:{rank}": [10**9, 2 * GIB]}, "shard_bytes": 2 * GIB, "shard_params": 10**9,
+        "driver_version": "550.1",
+        "cuda_available": True,
+        "gpu_count": 4,
+        "cuda_device": rank,
+        "uuid": f"GPU-{rank}",
+        "device_name": "NVIDIA A100-SXM4-80GB",
+        "model_device": f"cuda:{rank}",
+        "mesh_device": "cuda",
+        "offload": False,
+        "shards": {f"cuda:{rank}": [10**9, 2 * GIB]},
+        "shard_bytes": 2 * GIB,
+        "shard_params": 10**9,
         "dtype": "bfloat16",
-        "shard_devices": f"cuda:{rank}", "meta_params": 0, "total_bytes": 80 * GIB, "allocated_bytes": 18 * GIB,
-        "reserved_bytes": 20 * GIB, "device_used_bytes": 21 * GIB, "batch_size": 2, "effective_batch_size": 512,
-        "accumulation_steps": 256, "visible_devices": None, **changes,
-    }  # fmt: skip
+        "shard_devices": f"cuda:{rank}",
+        "meta_params": 0,
+        "total_bytes": 80 * GIB,
+        "allocated_bytes": 18 * GIB,
+        "reserved_bytes": 20 * GIB,
+        "device_used_bytes": 21 * GIB,
+        "batch_size": 2,
+        "effective_batch_size": 512,
+        "accumulation_steps": 256,
+        "visible_devices": None,
+        **changes,
+    }
 
 
 def ranks(change: dict[str, Any] | None = None, of: int = 2) -> list[dict[str, Any]]:
@@ -72,12 +94,18 @@ def test_each_oddity_is_named(change: dict[str, Any], finding: str) -> None:
 
 
 def test_what_is_as_it_should_be_is_not_named() -> None:
-    """Pipeline stages under a mesh, launchers without LOCAL_RANK, two dtypes that are about as common."""
-    stages = [report(r, params=(3 + 5 * (r < 2)) * 10**9, shard_bytes=(3 + 5 * (r < 2)) * GIB) for r in range(4)]
+    """Pipeline stages under a mesh, launchers without LOCAL_RANK, two dtypes that are about as
+    common."""
+    stages = [
+        report(r, params=(3 + 5 * (r < 2)) * 10**9, shard_bytes=(3 + 5 * (r < 2)) * GIB)
+        for r in range(4)
+    ]
     assert said(stages, 4) == ["gpu_diagnostics"]
     by_slurm = [report(r, local_rank=None) for r in range(4)]
     assert said(by_slurm, 4) == ["gpu_diagnostics"]
-    even = [report(r, dtype="bfloat16, float32" if r % 2 else "float32, bfloat16") for r in range(4)]
+    even = [
+        report(r, dtype="bfloat16, float32" if r % 2 else "float32, bfloat16") for r in range(4)
+    ]
     assert said(even, 4) == ["gpu_diagnostics"]
 
 
@@ -92,13 +120,18 @@ def test_a_rank_with_hardly_any_memory_on_no_gpu_is_named() -> None:
     nothing = {"allocated_bytes": GIB // 2, "model_device": None}
     low = [f for f in across_ranks.findings(ranks(nothing), 4) if f.event == "low_gpu_memory"]
     assert [(f.rank, f.fields["gpu_mem_gb"]) for f in low] == [(2, 0.5)]
-    assert "low_gpu_memory" not in said(ranks({"allocated_bytes": GIB // 2}), 4), "a small model on its GPU is well"
+    assert "low_gpu_memory" not in said(ranks({"allocated_bytes": GIB // 2}), 4), (
+        "a small model on its GPU is well"
+    )
 
 
 def test_gpus_are_counted_against_ranks_on_each_host() -> None:
     assert "fewer_gpus_than_ranks" in said([report(r, gpu_count=2) for r in range(4)])
     assert "more_gpus_than_ranks" in said([report(r, gpu_count=8) for r in range(4)])
-    alone = [report(r, gpu_count=1, visible_devices=str(r), model_device="cuda:0", cuda_device=0) for r in range(4)]
+    alone = [
+        report(r, gpu_count=1, visible_devices=str(r), model_device="cuda:0", cuda_device=0)
+        for r in range(4)
+    ]
     assert said(alone) == ["gpu_diagnostics"]
 
 
@@ -123,7 +156,10 @@ def test_offload_under_a_cuda_mesh_is_no_fallback_but_a_cpu_mesh_is() -> None:
 
 
 def test_a_driver_that_torch_cannot_use_is_an_accident_without_any_setting() -> None:
-    blind = [report(r, cuda_available=False, gpu_count=0, model_device="cpu", shards={}, uuid=None) for r in range(2)]
+    blind = [
+        report(r, cuda_available=False, gpu_count=0, model_device="cpu", shards={}, uuid=None)
+        for r in range(2)
+    ]
     assert {"cuda_unavailable", "model_on_cpu"} <= set(said(blind))
     assert said(blind, 0) == ["gpu_diagnostics"]
     assert said([{**r, "driver_version": None} for r in blind]) == ["gpu_diagnostics"]
@@ -145,12 +181,18 @@ def test_who_expects_gpus(known: tuple[int | None, ...], count: int | None, orig
 
 
 def test_a_thousand_ranks_fit_into_the_journal_and_come_back_whole() -> None:
-    reports = [report(r, uuid=f"GPU-{r:032d}", host=f"node-{r // 8}", boot=f"{r // 8:08x}") for r in range(1024)]
+    reports = [
+        report(r, uuid=f"GPU-{r:032d}", host=f"node-{r // 8}", boot=f"{r // 8:08x}")
+        for r in range(1024)
+    ]
     reports[700] = {"rank": 700, "error": "no answer within 30 s"}
     parts = pack(reports)
     assert len(parts) <= layout.JOURNAL_SLOTS
     entries = [{"kind": "diagnosis", "t": 1234567.891, "report": p} for p in parts]
-    assert max(len(json.dumps(e, separators=(",", ":")).encode()) for e in entries) <= layout.SLOT_PAYLOAD
+    assert (
+        max(len(json.dumps(e, separators=(",", ":")).encode()) for e in entries)
+        <= layout.SLOT_PAYLOAD
+    )
     assert unpack(json.loads(json.dumps(parts))) == reports
 
 
@@ -172,7 +214,10 @@ def test_the_part_speaks_once_all_entries_are_there(tmp_path: Any) -> None:
 
 def test_the_last_runs_gpus_make_a_cpu_run_an_accident(tmp_path: Any) -> None:
     cpu = [
-        report(r, cuda_available=False, gpu_count=0, model_device="cpu", driver_version=None, uuid=None) for r in (0, 1)
+        report(
+            r, cuda_available=False, gpu_count=0, model_device="cpu", driver_version=None, uuid=None
+        )
+        for r in (0, 1)
     ]
     entry = {"kind": "diagnosis", "report": pack(cpu)[0]}
     assert [f.event for f in part(tmp_path).on_entry(0, entry)][1:2] != ["cuda_unavailable"]

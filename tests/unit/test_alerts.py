@@ -23,7 +23,9 @@ from tests.support import requires
 from tests.support.contexts import JobsAtOnce, context
 from tests.support.waiting import until
 
-HANG = make_finding("hang_detected", detail="rank 2 in data for 912s", culprits=[2], idle_s=912, limit_s=300)
+HANG = make_finding(
+    "hang_detected", detail="rank 2 in data for 912s", culprits=[2], idle_s=912, limit_s=300
+)
 FAILED = make_finding("upload_failed", reason="403")
 VERIFIED = make_finding("upload_succeeded", tag="5.56.51", detail="read back")
 SPIKE = make_finding("loss_spike", step=1, loss=9.0, median=3.0, limit=4.0)
@@ -35,13 +37,21 @@ def _told(policy: AlertPolicy, *findings: Finding) -> list[Alert]:
 
 def test_errors_are_told_and_warnings_are_not() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "host/miner")
-    told = _told(policy, HANG, SPIKE, VERIFIED, make_finding("alert_failed", alert="x", reason="y").at("critical"))
+    told = _told(
+        policy,
+        HANG,
+        SPIKE,
+        VERIFIED,
+        make_finding("alert_failed", alert="x", reason="y").at("critical"),
+    )
     assert [(alert.title, alert.body) for alert in told] == [
         ("[host/miner] CRITICAL: hang_detected", "HANG DETECTED: rank 2 in data for 912s")
     ]
 
 
-def test_overnight_also_tells_the_loss_and_what_was_not_saved_but_no_stop_that_was_asked_for() -> None:
+def test_overnight_also_tells_the_loss_and_what_was_not_saved_but_no_stop_that_was_asked_for() -> (
+    None
+):
     policy = AlertPolicy(AlertSettings(preset="overnight"), FakeClock(), "h/m")
     asked = make_finding("miner_exited", level="info", how="as asked", code=0, runtime_s=1.0)
     told = _told(policy, SPIKE, asked, make_finding("checkpoint_stale", detail="2 h old"))
@@ -56,7 +66,8 @@ def test_the_same_alert_waits_for_its_cooldown_and_says_how_many_were_held_back(
     (again,) = _told(policy, HANG)
     assert "(9 more of these were held back)" in again.body
     labels = [
-        make_finding("incident", label=label, cause="c", fix="f", excerpt="e") for label in ("oom", "nccl", "oom")
+        make_finding("incident", label=label, cause="c", fix="f", excerpt="e")
+        for label in ("oom", "nccl", "oom")
     ]
     assert len(_told(policy, *labels)) == 2
 
@@ -64,7 +75,10 @@ def test_the_same_alert_waits_for_its_cooldown_and_says_how_many_were_held_back(
 def test_what_is_over_is_told_once_and_may_be_told_anew() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "h/m")
     told = _told(policy, FAILED, VERIFIED, VERIFIED)
-    assert [alert.title for alert in told] == ["[h/m] ERROR: upload_failed", "[h/m] RESOLVED: upload_failed"]
+    assert [alert.title for alert in told] == [
+        "[h/m] ERROR: upload_failed",
+        "[h/m] RESOLVED: upload_failed",
+    ]
     assert len(_told(policy, FAILED)) == 1, "a second failure after the end is news"
     _told(policy, HANG)
     assert [alert.title for alert in policy.progressed()] == ["[h/m] RESOLVED: hang_detected"]
@@ -88,9 +102,13 @@ def _part(
 ) -> tuple[AlertsMonitor, list[Finding]]:
     said: list[Finding] = []
     around = context(
-        tmp_path, config=Config(alerts=settings), clock=SystemClock(), emit=said.append, jobs=JobsAtOnce(),
+        tmp_path,
+        config=Config(alerts=settings),
+        clock=SystemClock(),
+        emit=said.append,
+        jobs=JobsAtOnce(),
         status=lambda: status or {},
-    )  # fmt: skip
+    )
     return AlertsMonitor(around), said
 
 
@@ -127,7 +145,9 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
     start = time.monotonic()
     for _ in range(500):
         part.on_finding(HANG)
-    assert time.monotonic() - start < 60, "milliseconds are meant; a wait for the webhook each time would be 500 s"
+    assert time.monotonic() - start < 60, (
+        "milliseconds are meant; a wait for the webhook each time would be 500 s"
+    )
     assert part.snapshot()["dropped"] >= 400
     until(lambda: said)
     assert said[0].event == "alert_failed"
@@ -179,7 +199,8 @@ class Apprise:
 def test_no_target_is_lost_while_the_first_one_loads_the_plugins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a second thread that finds Apprise's list of plugins half filled: seen in a new container."""
+    """Guards against a second thread that finds Apprise's list of plugins half filled: seen in a
+    new container."""
     (tmp_path / "apprise.py").write_text(_LOADS_AT_THE_FIRST_ADDRESS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     answer = send_test(AlertSettings(urls=("json://127.0.0.1:1/a", "json://127.0.0.1:1/b")))
@@ -202,7 +223,9 @@ def test_what_waits_at_the_end_is_tried_once_more_and_lingering_ends_when_it_arr
     assert [finding.event for finding in said] == ["alert_sent"] * 2
 
 
-def test_the_heartbeat_is_sent_while_the_miner_progresses_and_only_then(tmp_path: Path, webhook: Webhook) -> None:
+def test_the_heartbeat_is_sent_while_the_miner_progresses_and_only_then(
+    tmp_path: Path, webhook: Webhook
+) -> None:
     url = f"http://{webhook.address}/beat"
     status = {"state": "running", "steps": {"last_step_age_s": 3, "max_s": 15}}
     part, _ = _part(tmp_path, AlertSettings(heartbeat_url=url), status)
@@ -216,7 +239,10 @@ def test_the_heartbeat_is_sent_while_the_miner_progresses_and_only_then(tmp_path
 
 
 def test_the_test_message(
-    tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    webhook: Webhook,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["alerts", "test"]) == 64
@@ -224,7 +250,8 @@ def test_the_test_message(
     assert run(["alerts", "test"]) == 0
     assert "sent to 1 target in" in capsys.readouterr().out
     monkeypatch.setenv(
-        "MINER_GUARD_ALERTS__URLS", f"{_url(webhook)},json://127.0.0.1:9/planted-secret-path,nonsense://x"
+        "MINER_GUARD_ALERTS__URLS",
+        f"{_url(webhook)},json://127.0.0.1:9/planted-secret-path,nonsense://x",
     )
     assert run(["alerts", "test"]) == 1
     words = capsys.readouterr().err
@@ -235,10 +262,13 @@ def test_the_test_message(
 def test_without_apprise_the_start_and_the_failed_alert_name_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against alerts that are silently dead: a ModuleNotFoundError at the first incident was the only sign."""
+    """Guards against alerts that are silently dead: a ModuleNotFoundError at the first incident was
+    the only sign."""
     (tmp_path / "apprise.py").write_text("raise ModuleNotFoundError('apprise')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert "apprise can't be imported" in (send_test(AlertSettings(urls=("json://127.0.0.1:1",))).reason or "")
+    assert "apprise can't be imported" in (
+        send_test(AlertSettings(urls=("json://127.0.0.1:1",))).reason or ""
+    )
     monkeypatch.setitem(sys.modules, "apprise", None)
     settings = AlertSettings(urls=("json://127.0.0.1:1/planted-secret-path",))
     part, said = _part(tmp_path, settings)

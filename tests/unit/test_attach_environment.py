@@ -1,4 +1,5 @@
-"""What attaching puts into the miner's environment, and a Python that has never heard of the guard."""
+"""What attaching puts into the miner's environment, and a Python that has never heard of the
+guard."""
 
 from __future__ import annotations
 
@@ -77,7 +78,13 @@ def run(tmp_path: Path, base: str) -> tuple[StateDir, subprocess.CompletedProces
     # Not sys._base_executable: before 3.11 it is the virtual environment's, which has the guard.
     bare = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
     done = subprocess.run(
-        [str(bare), "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
+        [str(bare), "run.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return state, done
 
@@ -92,7 +99,10 @@ def test_a_guard_that_cannot_be_imported_is_one_line_and_the_miner_runs(tmp_path
     (tmp_path / "miner_guard").mkdir()
     (tmp_path / "miner_guard" / "__init__.py").touch()
     _, done = run(tmp_path, BASE)
-    assert done.stderr.count("GUARD DEGRADED: attach sn38 at template.base.miner: ModuleNotFoundError") == 1
+    assert (
+        done.stderr.count("GUARD DEGRADED: attach sn38 at template.base.miner: ModuleNotFoundError")
+        == 1
+    )
 
 
 def test_what_does_not_fit_is_said_even_where_no_guard_ever_begins(tmp_path: Path) -> None:
@@ -107,7 +117,10 @@ def test_a_miner_that_keeps_no_inner_step_has_its_steps_counted() -> None:
     uploads = Sn38Uploads(Adapter("sn38"))
     uploads.steps = 7
     assert uploads.inner_step(SimpleNamespace(local_progress=SimpleNamespace(epoch=4))) == 7
-    assert uploads.inner_step(SimpleNamespace(local_progress=SimpleNamespace(epoch=4, inner_step=0))) == 0
+    assert (
+        uploads.inner_step(SimpleNamespace(local_progress=SimpleNamespace(epoch=4, inner_step=0)))
+        == 0
+    )
 
 
 def test_the_loop_of_the_first_continuous_miners_is_known() -> None:
@@ -127,7 +140,8 @@ def test_the_loop_of_the_first_continuous_miners_is_known() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_read_its_miner_asks_with_the_others(tmp_path: Path, rank: int) -> None:
-    """Guards against one rank that uploads ungated, while the others wait for it in the gate's collective."""
+    """Guards against one rank that uploads ungated, while the others wait for it in the gate's
+    collective."""
     allowed = GateDecision(True, "gradient", 1, 60, "as rank 0 says")
     asked, uploaded = list[str](), list[int]()
 

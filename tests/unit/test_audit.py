@@ -1,4 +1,5 @@
-"""The audit: what a validator would fetch now, by the profile's rules; and never `accepted` without a look."""
+"""The audit: what a validator would fetch now, by the profile's rules; and never `accepted` without
+a look."""
 
 from __future__ import annotations
 
@@ -30,25 +31,41 @@ torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
 
 SN38 = Limits.of(GateSettings(), load_profile("sn38").limits)
 FLAT = Limits.of(GateSettings(), {**load_profile("sn38").limits, "gradients_chunk": None})
-KEYS = {"R2_ACCOUNT_ID": "a" * 32, "R2_READ_ACCESS_KEY_ID": "b" * 32, "R2_READ_SECRET_ACCESS_KEY": "c" * 64}
+KEYS = {
+    "R2_ACCOUNT_ID": "a" * 32,
+    "R2_READ_ACCESS_KEY_ID": "b" * 32,
+    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
+}
 
 
 @pytest.fixture
 def inspected_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same inspection without a child that imports torch anew; the child itself has its own tests."""
+    """The same inspection without a child that imports torch anew; the child itself has its own
+    tests."""
 
     def inspect(path: Path, limits: Limits, **_: Any) -> dict[str, Any]:
-        return examine(torch, str(path), path.stat().st_size, dataclasses.asdict(limits), None, None, 9)
+        return examine(
+            torch, str(path), path.stat().st_size, dataclasses.asdict(limits), None, None, 9
+        )
 
     monkeypatch.setattr(audit, "inspect_file", inspect)
 
 
 def publish(
-    root: Path, outer: int = 56, inner: int = 84, age_s: float = 0.0, blocks: Any = (1000,), **change: Any
+    root: Path,
+    outer: int = 56,
+    inner: int = 84,
+    age_s: float = 0.0,
+    blocks: Any = (1000,),
+    **change: Any,
 ) -> None:
     folder = root / f"epoch-{outer}"
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"widxs": torch.tensor([1, 2]), "wvals": torch.tensor([0.5, -0.5]), "metadata": {"inner_step": inner}}
+    values = {
+        "widxs": torch.tensor([1, 2]),
+        "wvals": torch.tensor([0.5, -0.5]),
+        "metadata": {"inner_step": inner},
+    }
     torch.save({**values, **change}, folder / "gradients.pt")
     (folder / "config.json").write_text(json.dumps({"block_list": list(blocks)}))
     metadata = {"run": "5", "outer_step": outer, "inner_step": inner, "peer_id": "12D3"}
@@ -58,7 +75,8 @@ def publish(
 
 
 def ages_to_the_hundred(words: str) -> str:
-    """`2101s old` as `2100s old`: on a busy machine seconds pass between publishing and the audit."""
+    """`2101s old` as `2100s old`: on a busy machine seconds pass between publishing and the
+    audit."""
     return re.sub(r"\b(\d+)\d\ds old", r"\g<1>00s old", words)
 
 
@@ -66,7 +84,9 @@ def chain(outer_step: int | None = 56, since: int | None = 300, block: int = 110
     return Network(block, outer_step, since, None, True, 7, None, time.monotonic())
 
 
-def look(root: Path, network: Network | None = None, limits: Limits = FLAT, **repo: Any) -> audit.AuditReport:
+def look(
+    root: Path, network: Network | None = None, limits: Limits = FLAT, **repo: Any
+) -> audit.AuditReport:
     return audit.run(RepoSettings(kind="local", path=str(root), **repo), limits, network or chain())
 
 
@@ -91,9 +111,15 @@ def test_what_validators_accept_passes_and_says_what_was_checked(tmp_path: Path)
     ("change", "words"),
     [
         ({"inner": 0}, "min_inner_step: published inner_step 0 < 1: validators reject it"),
-        ({"inner": 0}, "this is the upload after an AllReduce; the next gradient's upload mends it"),
+        (
+            {"inner": 0},
+            "this is the upload after an AllReduce; the next gradient's upload mends it",
+        ),
         ({"age_s": 4900.0}, "repo_age: gradients are 4900s old >= 4800s: they score zero"),
-        ({"blocks": [899]}, "block_list: newest block of block_list is 201 blocks old > 200: rejected"),
+        (
+            {"blocks": [899]},
+            "block_list: newest block of block_list is 201 blocks old > 200: rejected",
+        ),
         ({"blocks": []}, "block_list: block_list is empty"),
         ({"wvals": torch.tensor([float("nan"), 1.0])}, "gradients: gradients.pt: w: NaN or Inf"),
         ({"outer": 55}, "epoch-56/gradients.pt does not exist"),
@@ -112,13 +138,18 @@ def test_what_validators_reject_fails_with_rule_number_and_limit(
 
 
 @pytest.mark.usefixtures("inspected_here")
-def test_the_archive_after_an_outer_step_is_rejected_only_where_validators_do(tmp_path: Path) -> None:
+def test_the_archive_after_an_outer_step_is_rejected_only_where_validators_do(
+    tmp_path: Path,
+) -> None:
     """Guards against AUDIT FAILED right after UPLOAD VERIFIED, where no profile says why."""
     publish(tmp_path, inner=0, wvals=torch.zeros(2))
     free = Limits.of(GateSettings(), {})
     report = look(tmp_path, Network(reason="no [chain] configured"), free)
     assert report.outcome == "accepted", report.detail
-    assert "warning: this is the archive after an outer step (inner_step 0), no gradient yet" in report.detail
+    assert (
+        "warning: this is the archive after an outer step (inner_step 0), no gradient yet"
+        in report.detail
+    )
     rejected = look(tmp_path).detail
     assert "published inner_step 0 < 1: validators reject it" in rejected
     assert "this is the upload after an AllReduce; the next gradient's upload mends it" in rejected
@@ -137,18 +168,25 @@ def test_the_epoch_before_is_scored_in_the_first_half_after_an_allreduce(tmp_pat
     os.unlink(tmp_path / "epoch-56" / "gradients.pt")
     assert look(tmp_path, chain(since=199)).outcome == "accepted"
     assert look(tmp_path, chain(since=200)).outcome == "rejected"
-    scored = [epoch_scored(9, n, since, SN38) for n, since in ((56, 199), (56, 200), (0, 10), (56, None), (None, 10))]
+    scored = [
+        epoch_scored(9, n, since, SN38)
+        for n, since in ((56, 199), (56, 200), (0, 10), (56, None), (None, 10))
+    ]
     assert [e.outer_step for e in scored if e is not None] == [55, 56, 0, 56, 9]
     assert epoch_scored(None, None, None, SN38) is None
 
 
 @pytest.mark.usefixtures("inspected_here")
-def test_without_a_chain_the_published_epoch_is_looked_at_and_the_unknown_is_said(tmp_path: Path) -> None:
+def test_without_a_chain_the_published_epoch_is_looked_at_and_the_unknown_is_said(
+    tmp_path: Path,
+) -> None:
     publish(tmp_path)
     report = look(tmp_path, Network(reason="no [chain] configured"))
     assert report.outcome == "accepted"
     assert "as published; the network's outer step is unknown" in report.detail
-    assert "block_list unknown (the current block is unknown: no [chain] configured)" in report.detail
+    assert (
+        "block_list unknown (the current block is unknown: no [chain] configured)" in report.detail
+    )
 
 
 def test_a_repo_that_cannot_be_looked_at_is_unknown_and_never_accepted(tmp_path: Path) -> None:
@@ -156,7 +194,9 @@ def test_a_repo_that_cannot_be_looked_at_is_unknown_and_never_accepted(tmp_path:
     publish(tmp_path)
     late = audit.run(RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), deadline_s=0.01)
     assert (late.outcome, "no answer within 0.01 s" in late.detail) == ("unknown", True)
-    blind = audit.run(RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), python="/nonexistent")
+    blind = audit.run(
+        RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), python="/nonexistent"
+    )
     assert blind.outcome == "unknown"
     assert message(blind.finding()).startswith("AUDIT UNKNOWN")
 
@@ -171,7 +211,9 @@ def test_a_repo_that_cannot_be_looked_at_is_unknown_and_never_accepted(tmp_path:
         ("epoch-56/config.json", "", "epoch-56/config.json is not JSON"),
     ],
 )
-def test_a_document_that_no_validator_can_read_is_rejected(tmp_path: Path, key: str, text: str, words: str) -> None:
+def test_a_document_that_no_validator_can_read_is_rejected(
+    tmp_path: Path, key: str, text: str, words: str
+) -> None:
     """Guards against `AUDIT UNKNOWN: could not look` where the look has shown what is wrong."""
     publish(tmp_path)
     (tmp_path / key).write_text(text)
@@ -180,7 +222,9 @@ def test_a_document_that_no_validator_can_read_is_rejected(tmp_path: Path, key: 
     assert words in message(report.finding())
 
 
-def test_what_a_killed_audit_left_is_removed_by_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_audit_left_is_removed_by_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a /tmp that fills by 2 GiB with each kill -9 of the guard."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left, running = tmp_path / "miner-guard-audit-left", tmp_path / "miner-guard-audit-running"
@@ -210,14 +254,18 @@ def test_a_commitment_of_other_keys_is_warned_of_where_it_was_not_tried(
     other = Network(1100, 56, 300, fingerprint("z" * 128), True, 7, None, time.monotonic())
     report = look(tmp_path, other)
     assert report.outcome == "accepted"
-    assert "warning: the commitment on chain is of other read keys than those in use" in report.detail
+    assert (
+        "warning: the commitment on chain is of other read keys than those in use" in report.detail
+    )
 
 
 def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None:
     """Validators start with x for every miner, and take it for no credentials."""
     publish(tmp_path)
     for commitment in ("x" * 128, "a" * 32 + "x" * 32 + "c" * 64):
-        report = audit.run(RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), commitment)
+        report = audit.run(
+            RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), commitment
+        )
         assert report.outcome == "rejected"
         assert "filled with x" in report.detail
 
@@ -233,7 +281,9 @@ def test_a_second_subnets_keys_are_found_by_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("inspected_here")
-def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["audit"]) == 69
     assert "AUDIT UNKNOWN" in capsys.readouterr().out
@@ -268,7 +318,10 @@ def test_a_state_directory_tells_what_its_guard_watches(
     monkeypatch.chdir(tmp_path)
     local = RepoSettings(kind="local", path="repo")
     remembered_settings.write(
-        state, Config(repo=local, miner=MinerSettings(profile="sn38"), gate=GateSettings(repo_age_limit_s=9))
+        state,
+        Config(
+            repo=local, miner=MinerSettings(profile="sn38"), gate=GateSettings(repo_age_limit_s=9)
+        ),
     )
     monkeypatch.chdir(elsewhere)
     assert run(["audit", "--state-dir", str(state.root)]) == 0
@@ -289,7 +342,10 @@ def test_gradients_of_another_revision_than_the_metadata_are_warned_of(tmp_path:
     (tmp_path / "metadata.json").write_text(json.dumps({**metadata, "files": named}))
     report = look(tmp_path)
     assert report.outcome == "accepted"
-    assert "metadata.json goes with one of 9: an upload is under way, or one was cut off" in report.detail
+    assert (
+        "metadata.json goes with one of 9: an upload is under way, or one was cut off"
+        in report.detail
+    )
     # The epoch before is scored: the root metadata does not speak of it.
     publish(tmp_path, outer=55)
     (tmp_path / "metadata.json").write_text(json.dumps({**metadata, "files": named}))

@@ -36,7 +36,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     for step in range(100):
         figures = {"lr": 1e-4, "loss": 3.0, "step_time_s": 15.0, "gpu_mem_gb": None}
         emitter.emit(catalog.make_finding("inner_step", outer_step=1, inner_step=step, **figures))
-    emitter.emit(catalog.make_finding("upload_failed", reason="key planted-environment-secret refused"))
+    emitter.emit(
+        catalog.make_finding("upload_failed", reason="key planted-environment-secret refused")
+    )
     emitter.emit(catalog.make_finding("rank_message", text="hf_" + "a" * 34))
     write_json(state.status, {"command": ["train", "--wallet.password=planted-argument"]})
     evidence = state.incidents / "2026-hang" / "log.txt"
@@ -48,12 +50,18 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
 
 def _unpacked(file: Path) -> dict[str, bytes]:
     with tarfile.open(file) as archive:
-        members = {member.name.partition("/")[2]: archive.extractfile(member) for member in archive.getmembers()}
+        members = {
+            member.name.partition("/")[2]: archive.extractfile(member)
+            for member in archive.getmembers()
+        }
         return {name: data.read() for name, data in members.items() if data is not None}
 
 
 def test_the_bundle_answers_what_a_helper_asks_and_holds_no_secret(
-    state: StateDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    state: StateDir,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Importing torch takes long on a machine that is busy.
     monkeypatch.setattr(bundle, "_COMMAND_S", 120.0)
@@ -71,10 +79,21 @@ def test_the_bundle_answers_what_a_helper_asks_and_holds_no_secret(
     assert b"none in the log" in files["1-gpu-diagnostics.txt"]
     assert len(files["events.jsonl"].splitlines()) == 102
     assert b"the last words" in files["incidents/2026-hang/log.txt"]
-    planted = ("planted-environment-secret", "planted-http-token", "planted-bot-token", "planted-argument",
-               "planted.bearer", "hf_aaaa")  # fmt: skip
+    planted = (
+        "planted-environment-secret",
+        "planted-http-token",
+        "planted-bot-token",
+        "planted-argument",
+        "planted.bearer",
+        "hf_aaaa",
+    )
     planted += tuple(secret for _, secret in LEAKS.values())
-    assert [(name, secret) for name, data in files.items() for secret in planted if secret.encode() in data] == []
+    assert [
+        (name, secret)
+        for name, data in files.items()
+        for secret in planted
+        if secret.encode() in data
+    ] == []
     assert output.stat().st_mode & 0o077 == 0
     assert "look at it before you share it" in capsys.readouterr().out
 
@@ -85,6 +104,23 @@ def test_an_empty_state_directory_still_gives_a_bundle_and_a_bad_path_is_said(
     (tmp_path / "state").mkdir()
     # Asked for real in the test above; importing torch three times more proves nothing.
     monkeypatch.setattr(bundle, "_CUDA", "print('CUDA: not asked')")
-    assert run(["bundle", "-o", str(tmp_path / "b.tar.gz"), "--state-dir", str(tmp_path / "state")]) == 0
-    assert run(["bundle", "-o", str(tmp_path / "no" / "b.tar.gz"), "--state-dir", str(tmp_path / "state")]) == 1
-    assert run(["bundle", "-o", str(tmp_path / "b.tar.gz"), "--state-dir", str(tmp_path / "none")]) == 1
+    assert (
+        run(["bundle", "-o", str(tmp_path / "b.tar.gz"), "--state-dir", str(tmp_path / "state")])
+        == 0
+    )
+    assert (
+        run(
+            [
+                "bundle",
+                "-o",
+                str(tmp_path / "no" / "b.tar.gz"),
+                "--state-dir",
+                str(tmp_path / "state"),
+            ]
+        )
+        == 1
+    )
+    assert (
+        run(["bundle", "-o", str(tmp_path / "b.tar.gz"), "--state-dir", str(tmp_path / "none")])
+        == 1
+    )

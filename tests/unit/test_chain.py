@@ -1,4 +1,5 @@
-"""The chain: the same answers from every generation of bittensor, and a node that hangs costs its deadline only."""
+"""The chain: the same answers from every generation of bittensor, and a node that hangs costs its
+deadline only."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from uploads.network import Progress, master_bucket
 from validators.block_list import current_block
 from validators.facts import Network
 
-SETTINGS = ChainSettings(network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0, timeout_s=20.0)
+SETTINGS = ChainSettings(
+    network="ws://127.0.0.1:1", netuid=38, hotkey="5own", master_uid=0, timeout_s=20.0
+)
 
 NINE = """
 __version__ = "9.12.2"
@@ -71,7 +74,9 @@ def with_bittensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str)
 
 
 @pytest.mark.parametrize("source", [NINE, TEN, ELEVEN], ids=["9.12.2", "10.5.0", "11.3.0"])
-def test_every_generation_gives_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+def test_every_generation_gives_the_same_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
     look = with_bittensor(tmp_path, monkeypatch, source.replace("UID", "1"))
     assert look.errors == {}
     assert (look.block, look.registered, look.uid, look.incentive) == (1000, True, 1, 0.25)
@@ -79,7 +84,8 @@ def test_every_generation_gives_the_same_answers(tmp_path: Path, monkeypatch: py
     assert (look.emission, look.stake, look.last_update) == (1.5, 6.0, 990)
     assert (look.commitment, look.master_commitment) == ("hello", "hello")
     assert chain.summary(look, 57) == (
-        "block 1000, registered as uid 1, incentive 0.2500, trust 0.5000, rank 0.1250, emission 1.5, "
+        "block 1000, registered as uid 1, incentive 0.2500, trust 0.5000, rank 0.1250, emission "
+        "1.5, "
         "updated 10 blocks ago, commitment 5 characters, network outer step 57"
     )
     assert "hello" not in str(chain.as_fields(look))
@@ -88,7 +94,9 @@ def test_every_generation_gives_the_same_answers(tmp_path: Path, monkeypatch: py
 def test_a_uid_that_went_to_another_hotkey_is_a_lost_registration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = with_bittensor(tmp_path, monkeypatch, NINE.replace("UID", "None").replace("5own", "5other"))
+    look = with_bittensor(
+        tmp_path, monkeypatch, NINE.replace("UID", "None").replace("5own", "5other")
+    )
     assert look.registered is False
     assert chain.summary(look).startswith("block 1000, NOT registered")
 
@@ -102,11 +110,20 @@ def test_what_is_missing_to_look_is_named() -> None:
     ("source", "words"),
     [
         ("import sys; sys.exit('usage: bittensor')", "ended with 1: usage: bittensor"),
-        ("raise ImportError('scalecodec')", "bittensor is not there (scalecodec); pip install 'miner-guard[chain]'"),
-        ("raise RuntimeError('wallets')", "no connection to ws://127.0.0.1:1: RuntimeError: wallets"),
-        (NINE.replace("return 1000", "raise TimeoutError('ws')").replace("UID", "1"), "its block: TimeoutError"),
+        (
+            "raise ImportError('scalecodec')",
+            "bittensor is not there (scalecodec); pip install 'miner-guard[chain]'",
+        ),
+        (
+            "raise RuntimeError('wallets')",
+            "no connection to ws://127.0.0.1:1: RuntimeError: wallets",
+        ),
+        (
+            NINE.replace("return 1000", "raise TimeoutError('ws')").replace("UID", "1"),
+            "its block: TimeoutError",
+        ),
     ],
-)  # fmt: skip
+)
 def test_whatever_bittensor_does_is_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: str
 ) -> None:
@@ -142,13 +159,20 @@ def test_a_node_that_accepts_and_never_answers_costs_its_deadline(
 def test_no_secret_reaches_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", "planted")
     look = with_bittensor(
-        tmp_path, monkeypatch, "import os\nraise RuntimeError(f\"seen {os.environ.get('R2_WRITE_SECRET_ACCESS_KEY')}\")"
+        tmp_path,
+        monkeypatch,
+        "import os\nraise RuntimeError(f\"seen {os.environ.get('R2_WRITE_SECRET_ACCESS_KEY')}\")",
     )
     assert "seen None" in str(look.reason)
 
 
 @pytest.mark.parametrize(
-    "fields", [[[{"Raw5": "0x" + b"hello".hex()}]], [[{"Raw5": [list(b"hello")]}]], [({"Raw5": tuple(b"hello")},)]]
+    "fields",
+    [
+        [[{"Raw5": "0x" + b"hello".hex()}]],
+        [[{"Raw5": [list(b"hello")]}]],
+        [({"Raw5": tuple(b"hello")},)],
+    ],
 )
 def test_a_commitment_in_every_decoders_shape(fields: Any) -> None:
     assert committed_text({"info": {"fields": fields}}) == "hello"
@@ -184,8 +208,13 @@ def test_a_lost_registration_is_critical_and_repeated(part: ChainMonitor) -> Non
     status, critical = said(part.looked(lost, ahead, 120.0))
     assert status.event == "chain_status"
     assert critical.severity == "critical"
-    assert message(critical).startswith("CHAIN UNREGISTERED: the hotkey is not registered on subnet 38 at block 1010")
-    assert [f.event for f in said(part.looked(ChainLook(block=1020, registered=False, errors={}), ahead, 240.0))] == []
+    assert message(critical).startswith(
+        "CHAIN UNREGISTERED: the hotkey is not registered on subnet 38 at block 1010"
+    )
+    assert [
+        f.event
+        for f in said(part.looked(ChainLook(block=1020, registered=False, errors={}), ahead, 240.0))
+    ] == []
     again = said(part.looked(ChainLook(block=1100, registered=False, errors={}), ahead, 1100.0))
     assert "chain_unregistered" in [f.event for f in again]
 
@@ -207,7 +236,8 @@ def test_a_frozen_node_is_said(part: ChainMonitor) -> None:
 
 
 def test_behind_a_frozen_node_the_chain_goes_on(part: ChainMonitor) -> None:
-    """Guards against a block_list that looks young to a guard whose node stands as still as the miner's."""
+    """Guards against a block_list that looks young to a guard whose node stands as still as the
+    miner's."""
     looks = [next(iter(part.looked(GOOD, Progress(), 60.0 * n))) for n in range(61)]
     network = Network(**looks[-1].fields["network"])
     assert current_block(network, 3600.0, 12.0) == 1000 + 300

@@ -1,4 +1,5 @@
-"""Checkpoints are complete or absent, the newest whole one is resumed, and a damaged one is said and passed over."""
+"""Checkpoints are complete or absent, the newest whole one is resumed, and a damaged one is said
+and passed over."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def flip(path: Path) -> None:
         (lambda p: (p / MANIFEST).write_text('{"files"'), "its manifest cannot be read"),
     ],
 )
-def test_a_damaged_one_is_passed_over_with_its_reason(tmp_path: Path, harm: object, words: str) -> None:
+def test_a_damaged_one_is_passed_over_with_its_reason(
+    tmp_path: Path, harm: object, words: str
+) -> None:
     saved(tmp_path, 10, 20)
     assert callable(harm)
     harm(tmp_path / "step-00000020")
@@ -128,7 +131,9 @@ def test_due_every_n_steps_and_on_request(tmp_path: Path) -> None:
     assert damage(tmp_path / "step-00000033") is None
 
 
-def test_a_full_disk_is_said_and_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_and_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path, 10)
 
     def full(_source: object, _target: object) -> None:
@@ -184,7 +189,9 @@ def test_killed_at_any_moment_what_bears_a_name_is_whole(tmp_path: Path) -> None
     """SIGKILLs at moments that are spread over the writing."""
     for number in range(4):
         with subprocess.Popen(
-            [sys.executable, "-c", _WRITES_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _WRITES_FOR_EVER, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
         ) as child:
             assert child.stdout is not None
             child.stdout.readline()

@@ -1,4 +1,5 @@
-"""`config` tells values and origins without secrets; `init` writes files that work, and overwrites nothing."""
+"""`config` tells values and origins without secrets; `init` writes files that work, and overwrites
+nothing."""
 
 from __future__ import annotations
 
@@ -19,9 +20,16 @@ from miner_guard.state_dir import write_json
 from tests.support import requires
 
 SN38 = [
-    "torchrun", "--nproc_per_node=4", "neurons/miner.py", "--netuid", "38", "--subtensor.network", "finney",
-    "--neuron.local_batch_size_train=2", "--neuron.local_batch_size_train_effective=512",
-]  # fmt: skip
+    "torchrun",
+    "--nproc_per_node=4",
+    "neurons/miner.py",
+    "--netuid",
+    "38",
+    "--subtensor.network",
+    "finney",
+    "--neuron.local_batch_size_train=2",
+    "--neuron.local_batch_size_train_effective=512",
+]
 
 
 def test_config_names_the_origin_of_each_value_and_masks_secrets(
@@ -49,9 +57,12 @@ def test_config_names_the_origin_of_each_value_and_masks_secrets(
 def test_settings_that_hold_secrets_are_read_from_the_miners_env_file_below_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against alerts that nobody gets under pm2, whose filter_env lets no secret through the environment."""
+    """Guards against alerts that nobody gets under pm2, whose filter_env lets no secret through the
+    environment."""
     monkeypatch.chdir(tmp_path)
-    Path(".env").write_text("MINER_GUARD_ALERTS__URLS=tgram://1:a/2,json://x\nMINER_GUARD_HTTP__TOKEN=t\nOTHER=1\n")
+    Path(".env").write_text(
+        "MINER_GUARD_ALERTS__URLS=tgram://1:a/2,json://x\nMINER_GUARD_HTTP__TOKEN=t\nOTHER=1\n"
+    )
     monkeypatch.setenv("MINER_GUARD_HTTP__TOKEN", "of-the-shell")
     for credentials, origin in (("dotenv", ".env MINER_GUARD_ALERTS__URLS"), ("env", "default")):
         Path("guard.toml").write_text(f'[repo]\ncredentials = "{credentials}"\n')
@@ -84,7 +95,11 @@ def test_config_refuses_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_init_reads_the_command_and_writes_settings_that_load(tmp_path: Path) -> None:
     assert run(["init", "--dir", str(tmp_path), "--name", "m1", "--", *SN38]) == 0
     loaded = loading.load(tmp_path / "guard.toml", env={}).config
-    assert (loaded.miner.profile, loaded.miner.batch_size, loaded.miner.effective_batch_size) == ("sn38", 2, 512)
+    assert (loaded.miner.profile, loaded.miner.batch_size, loaded.miner.effective_batch_size) == (
+        "sn38",
+        2,
+        512,
+    )
     assert (loaded.chain.network, loaded.chain.netuid) == ("finney", 38)
 
 
@@ -94,7 +109,9 @@ def test_every_setting_that_init_suggests_is_one(tmp_path: Path) -> None:
     assert loading.load(file, env={}).config.repo.kind == "s3"
 
 
-def test_init_overwrites_nothing_and_then_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_overwrites_nothing_and_then_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "ecosystem.config.js").write_text("mine")
     assert run(["init", "--dir", str(tmp_path), "--", "python", "train.py"]) == 1
     assert "already there, nothing written" in capsys.readouterr().err
@@ -123,7 +140,9 @@ def test_init_refuses_a_flag_it_does_not_know_instead_of_running_it(
 
 def test_init_passes_settings_file_and_state_directory_on_to_run(tmp_path: Path) -> None:
     flags = ["-c", "mine.toml", "--state-dir", str(tmp_path / "state"), "--name", 'a "b"']
-    assert run(["init", "--dir", str(tmp_path), *flags, "--", "python", "train.py", "--lr", "3"]) == 0
+    assert (
+        run(["init", "--dir", str(tmp_path), *flags, "--", "python", "train.py", "--lr", "3"]) == 0
+    )
     app = _app(tmp_path / "ecosystem.config.js")
     assert app["name"] == 'a "b"'
     assert app["args"][3:6] == ["run", "--name", 'a "b"']
@@ -134,27 +153,42 @@ def test_init_passes_settings_file_and_state_directory_on_to_run(tmp_path: Path)
 @pytest.mark.parametrize("number", ["007", "²", "١", "4x", ""])
 def test_init_takes_only_what_toml_takes_for_a_number(tmp_path: Path, number: str) -> None:
     file = tmp_path / "guard.toml"
-    file.write_text(guard_toml(["x", "--netuid", number, "--neuron.upload_steps", number, "--nproc_per_node", number]))
+    file.write_text(
+        guard_toml(
+            ["x", "--netuid", number, "--neuron.upload_steps", number, "--nproc_per_node", number]
+        )
+    )
     assert loading.load(file, env={}).config.chain.netuid != 7
 
 
 def _app(file: Path) -> dict[str, Any]:
     script = f"console.log(JSON.stringify(require({json.dumps(str(file))}).apps[0]))"
     answer = subprocess.run(
-        [requires.tool("node"), "-e", script], capture_output=True, text=True, check=True, timeout=30
+        [requires.tool("node"), "-e", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
     )
     app: dict[str, Any] = json.loads(answer.stdout)
     return app
 
 
-def test_the_written_pm2_file_has_the_settings_of_ours_and_the_command_word_for_word(tmp_path: Path) -> None:
+def test_the_written_pm2_file_has_the_settings_of_ours_and_the_command_word_for_word(
+    tmp_path: Path,
+) -> None:
     awkward = [*SN38, "--wallet.name", 'a "b" $c']
     assert run(["init", "--dir", str(tmp_path), "--name", "miner", "--", *awkward]) == 0
-    written, ours = _app(tmp_path / "ecosystem.config.js"), _app(requires.REPO / "ecosystem.config.js")
+    written, ours = (
+        _app(tmp_path / "ecosystem.config.js"),
+        _app(requires.REPO / "ecosystem.config.js"),
+    )
     assert written["args"][-len(awkward) :] == awkward
     assert 0 not in written["stop_exit_codes"]
     varying = {"args", "cwd"}
-    assert {k: v for k, v in written.items() if k not in varying} == {k: v for k, v in ours.items() if k not in varying}
+    assert {k: v for k, v in written.items() if k not in varying} == {
+        k: v for k, v in ours.items() if k not in varying
+    }
 
 
 def test_an_environment_in_a_folder_with_a_space_is_started_by_pm2(
@@ -171,7 +205,8 @@ def test_an_environment_in_a_folder_with_a_space_is_started_by_pm2(
 def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against `status` beside the guard.toml of `init --name s9` that only says that no guard runs."""
+    """Guards against `status` beside the guard.toml of `init --name s9` that only says that no
+    guard runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MINER_GUARD_STATE_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -32,7 +32,9 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
 def test_exit_codes_and_words(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("--outer-step", "56", "--inner-step", "15") == 1
     out = capsys.readouterr().out
-    assert out.startswith("UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this!")
+    assert out.startswith(
+        "UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this!"
+    )
     assert "unknown  repo_age" in out
     assert ask("--outer-step", "56", "--inner-step", "50") == 0
     assert ask("--outer-step", "56", "--inner-step", "0", "--kind", "archive") == 0
@@ -41,7 +43,9 @@ def test_exit_codes_and_words(ask: Ask, capsys: pytest.CaptureFixture[str]) -> N
     assert ask("--outer-step", "56", "--inner-step", "50", "--kind", "other") == 64
 
 
-def test_json_is_the_whole_decision_and_nothing_else(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_whole_decision_and_nothing_else(
+    ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ask("--outer-step", "56", "--inner-step", "15", "--json") == 1
     document = json.loads(capsys.readouterr().out)
     assert (document["allowed"], document["retry_after_steps"]) == (False, 35)
@@ -62,7 +66,8 @@ def test_the_profiles_limits_apply_without_a_running_guard(
 def test_where_nothing_is_set_here_the_guard_of_the_state_directory_decides(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against an answer by the defaults of the terminal's folder, which no rank of the miner goes by."""
+    """Guards against an answer by the defaults of the terminal's folder, which no rank of the miner
+    goes by."""
     remembered_settings.write(StateDir(tmp_path), Config(gate=GateSettings(min_inner_step=30)))
     assert ask("--outer-step", "56", "--inner-step", "40") == 0
     assert f"asking as the guard of {tmp_path} does" in capsys.readouterr().err
@@ -76,9 +81,15 @@ def test_a_decision_asked_for_from_a_shell_replays_too(
     ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str], running: bool
 ) -> None:
     limits = {"revision_pattern": "x"}
-    known = GateInputs(limits=limits, written_monotonic=time.monotonic(), reason=None if running else "of no version")
+    known = GateInputs(
+        limits=limits,
+        written_monotonic=time.monotonic(),
+        reason=None if running else "of no version",
+    )
     gate_inputs.write(StateDir(tmp_path).gate_inputs, known)
-    assert ask("--outer-step", "56", "--inner-step", "60", "--revision", "y", "--json") == (1 if running else 0)
+    assert ask("--outer-step", "56", "--inner-step", "60", "--revision", "y", "--json") == (
+        1 if running else 0
+    )
     decision_id = json.loads(capsys.readouterr().out)["decision_id"]
     assert ask("--replay", decision_id) == (1 if running else 0)
     assert "replay: the same decision" in capsys.readouterr().out
@@ -89,7 +100,9 @@ def test_without_a_guard_a_question_leaves_nothing_behind(ask: Ask, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_is_inspected_where_it_is_named(ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_inspected_where_it_is_named(
+    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "gradients.pt").write_bytes(b"")
     assert ask("--outer-step", "5", "--inner-step", "60", "--gradients", "gradients.pt") in (0, 1)
     out = capsys.readouterr().out
@@ -99,10 +112,16 @@ def test_a_file_is_inspected_where_it_is_named(ask: Ask, tmp_path: Path, capsys:
 @pytest.mark.parametrize("loss", [3.4, float("nan"), None])
 @pytest.mark.parametrize("inner_step", [10, 80])
 def test_replay_from_the_ledger(
-    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float | None, inner_step: int
+    ask: Ask,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    loss: float | None,
+    inner_step: int,
 ) -> None:
     known = GateInputs(Published(age_s=10.0, reason=None, seen_at=0.0), written_monotonic=90.0)
-    decision = decide(Candidate("gradient", 56, inner_step, loss=loss), known, GateSettings(), now=100.0, wall=5.0)
+    decision = decide(
+        Candidate("gradient", 56, inner_step, loss=loss), known, GateSettings(), now=100.0, wall=5.0
+    )
     ledger = Ledger(tmp_path / "ledger.sqlite3")
     ledger.decision(json.loads(json.dumps(decision.as_dict())), gate_inputs.as_document(known))
     ledger.close()
@@ -115,7 +134,13 @@ def test_replay_from_the_ledger(
 def test_a_replay_notices_a_ledger_that_was_changed(
     ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decision = decide(Candidate("gradient", 56, 10), gate_inputs.unknown("none"), GateSettings(), now=1.0, wall=5.0)
+    decision = decide(
+        Candidate("gradient", 56, 10),
+        gate_inputs.unknown("none"),
+        GateSettings(),
+        now=1.0,
+        wall=5.0,
+    )
     ledger = Ledger(tmp_path / "ledger.sqlite3")
     ledger.decision({**decision.as_dict(), "allowed": True})
     ledger.close()
@@ -140,13 +165,23 @@ def test_a_ledger_that_cannot_be_read_is_not_called_empty(
     assert "holds no decision 'abc'" in capsys.readouterr().err
 
 
-def test_the_ledger_is_read_by_logs_and_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ledger_is_read_by_logs_and_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     here = ["--state-dir", str(tmp_path)]
-    decision = decide(Candidate("gradient", 56, 10), gate_inputs.unknown("none"), GateSettings(), now=1.0, wall=5.0)
+    decision = decide(
+        Candidate("gradient", 56, 10),
+        gate_inputs.unknown("none"),
+        GateSettings(),
+        now=1.0,
+        wall=5.0,
+    )
     ledger = Ledger(tmp_path / "ledger.sqlite3")
     ledger.decision(decision.as_dict())
     ledger.upload(6.0, "refuted", tag="5.56.51", bytes=1000, seconds=12.0, error="did not move")
-    ledger.upload(7.0, "verified", tag="5.56.60", bytes=1000, seconds=12.0, attempts=1, checksum="c" * 40)
+    ledger.upload(
+        7.0, "verified", tag="5.56.60", bytes=1000, seconds=12.0, attempts=1, checksum="c" * 40
+    )
     ledger.close()
     assert run(["logs", *here, "--ledger", "decisions"]) == 0
     told = capsys.readouterr().out

@@ -25,7 +25,9 @@ def state(tmp_path: Path) -> Path:
     sink = JsonlSink(tmp_path / "guard.jsonl", LogSettings(max_bytes=1000))
     emitter = Emitter(FakeClock(), "r1", Redactor(), [sink])
     for number in range(30):
-        emitter.emit(catalog.make_finding("rank_message", rank=number % 2, text=f"message {number}"))
+        emitter.emit(
+            catalog.make_finding("rank_message", rank=number % 2, text=f"message {number}")
+        )
     emitter.emit(catalog.make_finding("upload_failed", reason="403 Forbidden"))
     return tmp_path
 
@@ -40,14 +42,23 @@ def test_one_event_is_found_and_printed_as_on_the_console(
 
 
 def test_a_blocks_headline_is_its_first_line_with_words() -> None:
-    hit = Hit(b"", "2026-01-02T03:04:05Z", "info", "gpu_diagnostics", "=====\n🔍 GPU DIAGNOSTICS\n=====", 0)
+    hit = Hit(
+        b"",
+        "2026-01-02T03:04:05Z",
+        "info",
+        "gpu_diagnostics",
+        "=====\n🔍 GPU DIAGNOSTICS\n=====",
+        0,
+    )
     assert hit.headline == "🔍 GPU DIAGNOSTICS"
     assert hit._replace(msg="").headline == ""
 
 
 def test_json_is_one_document(state: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert run(["logs", "--state-dir", str(state), "--rank", "1", "--json"]) == 0
-    assert [e["text"] for e in json.loads(capfdbinary.readouterr().out)] == [f"message {n}" for n in range(1, 30, 2)]
+    assert [e["text"] for e in json.loads(capfdbinary.readouterr().out)] == [
+        f"message {n}" for n in range(1, 30, 2)
+    ]
 
 
 def test_nothing_matched_is_exit_1_and_an_empty_document(
@@ -59,9 +70,9 @@ def test_nothing_matched_is_exit_1_and_an_empty_document(
 
 def test_the_last_lines_only(state: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert run(["logs", "--state-dir", str(state), "-n", "2", "--no-emoji"]) == 0
-    assert [line.rsplit("| ", 1)[1] for line in capfdbinary.readouterr().out.decode().splitlines()] == [
-        "message 29", "UPLOAD FAILED: 403 Forbidden",
-    ]  # fmt: skip
+    assert [
+        line.rsplit("| ", 1)[1] for line in capfdbinary.readouterr().out.decode().splitlines()
+    ] == ["message 29", "UPLOAD FAILED: 403 Forbidden"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +90,9 @@ def test_a_question_that_makes_no_sense_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_state_directory_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_state_directory_that_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["logs", "--state-dir", str(tmp_path / "none")]) == 1
     assert "there is no state directory" in capsys.readouterr().err
 
@@ -91,26 +104,39 @@ def test_following_shows_the_last_ten_and_then_what_comes(tmp_path: Path) -> Non
         emitter.emit(catalog.make_finding("rank_message", text=str(number)))
     program = str(Path(sys.executable).with_name("miner-guard"))
     child = subprocess.Popen(
-        [program, "logs", "--follow", "--json", "--state-dir", str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [program, "logs", "--follow", "--json", "--state-dir", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
-    assert [json.loads(child.stdout.readline())["text"] for _ in range(10)] == [str(n) for n in range(20, 30)]
+    assert [json.loads(child.stdout.readline())["text"] for _ in range(10)] == [
+        str(n) for n in range(20, 30)
+    ]
     for number in range(30, 60):
         emitter.emit(catalog.make_finding("rank_message", text=str(number)))
-    assert [json.loads(child.stdout.readline())["text"] for _ in range(30)] == [str(n) for n in range(30, 60)]
+    assert [json.loads(child.stdout.readline())["text"] for _ in range(30)] == [
+        str(n) for n in range(30, 60)
+    ]
     child.send_signal(signal.SIGINT)
     assert child.wait(timeout=20) == 0
     child.stdout.close()
 
 
-@pytest.mark.parametrize(("ended", "words"), [(True, "GUARD STOPPED: exit code 75, crash loop"), (False, "was killed")])
+@pytest.mark.parametrize(
+    ("ended", "words"), [(True, "GUARD STOPPED: exit code 75, crash loop"), (False, "was killed")]
+)
 def test_where_no_guard_runs_status_says_how_the_last_one_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: bool, words: str
 ) -> None:
-    """Guards against an operator told to start a guard again that has just given up, and not why it did."""
-    emitter = Emitter(FakeClock(), "r1", Redactor(), [JsonlSink(tmp_path / "guard.jsonl", LogSettings())])
+    """Guards against an operator told to start a guard again that has just given up, and not why it
+    did."""
+    emitter = Emitter(
+        FakeClock(), "r1", Redactor(), [JsonlSink(tmp_path / "guard.jsonl", LogSettings())]
+    )
     emitter.emit(catalog.make_finding("guard_started", version="1", pid=1, state_dir=str(tmp_path)))
     if ended:
-        emitter.emit(catalog.make_finding("guard_stopped", exit_code=75, reason="crash loop: exit code 1"))
+        emitter.emit(
+            catalog.make_finding("guard_stopped", exit_code=75, reason="crash loop: exit code 1")
+        )
     assert run(["status", "--state-dir", str(tmp_path)]) == 3
     assert words in capsys.readouterr().err

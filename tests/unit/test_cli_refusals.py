@@ -1,4 +1,5 @@
-"""A wrong command line: what happened, the value seen, what to do; the right exit code, and never a traceback."""
+"""A wrong command line: what happened, the value seen, what to do; the right exit code, and never a
+traceback."""
 
 from __future__ import annotations
 
@@ -37,20 +38,56 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nosuch", 64, "No such command 'nosuch'"),
         ("run", 64, "no command to run; write it after `--`"),
         ("run -- nosuchprogram", 64, "command 'nosuchprogram' was not found; check the spelling"),
-        ("run -- FOO=1 python train.py", 64, "command 'FOO=1' was not found; a line of shell is run as: sh -c 'LINE'"),
-        ("run -- 'my miner/train.sh'", 64, "command 'my miner/train.sh' was not found; check the spelling"),
-        ("run -- 'true && true'", 64, "command 'true && true' was not found; a line of shell is run as: sh -c"),
+        (
+            "run -- FOO=1 python train.py",
+            64,
+            "command 'FOO=1' was not found; a line of shell is run as: sh -c 'LINE'",
+        ),
+        (
+            "run -- 'my miner/train.sh'",
+            64,
+            "command 'my miner/train.sh' was not found; check the spelling",
+        ),
+        (
+            "run -- 'true && true'",
+            64,
+            "command 'true && true' was not found; a line of shell is run as: sh -c",
+        ),
         ("run -- ./file", 64, "command './file' is not executable"),
-        ("run --attach foo -- true", 64, "miner.attach = 'foo' is not allowed; allowed: one of sn38, auto, log"),
-        ("run --max-restarts -1 -- true", 64, "restart.max_restarts = -1 is not allowed; allowed: a whole number >= 0"),
+        (
+            "run --attach foo -- true",
+            64,
+            "miner.attach = 'foo' is not allowed; allowed: one of sn38, auto, log",
+        ),
+        (
+            "run --max-restarts -1 -- true",
+            64,
+            "restart.max_restarts = -1 is not allowed; allowed: a whole number >= 0",
+        ),
         ("run --finished-code 999 -- true", 64, "--finished-code"),
-        ("run -c missing.toml -- true", 78, "missing.toml: cannot be read: No such file or directory"),
+        (
+            "run -c missing.toml -- true",
+            78,
+            "missing.toml: cannot be read: No such file or directory",
+        ),
         ("run -c bad.toml -- true", 78, "bad.toml: not valid TOML"),
         ("run -c folder -- true", 78, "folder: cannot be read: Is a directory"),
-        ("run -c unknown.toml -- true", 78, "unknown key miner.foo; allowed in [miner]: profile, attach"),
-        ("run -c negative.toml -- true", 78, "gpu.expect = -3 is not allowed; allowed: one of auto or a whole number"),
+        (
+            "run -c unknown.toml -- true",
+            78,
+            "unknown key miner.foo; allowed in [miner]: profile, attach",
+        ),
+        (
+            "run -c negative.toml -- true",
+            78,
+            "gpu.expect = -3 is not allowed; allowed: one of auto or a whole number",
+        ),
         ("run --name a/b -- true", 78, "--name 'a/b' can't name a directory"),
-        ("run --state-dir file --no-preflight -- true", 78, "file can't be written: File exists; give another"),
+        (
+            "run --state-dir file --no-preflight -- true",
+            78,
+            "file can't be written: File exists; give another",
+        ),
         ("doctor nosuchprogram", 64, "command 'nosuchprogram' was not found"),
         ("status", 3, "no guard runs in"),
         ("top", 3, "no guard has run in"),
@@ -61,12 +98,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("logs --level loud", 64, "unknown level 'loud'; allowed: debug, info"),
         ("logs --since yesterday", 64, "--since: 'yesterday' is not a time: allowed are 90s, 15m"),
         ("logs --rank -1", 64, "--rank"),
-        ("logs --state-dir folder --ledger nosuch", 64, "the ledger has no table 'nosuch'; there are decisions"),
-        ("logs --state-dir folder --ledger uploads --rank 0", 64, "--ledger takes --since, --lines and --json"),
+        (
+            "logs --state-dir folder --ledger nosuch",
+            64,
+            "the ledger has no table 'nosuch'; there are decisions",
+        ),
+        (
+            "logs --state-dir folder --ledger uploads --rank 0",
+            64,
+            "--ledger takes --since, --lines and --json",
+        ),
         ("gate --outer-step 1", 64, "--outer-step and --inner-step are needed"),
-        ("gate --outer-step 1 --inner-step 50 --kind foo", 64, "--kind 'foo' is unknown; it is gradient or archive"),
+        (
+            "gate --outer-step 1 --inner-step 50 --kind foo",
+            64,
+            "--kind 'foo' is unknown; it is gradient or archive",
+        ),
         ("gate --outer-step 1 --inner-step 50 --gradients missing.pt", 64, "missing.pt"),
-        ("gate --outer-step 1 --inner-step 50 --config-json list.json", 64, "list.json holds no JSON object"),
+        (
+            "gate --outer-step 1 --inner-step 50 --config-json list.json",
+            64,
+            "list.json holds no JSON object",
+        ),
         ("gate --replay nosuch", 1, "holds no decision 'nosuch'"),
         ("explain nosuch.log", 64, "nosuch.log can't be read: No such file"),
         ("explain --trace folder", 64, "folder: cannot be read: Is a directory"),
@@ -74,7 +127,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plan --gpus 0", 64, "--gpus"),
         ("costs", 3, "no guard has run there yet"),
         ("costs nosuch", 64, "costs takes `estimate` or `presets`, not 'nosuch'"),
-        ("costs estimate op --every 10 --seconds 1", 64, "no step time is known here; give --step-time SECONDS"),
+        (
+            "costs estimate op --every 10 --seconds 1",
+            64,
+            "no step time is known here; give --step-time SECONDS",
+        ),
         ("report -o x.html", 1, "there is no state directory"),
         ("report -o x.html --since foo", 64, "--since: 'foo' is not a time"),
         ("bundle -o x.tar.gz", 1, "there is no state directory"),
@@ -87,7 +144,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("init -c bad.toml -- true", 1, "bad.toml already there, nothing written"),
         ("demo --fault foo", 64, "fault 'foo' has not the form KIND@STEP"),
         ("demo --fault slow@300", 64, "fault 'slow@300' never happens: the demo has 90 steps"),
-        ("demo --ranks 2 --fault slow@3:9", 64, "fault 'slow@3:9' never happens: the ranks are 0 to 1"),
+        (
+            "demo --ranks 2 --fault slow@3:9",
+            64,
+            "fault 'slow@3:9' never happens: the ranks are 0 to 1",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_refused(
@@ -98,15 +159,22 @@ def test_a_wrong_command_line_is_refused(
     said = capsys.readouterr().err
     assert words in said
     assert "Traceback" not in said
-    assert sorted(path.name for path in folder.iterdir()) == before, "a refused input changes nothing"
+    assert sorted(path.name for path in folder.iterdir()) == before, (
+        "a refused input changes nothing"
+    )
 
 
-@pytest.mark.parametrize(("line", "code", "words"), [
-    ("config > /dev/full", 1, b"the output: No space left on device"),
-    ("plan --json > /dev/full", 1, b"the output: No space left on device"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("config > /dev/full", 1, b"the output: No space left on device"),
+        ("plan --json > /dev/full", 1, b"the output: No space left on device"),
+    ],
+)
 def test_an_output_that_cannot_be_written_is_said(line: str, code: int, words: bytes) -> None:
-    ended = subprocess.run(f"{sys.executable} -m miner_guard {line}", shell=True, stderr=subprocess.PIPE, timeout=120)
+    ended = subprocess.run(
+        f"{sys.executable} -m miner_guard {line}", shell=True, stderr=subprocess.PIPE, timeout=120
+    )
     assert (ended.returncode, b"Traceback" in ended.stderr) == (code, False)
     assert words in ended.stderr
 
@@ -131,6 +199,18 @@ def test_a_defect_is_one_line_with_its_place(
 
 
 def test_the_miners_own_exit_code_2_is_no_wrong_usage() -> None:
-    """Guards against a miner whose arguments are wrong (argparse exits with 2) looking like a wrong guard command."""
-    line = [sys.executable, "-m", "miner_guard", "run", "--no-restart", "--no-preflight", "--", "sh", "-c", "exit 2"]
+    """Guards against a miner whose arguments are wrong (argparse exits with 2) looking like a wrong
+    guard command."""
+    line = [
+        sys.executable,
+        "-m",
+        "miner_guard",
+        "run",
+        "--no-restart",
+        "--no-preflight",
+        "--",
+        "sh",
+        "-c",
+        "exit 2",
+    ]
     assert subprocess.run(line, stdout=subprocess.DEVNULL, timeout=120).returncode == 2

@@ -14,20 +14,38 @@ from miner_guard.detectors.collectives import late
 from miner_guard.rank.introspection import collectives
 
 
-def trace(*numbers: int, group: str = "default", name: str = "gloo:all_reduce") -> list[dict[str, Any]]:
-    return [{"collective_seq_id": n, "process_group": group, "profiling_name": name, "is_p2p": False} for n in numbers]
+def trace(
+    *numbers: int, group: str = "default", name: str = "gloo:all_reduce"
+) -> list[dict[str, Any]]:
+    return [
+        {"collective_seq_id": n, "process_group": group, "profiling_name": name, "is_p2p": False}
+        for n in numbers
+    ]
 
 
 def test_the_rank_with_the_smaller_number_is_late() -> None:
     found = late({0: trace(40, 41, 42), 1: trace(40, 41), 2: trace(41, 42)})
     assert found is not None
     assert found.ranks == (1,)
-    assert found.detail == "rank 1 is at number 41, ranks 0,2 wait in collective number 42 (gloo:all_reduce)"
+    assert (
+        found.detail
+        == "rank 1 is at number 41, ranks 0,2 wait in collective number 42 (gloo:all_reduce)"
+    )
 
 
 def test_each_group_counts_for_itself() -> None:
-    assert late({0: trace(9, group="a") + trace(1, group="b"), 1: trace(9, group="a") + trace(1, group="b")}) is None
-    found = late({0: trace(9, group="a") + trace(2, group="b"), 1: trace(9, group="a") + trace(1, group="b")})
+    assert (
+        late(
+            {
+                0: trace(9, group="a") + trace(1, group="b"),
+                1: trace(9, group="a") + trace(1, group="b"),
+            }
+        )
+        is None
+    )
+    found = late(
+        {0: trace(9, group="a") + trace(2, group="b"), 1: trace(9, group="a") + trace(1, group="b")}
+    )
     assert found is not None
     assert found.ranks == (1,)
     assert found.detail.endswith("rank 0 waits in collective number 2 (gloo:all_reduce)")
@@ -40,11 +58,17 @@ def test_the_backends_of_one_group_count_for_themselves() -> None:
     }
     found = late(traces)
     assert found is not None
-    assert found.detail == "rank 2 is at number 899, ranks 0,1 wait in collective number 900 (nccl:all_reduce)"
+    assert (
+        found.detail
+        == "rank 2 is at number 899, ranks 0,1 wait in collective number 900 (nccl:all_reduce)"
+    )
 
 
-def test_collectives_of_nccl_are_in_the_answer_beside_those_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU build of torch has the other recorder only: of a hang on GPUs it would hold the guard's own group alone."""
+def test_collectives_of_nccl_are_in_the_answer_beside_those_of_gloo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CPU build of torch has the other recorder only: of a hang on GPUs it would hold the guard's
+    own group alone."""
 
     def dump(*entries: dict[str, Any]) -> Callable[[], bytes]:
         return lambda: json.dumps({"entries": entries}).encode()
@@ -53,7 +77,10 @@ def test_collectives_of_nccl_are_in_the_answer_beside_those_of_gloo(monkeypatch:
     fake = SimpleNamespace(_dump_nccl_trace_json=dump(*nccl), _dump_fr_trace_json=dump(*gloo))
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", fake)
     document = collectives._last_collectives()
-    assert [e["profiling_name"] for e in document["entries"]] == ["nccl:all_reduce", "gloo:all_reduce"]  # type: ignore[attr-defined]
+    assert [e["profiling_name"] for e in document["entries"]] == [
+        "nccl:all_reduce",
+        "gloo:all_reduce",
+    ]  # type: ignore[attr-defined]
     del fake._dump_nccl_trace_json, fake._dump_fr_trace_json
     with pytest.raises(LookupError, match="has none of"):
         collectives._last_collectives()

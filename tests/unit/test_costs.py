@@ -45,7 +45,11 @@ def test_shares_are_of_training_time_as_in_the_document() -> None:
     """1000 steps at 3.5 s; 2 · 180 s, 20 · 0.3 s, 5 · 3 s: 381 s, 11 %."""
     account = Account()
     account.clock.advance(3500)
-    for operation, calls, seconds in (("evolution", 2, 180), ("details", 20, 0.3), ("inference", 5, 3)):
+    for operation, calls, seconds in (
+        ("evolution", 2, 180),
+        ("details", 20, 0.3),
+        ("inference", 5, 3),
+    ):
         for _ in range(calls):
             account.call(operation, seconds)
     report = account.tracker.get_report()
@@ -96,7 +100,9 @@ def test_where_there_is_no_ledger_the_one_liner_says_so(tmp_path: Path) -> None:
     try:
         tracker, text = get_global_tracker({"MINER_GUARD_STATE_DIR": str(tmp_path)}), io.StringIO()
         tracker.print_summary(text)
-        assert text.getvalue().startswith(f"no ledger at {tmp_path}/status/monitoring_costs.json: no guard runs there")
+        assert text.getvalue().startswith(
+            f"no ledger at {tmp_path}/status/monitoring_costs.json: no guard runs there"
+        )
         assert tracker.get_report()["budget_status"] == "unknown"
     finally:
         set_global_tracker(None)
@@ -135,7 +141,9 @@ def test_the_documents_jq_commands_give_sensible_answers(tmp_path: Path) -> None
     file = tmp_path / "status" / "monitoring_costs.json"
 
     def ask(program: str) -> object:
-        answer = subprocess.run([jq, program, str(file)], capture_output=True, text=True, check=True, timeout=30)
+        answer = subprocess.run(
+            [jq, program, str(file)], capture_output=True, text=True, check=True, timeout=30
+        )
         return json.loads(answer.stdout)
 
     assert ask(".total_percentage") == pytest.approx(9.17, abs=0.01)
@@ -160,12 +168,32 @@ def test_the_summary_is_the_documents_table() -> None:
     account.tracker.print_summary(text)
     rows = text.getvalue().splitlines()
     assert rows[0] == "Monitoring overhead: 10.34% of 3500s training (budget 5%): FAR OVER BUDGET"
-    assert rows[1].split() == ["Operation", "Calls", "Time/Call", "Total", "Background", "Share", "Impact", "Status"]
-    assert rows[2].split() == ["evolution_snapshot", "1", "360.0s", "360.0s", "0s", "10.29%", "critical", "active"]
+    assert rows[1].split() == [
+        "Operation",
+        "Calls",
+        "Time/Call",
+        "Total",
+        "Background",
+        "Share",
+        "Impact",
+        "Status",
+    ]
+    assert rows[2].split() == [
+        "evolution_snapshot",
+        "1",
+        "360.0s",
+        "360.0s",
+        "0s",
+        "10.29%",
+        "critical",
+        "active",
+    ]
     assert rows[3].split()[-2:] == ["negligible", "active"]
 
 
-@pytest.mark.parametrize(("preset", "budget"), [("production", 5.0), ("research", 15.0), ("final_evaluation", 2.0)])
+@pytest.mark.parametrize(
+    ("preset", "budget"), [("production", 5.0), ("research", 15.0), ("final_evaluation", 2.0)]
+)
 def test_presets_set_the_budget_of_the_document(preset: str, budget: float) -> None:
     from miner_guard.config import CostSettings
 
@@ -179,7 +207,8 @@ def test_words_for_impact() -> None:
 
 
 def _disaster(throttle: bool) -> tuple[Account, int]:
-    """Source 000: 60-300 s every 500 steps at 3.5 s a step, beside a cheap operation every 200 steps."""
+    """Source 000: 60-300 s every 500 steps at 3.5 s a step, beside a cheap operation every 200
+    steps."""
     account = Account(Budget(throttle=throttle))
     calls = 0
     for step in range(1, 20_001):
@@ -236,7 +265,8 @@ def test_due_by_time_and_its_missing_interval() -> None:
 
 
 def test_steps_that_count_from_0_again_are_asked_about_like_the_first_ones() -> None:
-    """Inner steps do, with each outer step: nothing was due until they had passed the last ones of the one before."""
+    """Inner steps do, with each outer step: nothing was due until they had passed the last ones of
+    the one before."""
     account = Account()
     asked = [*range(401), *range(401)]
     due = [step for step in asked if account.tracker.due("eval", every_steps=200, step=step)]

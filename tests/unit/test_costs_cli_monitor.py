@@ -33,7 +33,9 @@ def part(tmp_path: Path, emitted: list[Finding]) -> Iterator[CostsMonitor]:
     set_global_tracker(None)
 
 
-def _step(number: int, seconds: float, phases: dict[str, float] | None = None, nested: float = 0.0) -> StepRecord:
+def _step(
+    number: int, seconds: float, phases: dict[str, float] | None = None, nested: float = 0.0
+) -> StepRecord:
     return StepRecord(
         number=number, outer_step=1, inner_step=number, total_steps=number, end=seconds, loss=1.0,
         phases=phases or {}, nested_in_monitor_s=nested,
@@ -49,7 +51,9 @@ def test_estimate_gives_the_documents_10_1_per_cent_and_exit_1(
     assert "overhead 10.1% (budget 5%): FAR OVER BUDGET" in out
 
 
-def test_estimate_within_budget_is_exit_0_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_within_budget_is_exit_0_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cheap = ["--steps", "1000", "--every", "200", "--seconds", "3", "--step-time", "3.5", "--json"]
     assert run(["costs", "estimate", *cheap, "--state-dir", str(tmp_path)]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -57,7 +61,9 @@ def test_estimate_within_budget_is_exit_0_and_json(tmp_path: Path, capsys: pytes
     assert answer["budget_status"] == "ok"
 
 
-@pytest.mark.parametrize("content", ['{"operations": 5}', '{"operations": {"a": {"seconds": NaN}}}'])
+@pytest.mark.parametrize(
+    "content", ['{"operations": 5}', '{"operations": {"a": {"seconds": NaN}}}']
+)
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_ledger_that_is_none_is_said_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, flags: list[str]
@@ -69,7 +75,10 @@ def test_a_ledger_that_is_none_is_said_without_a_traceback(
     said = capsys.readouterr()
     assert said.out == ""
     assert "is no ledger" in said.err
-    assert run(["costs", "estimate", "--every", "5", "--seconds", "1", "--state-dir", str(tmp_path)]) == 64
+    assert (
+        run(["costs", "estimate", "--every", "5", "--seconds", "1", "--state-dir", str(tmp_path)])
+        == 64
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,10 +86,26 @@ def test_a_ledger_that_is_none_is_said_without_a_traceback(
     [
         (["costs", "estimate"], 64, "needs --every"),
         (["costs", "estimate", "--every", "5", "--seconds", "1"], 64, "no step time is known"),
-        (["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "0"], 64, "--step-time"),
-        (["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "nan"], 64, "--step-time"),
-        (["costs", "estimate", "--every", "5", "--seconds", "inf", "--step-time", "3"], 64, "--seconds"),
-        (["costs", "estimate", "--every", "9" * 400, "--seconds", "1", "--step-time", "3"], 64, "--every"),
+        (
+            ["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "0"],
+            64,
+            "--step-time",
+        ),
+        (
+            ["costs", "estimate", "--every", "5", "--seconds", "1", "--step-time", "nan"],
+            64,
+            "--step-time",
+        ),
+        (
+            ["costs", "estimate", "--every", "5", "--seconds", "inf", "--step-time", "3"],
+            64,
+            "--seconds",
+        ),
+        (
+            ["costs", "estimate", "--every", "9" * 400, "--seconds", "1", "--step-time", "3"],
+            64,
+            "--every",
+        ),
         (["costs", "estimates"], 64, "not 'estimates'"),
         (["costs"], 3, "no ledger"),
     ],
@@ -92,7 +117,9 @@ def test_bad_questions_are_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_ledger_that_is_garbage_is_not_called_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ledger_that_is_garbage_is_not_called_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "status").mkdir()
     (tmp_path / "status" / "monitoring_costs.json").write_bytes(b"\x00garbage")
     assert run(["costs", "--state-dir", str(tmp_path)]) == 3
@@ -100,9 +127,12 @@ def test_a_ledger_that_is_garbage_is_not_called_missing(tmp_path: Path, capsys: 
 
 
 def test_phases_are_entered_once_each(part: CostsMonitor) -> None:
-    """5 s of monitor phase of which 3 s are validation nested in it: 2 s are its own, 5 s together."""
+    """5 s of monitor phase of which 3 s are validation nested in it: 2 s are its own, 5 s
+    together."""
     part.on_launch(Launch(["x"], 1, 0, 1000.0))
-    part.on_steps(0, [_step(0, 100.0, {"monitor": 5.0, "val_loss": 3.0, "forward": 50.0}, nested=3.0)])
+    part.on_steps(
+        0, [_step(0, 100.0, {"monitor": 5.0, "val_loss": 3.0, "forward": 50.0}, nested=3.0)]
+    )
     report = part.tracker.get_report()
     assert {name: row["total_time"] for name, row in report["operations"].items()} == {
         "monitor": 2.0,
@@ -114,18 +144,31 @@ def test_phases_are_entered_once_each(part: CostsMonitor) -> None:
 def test_only_the_lead_rank_is_counted(part: CostsMonitor) -> None:
     for rank in (0, 1):
         part.on_steps(rank, [_step(0, 10.0)])
-        part.on_entry(rank, {"kind": "cost", "operation": "guard.hook", "seconds": 0.5, "blocking": True, "count": 64})
+        part.on_entry(
+            rank,
+            {
+                "kind": "cost",
+                "operation": "guard.hook",
+                "seconds": 0.5,
+                "blocking": True,
+                "count": 64,
+            },
+        )
     row = part.tracker.get_report()["operations"]["guard.hook"]
     assert (row["total_time"], row["calls"]) == (0.5, 64)
     assert part.snapshot()["guard_blocking_pct"] == pytest.approx(100 * 0.5 / 9.5, abs=1e-3)
 
 
 def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_pay(part: CostsMonitor) -> None:
-    """Guards against monitoring that costs nothing any more, because a rank that went to another node still leads."""
+    """Guards against monitoring that costs nothing any more, because a rank that went to another
+    node still leads."""
     part.on_steps(0, [_step(0, 10.0)])
     part.on_tick(10.0, headers(4, 5))
     part.on_steps(4, [_step(1, 10.0, {"inference": 3.0})])
-    part.on_entry(4, {"kind": "cost", "operation": "guard.hook", "seconds": 0.5, "blocking": True, "count": 64})
+    part.on_entry(
+        4,
+        {"kind": "cost", "operation": "guard.hook", "seconds": 0.5, "blocking": True, "count": 64},
+    )
     operations = part.tracker.get_report()["operations"]
     assert {name: row["total_time"] for name, row in operations.items() if row["total_time"]} == {
         "inference": 3.0, "guard.hook": 0.5,
@@ -133,12 +176,21 @@ def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_pay(part: CostsMon
     assert part.snapshot()["training_s"] == pytest.approx(20.0 - 3.5)
 
 
-def test_an_expensive_call_of_a_rank_is_called_out(part: CostsMonitor, emitted: list[Finding], tmp_path: Path) -> None:
+def test_an_expensive_call_of_a_rank_is_called_out(
+    part: CostsMonitor, emitted: list[Finding], tmp_path: Path
+) -> None:
     part.on_steps(0, [_step(0, 1750.0)])
-    part.on_entry(0, {"kind": "cost", "operation": "evolution_snapshot", "seconds": 180.0, "blocking": True})
-    assert [finding.event for finding in emitted] == ["monitoring_operation_slow", "monitoring_over_budget"]
+    part.on_entry(
+        0, {"kind": "cost", "operation": "evolution_snapshot", "seconds": 180.0, "blocking": True}
+    )
+    assert [finding.event for finding in emitted] == [
+        "monitoring_operation_slow",
+        "monitoring_over_budget",
+    ]
     list(part.on_stop())
-    document: dict[str, Any] = json.loads((tmp_path / "status" / "monitoring_costs.json").read_text())
+    document: dict[str, Any] = json.loads(
+        (tmp_path / "status" / "monitoring_costs.json").read_text()
+    )
     assert document["budget_status"] == "critical"
     assert document["operations"]["guard.loop"]["background_time"] > 0
 

@@ -1,4 +1,5 @@
-"""A model that is not on its GPU: by what evidence it is suspected or certain, and what else explains slow steps."""
+"""A model that is not on its GPU: by what evidence it is suspected or certain, and what else
+explains slow steps."""
 
 from __future__ import annotations
 
@@ -27,19 +28,25 @@ def test_certain_cpu_fallback_names_rank_and_evidence(tmp_path: Path) -> None:
     assert len(run.of("cpu_fallback")) == 1
 
 
-def test_a_loss_copied_to_the_cpu_by_a_rank_that_holds_gpu_memory_is_no_fallback(tmp_path: Path) -> None:
+def test_a_loss_copied_to_the_cpu_by_a_rank_that_holds_gpu_memory_is_no_fallback(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=2)))
     for _ in range(5):
         run.step(15.0, 3.0, flags=FLAG_LOSS_ON_CPU)
     assert run.alarms() == []
 
 
-def test_a_model_that_was_moved_after_its_diagnosis_or_is_small_is_no_fallback(tmp_path: Path) -> None:
+def test_a_model_that_was_moved_after_its_diagnosis_or_is_small_is_no_fallback(
+    tmp_path: Path,
+) -> None:
     moved = ("cpu", {"allocated_bytes": 18 * GIB})
     small = ("cuda:0", {"allocated_bytes": 0.4 * GIB, "flags": FLAG_LOSS_ON_CPU})
     for device, seen in (moved, small):
         run = Run(tmp_path, replace(Config(), gpu=GpuSettings(expect=2)))
-        for part in diagnosis_codec.pack([{"rank": r, "model_device": device, "offload": False} for r in range(2)]):
+        for part in diagnosis_codec.pack(
+            [{"rank": r, "model_device": device, "offload": False} for r in range(2)]
+        ):
             run.entry(kind="diagnosis", report=part)
         for _ in range(20):
             run.step(0.3, 3.0, **seen)
@@ -58,10 +65,19 @@ def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) ->
 
 
 def test_gpus_that_nvml_shows_unused_are_evidence_and_throttling_explains(tmp_path: Path) -> None:
-    gpu = {"state": "ok", "utilization_ratio": 0.0, "memory_used_bytes": 0.1 * GIB, "throttle": ["idle"]}
+    gpu = {
+        "state": "ok",
+        "utilization_ratio": 0.0,
+        "memory_used_bytes": 0.1 * GIB,
+        "throttle": ["idle"],
+    }
     for changes, event, words in (
         ({}, "cpu_fallback", "NVML shows no use: 1 GPUs, at most 0% busy"),
-        ({"utilization_ratio": 1.0, "throttle": ["HW thermal"]}, "throughput_explained", "HW thermal on 1 GPU"),
+        (
+            {"utilization_ratio": 1.0, "throttle": ["HW thermal"]},
+            "throughput_explained",
+            "HW thermal on 1 GPU",
+        ),
     ):
         run = Run(tmp_path, ranks=1)
         run.status["health"] = {"gpus": {"state": "ok", "gpus": [{**gpu, **changes}]}}
@@ -83,7 +99,9 @@ def test_diagnosis_makes_it_certain_unless_the_cpu_was_asked_for(tmp_path: Path)
         assert len(run.alarms()) == said
 
 
-def test_a_run_that_lastingly_takes_eight_times_as_long_without_a_gpu_is_suspected(tmp_path: Path) -> None:
+def test_a_run_that_lastingly_takes_eight_times_as_long_without_a_gpu_is_suspected(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(120), healthy(1), strict=False):
         run.step(0.3 if number < 40 else 2.4, loss, allocated_bytes=None)
@@ -95,8 +113,11 @@ def test_a_run_that_lastingly_takes_eight_times_as_long_without_a_gpu_is_suspect
 
 @pytest.mark.parametrize("at", [8, 12, 14, 18])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_fallback_soon_after_the_start_is_found_on_a_busy_host(tmp_path: Path, at: int, seed: int) -> None:
-    # A run that falls back right after its warm-up, as `miner-guard demo --fault cpu-fallback@14` on a loaded host.
+def test_a_fallback_soon_after_the_start_is_found_on_a_busy_host(
+    tmp_path: Path, at: int, seed: int
+) -> None:
+    # A run that falls back right after its warm-up, as `miner-guard demo --fault cpu-fallback@14`
+    # on a loaded host.
     run = Run(tmp_path, ranks=2)
     source = random.Random(seed)
     for number in range(1, 31):
@@ -123,7 +144,10 @@ def test_source_004s_problem_2_is_explained_with_its_arithmetic() -> None:
     seen = explain(120.0, {"forward": 40, "backward": 70}, facts, StepSettings())
     assert seen is not None
     assert seen.cause == "accumulation too high"
-    assert seen.arithmetic == "256 accumulation steps x 469 ms = 120s; 20s allow 42 (effective batch 84)"
+    assert (
+        seen.arithmetic
+        == "256 accumulation steps x 469 ms = 120s; 20s allow 42 (effective batch 84)"
+    )
     throttled = explain(120.0, {}, facts, StepSettings(), throttle_reasons=["sw_thermal_slowdown"])
     assert throttled is not None
     assert throttled.cause == "GPU throttled"
@@ -133,9 +157,12 @@ def test_source_004s_problem_2_is_explained_with_its_arithmetic() -> None:
 
 
 def test_the_entries_of_a_real_diagnosis_are_understood(tmp_path: Path) -> None:
-    """Guards against a format that only one of the two sides knows: the evidence of every rank was lost."""
+    """Guards against a format that only one of the two sides knows: the evidence of every rank was
+    lost."""
     run = Run(tmp_path)
-    found_by_ranks = [{"rank": rank, "model_device": f"cuda:{rank}", "offload": False} for rank in range(2)]
+    found_by_ranks = [
+        {"rank": rank, "model_device": f"cuda:{rank}", "offload": False} for rank in range(2)
+    ]
     for part in diagnosis_codec.pack(found_by_ranks):
         run.entry(kind="diagnosis", t=1.0, report=part)
     for _ in range(30):

@@ -1,4 +1,5 @@
-"""Loss and memory of a running miner: NaN, spike, divergence, plateau, overfitting, leak; and none of them in noise."""
+"""Loss and memory of a running miner: NaN, spike, divergence, plateau, overfitting, leak; and none
+of them in noise."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_a_loss_of_zero_with_a_nan_gradient_norm_is_nan(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(60), healthy(1), strict=False):
         bad = number >= 50
-        run.step(0.3, 0.0 if bad else loss, grad_norm=math.nan if bad else 1.0, allocated_bytes=None)
+        run.step(
+            0.3, 0.0 if bad else loss, grad_norm=math.nan if bad else 1.0, allocated_bytes=None
+        )
     assert run.alarms() == ["loss_nan"]
     assert catalog.message(run.of("loss_nan")[0]) == "Loss is NaN or Inf at step 51"
     assert "gradient norm of nan" in run.of("loss_nan")[0].fields["detail"]
@@ -76,8 +79,12 @@ def test_an_explosion_and_a_climb_are_divergence(tmp_path: Path) -> None:
 def test_memory_leak_is_found_and_one_legitimate_allocation_is_not() -> None:
     leak, jump = MemoryWatch(LossSettings()), MemoryWatch(LossSettings())
     source = random.Random(2)
-    leaks = [a for s in range(800) if (a := leak.observe(s, 18 + 0.005 * s + source.random() * 0.2))]
-    jumps = [a for s in range(2000) if (a := jump.observe(s, 18 + (s > 700) + source.random() * 0.2))]
+    leaks = [
+        a for s in range(800) if (a := leak.observe(s, 18 + 0.005 * s + source.random() * 0.2))
+    ]
+    jumps = [
+        a for s in range(2000) if (a := jump.observe(s, 18 + (s > 700) + source.random() * 0.2))
+    ]
     assert [a.type for a in leaks] == ["memory_leak", "memory_leak"]
     assert leaks[0].at_step == 399
     assert jumps == []
@@ -91,7 +98,9 @@ def test_memory_drop_is_said_once() -> None:
 
 def test_overfit_needs_a_gap_and_falling_training_loss() -> None:
     over, flat = OverfitWatch(LossSettings()), OverfitWatch(LossSettings())
-    found = [a for n in range(30) if (a := over.observe(n * 100, 2 + 0.02 * abs(n - 8), 2.5 - 0.05 * n))]
+    found = [
+        a for n in range(30) if (a := over.observe(n * 100, 2 + 0.02 * abs(n - 8), 2.5 - 0.05 * n))
+    ]
     assert [a.type for a in found] == ["overfit"]
     assert found[0].evidence["best_step"] == 800
     remarks = [flat.observe(n * 100, max(2.0, 2.6 - 0.1 * n), 2.5 - 0.05 * n) for n in range(30)]
@@ -99,9 +108,12 @@ def test_overfit_needs_a_gap_and_falling_training_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["INFO | Validation Loss: {:.4f} (best so far)\n", "{{'eval_loss': {}, 'epoch': 1.0}}\n"]
+    "line",
+    ["INFO | Validation Loss: {:.4f} (best so far)\n", "{{'eval_loss': {}, 'epoch': 1.0}}\n"],
 )
-def test_overfitting_is_seen_in_the_miners_own_lines_even_where_they_are_cut(tmp_path: Path, line: str) -> None:
+def test_overfitting_is_seen_in_the_miners_own_lines_even_where_they_are_cut(
+    tmp_path: Path, line: str
+) -> None:
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(600), healthy(1), strict=False):
         run.step(0.3, loss)
@@ -114,7 +126,8 @@ def test_overfitting_is_seen_in_the_miners_own_lines_even_where_they_are_cut(tmp
 
 
 def test_evaluation_that_comes_with_the_steps_shows_overfitting(tmp_path: Path) -> None:
-    """Guards against a judge that can't see overfitting because the flight record has no evaluation loss."""
+    """Guards against a judge that can't see overfitting because the flight record has no evaluation
+    loss."""
     run = Run(tmp_path)
     source = random.Random(2)
     for number, (_, loss) in zip(range(1, 1200), healthy(1), strict=False):
@@ -128,15 +141,22 @@ def test_evaluation_that_comes_with_the_steps_shows_overfitting(tmp_path: Path) 
     finding = run.of("overfit")[0]
     assert 340 <= finding.fields["evidence"]["best_step"] <= 460
     assert finding.fields["step"] <= 600
-    assert [f.fields["eval_loss"] is not None for f in run.of("inner_step")].count(True) == 1199 // 20
+    assert [f.fields["eval_loss"] is not None for f in run.of("inner_step")].count(
+        True
+    ) == 1199 // 20
 
 
 @pytest.mark.parametrize("printed", [True, False])
-def test_an_evaluation_that_is_no_number_is_said_once_until_it_is_one_again(tmp_path: Path, printed: bool) -> None:
-    """Guards against an evaluation that is NaN for a week, stored at each step and never told to anybody."""
+def test_an_evaluation_that_is_no_number_is_said_once_until_it_is_one_again(
+    tmp_path: Path, printed: bool
+) -> None:
+    """Guards against an evaluation that is NaN for a week, stored at each step and never told to
+    anybody."""
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(1, 200), healthy(1), strict=False):
-        evaluated = None if number % 20 else math.nan if number in (60, 80, 160) else 3.0 - number / 1e3
+        evaluated = (
+            None if number % 20 else math.nan if number in (60, 80, 160) else 3.0 - number / 1e3
+        )
         run.step(0.3, loss, eval_loss=None if printed else evaluated)
         if printed and evaluated is not None:
             run.output(b"step %d val_loss: %.3f\n" % (number, evaluated))
@@ -173,7 +193,9 @@ def test_convergence_and_plateau_are_remarks_with_different_words() -> None:
         seen = [
             a
             for s in range(4000)
-            for a in watch.observe(s, (2 + (start - 2) * math.exp(-s / 100)) * source.gauss(1, 0.01), UNKNOWN)
+            for a in watch.observe(
+                s, (2 + (start - 2) * math.exp(-s / 100)) * source.gauss(1, 0.01), UNKNOWN
+            )
         ]
         assert [a.severity for a in seen] == ["info"]
         assert word in seen[0].detail
@@ -199,8 +221,11 @@ def test_settings_of_the_run_are_in_the_fixes(tmp_path: Path) -> None:
     assert "halve the learning rate: 0.0002 to 0.0001" in run.of("loss_nan")[0].fields["fixes"]
 
 
-def test_after_the_nodes_met_anew_the_losses_of_the_ranks_that_are_here_now_are_judged(tmp_path: Path) -> None:
-    """Guards against a node whose losses nobody looks at, because a rank that went to another node still leads."""
+def test_after_the_nodes_met_anew_the_losses_of_the_ranks_that_are_here_now_are_judged(
+    tmp_path: Path,
+) -> None:
+    """Guards against a node whose losses nobody looks at, because a rank that went to another node
+    still leads."""
     run, losses = Run(tmp_path), [loss for _, (_, loss) in zip(range(60), healthy(1), strict=False)]
     for loss in losses:
         run.step(15.0, loss)

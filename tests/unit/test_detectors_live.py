@@ -1,4 +1,5 @@
-"""The live detectors together: clean runs say nothing, a slow step and a straggler are named and nothing else is."""
+"""The live detectors together: clean runs say nothing, a slow step and a straggler are named and
+nothing else is."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ def test_a_clean_cpu_run_on_a_busy_host_cries_no_wolf(tmp_path: Path) -> None:
 def test_fault_slow(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for number, (_, loss) in zip(range(90), healthy(1), strict=False):
-        run.step(8.3 if number == 40 else 0.3, loss, allocated_bytes=None, phases={"data": 8 if number == 40 else 0.01})
+        run.step(
+            8.3 if number == 40 else 0.3,
+            loss,
+            allocated_bytes=None,
+            phases={"data": 8 if number == 40 else 0.01},
+        )
     assert run.alarms() == ["slow_step"]
     assert run.of("slow_step")[0].fields["inner_step"] == 41
 
@@ -45,11 +51,17 @@ def test_a_short_clean_run_on_a_busy_host_cries_no_wolf(tmp_path: Path, seed: in
     run = Run(tmp_path)
     source = random.Random(seed)
     for number in range(90):
-        run.step(0.3 * source.lognormvariate(0, 0.3) + (3.0 if number == 0 else 0), 4.0, allocated_bytes=None)
+        run.step(
+            0.3 * source.lognormvariate(0, 0.3) + (3.0 if number == 0 else 0),
+            4.0,
+            allocated_bytes=None,
+        )
     assert run.alarms() == []
 
 
-def test_straggler_is_named_by_waiting_though_all_steps_last_the_same_and_cleared_when_gone(tmp_path: Path) -> None:
+def test_straggler_is_named_by_waiting_though_all_steps_last_the_same_and_cleared_when_gone(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path, ranks=4)
     source = random.Random(5)
     for number in range(200):
@@ -71,13 +83,18 @@ def test_straggler_is_named_by_waiting_though_all_steps_last_the_same_and_cleare
 
 
 def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_are_compared(tmp_path: Path) -> None:
-    """Guards against a straggler that is never found, or never over: a rank that went to another node is waited for."""
+    """Guards against a straggler that is never found, or never over: a rank that went to another
+    node is waited for."""
     run = Run(tmp_path, ranks=2)
 
     def lag(culprit: int) -> None:
         for _ in range(60):
             rows = {
-                rank: {"phases": {"data": 3.5, "collective": 0.1} if rank == culprit else {"collective": 3.6}}
+                rank: {
+                    "phases": {"data": 3.5, "collective": 0.1}
+                    if rank == culprit
+                    else {"collective": 3.6}
+                }
                 for rank in run.ranks
             }
             run.step(15.0, 3.0, by_rank=rows)
@@ -96,7 +113,10 @@ def test_a_slow_step_alone_names_no_straggler_and_the_fastest_rank_is_not_one() 
     settings = StepSettings()
     fast_compute = [{"forward": 3.0, "backward": 3.0}] * 20
     slow_compute = [{"forward": 5.0, "backward": 5.0}] * 20
-    assert judge({0: [10.0] * 20, 1: [10.0] * 20}, {0: fast_compute, 1: slow_compute}, settings) is None
+    assert (
+        judge({0: [10.0] * 20, 1: [10.0] * 20}, {0: fast_compute, 1: slow_compute}, settings)
+        is None
+    )
     gathers = {0: [{"data": 0.1, "forward": 8.0}] * 20, 1: [{"data": 4.1, "forward": 4.0}] * 20}
     seen = judge({0: [9.0] * 20, 1: [9.0] * 20}, gathers, settings)
     assert isinstance(seen, Straggler)

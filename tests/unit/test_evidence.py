@@ -59,7 +59,9 @@ def test_a_rank_in_d_state_is_said_in_words(blocked: Process) -> None:
 def test_what_sigkill_does_not_end_is_given_up_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, stuck = Process(2**22 + 1, 1), Process(2**22 + 2, 2)
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(processes, "send", lambda process, number: sent.append((process.pid, number)) or True)
+    monkeypatch.setattr(
+        processes, "send", lambda process, number: sent.append((process.pid, number)) or True
+    )
     clock = FakeClock()
     teardown = Teardown(clock, lambda: {stuck}, launcher, 0.0)
     teardown.ended()
@@ -76,7 +78,9 @@ def test_what_sigkill_does_not_end_is_given_up_and_named(monkeypatch: pytest.Mon
 def test_the_newest_folders_are_kept_and_foreign_ones_left_alone(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     for second in range(10):
-        own = evidence_folders.folder(state, 1_800_000_000.0 + second, "hang" if second % 2 else "cuda_oom")
+        own = evidence_folders.folder(
+            state, 1_800_000_000.0 + second, "hang" if second % 2 else "cuda_oom"
+        )
         own.mkdir(parents=True)
         (own / "flight-rank-0000.jsonl").write_text("{}\n")
     (state.incidents / "my-notes").mkdir()

@@ -1,4 +1,5 @@
-"""`explain --trace`: each kind of anomaly at its step, silence on healthy curves, and every way to write a trace."""
+"""`explain --trace`: each kind of anomaly at its step, silence on healthy curves, and every way to
+write a trace."""
 
 from __future__ import annotations
 
@@ -168,7 +169,9 @@ def test_memory_drop_leak_and_start_up() -> None:
     assert found(trace_of(gpu_mem_gb=[1, 5, 9, 14, *[18.0] * 100])) == []
     assert found(trace_of(gpu_mem_gb=[18.0] * 60 + [2.0] + [18.0] * 60)) == [("memory_drop", 60)]
     assert [t for t, _ in found(trace_of(gpu_mem_gb=[18.0] * 60 + [2.0] * 60))] == ["memory_drop"]
-    assert [t for t, _ in found(trace_of(gpu_mem_gb=[18 + 0.02 * n for n in range(400)]))][:1] == ["memory_leak"]
+    assert [t for t, _ in found(trace_of(gpu_mem_gb=[18 + 0.02 * n for n in range(400)]))][:1] == [
+        "memory_leak"
+    ]
     assert found(trace_of(gpu_mem_gb=[18.0 + (n > 100) for n in range(400)])) == []
 
 
@@ -177,12 +180,21 @@ LINES = [
     ('{"step": 10, "loss": Infinity}', "loss", 10, math.inf),
     ('{"step": 10, "loss": null, "eval_loss": 2.5, "other": {"a": 1}}', "eval_loss", 10, 2.5),
     ('{"step": 10, "step_time": 15.2, "gpu_mem_gb": 18.4}', "gpu_mem_gb", 10, 18.4),
-    ('{"ts": "x", "event": "inner_step", "msg": "m", "inner_step": 84, "step_time_s": 15.2}', "step_time", 84, 15.2),
+    (
+        '{"ts": "x", "event": "inner_step", "msg": "m", "inner_step": 84, "step_time_s": 15.2}',
+        "step_time",
+        84,
+        15.2,
+    ),
     ("Step 10: loss=2.45, lr=6.67e-05", "lr", 10, 6.67e-05),
     ("Step 10: loss=nan, lr=6.67e-05", "loss", 10, math.nan),
     (
-        "2026-01-02T03:04:05Z | INFO | Rank 0 | Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40"
-        " | Step Time: 15.2s | GPU Mem: 18.45GB", "step_time", 84, 15.2,
+        "2026-01-02T03:04:05Z | INFO | Rank 0 | Outer Step: 56 | Inner Step: 84 | LR: "
+        "0.00002100 | Loss: 3.40"
+        " | Step Time: 15.2s | GPU Mem: 18.45GB",
+        "step_time",
+        84,
+        15.2,
     ),
     ("\x1b[34mINFO\x1b[0m | Outer Step: 5 | Inner Step: 3 | Average Loss: 3.40", "loss", 3, 3.4),
     ("{'loss': 2.3, 'grad_norm': nan, 'learning_rate': 5e-05}", "grad_norm", 1, math.nan),
@@ -190,8 +202,13 @@ LINES = [
     ("iter 500: loss 2.1, time 250.12ms, mfu 3.10%", "loss", 500, 2.1),
     ("step 500: train loss 2.0, val loss 2.2", "eval_loss", 500, 2.2),
     ("step 500: train loss 2.0, val loss 2.2", "loss", 500, 2.0),
-    ("Speed 2178.40 samples/sec   Loss nan   LearningRate 0.001   Global Step: 20", "loss", 20, math.nan),
-]  # fmt: skip
+    (
+        "Speed 2178.40 samples/sec   Loss nan   LearningRate 0.001   Global Step: 20",
+        "loss",
+        20,
+        math.nan,
+    ),
+]
 
 
 @pytest.mark.parametrize(("line", "name", "step", "value"), LINES)
@@ -205,12 +222,20 @@ TABLES = [
     # Lightning's CSVLogger: training and evaluation in rows of their own.
     "epoch,lr-AdamW,step,train_loss_step,val_loss\n0,1e-4,9,2.5,\n0,,19,,2.75\n",
     # wandb's export, and a table that a trainer prints between other lines.
-    '"Step","run-7 - train/loss","run-7 - eval/loss","test/loss"\n"9","2.5","","7"\n"19","","2.75","7"\n',
+    (
+        '"Step","run-7 - train/loss","run-7 - '
+        'eval/loss","test/loss"\n"9","2.5","","7"\n"19","","2.75","7"\n'
+    ),
     "starting, with 4 ranks\niter, loss, val loss, ms\n9, 2.5, , 250\nsaved\n19, , 2.75, 251\n",
-    '{"train/loss": 2.5, "train/global_step": 9}\n{"eval/loss": 2.75, "train/global_step": 19, "test/loss": 7.0}\n',
+    (
+        '{"train/loss": 2.5, "train/global_step": 9}\n{"eval/loss": 2.75, '
+        '"train/global_step": 19, "test/loss": 7.0}\n'
+    ),
     # HF Trainer's trainer_state.json
-    json.dumps({"log_history": [{"loss": 2.5, "step": 9}, {"eval_loss": 2.75, "step": 19}]}, indent=2),
-]  # fmt: skip
+    json.dumps(
+        {"log_history": [{"loss": 2.5, "step": 9}, {"eval_loss": 2.75, "step": 19}]}, indent=2
+    ),
+]
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -222,7 +247,11 @@ def test_a_table_is_a_trace_too(table: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "summary", ["{'train_runtime': 812.1, 'train_loss': 4.61, 'epoch': 3.0}", "  train_loss               =     4.6123"]
+    "summary",
+    [
+        "{'train_runtime': 812.1, 'train_loss': 4.61, 'epoch': 3.0}",
+        "  train_loss               =     4.6123",
+    ],
 )
 def test_the_mean_that_a_trainer_prints_at_the_end_is_no_spike(summary: str) -> None:
     """Every finished run of HF Trainer once ended in a spike."""
@@ -241,10 +270,16 @@ def test_memory_that_goes_with_the_length_of_the_sequences_is_no_change() -> Non
 
 def test_a_guards_own_log_says_nan_by_its_event() -> None:
     lines = [
-        json.dumps({"event": "inner_step", "msg": "", "inner_step": n, "loss": 2.0 if n < 50 else None})
+        json.dumps(
+            {"event": "inner_step", "msg": "", "inner_step": n, "loss": 2.0 if n < 50 else None}
+        )
         for n in range(60)
     ]
-    lines.append(json.dumps({"event": "loss_nan", "msg": "Loss is NaN or Inf at step 50", "step": 50, "loss": "nan"}))
+    lines.append(
+        json.dumps(
+            {"event": "loss_nan", "msg": "Loss is NaN or Inf at step 50", "step": 50, "loss": "nan"}
+        )
+    )
     assert found(judge(reading.read(lines)))[0] == ("nan", 50)
 
 
@@ -264,7 +299,9 @@ def test_no_text_whatever_makes_it_raise(lines: list[str]) -> None:
 
 
 @settings(max_examples=60)
-@example([*[1.0] * 4, 9007199254740.0, 0.0, 0.0, *[-1.0] * 3, *[0.0] * 4, 2.225073858507e-311], "loss")
+@example(
+    [*[1.0] * 4, 9007199254740.0, 0.0, 0.0, *[-1.0] * 3, *[0.0] * 4, 2.225073858507e-311], "loss"
+)
 @given(
     st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60),
     st.sampled_from(["loss", "eval_loss", "step_time", "gpu_mem_gb"]),
@@ -288,15 +325,21 @@ def run(path: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool = True)
     [b"", random.Random(1).randbytes(100_000), b"step,loss,lr\n", b"when,what\n1,2\n"],
     ids=["empty", "noise", "only the columns", "other columns"],
 )
-def test_what_holds_no_trace_line_is_refused_and_not_called_healthy(tmp_path: Path, content: bytes) -> None:
+def test_what_holds_no_trace_line_is_refused_and_not_called_healthy(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "trace"
     path.write_bytes(content)
-    with pytest.raises(exits.Refused, match=r'is a trace line; give JSON lines such as \{"step"') as refused:
+    with pytest.raises(
+        exits.Refused, match=r'is a trace line; give JSON lines such as \{"step"'
+    ) as refused:
         explain_trace(str(path), TrainingFacts(), as_json=True)
     assert refused.value.code == exits.USAGE
 
 
-@pytest.mark.parametrize(("start", "code", "severity"), [(0, 1, "info"), (1, 1, "info"), (5000, 0, "warning")])
+@pytest.mark.parametrize(
+    ("start", "code", "severity"), [(0, 1, "info"), (1, 1, "info"), (5000, 0, "warning")]
+)
 def test_the_first_step_is_slow_in_every_healthy_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], start: int, code: int, severity: str
 ) -> None:
@@ -309,16 +352,25 @@ def test_the_first_step_is_slow_in_every_healthy_run(
     )
     path.write_text("".join(lines))
     ended, document = run(path, capsys)
-    assert (ended, [(f["type"], f["severity"]) for f in document["findings"]]) == (code, [("slow_steps", severity)])
+    assert (ended, [(f["type"], f["severity"]) for f in document["findings"]]) == (
+        code,
+        [("slow_steps", severity)],
+    )
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sick, well = tmp_path / "sick", tmp_path / "well"
-    sick.write_text("".join(f"Step {n}: loss={v if n != 50 else 9.0}, lr=2e-4\n" for n, v in enumerate(healthy())))
+    sick.write_text(
+        "".join(
+            f"Step {n}: loss={v if n != 50 else 9.0}, lr=2e-4\n" for n, v in enumerate(healthy())
+        )
+    )
     well.write_text("".join(f'{{"step": {n}, "loss": {v}}}\n' for n, v in enumerate(healthy())))
     code, document = run(sick, capsys)
     assert code == 0
-    assert [sorted(f) for f in document["findings"]] == [["at_step", "detail", "fixes", "severity", "type"]]
+    assert [sorted(f) for f in document["findings"]] == [
+        ["at_step", "detail", "fixes", "severity", "type"]
+    ]
     assert (document["findings"][0]["type"], document["findings"][0]["at_step"]) == ("spike", 50)
     assert run(well, capsys) == (1, {"findings": []})
     code, text = run(sick, capsys, as_json=False)
@@ -329,10 +381,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert refused.value.code == exits.USAGE
 
 
-def test_the_settings_say_which_examples_a_nan_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_settings_say_which_examples_a_nan_came_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`-c` was taken and not looked at."""
     guard_toml, trace = tmp_path / "guard.toml", tmp_path / "trace"
     guard_toml.write_text("[miner]\neffective_batch_size = 16\n")
     trace.write_text('{"step": 7, "loss": 2.0}\n{"step": 8, "loss": NaN}\n')
-    assert main.run(["explain", "--trace", str(trace), "-c", str(guard_toml), "--state-dir", str(tmp_path)]) == 0
+    assert (
+        main.run(
+            ["explain", "--trace", str(trace), "-c", str(guard_toml), "--state-dir", str(tmp_path)]
+        )
+        == 0
+    )
     assert "check examples 128 to 143" in capsys.readouterr().out

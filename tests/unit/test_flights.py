@@ -1,4 +1,5 @@
-"""How the supervisor reads the ranks' flight records: whose steps come first, and that none is kept back for good."""
+"""How the supervisor reads the ranks' flight records: whose steps come first, and that none is kept
+back for good."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ class _Heard:
 
 def _record(total: int) -> StepRecord:
     return StepRecord(
-        outer_step=1, inner_step=total, total_steps=total, start=total, end=total + 0.9, wall=1e9, loss=3.0
+        outer_step=1,
+        inner_step=total,
+        total_steps=total,
+        start=total,
+        end=total + 0.9,
+        wall=1e9,
+        loss=3.0,
     )
 
 
@@ -47,7 +54,10 @@ class _Ranks:
     def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
         self.state = StateDir(folder)
         self.writers = {
-            r: FlightWriter(self.state.flight_of(r), rank=r, local_rank=r % 8, world_size=16, run_id=RUN) for r in ranks
+            r: FlightWriter(
+                self.state.flight_of(r), rank=r, local_rank=r % 8, world_size=16, run_id=RUN
+            )
+            for r in ranks
         }
         self.heard = _Heard()
         self.flights = Flights(self.state, RUN, lambda finding: pytest.fail(str(finding)))
@@ -106,7 +116,8 @@ def test_the_last_look_keeps_nothing_back(ranks: _Ranks) -> None:
 
 
 def test_a_record_that_is_cut_short_costs_its_rank_and_not_the_guard(tmp_path: Path) -> None:
-    """Whoever reads past the end of a mapped file is killed by SIGBUS: a clean-up of the folder ended the guard."""
+    """Whoever reads past the end of a mapped file is killed by SIGBUS: a clean-up of the folder
+    ended the guard."""
     state, heard, said = StateDir(tmp_path), _Heard(), list[Finding]()
     flights = Flights(state, RUN, said.append)
     writers = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
@@ -133,15 +144,22 @@ def test_on_another_node_the_lowest_rank_there_leads(tmp_path: Path) -> None:
 
 def _worker(state: StateDir, rank: int, local_rank: int, *, process: int) -> FlightWriter:
     """A worker of this launch, under the pid of a process that lives or is gone."""
-    writer = FlightWriter(state.flight_of(rank), rank=rank, local_rank=local_rank, world_size=4, run_id=RUN)
+    writer = FlightWriter(
+        state.flight_of(rank), rank=rank, local_rank=local_rank, world_size=4, run_id=RUN
+    )
     start = process_start(process) if process == os.getpid() else 2**40
-    IDENTITY.pack_into(writer.map, 0, MAGIC, VERSION, process, rank, local_rank, 4, start, RUN.encode(), 0.0, 0)
+    IDENTITY.pack_into(
+        writer.map, 0, MAGIC, VERSION, process, rank, local_rank, 4, start, RUN.encode(), 0.0, 0
+    )
     writer.show_state("running", 1.0)
     return writer
 
 
-def test_workers_that_the_launcher_starts_anew_under_other_ranks_replace_the_old_ones(tmp_path: Path) -> None:
-    """Guards against a hang of ranks that are no more, and a finish that they never declare: torchrun numbers anew."""
+def test_workers_that_the_launcher_starts_anew_under_other_ranks_replace_the_old_ones(
+    tmp_path: Path,
+) -> None:
+    """Guards against a hang of ranks that are no more, and a finish that they never declare:
+    torchrun numbers anew."""
     state, heard, gone = StateDir(tmp_path), _Heard(), 2**22
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     old = [_worker(state, rank, rank - 2, process=gone) for rank in (2, 3)]
@@ -170,7 +188,8 @@ def test_a_rank_that_died_stays_known_while_others_of_its_local_rank_live(tmp_pa
 
 
 def test_a_record_whose_file_number_was_used_before_is_read(tmp_path: Path) -> None:
-    """Guards against a blind launch: file systems give the number of a removed file to the next one."""
+    """Guards against a blind launch: file systems give the number of a removed file to the next
+    one."""
     state, heard = StateDir(tmp_path), _Heard()
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     earlier = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id="earlier")
@@ -181,7 +200,9 @@ def test_a_record_whose_file_number_was_used_before_is_read(tmp_path: Path) -> N
     _worker(state, 0, 0, process=os.getpid())
     flights.look(heard)
     start = process_start(os.getpid())
-    IDENTITY.pack_into(earlier.map, 0, MAGIC, VERSION, os.getpid(), 0, 0, 1, start, RUN.encode(), 0.0, 0)
+    IDENTITY.pack_into(
+        earlier.map, 0, MAGIC, VERSION, os.getpid(), 0, 0, 1, start, RUN.encode(), 0.0, 0
+    )
     earlier.append(_record(7))
     os.replace(kept, state.flight_of(0))
     flights.look(heard)
@@ -189,8 +210,11 @@ def test_a_record_whose_file_number_was_used_before_is_read(tmp_path: Path) -> N
     flights.close()
 
 
-def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_read(tmp_path: Path) -> None:
-    """Guards against decisions and steps that are lost with a lock that nobody will ever release."""
+def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_read(
+    tmp_path: Path,
+) -> None:
+    """Guards against decisions and steps that are lost with a lock that nobody will ever
+    release."""
     ranks = _Ranks(tmp_path, (0,))
     ranks.step(0, 1)
     writer = ranks.writers[0]
@@ -206,10 +230,13 @@ def test_what_a_rank_wrote_before_it_was_killed_in_the_middle_of_its_header_is_r
 def test_a_finish_that_the_highest_local_rank_has_not_said_is_none(
     tmp_path: Path, told: dict[str, str], finished: bool
 ) -> None:
-    """Guards against a miner that counts as finished and stays down: its last rank died before it had a record."""
+    """Guards against a miner that counts as finished and stays down: its last rank died before it
+    had a record."""
     state = StateDir(tmp_path)
     for rank in (0, 1):
-        Guard(place(state, rank=rank, world_size=3, LOCAL_RANK=str(rank), **told)).close(finished=True)
+        Guard(place(state, rank=rank, world_size=3, LOCAL_RANK=str(rank), **told)).close(
+            finished=True
+        )
     flights = Flights(state, find({}).run_id, lambda finding: pytest.fail(str(finding)))
     flights.look(_Heard())
     assert flights.all_finished() is finished

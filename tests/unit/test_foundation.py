@@ -20,24 +20,41 @@ from miner_guard.system.clock import FakeClock
 
 def test_slow_step_line_is_word_for_word() -> None:
     finding = catalog.make_finding(
-        "slow_step", step_time_s=245.7, expected="10-30s", inner_step=84, limit_s=60, rule="absolute"
+        "slow_step",
+        step_time_s=245.7,
+        expected="10-30s",
+        inner_step=84,
+        limit_s=60,
+        rule="absolute",
     )
     assert catalog.message(finding) == "SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"
 
 
 def test_step_line_is_word_for_word_and_unknown_is_said() -> None:
-    values = {"outer_step": 56, "inner_step": 84, "lr": 2.1e-5, "loss": 3.4, "step_time_s": 15.2, "gpu_mem_gb": 18.45}
+    values = {
+        "outer_step": 56,
+        "inner_step": 84,
+        "lr": 2.1e-5,
+        "loss": 3.4,
+        "step_time_s": 15.2,
+        "gpu_mem_gb": 18.45,
+    }
     assert catalog.message(catalog.make_finding("inner_step", **values)) == (
-        "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: 15.2s | GPU Mem: 18.45GB"
+        "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: "
+        "15.2s | GPU Mem: 18.45GB"
     )
-    assert "GPU Mem: unknown" in catalog.message(catalog.make_finding("inner_step", **{**values, "gpu_mem_gb": None}))
+    assert "GPU Mem: unknown" in catalog.message(
+        catalog.make_finding("inner_step", **{**values, "gpu_mem_gb": None})
+    )
 
 
 def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
     """Guards against an on-call person who is frightened by the end that they asked for."""
     lines: list[str] = []
     emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
-    exited = catalog.make_finding("miner_exited", how="code 0 as asked: SIGINT", code=0, runtime_s=3.0)
+    exited = catalog.make_finding(
+        "miner_exited", how="code 0 as asked: SIGINT", code=0, runtime_s=3.0
+    )
     emitter.emit(exited.at("info"))
     emitter.emit(exited)
     assert "❌" not in lines[0]
@@ -45,21 +62,30 @@ def test_an_exit_that_was_asked_for_has_no_cross_before_it() -> None:
 
 
 def test_one_is_no_plural() -> None:
-    left_out = [catalog.message(catalog.make_finding("step_lines_left_out", count=n, limit_per_s=5)) for n in (1, 2)]
+    left_out = [
+        catalog.message(catalog.make_finding("step_lines_left_out", count=n, limit_per_s=5))
+        for n in (1, 2)
+    ]
     assert [words.partition(" left")[0] for words in left_out] == ["1 step line", "2 step lines"]
-    assert "unknown lines lost" in catalog.message(catalog.make_finding("disk_recovered", what="x", lost=None))
+    assert "unknown lines lost" in catalog.message(
+        catalog.make_finding("disk_recovered", what="x", lost=None)
+    )
 
 
 def test_no_check_mark_stands_before_what_is_unknown() -> None:
     said = catalog.message(
-        catalog.make_finding("gpu_diagnostics", ranks=[{"rank": 0, "cuda_available": False, "world_size": 2}])
+        catalog.make_finding(
+            "gpu_diagnostics", ranks=[{"rank": 0, "cuda_available": False, "world_size": 2}]
+        )
     )
     assert "\n? Model device: unknown\n" in said
     assert "\n✓ World size (GPUs): 2\n" in said
 
 
 def test_a_checkpoint_whose_time_is_not_told_has_none() -> None:
-    said = catalog.make_finding("checkpoint_saved", path="ckpt/7", step=7, seconds=None, size_bytes=None)
+    said = catalog.make_finding(
+        "checkpoint_saved", path="ckpt/7", step=7, seconds=None, size_bytes=None
+    )
     assert catalog.message(said) == "CHECKPOINT SAVED: ckpt/7", "it was `in unknowns`"
 
 
@@ -78,7 +104,9 @@ def test_a_finding_without_its_fields_is_refused() -> None:
         ({"miner": {"stop_timeout_s": 0}}, "a number > 0"),
     ],
 )
-def test_bad_settings_name_the_key_and_what_is_allowed(tmp_path: Path, document: dict[str, object], words: str) -> None:
+def test_bad_settings_name_the_key_and_what_is_allowed(
+    tmp_path: Path, document: dict[str, object], words: str
+) -> None:
     with pytest.raises(loading.BadConfig) as error:
         loading.load(profile=document, env={})
     assert words in str(error.value)
@@ -89,7 +117,9 @@ def test_a_table_in_the_environment_is_taken_whole_or_refused(text: str) -> None
     """Guards against an allowance that somebody has set, and that is not there."""
     loaded = loading.load(env={"MINER_GUARD_HANG__PHASES": "load=600, compile=900"}).config
     assert loaded.hang.phases == {"load": 600.0, "compile": 900.0}
-    with pytest.raises(loading.BadConfig, match=r"allowed: a table of numbers .*NAME=NUMBER,NAME=NUMBER"):
+    with pytest.raises(
+        loading.BadConfig, match=r"allowed: a table of numbers .*NAME=NUMBER,NAME=NUMBER"
+    ):
         loading.load(env={"MINER_GUARD_HANG__PHASES": text})
 
 
@@ -103,7 +133,11 @@ def test_later_layers_win_and_say_where_a_value_came_from(tmp_path: Path) -> Non
         flags={"restart.max_restarts": 1},
     )
     gate = loaded.config.gate
-    assert (gate.min_inner_step, gate.repo_age_target_s, gate.repo_age_limit_s) == (20, 1700.0, 2200.0)
+    assert (gate.min_inner_step, gate.repo_age_target_s, gate.repo_age_limit_s) == (
+        20,
+        1700.0,
+        2200.0,
+    )
     assert loaded.config.restart.max_restarts == 1
     assert loaded.origins["gate.min_inner_step"] == str(file)
     assert loaded.origins["gate.mode"] == "default"
@@ -113,9 +147,17 @@ def test_flight_record_survives_its_writer_and_refuses_foreign_files(tmp_path: P
     path = tmp_path / "flight" / "rank-0000.bin"
     writer = FlightWriter(path, rank=0, local_rank=0, world_size=2, run_id="r1")
     for number in range(5000):
-        writer.append(StepRecord(
-            outer_step=1, inner_step=number, total_steps=number, start=number, end=number + 0.5, wall=1e9, loss=2.0,
-        ))  # fmt: skip
+        writer.append(
+            StepRecord(
+                outer_step=1,
+                inner_step=number,
+                total_steps=number,
+                start=number,
+                end=number + 0.5,
+                wall=1e9,
+                loss=2.0,
+            )
+        )
     reader = FlightReader(path)
     steps = list(reader.steps())
     assert [s.number for s in steps] == list(range(5000 - 4096, 5000))
@@ -146,11 +188,17 @@ def test_a_full_disk_is_said_by_the_first_writer_alone_and_again_the_next_time()
     emitter = Emitter(FakeClock(), "r1", Redactor(), [ConsoleSink(lines.append, LogSettings())])
     for _ in range(2):
         for what in ("guard.jsonl", "status.json", "gate-inputs.json"):
-            emitter.emit(catalog.make_finding("disk_full", what=what, reason="No space left on device"))
+            emitter.emit(
+                catalog.make_finding("disk_full", what=what, reason="No space left on device")
+            )
         for what, lost in (("guard.jsonl", 3), ("gate-inputs.json", 0), ("status.json", 2)):
             emitter.emit(catalog.make_finding("disk_recovered", what=what, lost=lost))
     said = [line.partition("DISK ")[2].split()[:2] for line in lines]
-    assert said == [["FULL:", "guard.jsonl"], ["RECOVERED:", "guard.jsonl"], ["RECOVERED:", "status.json"]] * 2
+    assert (
+        said
+        == [["FULL:", "guard.jsonl"], ["RECOVERED:", "guard.jsonl"], ["RECOVERED:", "status.json"]]
+        * 2
+    )
 
 
 def test_what_a_full_disk_keeps_from_being_stored_is_said_unless_the_disk_was() -> None:
@@ -159,12 +207,18 @@ def test_what_a_full_disk_keeps_from_being_stored_is_said_unless_the_disk_was() 
 
     def unstored(*, disk_full: bool) -> bool:
         before = len(lines)
-        emitter.emit(catalog.make_finding("guard_degraded", what="evidence could not be stored", disk_full=disk_full))
+        emitter.emit(
+            catalog.make_finding(
+                "guard_degraded", what="evidence could not be stored", disk_full=disk_full
+            )
+        )
         return len(lines) > before
 
     # Room for a line is not room for evidence: nobody else has said it.
     assert unstored(disk_full=True)
-    emitter.emit(catalog.make_finding("disk_full", what="guard.jsonl", reason="No space left on device"))
+    emitter.emit(
+        catalog.make_finding("disk_full", what="guard.jsonl", reason="No space left on device")
+    )
     assert not unstored(disk_full=True)
     assert unstored(disk_full=False)
     emitter.emit(catalog.make_finding("disk_recovered", what="guard.jsonl", lost=3))
@@ -179,7 +233,9 @@ def test_secrets_are_gone_from_console_and_json(tmp_path: Path) -> None:
     redactor = Redactor.from_environment({"R2_WRITE_SECRET": secret})
     emitter = Emitter(FakeClock(), "r1", redactor, [ConsoleSink(lines.append, logs), jsonl])
     emitter.emit(
-        catalog.make_finding("rank_message", text=f"key={secret} Bearer abcdefgh12345678 hf_{'a' * 30} {'0f' * 64}")
+        catalog.make_finding(
+            "rank_message", text=f"key={secret} Bearer abcdefgh12345678 hf_{'a' * 30} {'0f' * 64}"
+        )
     )
     stored = (tmp_path / "guard.jsonl").read_text()
     json.loads(stored)
@@ -195,6 +251,8 @@ def test_rotation_loses_no_line_and_every_line_parses(tmp_path: Path) -> None:
     for number in range(100):
         emitter.emit(catalog.make_finding("rank_message", text=str(number)))
     seen = {
-        json.loads(line)["text"] for file in tmp_path.glob("guard.jsonl*") for line in file.read_text().splitlines()
+        json.loads(line)["text"]
+        for file in tmp_path.glob("guard.jsonl*")
+        for line in file.read_text().splitlines()
     }
     assert seen == {str(n) for n in range(100)}

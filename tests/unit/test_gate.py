@@ -1,4 +1,5 @@
-"""The gate: nothing invalid goes out, unknown is said and does not block, and a decision can be replayed."""
+"""The gate: nothing invalid goes out, unknown is said and does not block, and a decision can be
+replayed."""
 
 from __future__ import annotations
 
@@ -28,16 +29,25 @@ SETTINGS = GateSettings()
 RISING = tuple(2.0 + 0.1 * n + 0.01 * (n % 3) for n in range(10))
 
 
-def inputs(age_s: float | None = 600.0, *, outer_step: int | None = 56, written: float = NOW - 10) -> GateInputs:
-    published = Published(age_s=age_s, reason=None if age_s is not None else "no answer within 20 s", seen_at=written)
-    network = Network(outer_step=outer_step, reason=None if outer_step is not None else "no [chain] configured")
+def inputs(
+    age_s: float | None = 600.0, *, outer_step: int | None = 56, written: float = NOW - 10
+) -> GateInputs:
+    published = Published(
+        age_s=age_s, reason=None if age_s is not None else "no answer within 20 s", seen_at=written
+    )
+    network = Network(
+        outer_step=outer_step, reason=None if outer_step is not None else "no [chain] configured"
+    )
     return GateInputs(published, network, written=WALL, written_monotonic=written)
 
 
 def ask(
-    inner_step: int = 84, kind: str = "gradient", known: GateInputs | None = None, settings: GateSettings = SETTINGS,
+    inner_step: int = 84,
+    kind: str = "gradient",
+    known: GateInputs | None = None,
+    settings: GateSettings = SETTINGS,
     **more: object,
-) -> GateDecision:  # fmt: skip
+) -> GateDecision:
     given = {"loss": 3.4, "base_outer_step": 56, **more}
     candidate = Candidate(kind, 56, inner_step, **given)  # type: ignore[arg-type]
     return decide(candidate, inputs() if known is None else known, settings, now=NOW, wall=WALL)
@@ -51,7 +61,8 @@ def test_below_the_minimum_blocks_word_for_word() -> None:
     decision = ask(15)
     assert not decision
     assert decision.reason == (
-        "inner_step (15) < minimum (50). Validators will reject this! Waiting for more training steps..."
+        "inner_step (15) < minimum (50). Validators will reject this! Waiting for more "
+        "training steps..."
     )
     assert decision.retry_after_steps == 35
     assert ask(50).allowed
@@ -70,7 +81,9 @@ def test_shadow_mode_says_what_it_would_do_and_blocks_nothing() -> None:
     decision = ask(15, settings=GateSettings(mode="shadow"))
     assert decision.allowed
     assert decision.shadow
-    assert decision.reason.startswith("shadow mode, would be blocked: inner_step (15) < minimum (50)")
+    assert decision.reason.startswith(
+        "shadow mode, would be blocked: inner_step (15) < minimum (50)"
+    )
     assert not ask(84, settings=GateSettings(mode="shadow")).shadow
 
 
@@ -82,7 +95,9 @@ def test_repo_age_too_soon_due_and_stale() -> None:
     due, stale = ask(known=inputs(1850.0)), ask(known=inputs(2100.0))
     assert (due.allowed, due.due, due.stale) == (True, True, False)
     assert (stale.allowed, stale.due, stale.stale) == (True, True, True)
-    empty = ask(known=GateInputs(Published(empty=True, reason=None), written_monotonic=NOW), settings=spaced)
+    empty = ask(
+        known=GateInputs(Published(empty=True, reason=None), written_monotonic=NOW), settings=spaced
+    )
     assert empty.allowed
     assert empty.due
 
@@ -90,7 +105,8 @@ def test_repo_age_too_soon_due_and_stale() -> None:
 def test_a_wall_clock_that_steps_makes_nothing_younger() -> None:
     candidate = Candidate("gradient", 56, 84)
     decisions = [
-        decide(candidate, inputs(1999.0), SETTINGS, now=NOW, wall=wall) for wall in (WALL, WALL - 7200, WALL + 7200)
+        decide(candidate, inputs(1999.0), SETTINGS, now=NOW, wall=wall)
+        for wall in (WALL, WALL - 7200, WALL + 7200)
     ]
     assert [d.stale for d in decisions] == [True] * 3
 
@@ -161,7 +177,9 @@ def test_gate_inputs_survive_a_round_trip_with_the_same_digest(tmp_path: Path) -
         (b'{"limits": [1]}', "limits"),
     ],
 )
-def test_a_damaged_inputs_file_is_unknown_and_never_a_crash(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_a_damaged_inputs_file_is_unknown_and_never_a_crash(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
     path = tmp_path / "gate-inputs.json"
     if content is not None:
         path.write_bytes(content)
@@ -227,23 +245,31 @@ whole_candidates = st.builds(
     inner_step=st.integers(0, 100),
     loss=losses,
     base_outer_step=steps,
-    files=st.none() | st.fixed_dictionaries({"params": st.integers(0, 2), "problems": st.lists(st.text(), max_size=1)}),
+    files=st.none()
+    | st.fixed_dictionaries(
+        {"params": st.integers(0, 2), "problems": st.lists(st.text(), max_size=1)}
+    ),
     config=st.none() | st.fixed_dictionaries({"block_list": blocks}),
-    metadata=st.none() | st.fixed_dictionaries({"run": st.just("5"), "outer_step": steps, "inner_step": steps}),
+    metadata=st.none()
+    | st.fixed_dictionaries({"run": st.just("5"), "outer_step": steps, "inner_step": steps}),
     revision=st.none() | st.builds("5.{}.60".format, steps),
 )
 whole_inputs = st.builds(
     GateInputs,
     published=st.builds(Published, age_s=st.floats(0, 1e4), reason=st.none(), seen_at=st.just(NOW)),
     network=st.builds(
-        Network, block=st.integers(0, 2000), outer_step=steps, reason=st.none(), uid=st.integers(6, 8),
+        Network,
+        block=st.integers(0, 2000),
+        outer_step=steps,
+        reason=st.none(),
+        uid=st.integers(6, 8),
         commitment=st.sampled_from(["128:aa", "127:aa"]),
     ),
     bucket=st.sampled_from([None, "model-007", "model"]),
     credentials=st.sampled_from([None, "128:aa", "128:bb"]),
     limits=st.just(load_profile("sn38").limits),
     written_monotonic=st.just(NOW),
-)  # fmt: skip
+)
 
 
 @given(whole_candidates, whole_inputs, gate_settings)
@@ -252,7 +278,11 @@ def test_whatever_any_rule_blocks_is_blocked_and_nothing_else_is(
 ) -> None:
     facts = Facts(candidate, known.published, known.network, NOW, known.credentials, known.bucket)
     limits = Limits.of(settings, known.limits)
-    blocking = {rule for rule, judge in rules.gate_rules(facts, limits) if judge(facts, limits).outcome == "block"}
+    blocking = {
+        rule
+        for rule, judge in rules.gate_rules(facts, limits)
+        if judge(facts, limits).outcome == "block"
+    }
     decision = decide(candidate, known, settings, now=NOW, wall=WALL)
     exempt = candidate.kind == "archive" or settings.mode == "shadow"
     assert decision.allowed == (exempt or not blocking)
@@ -267,18 +297,29 @@ def test_ranks_never_differ_and_a_replay_is_equal(
     decision = decide(candidate, known, settings, now=NOW, wall=WALL)
     assert decide(candidate, known, settings, now=NOW, wall=WALL).as_dict() == decision.as_dict()
     stored = json.loads(json.dumps(decision.as_dict()))
-    stored_inputs = gate_inputs.from_document(json.loads(gate_inputs.canonical(gate_inputs.as_document(known))))
+    stored_inputs = gate_inputs.from_document(
+        json.loads(gate_inputs.canonical(gate_inputs.as_document(known)))
+    )
     assert stored["record"]["inputs"] == stored_inputs.digest
     again = replay(stored["record"], stored_inputs, stored["decided_at"])
     assert json.loads(json.dumps(again.as_dict())) == stored
-    assert GateDecision.from_dict(stored).as_dict() == GateDecision.from_dict(json.loads(json.dumps(stored))).as_dict()
+    assert (
+        GateDecision.from_dict(stored).as_dict()
+        == GateDecision.from_dict(json.loads(json.dumps(stored))).as_dict()
+    )
 
 
 @given(candidates, gate_settings)
-def test_a_decision_fits_into_one_journal_entry(candidate: Candidate, settings: GateSettings) -> None:
+def test_a_decision_fits_into_one_journal_entry(
+    candidate: Candidate, settings: GateSettings
+) -> None:
     long = "x" * 4000
     known = GateInputs(Published(reason=long), Network(reason=long), written_monotonic=NOW)
-    document = {"kind": "decision", "t": 1e6, **decide(candidate, known, settings, now=NOW, wall=WALL).as_dict()}
+    document = {
+        "kind": "decision",
+        "t": 1e6,
+        **decide(candidate, known, settings, now=NOW, wall=WALL).as_dict(),
+    }
     assert len(json.dumps(document, separators=(",", ":")).encode()) <= SLOT_PAYLOAD
 
 
@@ -291,5 +332,6 @@ def test_a_decision_is_quick(tmp_path: Path) -> None:
         start = time.perf_counter()
         decide(candidate, gate_inputs.read(path), SETTINGS, now=NOW, wall=WALL)
         times.append(time.perf_counter() - start)
-    # The target is 200 µs (tests/benchmarks); the loose bound here only catches something of another order.
+    # The target is 200 µs (tests/benchmarks); the loose bound here only catches something of
+    # another order.
     assert min(times) < 0.002

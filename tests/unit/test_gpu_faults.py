@@ -1,4 +1,5 @@
-"""Faults of GPUs over successive samples: said once when they come, once when they go, not for what wobbles."""
+"""Faults of GPUs over successive samples: said once when they come, once when they go, not for what
+wobbles."""
 
 from __future__ import annotations
 
@@ -12,18 +13,51 @@ from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
 
 HEALTHY: dict[str, Any] = {
-    "index": 0, "state": "ok", "error": None, "uuid": "GPU-0", "name": "NVIDIA A100-SXM4-80GB",
-    "pci_bus": "00000000:10:00.0", "capability": "8.0",
-    "memory_used_bytes": 4 << 20, "memory_reserved_bytes": 600 << 20, "memory_total_bytes": 80 << 30,
-    "utilization_ratio": 0.97, "memory_busy_ratio": 0.4, "temperature_c": 55, "slowdown_c": 89, "power_w": 310.0,
-    "power_limit_w": 400.0, "power_default_w": 400.0, "sm_clock_mhz": 1410, "sm_clock_max_mhz": 1410,
-    "memory_clock_mhz": 1593, "throttle_bits": 0, "throttle": [], "ecc_uncorrected": 0, "ecc_corrected": 0,
-    "rows_corrected": 0, "rows_uncorrected": 0, "remap_pending": False, "remap_failed": False,
+    "index": 0,
+    "state": "ok",
+    "error": None,
+    "uuid": "GPU-0",
+    "name": "NVIDIA A100-SXM4-80GB",
+    "pci_bus": "00000000:10:00.0",
+    "capability": "8.0",
+    "memory_used_bytes": 4 << 20,
+    "memory_reserved_bytes": 600 << 20,
+    "memory_total_bytes": 80 << 30,
+    "utilization_ratio": 0.97,
+    "memory_busy_ratio": 0.4,
+    "temperature_c": 55,
+    "slowdown_c": 89,
+    "power_w": 310.0,
+    "power_limit_w": 400.0,
+    "power_default_w": 400.0,
+    "sm_clock_mhz": 1410,
+    "sm_clock_max_mhz": 1410,
+    "memory_clock_mhz": 1593,
+    "throttle_bits": 0,
+    "throttle": [],
+    "ecc_uncorrected": 0,
+    "ecc_corrected": 0,
+    "rows_corrected": 0,
+    "rows_uncorrected": 0,
+    "remap_pending": False,
+    "remap_failed": False,
     "recovery_action": "none",
-    "pcie_generation": 4, "pcie_generation_max": 4, "pcie_width": 16, "pcie_width_max": 16, "pcie_replays": 0,
-    "nvlinks_up": 12, "nvlinks": 12, "peers": 3, "fabric": None, "persistence": 1, "compute_mode": 0, "mig": 0,
-    "processes": 0, "unread": {}, "xids": [],
-}  # fmt: skip
+    "pcie_generation": 4,
+    "pcie_generation_max": 4,
+    "pcie_width": 16,
+    "pcie_width_max": 16,
+    "pcie_replays": 0,
+    "nvlinks_up": 12,
+    "nvlinks": 12,
+    "peers": 3,
+    "fabric": None,
+    "persistence": 1,
+    "compute_mode": 0,
+    "mig": 0,
+    "processes": 0,
+    "unread": {},
+    "xids": [],
+}
 
 
 def observed(faults: Faults, now: float, **changes: Any) -> list[Finding]:
@@ -56,32 +90,48 @@ def test_a_lost_gpu_keeps_what_stood_before_and_is_said_itself() -> None:
     ("fault", "unread"),
     [
         ({"ecc_uncorrected": 1}, {"ecc_uncorrected": None}),
-        ({"state": "lost", "error": "GPU is lost"}, {"state": "unreadable", "error": "No Permission"}),
+        (
+            {"state": "lost", "error": "GPU is lost"},
+            {"state": "unreadable", "error": "No Permission"},
+        ),
     ],
 )
-def test_what_cannot_be_read_is_not_well_again(fault: dict[str, Any], unread: dict[str, Any]) -> None:
+def test_what_cannot_be_read_is_not_well_again(
+    fault: dict[str, Any], unread: dict[str, Any]
+) -> None:
     faults = Faults()
     assert [f.event for f in observed(faults, 0.0, **fault)] == ["gpu_fault"]
     assert observed(faults, 10.0, **unread) == []
     assert [f.event for f in observed(faults, 20.0)] == ["gpu_recovered"]
 
 
-def test_cards_without_a_bridge_have_links_that_nobody_misses_unless_the_others_have_theirs() -> None:
-    bare = [{**HEALTHY, "index": n, "uuid": f"GPU-{n}", "nvlinks": 4, "nvlinks_up": 0} for n in range(2)]
+def test_cards_without_a_bridge_have_links_that_nobody_misses_unless_the_others_have_theirs() -> (
+    None
+):
+    bare = [
+        {**HEALTHY, "index": n, "uuid": f"GPU-{n}", "nvlinks": 4, "nvlinks_up": 0} for n in range(2)
+    ]
     faults = Faults()
     assert list(faults.observe(bare, 0.0)) == []
     one_down = [{**bare[0], "nvlinks_up": 4}, bare[1]]
     (fault,) = faults.observe(one_down, 10.0)
     assert (fault.fields["gpu"], fault.severity) == (1, "warning")
     assert "0 of 4 NVLinks are up" in catalog.message(fault)
-    assert [c.level for c in of_row({**HEALTHY, "nvlinks_up": 11}) if c.check == "gpu.nvlink"] == ["warn"]
+    assert [c.level for c in of_row({**HEALTHY, "nvlinks_up": 11}) if c.check == "gpu.nvlink"] == [
+        "warn"
+    ]
 
 
 def test_throttling_counts_from_six_samples_in_ten_minutes() -> None:
     faults = Faults()
-    sparse = [observed(faults, 130.0 * n, throttle_bits=0x40, throttle=["HW thermal"]) for n in range(20)]
+    sparse = [
+        observed(faults, 130.0 * n, throttle_bits=0x40, throttle=["HW thermal"]) for n in range(20)
+    ]
     assert not any(sparse)
-    dense = [observed(faults, 5000 + 10.0 * n, throttle_bits=0x8, throttle=["HW slowdown"]) for n in range(8)]
+    dense = [
+        observed(faults, 5000 + 10.0 * n, throttle_bits=0x8, throttle=["HW slowdown"])
+        for n in range(8)
+    ]
     assert [len(s) for s in dense] == [0, 0, 0, 0, 0, 1, 0, 0]
     assert dense[5][0].severity == "warning"
     assert [f.event for f in observed(faults, 6000.0)] == ["gpu_recovered"]
@@ -90,32 +140,48 @@ def test_throttling_counts_from_six_samples_in_ten_minutes() -> None:
 @pytest.mark.parametrize("bits", [0x1, 0x4, 0x1 | 0x4])
 def test_idle_and_the_software_power_cap_are_everyday(bits: int) -> None:
     faults = Faults()
-    assert not any(observed(faults, 10.0 * n, throttle_bits=bits, throttle=["x"]) for n in range(50))
+    assert not any(
+        observed(faults, 10.0 * n, throttle_bits=bits, throttle=["x"]) for n in range(50)
+    )
 
 
 def test_a_narrow_link_must_be_seen_twice_and_under_load() -> None:
     faults = Faults()
-    assert not any(observed(faults, 10.0 * n, pcie_width=8, utilization_ratio=0.0) for n in range(5))
+    assert not any(
+        observed(faults, 10.0 * n, pcie_width=8, utilization_ratio=0.0) for n in range(5)
+    )
     assert not observed(faults, 100.0, pcie_width=8)
     assert not observed(faults, 110.0)
     assert not observed(faults, 120.0, pcie_width=8)
     assert [f.event for f in observed(faults, 130.0, pcie_width=8)] == ["gpu_fault"]
 
 
-@pytest.mark.parametrize(("xid", "level"), [(79, "critical"), (48, "critical"), (94, "warning"), (31, "warning")])
+@pytest.mark.parametrize(
+    ("xid", "level"), [(79, "critical"), (48, "critical"), (94, "warning"), (31, "warning")]
+)
 @pytest.mark.parametrize("state", ["ok", "lost", "gone"])
-def test_an_xid_is_a_fault_of_its_weight_also_of_a_gpu_that_is_lost(xid: int, level: str, state: str) -> None:
+def test_an_xid_is_a_fault_of_its_weight_also_of_a_gpu_that_is_lost(
+    xid: int, level: str, state: str
+) -> None:
     (fault,) = of_events([{**HEALTHY, "state": state, "xids": [xid]}])
     assert fault.severity == level
     assert f"Xid {xid}" in catalog.message(fault)
 
 
-@pytest.mark.parametrize("field", [n for n in HEALTHY if n not in ("index", "state", "unread", "xids")])
+@pytest.mark.parametrize(
+    "field", [n for n in HEALTHY if n not in ("index", "state", "unread", "xids")]
+)
 def test_any_value_may_be_unreadable_and_is_then_neither_well_nor_a_fault(field: str) -> None:
-    paired = {"throttle_bits": ["throttle"], "remap_pending": ["rows_corrected", "rows_uncorrected", "remap_failed"]}
+    paired = {
+        "throttle_bits": ["throttle"],
+        "remap_pending": ["rows_corrected", "rows_uncorrected", "remap_failed"],
+    }
     unread = dict.fromkeys([field, *paired.get(field, [])])
     with_ok = {c.check for c in of_row(HEALTHY)}
-    checks = {c.check: c for c in of_row({**HEALTHY, **unread, "unread": {field: "Insufficient Permissions"}})}
+    checks = {
+        c.check: c
+        for c in of_row({**HEALTHY, **unread, "unread": {field: "Insufficient Permissions"}})
+    }
     assert checks["gpu.state"].level == "unknown"
     assert field in checks["gpu.state"].seen
     assert {c.level for n, c in checks.items() if n != "gpu.state"} <= {"ok"}

@@ -30,7 +30,9 @@ def settle(gpus: Gpus, seconds: float) -> tuple[GpuMemoryWait, list[Finding]]:
 
 def test_only_growth_beyond_the_slack_is_held() -> None:
     before = {"GPU-a": 2 * GIB, "GPU-b": 0}
-    assert held(before, {"GPU-a": 2 * GIB + 1000, "GPU-b": 9 * GIB, "GPU-new": 30 * GIB}) == {"GPU-b": 9 * GIB}
+    assert held(before, {"GPU-a": 2 * GIB + 1000, "GPU-b": 9 * GIB, "GPU-new": 30 * GIB}) == {
+        "GPU-b": 9 * GIB
+    }
 
 
 def test_without_a_gpu_nothing_is_waited_for() -> None:

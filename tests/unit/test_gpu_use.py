@@ -1,4 +1,5 @@
-"""Source 002's continuous check: every row of its matrix, its examples, its lines, and the relaunch's limits."""
+"""Source 002's continuous check: every row of its matrix, its examples, its lines, and the
+relaunch's limits."""
 
 from __future__ import annotations
 
@@ -43,29 +44,48 @@ SETTINGS = GpuSettings()
         (104.0, "unknown", 1.0, "near the limit"),
     ],
 )
-def test_every_row_of_the_decision_matrix(share: float, size: str, factor: float, says: str) -> None:
+def test_every_row_of_the_decision_matrix(
+    share: float, size: str, factor: float, says: str
+) -> None:
     row = decide(share, size, SETTINGS)
     assert row.factor == factor
-    assert says in row.verdict.format(model="large model" if size == "large" else "not known", goal="70%+")
+    assert says in row.verdict.format(
+        model="large model" if size == "large" else "not known", goal="70%+"
+    )
     assert (row.level == "warning") == (factor > 1)
 
 
 @pytest.mark.parametrize(
     ("name", "params", "size"),
     [
-        ("ResNet-18", None, "small"), ("resnet34", None, "small"), ("EfficientNet-B2", None, "small"),
-        ("MobileNetV3", None, "small"), ("Tabular NN", None, "small"), ("Small CNN (3 conv layers)", None, "small"),
-        ("EfficientNet-B4", 19_000_000, "large"), ("tf_efficientnet_b7", None, "large"),
+        ("ResNet-18", None, "small"),
+        ("resnet34", None, "small"),
+        ("EfficientNet-B2", None, "small"),
+        ("MobileNetV3", None, "small"),
+        ("Tabular NN", None, "small"),
+        ("Small CNN (3 conv layers)", None, "small"),
+        ("EfficientNet-B4", 19_000_000, "large"),
+        ("tf_efficientnet_b7", None, "large"),
         ("ResNet-101", 44_000_000, "large"),
-        ("resnet152", None, "large"), ("ViT-Base", 86_000_000, "large"), ("vit_large_patch16", None, "large"),
-        ("microsoft/deberta-v3", None, "large"), ("GPT-2", None, "large"), ("DenseNet-161", None, "large"),
+        ("resnet152", None, "large"),
+        ("ViT-Base", 86_000_000, "large"),
+        ("vit_large_patch16", None, "large"),
+        ("microsoft/deberta-v3", None, "large"),
+        ("GPT-2", None, "large"),
+        ("DenseNet-161", None, "large"),
         ("EfficientNetV2-L", None, "large"),
-        ("ResNet-50", 25_000_000, "small"), ("EfficientNet-B3", 12_000_000, "small"),
+        ("ResNet-50", 25_000_000, "small"),
+        ("EfficientNet-B3", 12_000_000, "small"),
         ("Llama-4B", 4_000_000_000, "large"),
-        ("Llama", None, "unknown"), (None, 99_999_999, "small"), (None, 100_000_000, "large"), (None, None, "unknown"),
+        ("Llama", None, "unknown"),
+        (None, 99_999_999, "small"),
+        (None, 100_000_000, "large"),
+        (None, None, "unknown"),
     ],
-)  # fmt: skip
-def test_small_or_large_by_the_documents_names_first(name: str | None, params: int | None, size: str) -> None:
+)
+def test_small_or_large_by_the_documents_names_first(
+    name: str | None, params: int | None, size: str
+) -> None:
     assert size_of(name, params, SETTINGS.large_model_params) == size
 
 
@@ -74,10 +94,19 @@ def test_small_or_large_by_the_documents_names_first(name: str | None, params: i
     [
         ("GPU Memory Used: 18.3 GB / 24.0 GB (76.3%)", Printed(18.3, 24.0)),
         ("GPU Memory Used: 12.34 GB / 24.0 GB (51.4%)", Printed(12.34, 24.0)),
-        ("Epoch 3: Loss=0.542, GPU=18.1GB (75.4%)", Printed(18.1, pytest.approx(24.0, abs=0.02), step=3)),
-        ("Epoch 0: Loss=0.891, Acc=0.723, GPU=18.2GB (75.8%)", Printed(18.2, pytest.approx(24.0, abs=0.02), step=0)),
+        (
+            "Epoch 3: Loss=0.542, GPU=18.1GB (75.4%)",
+            Printed(18.1, pytest.approx(24.0, abs=0.02), step=3),
+        ),
+        (
+            "Epoch 0: Loss=0.891, Acc=0.723, GPU=18.2GB (75.8%)",
+            Printed(18.2, pytest.approx(24.0, abs=0.02), step=0),
+        ),
         ("Epoch 1: Loss=0.5, GPU=0.00GB (0.0%)", Printed(0.0, None, step=1)),
-        ("Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | GPU Mem: 18.45GB", Printed(18.45, None, step=84)),
+        (
+            "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | GPU Mem: 18.45GB",
+            Printed(18.45, None, step=84),
+        ),
         ("Model: EfficientNet-B4", Printed(model="EfficientNet-B4")),
         ("GPU Memory: 24.0 GB", None),
         ("RESOURCES: 32 CPU cores, batch=128, GPU=NVIDIA A10, Mixed Precision=ON", None),
@@ -87,8 +116,12 @@ def test_the_miners_own_lines_are_read(line: str, printed: Any) -> None:
     assert parse(line) == printed
 
 
-def checked(use: GpuUse, share: float, step: int, size: str = "large", name: str = "EfficientNet-B4") -> list[Finding]:
-    return list(use.check([MemoryReading("rank 0", share * 0.24, 24.0, "hook")], size, name, step, 60.0))
+def checked(
+    use: GpuUse, share: float, step: int, size: str = "large", name: str = "EfficientNet-B4"
+) -> list[Finding]:
+    return list(
+        use.check([MemoryReading("rank 0", share * 0.24, 24.0, "hook")], size, name, step, 60.0)
+    )
 
 
 def test_the_documents_lines() -> None:
@@ -98,7 +131,10 @@ def test_the_documents_lines() -> None:
     low = catalog.message(checked(GpuUse(SETTINGS), 51.3, 1)[0])
     assert "GPU at 51% is LOW for large model (EfficientNet-B4). Should be 70%+" in low
     small = catalog.message(checked(GpuUse(SETTINGS), 51.3, 1, "small", "ResNet-18")[0])
-    assert "GPU at 51% is acceptable for small model (ResNet-18). Proceeding without adjustment." in small
+    assert (
+        "GPU at 51% is acceptable for small model (ResNet-18). Proceeding without adjustment."
+        in small
+    )
 
 
 def test_a_sudden_drop_is_told_from_a_gradual_decline_and_names_its_step() -> None:
@@ -130,7 +166,9 @@ def test_the_argument_is_rewritten_in_either_form_and_nothing_else(form: list[st
     assert [w for w, o in zip(changed, command, strict=True) if w != o] in (["--b=192"], ["192"])
 
 
-@pytest.mark.parametrize("command", [["m.py"], ["m.py", "--b"], ["m.py", "--b", "auto"], ["m.py", "--bb", "3"]])
+@pytest.mark.parametrize(
+    "command", [["m.py"], ["m.py", "--b"], ["m.py", "--b", "auto"], ["m.py", "--bb", "3"]]
+)
 def test_an_argument_without_a_whole_number_is_not_there(command: list[str]) -> None:
     assert value_of(command, "--b") is None
 
@@ -186,10 +224,17 @@ class Bench:
 
     def sample(self, used_gb: float, total_gb: float = 24.0, gpus: int = 1) -> None:
         rows = [
-            {"index": i, "uuid": f"GPU-{i}", "state": "ok", "memory_used_bytes": int(used_gb * 1024**3),
-             "memory_total_bytes": int(total_gb * 1024**3), "unread": {}, "xids": []}
+            {
+                "index": i,
+                "uuid": f"GPU-{i}",
+                "state": "ok",
+                "memory_used_bytes": int(used_gb * 1024**3),
+                "memory_total_bytes": int(total_gb * 1024**3),
+                "unread": {},
+                "xids": [],
+            }
             for i in range(gpus)
-        ]  # fmt: skip
+        ]
         self.health = {"gpus": {"taken": self.clock.monotonic(), "gpus": rows}}
 
     def tick(self, seconds: float, ranks: Any = None) -> list[Finding]:
@@ -238,13 +283,20 @@ def test_the_miners_lines_count_before_nvml_and_the_hook_before_both(tmp_path: P
     assert usage.fields["share_pct"] == pytest.approx(50.0)
 
 
-def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, on_underuse="relaunch", batch_argument="--batch", model_name="EfficientNet-B4")
+def test_relaunch_rewrites_the_argument_and_goes_back_after_an_out_of_memory(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(
+        tmp_path, on_underuse="relaunch", batch_argument="--batch", model_name="EfficientNet-B4"
+    )
     bench.launch("m.py", "--batch=128")
     bench.sample(8.2)
     found_now = bench.tick(61)
     assert [f.event for f in found_now] == ["gpu_usage", "gpu_relaunch"]
-    assert catalog.message(found_now[1]) == "GPU RELAUNCH: --batch 128 -> 256: GPU memory at 34% (relaunch 1 of 3)"
+    assert (
+        catalog.message(found_now[1])
+        == "GPU RELAUNCH: --batch 128 -> 256: GPU memory at 34% (relaunch 1 of 3)"
+    )
     assert bench.control.commands == [("m.py", "--batch=256")]
     assert bench.control.relaunches == ["a larger batch: 128 -> 256"]
     bench.launch("m.py", "--batch=256")
@@ -264,7 +316,9 @@ def test_a_driver_that_falls_silent_is_a_fault_once_two_samples_are_missing(tmp_
     bench.health = {"gpus": None, "unknown": {"gpus": "failed: Unknown Error"}}
     assert not bench.tick(1)
     (fault,) = bench.tick(21)
-    assert catalog.message(fault).startswith("GPU FAULT: GPU all can't be read any more: failed: Unknown Error")
+    assert catalog.message(fault).startswith(
+        "GPU FAULT: GPU all can't be read any more: failed: Unknown Error"
+    )
     assert fault.severity == "critical"
     assert not bench.tick(1)
     bench.sample(18.3)

@@ -11,18 +11,28 @@ from miner_guard.detectors.hang import Hang, HangDetector, name_culprits
 from miner_guard.flight_recorder.records import Now
 from miner_guard.rank.phases import Phases
 
-SETTINGS = HangSettings(min_s=300.0, factor=5.0, first_step_s=1800.0, allreduce_s=840.0, upload_s=1800.0)
+SETTINGS = HangSettings(
+    min_s=300.0, factor=5.0, first_step_s=1800.0, allreduce_s=840.0, upload_s=1800.0
+)
 
 
 def rank(
-    phase: str = "", since: float = 0.0, steps: int = 10, state: str = "running", allowance: float | None = None,
+    phase: str = "",
+    since: float = 0.0,
+    steps: int = 10,
+    state: str = "running",
+    allowance: float | None = None,
     heartbeat: float | None = None,
-) -> Now:  # fmt: skip
+) -> Now:
     beat = since if heartbeat is None else heartbeat
-    return Now(state, phase, since, beat, 1, steps, steps, None, None, None, allowance, steps, 0, 0, 0)
+    return Now(
+        state, phase, since, beat, 1, steps, steps, None, None, None, allowance, steps, 0, 0, 0
+    )
 
 
-def watch(detector: HangDetector, start: float, end: float, ranks: dict[int, Now]) -> tuple[float, Hang] | None:
+def watch(
+    detector: HangDetector, start: float, end: float, ranks: dict[int, Now]
+) -> tuple[float, Hang] | None:
     """Look once a second; the time and the hang, or None."""
     now = start
     while now <= end:
@@ -43,7 +53,9 @@ def detector() -> HangDetector:
 
 
 def test_the_rank_outside_the_collective_is_named(detector: HangDetector) -> None:
-    ranks = {n: rank("allreduce", 101.0, allowance=0.0) for n in (0, 1, 3)} | {2: rank("data", 100.0)}
+    ranks = {n: rank("allreduce", 101.0, allowance=0.0) for n in (0, 1, 3)} | {
+        2: rank("data", 100.0)
+    }
     seen = watch(detector, 101.0, 2000.0, ranks)
     assert seen is not None
     when, hang = seen
@@ -70,7 +82,9 @@ def test_slow_steps_stretch_the_limit(detector: HangDetector) -> None:
         ("checkpoint", 1800.0),
     ],
 )
-def test_a_phase_with_an_allowance_may_take_it_and_no_more(detector: HangDetector, phase: str, allowed: float) -> None:
+def test_a_phase_with_an_allowance_may_take_it_and_no_more(
+    detector: HangDetector, phase: str, allowed: float
+) -> None:
     ranks = {0: rank(phase, 110.0), 1: rank("collective", 110.0)}
     seen = watch(detector, 111.0, 5000.0, ranks)
     assert seen is not None
@@ -85,7 +99,9 @@ class Shown:
         self.now = rank(name.decode(), since, allowance=known, heartbeat=heartbeat)
 
 
-@pytest.mark.parametrize(("outer", "allowance", "allowed"), [("val_loss", None, 1800.0), ("search", 400.0, 400.0)])
+@pytest.mark.parametrize(
+    ("outer", "allowance", "allowed"), [("val_loss", None, 1800.0), ("search", 400.0, 400.0)]
+)
 def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
     detector: HangDetector, outer: str, allowance: float | None, allowed: float
 ) -> None:
@@ -105,7 +121,9 @@ def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
     pytest.fail("a phase without an end is a hang")
 
 
-def test_short_phases_that_declare_an_allowance_again_and_again_are_no_progress(detector: HangDetector) -> None:
+def test_short_phases_that_declare_an_allowance_again_and_again_are_no_progress(
+    detector: HangDetector,
+) -> None:
     now, shown = 101.0, Shown()
     phases = Phases(shown, lambda: now, SETTINGS.allowances)
     while now < 3000.0:
@@ -124,8 +142,11 @@ def test_after_a_long_phase_the_usual_limit_counts_from_its_end(detector: HangDe
     assert seen[0] == pytest.approx(1300.5, abs=2)
 
 
-def test_an_allreduce_within_a_step_does_not_stretch_the_limit_of_the_steps_after(detector: HangDetector) -> None:
-    """Guards against a hang that is noticed after fifty minutes, since a step with an AllReduce took ten."""
+def test_an_allreduce_within_a_step_does_not_stretch_the_limit_of_the_steps_after(
+    detector: HangDetector,
+) -> None:
+    """Guards against a hang that is noticed after fifty minutes, since a step with an AllReduce
+    took ten."""
     detector.stepped(700.0, 600.0, {"allreduce": 590.0, "forward": 6.0})
     seen = watch(detector, 701.0, 5000.0, {0: rank("data", 700.5)})
     assert seen is not None
@@ -184,7 +205,8 @@ def test_a_process_that_outlives_its_training_is_a_hang(detector: HangDetector) 
 
 
 def test_torchruns_wait_for_the_other_nodes_at_its_end_is_no_hang() -> None:
-    """A node that is done first, or whose peer is lost, waits at torchrun's exit barrier: 300 s by default."""
+    """A node that is done first, or whose peer is lost, waits at torchrun's exit barrier: 300 s by
+    default."""
     detector = HangDetector(HangSettings())
     detector.launched(0.0)
     detector.stepped(100.0, 10.0)
@@ -194,12 +216,16 @@ def test_torchruns_wait_for_the_other_nodes_at_its_end_is_no_hang() -> None:
 
 
 def test_a_rank_that_is_gone_is_the_culprit(detector: HangDetector) -> None:
-    hang = detector.look(101.0, {}) or detector.look(102.0, {0: rank("backward"), 1: rank("backward")}, gone={1})
+    hang = detector.look(101.0, {}) or detector.look(
+        102.0, {0: rank("backward"), 1: rank("backward")}, gone={1}
+    )
     assert hang is None
     detector.stepped(102.0, 1.0)
     now = 103.0
     while hang is None:
-        hang = detector.look(now, {0: rank("backward", 102.0), 1: rank("backward", 102.0)}, gone={1})
+        hang = detector.look(
+            now, {0: rank("backward", 102.0), 1: rank("backward", 102.0)}, gone={1}
+        )
         now += 1.0
     assert hang.culprits == (1,)
     assert hang.detail.startswith("rank 1 is gone, rank 0 waiting in backward")

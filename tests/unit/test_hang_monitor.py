@@ -1,4 +1,5 @@
-"""The part that watches for hangs: a miner whose steps it can't see is said to be unseen, not hanging."""
+"""The part that watches for hangs: a miner whose steps it can't see is said to be unseen, not
+hanging."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 
 
 
 def watch(
-    folder: Path, attach: Literal["sn38", "auto", "log"] | None, ranks: Mapping[int, Now], *, printing: bool
+    folder: Path,
+    attach: Literal["sn38", "auto", "log"] | None,
+    ranks: Mapping[int, Now],
+    *,
+    printing: bool,
 ) -> list[Finding]:
     """What is found in five minutes of a miner that shows no step."""
     clock = FakeClock()
@@ -40,14 +45,17 @@ def watch(
 
 
 def test_lines_that_are_not_understood_are_no_hang(tmp_path: Path) -> None:
-    """Guards against a healthy miner ended every half hour, since its lines are of a form that is not known."""
+    """Guards against a healthy miner ended every half hour, since its lines are of a form that is
+    not known."""
     (blind,) = watch(tmp_path, "log", {0: STARTING}, printing=True)
     assert blind.event == "guard_degraded"
     assert "describe them in [miner] log_patterns" in str(blind.fields["what"])
 
 
 def test_a_program_known_by_its_lines_that_prints_nothing_hangs(tmp_path: Path) -> None:
-    assert [f.event for f in watch(tmp_path, "log", {0: STARTING}, printing=False)] == ["hang_detected"]
+    assert [f.event for f in watch(tmp_path, "log", {0: STARTING}, printing=False)] == [
+        "hang_detected"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,11 +96,19 @@ class Restarts(IdleControl):
         self.causes.append(cause)
 
 
-def test_ranks_that_have_lost_their_common_answer_are_ended_though_they_step_on(tmp_path: Path) -> None:
+def test_ranks_that_have_lost_their_common_answer_are_ended_though_they_step_on(
+    tmp_path: Path,
+) -> None:
     clock, jobs, control = FakeClock(), JobsLater(), Restarts()
-    part = HangMonitor(context(tmp_path, config=replace(Config(), hang=HANG), clock=clock, jobs=jobs, control=control))
+    part = HangMonitor(
+        context(
+            tmp_path, config=replace(Config(), hang=HANG), clock=clock, jobs=jobs, control=control
+        )
+    )
     part.on_launch(Launch(("miner",), 1, 0, clock.monotonic()))
-    waiting = replace(STARTING, state="running", phase="collective", phase_since=clock.monotonic() - 60.0)
+    waiting = replace(
+        STARTING, state="running", phase="collective", phase_since=clock.monotonic() - 60.0
+    )
     part.on_tick(clock.monotonic(), {0: waiting, 1: replace(waiting, phase="data")})
     late = make_finding("guard_degraded", rank=0, what="a rank did not come in time", where=LATE)
     (hang,) = part.on_finding(late)

@@ -92,7 +92,9 @@ def _sampled(sampler: HostSampler) -> tuple[dict[str, Any] | None, dict[str, str
     samplers = Samplers(SystemClock(), 5.0, sampler.reads)
     samplers.sample()
     samplers.sample()
-    reasons = {name: reading.reason for name, reading in samplers.readings().items() if reading.reason}
+    reasons = {
+        name: reading.reason for name, reading in samplers.readings().items() if reading.reason
+    }
     return figures(reading.value for reading in samplers.readings().values()), reasons
 
 
@@ -153,9 +155,14 @@ def test_what_a_container_uses_is_unknown_where_its_cache_cannot_be_told_from_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a container full of page cache would be one whose ranks the kernel kills next."""
-    _tree(tmp_path, {
-        "proc/self/cgroup": "0::/\n", "cg/memory.max": f"{GIB}\n", "cg/memory.current": f"{GIB - 1}\n",
-    })  # fmt: skip
+    _tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/\n",
+            "cg/memory.max": f"{GIB}\n",
+            "cg/memory.current": f"{GIB - 1}\n",
+        },
+    )
     memory = read_cgroup_memory(tmp_path / "proc", tmp_path / "cg")
     assert memory == (GIB, None, None)
     monkeypatch.setattr(host, "read_cgroup_memory", lambda: memory)
@@ -176,22 +183,34 @@ def test_cgroup_1_and_its_word_for_no_limit(tmp_path: Path) -> None:
 
 def _host(**figures: Any) -> dict[str, Any]:
     healthy = {
-        "disk_free_by_folder_bytes": {"state": 100 * GIB}, "shm_total_bytes": 16 * GIB, "memory_used_bytes": GIB,
-        "memory_limit_bytes": 64 * GIB, "memory_limit_by": "cgroup", "oom_kills": 0,
-    }  # fmt: skip
+        "disk_free_by_folder_bytes": {"state": 100 * GIB},
+        "shm_total_bytes": 16 * GIB,
+        "memory_used_bytes": GIB,
+        "memory_limit_bytes": 64 * GIB,
+        "memory_limit_by": "cgroup",
+        "oom_kills": 0,
+    }
     return {**dict.fromkeys(NAMES), **healthy, **figures}
 
 
 @pytest.mark.parametrize(
     ("figures", "words"),
     [
-        ({"disk_free_by_folder_bytes": {"state": GIB}}, "HOST WARNING: disk of state: 1.0 GB free (limit 5 GB)"),
+        (
+            {"disk_free_by_folder_bytes": {"state": GIB}},
+            "HOST WARNING: disk of state: 1.0 GB free (limit 5 GB)",
+        ),
         ({"shm_total_bytes": 64 * 1024**2}, "HOST WARNING: /dev/shm: 64 MB (limit 1 GB)"),
-        ({"memory_used_bytes": 63 * GIB}, "HOST WARNING: memory: 63.0 of 64.0 GB (limit 95% of the cgroup's)"),
+        (
+            {"memory_used_bytes": 63 * GIB},
+            "HOST WARNING: memory: 63.0 of 64.0 GB (limit 95% of the cgroup's)",
+        ),
         ({"oom_kills": 2}, "HOST WARNING: out-of-memory kill: 2 more"),
     ],
 )
-def test_what_is_short_is_said_once_until_it_was_better(figures: dict[str, Any], words: str) -> None:
+def test_what_is_short_is_said_once_until_it_was_better(
+    figures: dict[str, Any], words: str
+) -> None:
     limits = HostLimits(HealthSettings())
     assert list(limits.observe(_host())) == []
     said = [*limits.observe(_host(**figures)), *limits.observe(_host(**figures))]
@@ -208,17 +227,35 @@ def test_unknown_figures_are_no_warning() -> None:
 
 def _status() -> dict[str, Any]:
     return {
-        "state": "running", "miner_pid": 4711, "attempt": 1, "restarts": 1, "rank_processes": {"0": {}, "1": {}},
-        "steps": {"steps": 900, "outer_step": 56, "inner_step": 84, "loss": 3.4012, "p50_s": 15.23, "p95_s": 18.0,
-                  "goodput": {"training": 0.934, "upload": 0.06}},
+        "state": "running",
+        "miner_pid": 4711,
+        "attempt": 1,
+        "restarts": 1,
+        "rank_processes": {"0": {}, "1": {}},
+        "steps": {
+            "steps": 900,
+            "outer_step": 56,
+            "inner_step": 84,
+            "loss": 3.4012,
+            "p50_s": 15.23,
+            "p95_s": 18.0,
+            "goodput": {"training": 0.934, "upload": 0.06},
+        },
         "costs": {"share_pct": 0.12, "budget_pct": 5.0, "guard_blocking_pct": 0.001},
-        "chain": {"block": 7_123_456}, "uploads": {"repo": {"age_s": 612.3}},
-    }  # fmt: skip
+        "chain": {"block": 7_123_456},
+        "uploads": {"repo": {"age_s": 612.3}},
+    }
 
 
 def _gpu(index: int, **figures: Any) -> dict[str, Any]:
-    return {"index": index, "state": "ok", "memory_used_bytes": 18.4 * GIB, "utilization_ratio": 0.97,
-            "temperature_c": 61, **figures}  # fmt: skip
+    return {
+        "index": index,
+        "state": "ok",
+        "memory_used_bytes": 18.4 * GIB,
+        "utilization_ratio": 0.97,
+        "temperature_c": 61,
+        **figures,
+    }
 
 
 def test_the_line_says_what_matters_in_200_columns() -> None:
@@ -235,7 +272,9 @@ def test_the_line_says_what_matters_in_200_columns() -> None:
 def test_a_repo_that_is_empty_is_not_unknown() -> None:
     status = {**_status(), "uploads": {"repo": {"age_s": None, "reason": None, "empty": True}}}
     assert "| repo empty |" in summary(
-        assemble(status, _host(), {"state": "ok", "gpus": []}, {"cpu_pct": 0.3, "memory_bytes": 1}, {})
+        assemble(
+            status, _host(), {"state": "ok", "gpus": []}, {"cpu_pct": 0.3, "memory_bytes": 1}, {}
+        )
     )
 
 
@@ -243,13 +282,18 @@ def test_the_line_fits_whatever_the_values_are() -> None:
     status = _status()
     status["steps"].update(loss=1e30, p50_s=123456.789, outer_step=10**12, inner_step=10**12)
     guard = {"cpu_pct": 1e9, "memory_bytes": 10**15}
-    gpus = {"state": "ok", "gpus": [_gpu(i, memory_used_bytes=10**15, state="lost") for i in range(1000)]}
+    gpus = {
+        "state": "ok",
+        "gpus": [_gpu(i, memory_used_bytes=10**15, state="lost") for i in range(1000)],
+    }
     line = summary(assemble(status, _host(cpu_pct=1e12), gpus, guard, {}))
     assert len(f"2026-01-02T03:04:05.678Z | INFO | guard | HEALTH {line}") <= 200
 
 
 def test_the_line_of_nothing_known_says_so() -> None:
-    snapshot = assemble({}, None, None, {"cpu_pct": None, "memory_bytes": None}, {"host": "no answer within 5 s"})
+    snapshot = assemble(
+        {}, None, None, {"cpu_pct": None, "memory_bytes": None}, {"host": "no answer within 5 s"}
+    )
     assert summary(snapshot) == "unknown | gpu ? | host ? | guard ? ? mon ?"
     assert snapshot["unknown"] == {"host": "no answer within 5 s"}
     assert catalog.make_finding("health_snapshot", summary="x", snapshot=snapshot)
@@ -270,11 +314,19 @@ def test_the_part_samples_and_logs_on_schedule_and_once_at_the_end(tmp_path: Pat
 
     jobs, emitted = JobsAtOnce(), list[Finding]()
     config = Config(health=HealthSettings(snapshot_every_s=10.0))
-    part = HealthMonitor(context(tmp_path, config=config, emit=emitted.append, jobs=jobs, status=_status))
+    part = HealthMonitor(
+        context(tmp_path, config=config, emit=emitted.append, jobs=jobs, status=_status)
+    )
     part._nvml.close()
-    part.samplers = Samplers(SystemClock(), 5.0, {
-        **part._host.reads, "gpus": lambda: {"state": "absent", "gpus": []}, "guard": part._own.sample,
-    })  # fmt: skip
+    part.samplers = Samplers(
+        SystemClock(),
+        5.0,
+        {
+            **part._host.reads,
+            "gpus": lambda: {"state": "absent", "gpus": []},
+            "guard": part._own.sample,
+        },
+    )
     assert jobs.every_s == {"samplers": 10.0, "health": 10.0}
     jobs.repeated["samplers"]()
     jobs.repeated["health"]()

@@ -1,4 +1,5 @@
-"""An hour of a run on a simulated clock, with the real schedule, parts, samplers and files: on time, flat, cheap."""
+"""An hour of a run on a simulated clock, with the real schedule, parts, samplers and files: on
+time, flat, cheap."""
 
 from __future__ import annotations
 
@@ -62,7 +63,13 @@ class Hour(WholeRun):
             if (self.clock.monotonic() - self.started) % STEP_S == 0:
                 self.step(float(STEP_S))
                 self.entries(
-                    {"kind": "cost", "operation": "guard.hook", "seconds": HOOK_S, "blocking": True, "count": 1}
+                    {
+                        "kind": "cost",
+                        "operation": "guard.hook",
+                        "seconds": HOOK_S,
+                        "blocking": True,
+                        "count": 1,
+                    }
                 )
             self.tick()
             self.jobs.tick()
@@ -71,14 +78,20 @@ class Hour(WholeRun):
                 finding = self._reported.popleft()
                 self.told.append((self.clock.monotonic(), finding))
                 self.host.finding(finding)
-            self.documents = {"state": "running", **self.host.snapshots(), "jobs": self.jobs.figures()}
+            self.documents = {
+                "state": "running",
+                **self.host.snapshots(),
+                "jobs": self.jobs.figures(),
+            }
             self.status.update(self.documents)
 
     def _run_what_is_due(self) -> None:
         schedule = self.jobs._scheduler
         running = schedule._executors["default"]._instances
         deadline = time.monotonic() + 30
-        while any(job.next_run_time.timestamp() <= self.clock.wall() for job in schedule.get_jobs()):
+        while any(
+            job.next_run_time.timestamp() <= self.clock.wall() for job in schedule.get_jobs()
+        ):
             schedule.wakeup()
             time.sleep(0.0002)
             assert time.monotonic() < deadline
@@ -122,8 +135,12 @@ def test_snapshots_are_on_time_memory_is_flat_and_the_cost_is_small_and_stated(h
 
     at = hour.at("health_snapshot")
     assert len(at) == 60
-    assert all(later - earlier == pytest.approx(60, rel=0.1) for earlier, later in itertools.pairwise(at)), at
-    assert at[-1] == pytest.approx(3600, abs=6), "no drift, though the wall clock was stepped back an hour and on again"
+    assert all(
+        later - earlier == pytest.approx(60, rel=0.1) for earlier, later in itertools.pairwise(at)
+    ), at
+    assert at[-1] == pytest.approx(3600, abs=6), (
+        "no drift, though the wall clock was stepped back an hour and on again"
+    )
     assert not hour.at("job_late")
     assert not hour.degraded
     assert blocks < 10_000, "windows still fill; nothing else grows"
@@ -143,7 +160,9 @@ def test_snapshots_are_on_time_memory_is_flat_and_the_cost_is_small_and_stated(h
     assert json.loads(hour.state.status.read_text())["costs"]["budget_status"] == "ok"
 
 
-def test_a_job_that_is_held_up_neither_piles_up_nor_delays_the_others_and_its_lateness_is_told(hour: Hour) -> None:
+def test_a_job_that_is_held_up_neither_piles_up_nor_delays_the_others_and_its_lateness_is_told(
+    hour: Hour,
+) -> None:
     go_on, runs = threading.Event(), [0]
 
     def work() -> None:

@@ -1,4 +1,5 @@
-"""gradients.pt from anybody: what validators would reject is refused, nothing runs, memory is bounded."""
+"""gradients.pt from anybody: what validators would reject is refused, nothing runs, memory is
+bounded."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_a_good_file_is_counted(tmp_path: Path) -> None:
 
 def looked_at(path: Path, shapes: Any = None, limits: Limits = FLAT) -> dict[str, Any]:
     """The same look, in this process: for files that are merely wrong."""
-    return examine(torch, str(path), path.stat().st_size, dataclasses.asdict(limits), shapes, None, 9)
+    return examine(
+        torch, str(path), path.stat().st_size, dataclasses.asdict(limits), shapes, None, 9
+    )
 
 
 NAN, INF, FLOAT = float("nan"), float("inf"), torch.float32
@@ -58,25 +61,48 @@ NAN, INF, FLOAT = float("nan"), float("inf"), torch.float32
     [
         ({"wvals": torch.tensor([0.5, NAN, 2.0])}, "w: NaN or Inf"),
         ({"wvals": torch.tensor([0.5, INF, 2.0], dtype=torch.bfloat16)}, "w: NaN or Inf"),
-        ({"wvals": torch.tensor([0.5, 2.0])}, r"w: indices of shape \[3\] and values of shape \[2\]"),
+        (
+            {"wvals": torch.tensor([0.5, 2.0])},
+            r"w: indices of shape \[3\] and values of shape \[2\]",
+        ),
         ({"widxs": torch.tensor([0, 5, 128])}, r"w: index 128 is out of bounds \(0 to 127\)"),
         ({"widxs": torch.tensor([0, -5, 1])}, "w: index -5 is out of bounds"),
         ({"wvals": [0.5, 1.0, 2.0]}, "w: values are a list"),
         ({"wquant_params": (0.0, 1.0, 128, torch.ones(4))}, "w: 4 quantisation parameters"),
-        ({"wvals": torch.tensor([9, 0, 1], dtype=torch.uint8), "wquant_params": (0.0, 1.0, 4, torch.ones(8), FLOAT)},
-         "w: the quantised values do not decode: index 9 is out of bounds"),
-        ({"wvals": torch.tensor([3, 0, 1], dtype=torch.uint8), "wquant_params": (NAN, 1.0, 4, torch.ones(8), FLOAT)},
-         "w: NaN or Inf"),
-        ({"wvals": torch.tensor([3, 0, 1], dtype=torch.uint8), "wquant_params": (0.0, 1, 4, torch.ones(8), "float32")},
-         "names its type as a str"),
-        ({"widxs": torch.tensor([5, 5, 5]), "wvals": torch.full((3,), 3e38)}, "where values of one index are added up"),
+        (
+            {
+                "wvals": torch.tensor([9, 0, 1], dtype=torch.uint8),
+                "wquant_params": (0.0, 1.0, 4, torch.ones(8), FLOAT),
+            },
+            "w: the quantised values do not decode: index 9 is out of bounds",
+        ),
+        (
+            {
+                "wvals": torch.tensor([3, 0, 1], dtype=torch.uint8),
+                "wquant_params": (NAN, 1.0, 4, torch.ones(8), FLOAT),
+            },
+            "w: NaN or Inf",
+        ),
+        (
+            {
+                "wvals": torch.tensor([3, 0, 1], dtype=torch.uint8),
+                "wquant_params": (0.0, 1, 4, torch.ones(8), "float32"),
+            },
+            "names its type as a str",
+        ),
+        (
+            {"widxs": torch.tensor([5, 5, 5]), "wvals": torch.full((3,), 3e38)},
+            "where values of one index are added up",
+        ),
         ({"wvals": torch.full((3,), 1e30)}, "the loss after them is NaN"),
         ({"wvals": torch.zeros(3), "bvals": torch.zeros(1)}, "all values are zero"),
         ({"widxs": torch.zeros(1, dtype=torch.int64).expand(10**10)}, "claims 10000000000 indices"),
         ({"wvals": torch.ones(1).expand(10**10)}, "claims 10000000000 values"),
     ],
-)  # fmt: skip
-def test_contents_that_validators_reject(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+)
+def test_contents_that_validators_reject(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
     report = looked_at(saved(tmp_path, {**good(), **change}), SHAPES)
     assert any(re.search(words, p) for p in report["problems"]), report
 
@@ -87,18 +113,33 @@ VALUES = torch.tensor([0.5, -1.0, 2.0])
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"wvals": VALUES.to_sparse()}, "w: values are torch.sparse_coo on cpu, not a plain tensor"),
+        (
+            {"wvals": VALUES.to_sparse()},
+            "w: values are torch.sparse_coo on cpu, not a plain tensor",
+        ),
         ({"widxs": torch.tensor([[0, 5]]).to_sparse()}, "w: indices are torch.sparse_coo"),
         ({"wvals": torch.empty(3, device="meta")}, "w: values are torch.strided on meta"),
         ({"wvals": VALUES.to(torch.complex64)}, "w: values are torch.complex64, not real numbers"),
-        ({"wvals": torch.tensor([0.5, NAN, 2.0]).to(torch.float8_e4m3fn)}, "w: NaN or Inf in the values"),
-        ({"wquant_params": (0.0, 1.0, 128, torch.full((4,), INF), FLOAT)}, "w: NaN or Inf in the values"),
-        ({"wquant_params": (torch.ones(2).to_sparse(), 1.0, 128, torch.ones(4), FLOAT)}, "w: quantisation shifts are"),
+        (
+            {"wvals": torch.tensor([0.5, NAN, 2.0]).to(torch.float8_e4m3fn)},
+            "w: NaN or Inf in the values",
+        ),
+        (
+            {"wquant_params": (0.0, 1.0, 128, torch.full((4,), INF), FLOAT)},
+            "w: NaN or Inf in the values",
+        ),
+        (
+            {"wquant_params": (torch.ones(2).to_sparse(), 1.0, 128, torch.ones(4), FLOAT)},
+            "w: quantisation shifts are",
+        ),
         ({"widxs": torch.tensor([0, 5, 128], dtype=torch.uint16)}, "w: index 128 is out of bounds"),
     ],
-)  # fmt: skip
-def test_tensors_of_odd_kinds_are_refused_and_not_unknown(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    """Guards against a NaN that goes out as float8, or as a kind of tensor that torch's checks raise on."""
+)
+def test_tensors_of_odd_kinds_are_refused_and_not_unknown(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    """Guards against a NaN that goes out as float8, or as a kind of tensor that torch's checks
+    raise on."""
     report = looked_at(saved(tmp_path, {**good(), **change}), SHAPES)
     assert len(report["problems"]) == 1, report
     assert words in report["problems"][0]
@@ -106,15 +147,24 @@ def test_tensors_of_odd_kinds_are_refused_and_not_unknown(tmp_path: Path, change
 
 @pytest.mark.parametrize(
     "change",
-    [{"wvals": VALUES.to(torch.float8_e5m2)}, {"widxs": torch.tensor([0, 5, 127], dtype=torch.uint16)},
-     {"wvals": torch.tensor([3, 0, 1], dtype=torch.uint8), "wquant_params": (0.0, NAN, None, torch.ones(4), FLOAT)}],
-)  # fmt: skip
+    [
+        {"wvals": VALUES.to(torch.float8_e5m2)},
+        {"widxs": torch.tensor([0, 5, 127], dtype=torch.uint16)},
+        {
+            "wvals": torch.tensor([3, 0, 1], dtype=torch.uint8),
+            "wquant_params": (0.0, NAN, None, torch.ones(4), FLOAT),
+        },
+    ],
+)
 def test_small_types_of_numbers_are_taken(tmp_path: Path, change: dict[str, Any]) -> None:
     assert looked_at(saved(tmp_path, {**good(), **change}), SHAPES)["problems"] == []
 
 
-def test_the_limits_hold_before_any_of_the_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against an archive that is a table of contents and nothing else: zipfile reads all of it."""
+def test_the_limits_hold_before_any_of_the_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against an archive that is a table of contents and nothing else: zipfile reads all of
+    it."""
 
     def limited(*_: object) -> None:
         raise MemoryError
@@ -128,7 +178,8 @@ def test_the_limits_hold_before_any_of_the_file_is_read(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("place", range(5))
 def test_lists_of_lists_are_not_walked_through(tmp_path: Path, place: int) -> None:
-    """Guards against a file of 2 KB that keeps the child busy until its time is up, and is then only unknown."""
+    """Guards against a file of 2 KB that keeps the child busy until its time is up, and is then
+    only unknown."""
     nested: Any = (1.0,)
     for _ in range(64):
         nested = (nested, nested)
@@ -140,18 +191,26 @@ def test_lists_of_lists_are_not_walked_through(tmp_path: Path, place: int) -> No
     assert len(looked_at(saved(tmp_path, {**good(), **change}), SHAPES)["problems"]) == expected
 
 
-def test_names_of_any_length_and_of_no_characters_make_no_answer_that_nobody_can_take(tmp_path: Path) -> None:
+def test_names_of_any_length_and_of_no_characters_make_no_answer_that_nobody_can_take(
+    tmp_path: Path,
+) -> None:
     names = [letter * 10**6 for letter in ("p", "q", "\ud800")]
-    document = {**good(), **{f"{name}{what}": torch.ones(1) for name in names for what in ("idxs", "vals")}}
+    document = {
+        **good(),
+        **{f"{name}{what}": torch.ones(1) for name in names for what in ("idxs", "vals")},
+    }
     assert len(str(looked_at(saved(tmp_path, document), SHAPES)).encode()) < 10_000
 
 
 def test_names_are_the_model_s_own_to_the_letter(tmp_path: Path) -> None:
-    """Guards against a file of torch.compile's names: validators skip them all, and the improvement is exactly 0."""
+    """Guards against a file of torch.compile's names: validators skip them all, and the improvement
+    is exactly 0."""
     wrapped = {f"_orig_mod.{k}" if k != "metadata" else k: v for k, v in good().items()}
     for known in (SHAPES, None):
         report = looked_at(saved(tmp_path, wrapped), known)
-        assert report["problems"][0].startswith("_orig_mod.b: validators know this parameter as b and skip it")
+        assert report["problems"][0].startswith(
+            "_orig_mod.b: validators know this parameter as b and skip it"
+        )
     mixed = {**good(), **{k: v for k, v in wrapped.items() if k.startswith("_orig_mod.b")}}
     report = looked_at(saved(tmp_path, mixed))
     assert report["problems"] == []
@@ -166,7 +225,9 @@ def test_tied_or_frozen_parameters_may_be_missing(tmp_path: Path) -> None:
 
 def test_another_model_s_file_is_refused_since_validators_skip_all_of_it(tmp_path: Path) -> None:
     report = looked_at(saved(tmp_path, good()), Shapes({"other": (8, 16)}))
-    assert report["problems"] == ["none of its 2 parameters is of the model that trains here; validators skip them all"]
+    assert report["problems"] == [
+        "none of its 2 parameters is of the model that trains here; validators skip them all"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +245,9 @@ def test_what_validators_skip_is_warned_of_and_blocks_nothing(
     assert any(words in warning for warning in report["warnings"]), report
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bool, torch.complex64, torch.uint8])
+@pytest.mark.parametrize(
+    "kind", [torch.float32, torch.float64, torch.bool, torch.complex64, torch.uint8]
+)
 def test_indices_of_any_type_are_taken_as_validators_take_them(tmp_path: Path, kind: Any) -> None:
     change = {"widxs": torch.tensor([0, 1, 1]).to(kind)}
     assert looked_at(saved(tmp_path, {**good(), **change}), SHAPES)["problems"] == []
@@ -225,8 +288,10 @@ def test_subnet_38_counts_indices_within_rows(tmp_path: Path) -> None:
 
 def test_the_layout_of_the_dct_is_refused_where_validators_run_without_it(tmp_path: Path) -> None:
     document = {
-        "widxs": torch.full((2, 3, 32), 4000, dtype=torch.int16), "wvals": torch.randn(2, 3, 32), "metadata": {},
-    }  # fmt: skip
+        "widxs": torch.full((2, 3, 32), 4000, dtype=torch.int16),
+        "wvals": torch.randn(2, 3, 32),
+        "metadata": {},
+    }
     path, shapes = saved(tmp_path, document), Shapes({"w": (128, 192)})
     assert "index 4000 is out of bounds (0 to 191)" in looked_at(path, shapes, SN38)["problems"][0]
     assert looked_at(path, shapes, dataclasses.replace(SN38, gradients_dct=True))["problems"] == []
@@ -236,14 +301,20 @@ def test_the_layout_of_the_dct_is_refused_where_validators_run_without_it(tmp_pa
     assert "covers 6 of 128 rows" in report["warnings"][0]
 
 
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "kind", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+)
 @pytest.mark.parametrize("shapes", [Shapes({"w": (128, 192)}), None])
 def test_values_of_another_type_than_the_validators_parameter_are_refused(
     tmp_path: Path, kind: Any, shapes: Shapes | None
 ) -> None:
-    """Guards against a miner that saves half precision: every validator raises, and resets its scores."""
+    """Guards against a miner that saves half precision: every validator raises, and resets its
+    scores."""
     report = looked_at(saved(tmp_path, rows(kind=kind)), shapes, SN38)
-    assert "validators add them to a float32 tensor, which raises. Upload float32" in report["problems"][0]
+    assert (
+        "validators add them to a float32 tensor, which raises. Upload float32"
+        in report["problems"][0]
+    )
 
 
 class Bomb:
@@ -256,7 +327,9 @@ class Bomb:
 
 def test_a_pickle_bomb_is_refused_and_nothing_runs(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
-    for number, path in enumerate((saved(tmp_path, {**good(), "x": Bomb(marker)}), tmp_path / "plain.pt")):
+    for number, path in enumerate(
+        (saved(tmp_path, {**good(), "x": Bomb(marker)}), tmp_path / "plain.pt")
+    ):
         if number:
             path.write_bytes(pickle.dumps({"x": Bomb(marker)}))
         report = inspect_file(path, FLAT)
@@ -303,5 +376,11 @@ def test_10_gb_claimed_by_the_pickle_meet_the_memory_limit(tmp_path: Path) -> No
 
 def test_a_file_that_cannot_be_looked_at_is_unknown_and_not_healthy(tmp_path: Path) -> None:
     assert "No such file" in inspect_file(tmp_path / "absent.pt", FLAT)["reason"]
-    assert "no answer within 0.01 s" in inspect_file(saved(tmp_path, good()), FLAT, deadline_s=0.01)["reason"]
-    assert "could not be started" in inspect_file(saved(tmp_path, good()), FLAT, python="/nonexistent")["reason"]
+    assert (
+        "no answer within 0.01 s"
+        in inspect_file(saved(tmp_path, good()), FLAT, deadline_s=0.01)["reason"]
+    )
+    assert (
+        "could not be started"
+        in inspect_file(saved(tmp_path, good()), FLAT, python="/nonexistent")["reason"]
+    )

@@ -33,7 +33,9 @@ def test_a_damaged_ledger_is_set_aside_and_a_new_one_begun(tmp_path: Path) -> No
     assert len(list(tmp_path.glob("*.damaged-*"))) == 2
 
 
-def test_a_full_disk_costs_rows_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_rows_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     findings = list[Finding]()
     ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append)
     ledger.restart(1.0, "crash", 1, 2.0)
@@ -55,7 +57,8 @@ def test_a_full_disk_costs_rows_and_says_so_once(tmp_path: Path, monkeypatch: py
 
 
 def test_rows_wait_while_another_process_holds_the_file_and_hold_nobody_up(tmp_path: Path) -> None:
-    """Guards against a lock that is called a full disk, costs its rows and stops the supervisor 2 s for each."""
+    """Guards against a lock that is called a full disk, costs its rows and stops the supervisor 2 s
+    for each."""
     findings, now = list[Finding](), 0.0
     ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append, lambda: now)
     ledger.restart(1.0, "crash", 1, 2.0)
@@ -64,7 +67,9 @@ def test_rows_wait_while_another_process_holds_the_file_and_hold_nobody_up(tmp_p
     started = time.monotonic()
     for number in range(100):
         ledger.restart(2.0 + number, "crash", 2, 4.0)
-    assert time.monotonic() - started < 60, "a tenth of a second is meant; for each row it would be 200 s"
+    assert time.monotonic() - started < 60, (
+        "a tenth of a second is meant; for each row it would be 200 s"
+    )
     other.execute("COMMIT")
     other.close()
     now += 10.0
@@ -73,11 +78,17 @@ def test_rows_wait_while_another_process_holds_the_file_and_hold_nobody_up(tmp_p
         "LEDGER STUCK: ledger.sqlite3: database is locked; the miner goes on",
         "LEDGER RECOVERED: ledger.sqlite3 is written again, 0 rows lost",
     ]
-    assert [row["wall"] for row in ledger.rows("restarts")] == [1.0, *(2.0 + n for n in range(100)), 200.0]
+    assert [row["wall"] for row in ledger.rows("restarts")] == [
+        1.0,
+        *(2.0 + n for n in range(100)),
+        200.0,
+    ]
     ledger.close()
 
 
-def test_rows_that_wait_at_the_end_are_written_or_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_wait_at_the_end_are_written_or_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     findings = list[Finding]()
     monkeypatch.setattr("uploads.ledger._MAX_WAITING", 3)
     ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append, lambda: 0.0)
@@ -114,7 +125,8 @@ def test_a_row_that_sqlite_does_not_take_holds_back_none(tmp_path: Path) -> None
 
 
 def test_a_ledger_of_a_later_version_is_written_as_far_as_it_is_known(tmp_path: Path) -> None:
-    """Guards against a guard that was set back a version, and writes no row any more: a table had one column more."""
+    """Guards against a guard that was set back a version, and writes no row any more: a table had
+    one column more."""
     path, findings = tmp_path / "ledger.sqlite3", list[Finding]()
     ledger = Ledger(path, findings.append)
     ledger.restart(1.0, "crash", 1, 2.0)
@@ -156,14 +168,20 @@ def test_a_reader_leaves_nothing_beside_the_file_of_a_guard_that_has_ended(tmp_p
 def _decide(ledger: Ledger, number: int, wall: float) -> None:
     record = {"inputs": f"digest-{number // 10}", "candidate": {"inner_step": number}}
     verdicts = [{"rule": "loss", "outcome": "pass"}]
-    document = {"decision_id": f"id-{number}", "decided_at": wall, "allowed": True, "kind": "gradient"}
+    document = {
+        "decision_id": f"id-{number}",
+        "decided_at": wall,
+        "allowed": True,
+        "kind": "gradient",
+    }
     ledger.decision(document | {"verdicts": verdicts, "record": record}, {"of": number // 10})
 
 
 def test_a_miner_that_asks_at_every_step_does_not_fill_the_disk_in_a_month(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a ledger that was only cleaned when it was opened: with 15 s steps 0.8 GB a month."""
+    """Guards against a ledger that was only cleaned when it was opened: with 15 s steps 0.8 GB a
+    month."""
     monkeypatch.setattr("uploads.ledger.MAX_DECISIONS", 50)
     monkeypatch.setattr("uploads.ledger._FORGET_EVERY", 20)
     ledger = Ledger(tmp_path / "ledger.sqlite3")
@@ -200,13 +218,16 @@ def test_only_the_owner_may_read_it_and_its_log(tmp_path: Path) -> None:
         ledger.close()
     finally:
         os.umask(before)
-    assert modes == dict.fromkeys(("ledger.sqlite3", "ledger.sqlite3-wal", "ledger.sqlite3-shm"), 0o600)
+    assert modes == dict.fromkeys(
+        ("ledger.sqlite3", "ledger.sqlite3-wal", "ledger.sqlite3-shm"), 0o600
+    )
 
 
 def test_a_row_that_still_fits_on_a_full_disk_is_no_end_of_the_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against hundreds of alarms a minute: a decision did not fit, what its inputs needed did."""
+    """Guards against hundreds of alarms a minute: a decision did not fit, what its inputs needed
+    did."""
     findings = list[Finding]()
     ledger = Ledger(tmp_path / "ledger.sqlite3", findings.append)
     whole, room = ledger._done, False
@@ -228,8 +249,11 @@ def test_a_row_that_still_fits_on_a_full_disk_is_no_end_of_the_trouble(
     ledger.close()
 
 
-def test_a_ledger_that_somebody_removed_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against rows that go into a removed file, which also keeps the room that it was removed for."""
+def test_a_ledger_that_somebody_removed_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against rows that go into a removed file, which also keeps the room that it was
+    removed for."""
     path = tmp_path / "ledger.sqlite3"
     ledger = Ledger(path)
     for number in range(2):
@@ -237,7 +261,9 @@ def test_a_ledger_that_somebody_removed_is_begun_anew(tmp_path: Path, monkeypatc
         if number == 0:
             path.unlink()
             ledger._trouble = "full"
-            monkeypatch.setattr("uploads.ledger.has_room", lambda _where: ledger._connection is None)
+            monkeypatch.setattr(
+                "uploads.ledger.has_room", lambda _where: ledger._connection is None
+            )
     ledger.close()
     assert [row["wall"] for row in ReadOnlyLedger(path).rows("restarts")] == [2.0]
 

@@ -1,4 +1,5 @@
-"""Output on its way to the parts: nothing lost, nothing twice, and no part is asked about what can't concern it."""
+"""Output on its way to the parts: nothing lost, nothing twice, and no part is asked about what
+can't concern it."""
 
 from __future__ import annotations
 
@@ -36,9 +37,14 @@ def _host() -> tuple[MonitorRunner, Everything, Seeker]:
 
 
 @given(
-    st.lists(st.sampled_from([b"step 1 | loss 3.4\n", b"VAL_LOSS: 3.1\n", b"\r 5%", b"x" * 9000, b"\n"]), max_size=40)
+    st.lists(
+        st.sampled_from([b"step 1 | loss 3.4\n", b"VAL_LOSS: 3.1\n", b"\r 5%", b"x" * 9000, b"\n"]),
+        max_size=40,
+    )
 )
-def test_every_byte_arrives_once_and_in_order_however_the_output_is_cut(pieces: list[bytes]) -> None:
+def test_every_byte_arrives_once_and_in_order_however_the_output_is_cut(
+    pieces: list[bytes],
+) -> None:
     host, everything, seeker = _host()
     stream, cut, at = b"".join(pieces), random.Random(len(pieces)), 0
     while at < len(stream):

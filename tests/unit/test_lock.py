@@ -38,7 +38,9 @@ def test_a_lock_that_stands_is_left_alone(state: StateDir, held: Lock) -> None:
     assert state.lock.stat() == before
 
 
-def test_a_removed_lock_is_taken_back_and_keeps_a_second_guard_out(state: StateDir, held: Lock) -> None:
+def test_a_removed_lock_is_taken_back_and_keeps_a_second_guard_out(
+    state: StateDir, held: Lock
+) -> None:
     held.stopping()
     state.lock.unlink()
     assert held.keep() is None
@@ -82,8 +84,11 @@ def test_a_lock_that_cannot_be_made_again_is_said_once(state: StateDir, held: Lo
     assert json.loads(state.lock.read_text())["pid"] == os.getpid()
 
 
-def test_who_waits_for_a_lock_does_not_take_one_that_was_removed_meanwhile(state: StateDir, held: Lock) -> None:
-    """Guards against two guards of which each has a lock: one the file, the other what was removed."""
+def test_who_waits_for_a_lock_does_not_take_one_that_was_removed_meanwhile(
+    state: StateDir, held: Lock
+) -> None:
+    """Guards against two guards of which each has a lock: one the file, the other what was
+    removed."""
 
     class Waits(Lock):
         opened = 0

@@ -19,7 +19,9 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context
 
-TODAY = "\x1b[34m2025-12-20 10:00:00\x1b[0m |\x1b[1m     INFO     \x1b[0m| \x1b[1mRank 0\x1b[0m | 🏋️  "
+TODAY = (
+    "\x1b[34m2025-12-20 10:00:00\x1b[0m |\x1b[1m     INFO     \x1b[0m| \x1b[1mRank 0\x1b[0m | 🏋️  "
+)
 
 
 class Log:
@@ -29,7 +31,9 @@ class Log:
         settings = MinerSettings(attach="log", **miner)  # type: ignore[arg-type]
         self.clock = FakeClock()
         self.state = StateDir(folder)
-        self.part = LogAttachMonitor(context(folder, config=Config(miner=settings), clock=self.clock))
+        self.part = LogAttachMonitor(
+            context(folder, config=Config(miner=settings), clock=self.clock)
+        )
         launch = Launch(("miner",), os.getpid(), 0, self.clock.monotonic())
         self.said: list[Finding] = list(self.part.on_launch(launch))
 
@@ -51,12 +55,27 @@ class Log:
     [
         ("INFO | Index: {n} | Loss: {loss:.2f}", None),
         ("INFO | ⚙️ Inner Step: {n} | Average Loss: {loss:.4f}", None),
-        ("INFO | 🏋️ Outer Step: 5 | Inner Step: {n} | Learning Rate: 0.00002100 | Average Loss: {loss:.2f}", 5),
-        (TODAY + "Outer Step: 5 | Inner Step: {n} | Learning Rate: 0.00002100 | Average Loss: {loss:.2f}", 5),
+        (
+            (
+                "INFO | 🏋️ Outer Step: 5 | Inner Step: {n} | Learning Rate: 0.00002100 | "
+                "Average Loss: {loss:.2f}"
+            ),
+            5,
+        ),
+        (
+            TODAY
+            + (
+                "Outer Step: 5 | Inner Step: {n} | Learning Rate: 0.00002100 | Average "
+                "Loss: {loss:.2f}"
+            ),
+            5,
+        ),
         ("Outer Step: 5 | Inner Step: {n} | LR: 0.00002100 | Loss: {loss:.2f}", 5),
     ],
 )
-def test_five_versions_of_the_miners_step_lines(tmp_path: Path, form: str, outer: int | None) -> None:
+def test_five_versions_of_the_miners_step_lines(
+    tmp_path: Path, form: str, outer: int | None
+) -> None:
     log = Log(tmp_path, profile="sn38")
     for number in range(3):
         log.line("something else")
@@ -73,14 +92,26 @@ def test_lines_of_micro_batches_make_one_step(tmp_path: Path, prefix: str) -> No
     log = Log(tmp_path, profile="sn38")
     for number in range(3):
         for micro in (10, 20, 30):
-            log.line(f"{prefix}Inner Step: {number} | Average Loss: {4 - number:.4f} | Micro Batches: [{micro}/30]", 5)
-    assert [(s.inner_step, s.loss, round(s.seconds)) for s in log.steps] == [(0, 4.0, 20), (1, 3.0, 15)]
+            log.line(
+                (
+                    f"{prefix}Inner Step: {number} | Average Loss: {4 - number:.4f} | Micro "
+                    f"Batches: [{micro}/30]"
+                ),
+                5,
+            )
+    assert [(s.inner_step, s.loss, round(s.seconds)) for s in log.steps] == [
+        (0, 4.0, 20),
+        (1, 3.0, 15),
+    ]
 
 
 def test_the_documents_line_brings_its_own_time_and_memory(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.line(
-        "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: 245.7s | GPU Mem: 0.05GB",
+        (
+            "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: "
+            "245.7s | GPU Mem: 0.05GB"
+        ),
         after_s=300,
     )
     (step,) = log.steps
@@ -94,17 +125,32 @@ def test_the_documents_line_brings_its_own_time_and_memory(tmp_path: Path) -> No
     [
         ("iter 100: loss 2.4512, time 250.12ms, mfu 3.10%", 100, 2.4512, 0.25012),
         ("Step 10: loss=2.45, lr=6.67e-05", 10, 2.45, 10.0),
-        ("[rank0]: step: 10  loss:  7.5012  grad_norm:  1.2  memory:  1.18GiB(3.2%)", 10, 7.5012, 10.0),
-        ("step 00010/01000 (1.00%) | loss: 2.450000 | lrm: 1.00 | dt: 250.00ms | tok/sec: 1", 10, 2.45, 0.25),
         (
-            "step   10/1000 | loss 2.450000 (-0.52z)| norm 0.8 (+0.1z)| lr 1e-04 | 250.00 ms | 41% bf16 MFU",
+            "[rank0]: step: 10  loss:  7.5012  grad_norm:  1.2  memory:  1.18GiB(3.2%)",
+            10,
+            7.5012,
+            10.0,
+        ),
+        (
+            "step 00010/01000 (1.00%) | loss: 2.450000 | lrm: 1.00 | dt: 250.00ms | tok/sec: 1",
+            10,
+            2.45,
+            0.25,
+        ),
+        (
+            (
+                "step   10/1000 | loss 2.450000 (-0.52z)| norm 0.8 (+0.1z)| lr 1e-04 | "
+                "250.00 ms | 41% bf16 MFU"
+            ),
             10,
             2.45,
             0.25,
         ),
     ],
 )
-def test_other_programs_lines(tmp_path: Path, line: str, step: int, loss: float, seconds: float) -> None:
+def test_other_programs_lines(
+    tmp_path: Path, line: str, step: int, loss: float, seconds: float
+) -> None:
     log = Log(tmp_path)
     log.line(line)
     (seen,) = log.steps
@@ -137,7 +183,9 @@ def test_time_between_lines_is_shared_by_the_steps_between_them(tmp_path: Path) 
     assert log.steps[-1].seconds == pytest.approx(5.0)
     now = log.reader.now()
     assert now is not None
-    assert now.allowance_s == 250.0, "a program that prints every tenth step is not hanging in between"
+    assert now.allowance_s == 250.0, (
+        "a program that prints every tenth step is not hanging in between"
+    )
 
 
 def test_a_nan_is_a_loss(tmp_path: Path) -> None:
@@ -183,8 +231,10 @@ def test_pushes_become_upload_entries(tmp_path: Path) -> None:
     log.line("Model state upload failed: 403 Forbidden")
     uploads = [e for _, e in log.reader.entries()]
     assert [(u["phase"], u["tag"], u["error"], u["inner_step"]) for u in uploads] == [
-        ("finished", "5.5.8", None, 7), ("finished", "5", None, 7), ("failed", None, "403 Forbidden", 7),
-    ]  # fmt: skip
+        ("finished", "5.5.8", None, 7),
+        ("finished", "5", None, 7),
+        ("failed", None, "403 Forbidden", 7),
+    ]
 
 
 def test_patterns_of_ones_own_come_first_and_a_bad_one_is_named(tmp_path: Path) -> None:
@@ -207,18 +257,32 @@ def test_a_number_that_is_written_with_commas_or_is_none(tmp_path: Path) -> None
 
 
 def test_an_allreduce_is_neither_a_hang_nor_a_slow_step(tmp_path: Path) -> None:
-    """Guards against a healthy miner ended in the middle of each AllReduce that is longer than `[hang] min_s`."""
+    """Guards against a healthy miner ended in the middle of each AllReduce that is longer than
+    `[hang] min_s`."""
     log = Log(tmp_path, profile="sn38")
-    log.line(TODAY + "Outer Step: 5 | Inner Step: 80 | Learning Rate: 0.00002100 | Average Loss: 3.40")
+    log.line(
+        TODAY + "Outer Step: 5 | Inner Step: 80 | Learning Rate: 0.00002100 | Average Loss: 3.40"
+    )
     log.line(TODAY + "Received Main All Reduce Call")
     now = log.reader.now()
     assert now is not None
-    assert (now.phase, now.phase_since, now.allowance_s) == ("allreduce", log.clock.monotonic(), None)
-    log.line(TODAY + "Outer Step: 6 | Inner Step: 1 | Learning Rate: 0.00002100 | Average Loss: 3.40", 700)
-    log.line(TODAY + "Outer Step: 6 | Inner Step: 2 | Learning Rate: 0.00002100 | Average Loss: 3.40", 10)
+    assert (now.phase, now.phase_since, now.allowance_s) == (
+        "allreduce",
+        log.clock.monotonic(),
+        None,
+    )
+    log.line(
+        TODAY + "Outer Step: 6 | Inner Step: 1 | Learning Rate: 0.00002100 | Average Loss: 3.40",
+        700,
+    )
+    log.line(
+        TODAY + "Outer Step: 6 | Inner Step: 2 | Learning Rate: 0.00002100 | Average Loss: 3.40", 10
+    )
     now = log.reader.now()
     assert now is not None
-    assert (now.phase, now.allowance_s) == ("", 50.0), "nor is an hour allowed to the steps after it"
+    assert (now.phase, now.allowance_s) == ("", 50.0), (
+        "nor is an hour allowed to the steps after it"
+    )
     assert [dict(s.phases) for s in log.steps] == [{}, {"allreduce": 700.0}, {}]
 
 

@@ -1,4 +1,5 @@
-"""Queries over guard.jsonl find exactly what was asked, over rotated files, and never trip over a bad line."""
+"""Queries over guard.jsonl find exactly what was asked, over rotated files, and never trip over a
+bad line."""
 
 from __future__ import annotations
 
@@ -17,18 +18,25 @@ from miner_guard.system.clock import FakeClock
 
 
 def _emitter(log: Path, clock: FakeClock, max_bytes: int = 2000) -> Emitter:
-    return Emitter(clock, "r1", Redactor(), [JsonlSink(log, LogSettings(max_bytes=max_bytes, keep=50))])
+    return Emitter(
+        clock, "r1", Redactor(), [JsonlSink(log, LogSettings(max_bytes=max_bytes, keep=50))]
+    )
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """120 events over several rotated files: a slow step each minute, a message each from ranks 0 and 1."""
+    """120 events over several rotated files: a slow step each minute, a message each from ranks 0
+    and 1."""
     path, clock = tmp_path / "guard.jsonl", FakeClock()
     emitter = _emitter(path, clock)
     for minute in range(40):
         clock.advance(60)
         for rank in (0, 1):
-            emitter.emit(catalog.make_finding("rank_message", rank=rank, text=f'say "slow_step" {minute}\n\\'))
+            emitter.emit(
+                catalog.make_finding(
+                    "rank_message", rank=rank, text=f'say "slow_step" {minute}\n\\'
+                )
+            )
         emitter.emit(
             catalog.make_finding(
                 "slow_step",
@@ -64,7 +72,11 @@ def test_level_rank_and_since_are_each_applied(log: Path) -> None:
     assert len(list(logquery.search(log, Query(ranks=frozenset({1}), least_level="warning")))) == 40
     assert len(list(logquery.search(log, Query()))) == 120
     now = FakeClock().wall() + 40 * 60
-    late = list(logquery.search(log, Query(since=logquery.since_text("10m", now), events=frozenset({"slow_step"}))))
+    late = list(
+        logquery.search(
+            log, Query(since=logquery.since_text("10m", now), events=frozenset({"slow_step"}))
+        )
+    )
     assert [hit.record()["inner_step"] for hit in late] == list(range(29, 40))
 
 
@@ -83,7 +95,9 @@ def test_the_message_comes_back_as_it_was_said(log: Path) -> None:
 def test_lines_that_are_no_events_are_counted_and_passed_over(tmp_path: Path) -> None:
     log = tmp_path / "guard.jsonl"
     _emitter(log, FakeClock()).emit(catalog.make_finding("rank_message", text="whole"))
-    log.write_bytes(b'\x00\xff torn\n"a string"\n[1]\n{"ts": 1}\n\n' + log.read_bytes() + b'{"ts": "2026')
+    log.write_bytes(
+        b'\x00\xff torn\n"a string"\n[1]\n{"ts": 1}\n\n' + log.read_bytes() + b'{"ts": "2026'
+    )
     seen = Seen()
     assert [hit.msg for hit in logquery.search(log, Query(), seen)] == ["whole"]
     assert (seen.hits, seen.unreadable) == (1, 5)
@@ -148,7 +162,8 @@ def test_the_last_hits_read_from_the_end_are_the_last_of_all(
             event = source.choice(("slow_step", "repo_age"))
             words = "x" * source.choice((0, 1, 50, 700))
             lines.append(
-                f'{{"ts": "2026-01-02T03:04:05.000000Z", "level": "info", "event": "{event}", "msg": "{words}", '
+                f'{{"ts": "2026-01-02T03:04:05.000000Z", "level": "info", "event": "{event}", '
+                f'"msg": "{words}", '
                 f'"run_id": "r", "host": "h", "rank": null, "number": {source.random()}}}'
             )
         (tmp_path / name).write_text("\n".join(lines) + ("" if torn else "\n"))

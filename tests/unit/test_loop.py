@@ -37,7 +37,8 @@ def fail() -> None:
 
 
 def test_a_signal_is_heard_after_its_handler_failed(loop: Loop, errors: list[Exception]) -> None:
-    """Guards against the deaf guard: one exception in any signal handler let go of the wake-up pipe."""
+    """Guards against the deaf guard: one exception in any signal handler let go of the wake-up
+    pipe."""
     heard: list[int] = []
 
     def once() -> None:
@@ -89,7 +90,8 @@ def test_a_report_that_fails_as_well_ends_nothing(loop: Loop) -> None:
 def test_a_descriptor_whose_handler_fails_rests_and_comes_back(
     loop: Loop, errors: list[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against both: a control socket that nobody reads any more, and a loop that spins on one that fails."""
+    """Guards against both: a control socket that nobody reads any more, and a loop that spins on
+    one that fails."""
     monkeypatch.setattr(loop_module, "REST_S", 0.2)
     reading, writing = os.pipe()
     os.write(writing, b"x")
@@ -106,8 +108,11 @@ def test_a_descriptor_whose_handler_fails_rests_and_comes_back(
     os.close(writing)
 
 
-def test_a_wait_that_fails_is_no_end(loop: Loop, errors: list[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a kernel call that fails once: OSError from epoll would have ended the guard, and the miner."""
+def test_a_wait_that_fails_is_no_end(
+    loop: Loop, errors: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a kernel call that fails once: OSError from epoll would have ended the guard,
+    and the miner."""
     whole = loop._selector.select
     answers = iter([OSError(12, "Cannot allocate memory")])
 

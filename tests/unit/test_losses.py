@@ -1,4 +1,5 @@
-"""The loss of a step under `--attach auto`: the number that the trainer logs, read without waiting for a GPU."""
+"""The loss of a step under `--attach auto`: the number that the trainer logs, read without waiting
+for a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from tests.support import requires
 class Graph:
     """A node of autograd: `DivBackward0` and the like."""
 
-    def __init__(self, name: str = "MseLossBackward0", constant: float | None = None, before: Graph | None = None):
+    def __init__(
+        self,
+        name: str = "MseLossBackward0",
+        constant: float | None = None,
+        before: Graph | None = None,
+    ):
         self._name = name
         self._saved_other = None if constant is None else Tensor(constant)
         self.next_functions = ((before, 0),)
@@ -33,7 +39,8 @@ class Device:
 
 
 class Tensor:
-    """A scalar of torch. One on the GPU must not be asked for its value: that would wait for the GPU."""
+    """A scalar of torch. One on the GPU must not be asked for its value: that would wait for the
+    GPU."""
 
     requires_grad = False
 
@@ -127,7 +134,8 @@ def test_a_reciprocal_counts_like_a_quotient() -> None:
 
 
 def test_losses_that_nothing_divides_say_that_they_are_a_sum() -> None:
-    """Guards against a number under `Loss:` that is four times the one that the trainer prints, without a word."""
+    """Guards against a number under `Loss:` that is four times the one that the trainer prints,
+    without a word."""
     losses = Losses()
     losses.note(Tensor(0.7))
     losses.note(Tensor(0.6))
@@ -145,7 +153,8 @@ def test_what_a_framework_adds_up_itself_is_its_loss() -> None:
 
 
 def test_a_scaled_loss_is_read_before_its_scale() -> None:
-    """Guards against `Loss: 150956` for 2.30, which is times 65536 and halves when the scale does."""
+    """Guards against `Loss: 150956` for 2.30, which is times 65536 and halves when the scale
+    does."""
     losses = Losses()
     raw = divided(2.3 * 2, 2)
     for _ in range(2):
@@ -231,7 +240,8 @@ class Optimizer:
 
 
 def steps_counted(names: str) -> tuple[str, bool]:
-    """Which of the optimizers' steps end a training step, as letters; and whether each takes part in each."""
+    """Which of the optimizers' steps end a training step, as letters; and whether each takes part
+    in each."""
     leader, optimizers = Leader(), {name: Optimizer() for name in names}
     return "".join(name for name in names if leader.leads(optimizers[name])), leader.cyclic
 
@@ -247,7 +257,8 @@ def steps_counted(names: str) -> tuple[str, bool]:
     ],
 )
 def test_one_of_several_optimizers_counts_the_steps(order: str, counted: str, cyclic: bool) -> None:
-    """A plain loop, a GAN, Muon beside Adam, DiLoCo's inner and outer optimizer, a critic with its generator."""
+    """A plain loop, a GAN, Muon beside Adam, DiLoCo's inner and outer optimizer, a critic with its
+    generator."""
     assert steps_counted(order) == (counted, cyclic)
 
 

@@ -1,4 +1,5 @@
-"""What a miner's command and environment say before it is started: interpreter, ranks, GPUs, ports."""
+"""What a miner's command and environment say before it is started: interpreter, ranks, GPUs,
+ports."""
 
 from __future__ import annotations
 
@@ -10,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.config import Config, MinerSettings
-from miner_guard.diagnosis import (
-    host_probe,
-    interpreter,
-)
+from miner_guard.diagnosis import host_probe, interpreter
 from miner_guard.diagnosis.expectation import Expectation
 from miner_guard.diagnosis.gpu_count import ranks_of, visible
 from miner_guard.state_dir import StateDir
@@ -36,10 +34,14 @@ def test_the_miners_interpreter_is_found_from_its_command(tmp_path: Path) -> Non
     shell = program(tmp_path / "start.sh", "#!/bin/bash\n")
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     for command in (
-        [str(python), "m.py"], ["python3.11", "-u", "m.py"], ["torchrun", "--nproc_per_node=4", "m.py"],
+        [str(python), "m.py"],
+        ["python3.11", "-u", "m.py"],
+        ["torchrun", "--nproc_per_node=4", "m.py"],
         [torchrun, "m.py"],
-        [long, "launch"], [script], ["env", "A=1", "python3.11", "m.py"],
-    ):  # fmt: skip
+        [long, "launch"],
+        [script],
+        ["env", "A=1", "python3.11", "m.py"],
+    ):
         assert interpreter.of_command(command, env) == str(python), command
     for command in ([], [shell], ["nothing-of-that-name"]):
         assert interpreter.of_command(command, env) == sys.executable
@@ -67,13 +69,14 @@ def test_an_argument_is_read_as_its_parser_will(command: list[str], value: str |
         ("torchrun --nproc-per-node 8 m.py", 8),
         ("torchrun --nproc_per_node=gpu m.py", None),
     ],
-)  # fmt: skip
+)
 def test_ranks_of_a_torchrun_command(command: str, ranks: int | None) -> None:
     assert ranks_of(command.split()) == ranks
 
 
 @pytest.mark.parametrize(
-    ("mask", "shown"), [(None, None), ("", 0), ("-1", 0), ("0,1", 2), ("0,-1,2", 1), ("GPU-1a, GPU-2b", 2)]
+    ("mask", "shown"),
+    [(None, None), ("", 0), ("-1", 0), ("0,1", 2), ("0,-1,2", 1), ("GPU-1a, GPU-2b", 2)],
 )
 def test_what_cuda_visible_devices_shows(mask: str | None, shown: int | None) -> None:
     assert visible({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}) == shown
@@ -81,9 +84,13 @@ def test_what_cuda_visible_devices_shows(mask: str | None, shown: int | None) ->
 
 def test_the_profile_demands_one_gpu_per_rank(tmp_path: Path) -> None:
     config = Config(miner=MinerSettings(profile="sn38"))
-    asked = PreflightRequest(config, StateDir(tmp_path), ("torchrun", "--nproc_per_node=2", "m.py"), {})
+    asked = PreflightRequest(
+        config, StateDir(tmp_path), ("torchrun", "--nproc_per_node=2", "m.py"), {}
+    )
     assert expectation_of(asked, 8) == Expectation(2, "the profile")
-    assert expectation_of(PreflightRequest(config, StateDir(tmp_path), (), {}), 8) == Expectation(4, "the profile")
+    assert expectation_of(PreflightRequest(config, StateDir(tmp_path), (), {}), 8) == Expectation(
+        4, "the profile"
+    )
 
 
 def test_ports_are_read_from_the_command_and_checked(tmp_path: Path) -> None:
@@ -91,12 +98,21 @@ def test_ports_are_read_from_the_command_and_checked(tmp_path: Path) -> None:
     command = ("torchrun", "--master_port=29501", "m.py", "--axon.port", "8091", "--dht.port=0")
     asked = ports_of(PreflightRequest(config, StateDir(tmp_path), command, {}))
     assert asked == [{"port": 29501, "use": "rendezvous"}, {"port": 8091, "use": "axon"}]
-    assert ports_of(PreflightRequest(config, StateDir(tmp_path), (), {})) == [{"port": 29500, "use": "rendezvous"}]
+    assert ports_of(PreflightRequest(config, StateDir(tmp_path), (), {})) == [
+        {"port": 29500, "use": "rendezvous"}
+    ]
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
         number = holder.getsockname()[1]
-        taken = host_probe.facts({"paths": [str(tmp_path)], "ports": [{"port": number, "use": "axon"}]})["ports"][0]
+        taken = host_probe.facts(
+            {"paths": [str(tmp_path)], "ports": [{"port": number, "use": "axon"}]}
+        )["ports"][0]
         assert taken["free"] is False
         assert str(os.getpid()) in taken["held_by"]
-    assert host_probe.facts({"paths": [], "ports": [{"port": number, "use": "axon"}]})["ports"][0]["free"] is True
+    assert (
+        host_probe.facts({"paths": [], "ports": [{"port": number, "use": "axon"}]})["ports"][0][
+            "free"
+        ]
+        is True
+    )

@@ -18,14 +18,25 @@ def _of_miner(env: dict[str, str]) -> dict[str, str]:
 
 
 def test_the_miner_sees_neither_pm2_nor_systemd_nor_the_keys_of_the_guard() -> None:
-    """Guards against a miner's debug output that prints its environment, token and alert addresses included."""
+    """Guards against a miner's debug output that prints its environment, token and alert addresses
+    included."""
     given = {
-        **PM2, "HOME": "/root", "NOTIFY_SOCKET": "/run/x", "MINER_GUARD_HTTP__TOKEN": "t0ken-of-the-port",
-        "MINER_GUARD_ALERTS__URLS": "json://user:pass@host", "MINER_GUARD_GATE__MODE": "shadow",
-    }  # fmt: skip
+        **PM2,
+        "HOME": "/root",
+        "NOTIFY_SOCKET": "/run/x",
+        "MINER_GUARD_HTTP__TOKEN": "t0ken-of-the-port",
+        "MINER_GUARD_ALERTS__URLS": "json://user:pass@host",
+        "MINER_GUARD_GATE__MODE": "shadow",
+    }
     seen = _of_miner(given)
-    assert seen.keys().isdisjoint({*PM2, "NOTIFY_SOCKET", "MINER_GUARD_HTTP__TOKEN", "MINER_GUARD_ALERTS__URLS"})
-    assert (seen["HOME"], seen["MINER_GUARD_GATE__MODE"], seen[MARKER]) == ("/root", "shadow", "run-1")
+    assert seen.keys().isdisjoint(
+        {*PM2, "NOTIFY_SOCKET", "MINER_GUARD_HTTP__TOKEN", "MINER_GUARD_ALERTS__URLS"}
+    )
+    assert (seen["HOME"], seen["MINER_GUARD_GATE__MODE"], seen[MARKER]) == (
+        "/root",
+        "shadow",
+        "run-1",
+    )
 
 
 def test_without_pm2_a_variable_called_name_is_the_miners_own() -> None:
@@ -35,8 +46,12 @@ def test_without_pm2_a_variable_called_name_is_the_miners_own() -> None:
 def test_the_guard_redacts_the_secrets_of_its_own_settings() -> None:
     """Guards against keys given in guard.toml, which no environment variable names."""
     config = replace(
-        Config(), alerts=AlertSettings(urls=("json://user:pass@host",)), http=HttpSettings(token="t0ken-of-the-port")
+        Config(),
+        alerts=AlertSettings(urls=("json://user:pass@host",)),
+        http=HttpSettings(token="t0ken-of-the-port"),
     )
-    text = Redactor.for_guard({}, config).text("sent to json://user:pass@host with t0ken-of-the-port")
+    text = Redactor.for_guard({}, config).text(
+        "sent to json://user:pass@host with t0ken-of-the-port"
+    )
     assert "pass" not in text
     assert "t0ken" not in text

@@ -1,4 +1,5 @@
-"""A month of events through every part at once, with a fake clock: memory and files stay bounded."""
+"""A month of events through every part at once, with a fake clock: memory and files stay
+bounded."""
 
 from __future__ import annotations
 
@@ -15,13 +16,23 @@ from miner_guard.system.clock import FakeClock
 from tests.support.run_harness import LOGS, RANKS, WholeRun
 
 SHIFT_S, SHIFTS, STEPS_PER_SHIFT = 7200.0, 30 * 12, 8
-OOM = b"[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate %d.00 MiB. GPU 0 has 23 GiB.\n"
+OOM = (
+    b"[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate %d.00 MiB. GPU "
+    b"0 has 23 GiB.\n"
+)
 
 
 class Jobs:
     """One-time work is done at once; samplers, which ask real devices, do not run."""
 
-    def every(self, name: str, seconds: float, work: Callable[[], None], *, first_after_s: float | None = None) -> None:
+    def every(
+        self,
+        name: str,
+        seconds: float,
+        work: Callable[[], None],
+        *,
+        first_after_s: float | None = None,
+    ) -> None:
         """Nothing runs on a schedule here."""
 
     def once(self, name: str, work: Callable[[], None]) -> None:
@@ -39,14 +50,29 @@ class Month(WholeRun):
     def shift(self, number: int) -> None:
         if number % 6 == 0:
             self.attempt += 1
-            self.host.launch(Launch(("train",), 1000 + self.attempt, self.attempt, self.clock.monotonic()))
-            self.entries({"kind": "training", "effective_batch_size": 512, "batch_size": 4, "world_size": RANKS})
+            self.host.launch(
+                Launch(("train",), 1000 + self.attempt, self.attempt, self.clock.monotonic())
+            )
+            self.entries(
+                {
+                    "kind": "training",
+                    "effective_batch_size": 512,
+                    "batch_size": 4,
+                    "world_size": RANKS,
+                }
+            )
         for _ in range(STEPS_PER_SHIFT):
             self.clock.advance(SHIFT_S / STEPS_PER_SHIFT)
             self.step(15.0 + self.steps % 7)
             self.tick()
         self.entries(
-            {"kind": "cost", "operation": f"operation {number % 5}", "seconds": 0.5, "blocking": True, "count": 1},
+            {
+                "kind": "cost",
+                "operation": f"operation {number % 5}",
+                "seconds": 0.5,
+                "blocking": True,
+                "count": 1,
+            },
             {
                 "kind": "checkpoint",
                 "path": f"/ckpt/{self.steps}",

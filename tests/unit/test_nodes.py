@@ -21,9 +21,15 @@ TABLE = """\
 @pytest.mark.parametrize(
     ("command", "where"),
     [
-        ("torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29444 train.py", ("10.0.0.1", 29444)),
+        (
+            "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29444 train.py",
+            ("10.0.0.1", 29444),
+        ),
         ("torchrun --nnodes 1:4 --rdzv_endpoint node-a train.py", ("node-a", 29400)),
-        ("torchrun --nnodes=2 --master_addr 10.0.0.1 --master_port 29511 train.py", ("10.0.0.1", 29511)),
+        (
+            "torchrun --nnodes=2 --master_addr 10.0.0.1 --master_port 29511 train.py",
+            ("10.0.0.1", 29511),
+        ),
         ("torchrun --nnodes=2 --rdzv-endpoint=[fd00::1]:29444 train.py", ("fd00::1", 29444)),
         ("torchrun --standalone --nproc-per-node=4 train.py", None),
         ("torchrun --nnodes=1 --rdzv-endpoint=10.0.0.1:29444 train.py", None),
@@ -45,7 +51,8 @@ def test_a_refusal_is_an_answer_and_silence_is_none() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     assert reachability.answers("127.0.0.1", port, 2.0) is None
-    # A name that never resolves (RFC 6761); a network that answers nothing is in the test with two nodes.
+    # A name that never resolves (RFC 6761); a network that answers nothing is in the test with two
+    # nodes.
     assert reachability.answers("no-such-node.invalid", 9, 0.2) is not None
 
 

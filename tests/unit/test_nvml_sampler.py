@@ -1,4 +1,5 @@
-"""The NVML child with a fake library: what hangs or is lost costs nobody else, and nothing outlasts its deadline."""
+"""The NVML child with a fake library: what hangs or is lost costs nobody else, and nothing outlasts
+its deadline."""
 
 from __future__ import annotations
 
@@ -28,11 +29,21 @@ def states(sample: Any) -> list[str]:
 
 def test_all_fields_of_a_healthy_gpu_are_read(sampler: NvmlSampler) -> None:
     sample = sampler.sample()
-    assert (sample["state"], sample["driver"], sample["cuda_driver"]) == ("ok", "550.163.01", "12.4")
+    assert (sample["state"], sample["driver"], sample["cuda_driver"]) == (
+        "ok",
+        "550.163.01",
+        "12.4",
+    )
     row = sample["gpus"][2]
     assert (row["memory_used_bytes"], row["memory_reserved_bytes"]) == (4 << 20, 600 << 20)
-    assert (row["temperature_c"], row["power_w"], row["pcie_width"], row["nvlinks_up"]) == (55, 310.0, 16, 12)
-    # What this driver is too old for or this machine does not have is null, with its reason, and costs nothing else.
+    assert (row["temperature_c"], row["power_w"], row["pcie_width"], row["nvlinks_up"]) == (
+        55,
+        310.0,
+        16,
+        12,
+    )
+    # What this driver is too old for or this machine does not have is null, with its reason, and
+    # costs nothing else.
     assert row["recovery_action"] is None
     assert set(row["unread"]) == {"recovery_action", "fabric"}
     levels = sampler.memory_levels()
@@ -53,7 +64,9 @@ def test_a_lost_gpu_does_not_take_the_others_rows_with_it_and_comes_back(
     assert states(sampler.sample()) == ["ok"] * 4
 
 
-def test_a_call_that_hangs_is_named_and_the_next_sample_works_again(sampler: NvmlSampler, fake_nvml: FakeNvml) -> None:
+def test_a_call_that_hangs_is_named_and_the_next_sample_works_again(
+    sampler: NvmlSampler, fake_nvml: FakeNvml
+) -> None:
     sampler.sample()
     fake_nvml.set({"hang.nvmlDeviceGetPowerUsage.3": 600})
     start = time.monotonic()
@@ -77,7 +90,9 @@ def test_a_driver_that_hangs_at_initialisation_is_named_within_the_deadline(
     assert sample["reason"]
 
 
-def test_a_gpu_that_was_there_is_gone_and_its_return_is_seen(sampler: NvmlSampler, fake_nvml: FakeNvml) -> None:
+def test_a_gpu_that_was_there_is_gone_and_its_return_is_seen(
+    sampler: NvmlSampler, fake_nvml: FakeNvml
+) -> None:
     sampler.sample()
     fake_nvml.set(count=3)
     sample = sampler.sample()
@@ -87,7 +102,9 @@ def test_a_gpu_that_was_there_is_gone_and_its_return_is_seen(sampler: NvmlSample
     assert states(sampler.sample()) == ["ok"] * 4
 
 
-@pytest.mark.parametrize(("code", "state"), [(9, "failed"), (12, "absent"), (18, "failed"), (999, "failed")])
+@pytest.mark.parametrize(
+    ("code", "state"), [(9, "failed"), (12, "absent"), (18, "failed"), (999, "failed")]
+)
 def test_failed_initialisations_are_told_apart(
     sampler: NvmlSampler, fake_nvml: FakeNvml, code: int, state: str
 ) -> None:
@@ -122,12 +139,15 @@ def test_a_lost_gpu_does_not_take_the_others_events_with_it(fake_nvml: FakeNvml)
 
 
 @pytest.mark.parametrize(
-    ("loss", "state"), [({"count": 3}, "gone"), ({"fail.*.3": 15}, "lost")], ids=["unplugged", "lost"]
+    ("loss", "state"),
+    [({"count": 3}, "gone"), ({"fail.*.3": 15}, "lost")],
+    ids=["unplugged", "lost"],
 )
 def test_the_event_that_explains_a_loss_comes_with_it(
     sampler: NvmlSampler, fake_nvml: FakeNvml, loss: dict[str, object], state: str
 ) -> None:
-    """A GPU that fell off the bus (Xid 79) has no row or no name any more when its event is read."""
+    """A GPU that fell off the bus (Xid 79) has no row or no name any more when its event is
+    read."""
     sampler.sample()
     fake_nvml.set({"xid.3": 79, **loss})
     sample = sampler.sample()
@@ -136,8 +156,11 @@ def test_the_event_that_explains_a_loss_comes_with_it(
     assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [], []]
 
 
-def test_an_event_between_two_children_is_not_lost(sampler: NvmlSampler, fake_nvml: FakeNvml) -> None:
-    """The driver tells them only to a process that asked before: the old child is heard until the new one has."""
+def test_an_event_between_two_children_is_not_lost(
+    sampler: NvmlSampler, fake_nvml: FakeNvml
+) -> None:
+    """The driver tells them only to a process that asked before: the old child is heard until the
+    new one has."""
     sampler.sample()
     fake_nvml.set(count=3)
     assert states(sampler.sample()) == ["ok", "ok", "ok", "gone"]

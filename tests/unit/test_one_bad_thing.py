@@ -42,7 +42,13 @@ from miner_guard.system.clock import FakeClock, SystemClock
 
 RUN = "r" * 12
 
-_ODD = {"step_time_s": "245 s", "expected": "10-30s", "inner_step": 1, "limit_s": 60, "rule": "absolute"}
+_ODD = {
+    "step_time_s": "245 s",
+    "expected": "10-30s",
+    "inner_step": 1,
+    "limit_s": 60,
+    "rule": "absolute",
+}
 
 
 @pytest.fixture
@@ -55,13 +61,17 @@ def _rank_with_an_odd_entry(state: StateDir, run_id: str = RUN) -> FlightWriter:
     writer = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id=run_id)
     writer.show_state("running", 1.0)
     for event, fields in (("slow_step", _ODD), ("rank_message", {"text": "what came after it"})):
-        assert writer.journal({"kind": "finding", "event": event, "level": None, "rank": 0, "fields": fields})
+        assert writer.journal(
+            {"kind": "finding", "event": event, "level": None, "rank": 0, "fields": fields}
+        )
     return writer
 
 
 def _host(state: StateDir) -> MonitorRunner:
     clock = FakeClock()
-    host = MonitorRunner(Emitter(clock, RUN, Redactor(), [JsonlSink(state.log, LogSettings())]).emit)
+    host = MonitorRunner(
+        Emitter(clock, RUN, Redactor(), [JsonlSink(state.log, LogSettings())]).emit
+    )
     host.parts = [ReportsMonitor(cast(Context, SimpleNamespace(clock=clock)))]
     return host
 
@@ -70,8 +80,11 @@ def _messages(state: StateDir) -> list[str]:
     return [json.loads(line)["msg"] for line in state.log.read_text(encoding="utf-8").splitlines()]
 
 
-def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_again(state: StateDir) -> None:
-    """Guards against an entry that raises in every look: no step, hang or decision was seen behind it any more."""
+def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_again(
+    state: StateDir,
+) -> None:
+    """Guards against an entry that raises in every look: no step, hang or decision was seen behind
+    it any more."""
     writer, host = _rank_with_an_odd_entry(state), _host(state)
     flights = Flights(state, RUN, pytest.fail)
     for _ in range(2):
@@ -125,7 +138,12 @@ def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", [{"event": ["x"], "fields": {}}, {"event": "slow_step", "fields": {}, "level": ["x"]}, {"event": None}]
+    "document",
+    [
+        {"event": ["x"], "fields": {}},
+        {"event": "slow_step", "fields": {}, "level": ["x"]},
+        {"event": None},
+    ],
 )
 def test_a_datagram_of_foreign_content_is_no_finding(document: dict[str, Any]) -> None:
     """Guards against one that raises: the loop lets go of a socket whose handler fails."""
@@ -133,7 +151,8 @@ def test_a_datagram_of_foreign_content_is_no_finding(document: dict[str, Any]) -
 
 
 def test_bytes_that_are_no_text_in_a_command_do_not_stop_the_status(state: StateDir) -> None:
-    """Guards against a status that is never written again, and a systemd watchdog that is never fed behind it."""
+    """Guards against a status that is never written again, and a systemd watchdog that is never fed
+    behind it."""
     state.root.mkdir()
     argument = os.fsdecode(b"name-\xff")
     Status(state, FakeClock(), pytest.fail).update({"command": ["train.py", argument]})
@@ -160,7 +179,8 @@ def test_a_status_that_cannot_be_written_is_no_full_disk_unless_it_is(
 
 
 def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> None:
-    """Guards against a miner that stands still at a full pipe, since the loop lets go of a handler that raises."""
+    """Guards against a miner that stands still at a full pipe, since the loop lets go of a handler
+    that raises."""
     errors: list[Exception] = []
     seen: list[bytes] = []
 
@@ -199,12 +219,24 @@ def test_a_defect_is_said_once_though_its_words_change() -> None:
 
 
 def test_the_word_after_a_secret_flag_is_masked_in_a_command_that_is_a_list() -> None:
-    """Guards against status.json, which holds the command word by word, and the bundle made of it."""
-    command = ["train.py", "--hf-token", "correct horse", "--max-tokens", "512", "--token", "--verbose"]
+    """Guards against status.json, which holds the command word by word, and the bundle made of
+    it."""
+    command = [
+        "train.py",
+        "--hf-token",
+        "correct horse",
+        "--max-tokens",
+        "512",
+        "--token",
+        "--verbose",
+    ]
     assert Redactor().value(command) == [
         "train.py", "--hf-token", "[redacted]", "--max-tokens", "512", "--token", "--verbose",
     ]  # fmt: skip
-    assert Redactor().text("train.py --token 'correct horse' --lr 1") == "train.py --token [redacted] --lr 1"
+    assert (
+        Redactor().text("train.py --token 'correct horse' --lr 1")
+        == "train.py --token [redacted] --lr 1"
+    )
 
 
 def test_redacting_twice_changes_nothing_more() -> None:
@@ -214,11 +246,19 @@ def test_redacting_twice_changes_nothing_more() -> None:
 
 
 def test_checksums_cache_folders_and_counts_of_tokens_are_no_secrets_but_a_bare_key_is() -> None:
-    """Guards against paths that nobody can follow, and against every 100000 of the log being masked."""
+    """Guards against paths that nobody can follow, and against every 100000 of the log being
+    masked."""
     digest = "0123456789abcdef" * 4
-    env = {"MAX_TOKENS": "100000", "TOKENIZERS_PARALLELISM": "false", "API_TOKENS": "first-one,second"}
+    env = {
+        "MAX_TOKENS": "100000",
+        "TOKENIZERS_PARALLELISM": "false",
+        "API_TOKENS": "first-one,second",
+    }
     redactor = Redactor.from_environment(env)
-    plain = f"step 100000 false /hub/blobs/{digest} sha256:{digest} commit {digest[:40]} /cache/{digest[:32]}/x"
+    plain = (
+        f"step 100000 false /hub/blobs/{digest} sha256:{digest} commit {digest[:40]} "
+        f"/cache/{digest[:32]}/x"
+    )
     assert redactor.text(plain) == plain
     assert redactor.text(f"key {digest} blobs {digest} first-one,second") == (
         "key [redacted] blobs [redacted] [redacted]"
@@ -227,8 +267,11 @@ def test_checksums_cache_folders_and_counts_of_tokens_are_no_secrets_but_a_bare_
     assert digest not in Redactor([digest]).text(f"/hub/blobs/{digest} sha256:{digest}")
 
 
-def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a log file that stays silent for the rest of the month, because the disk was full for a minute."""
+def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against a log file that stays silent for the rest of the month, because the disk was
+    full for a minute."""
     full, there = os.open("/dev/full", os.O_WRONLY), os.pipe2(os.O_NONBLOCK)
     outlet = OutputWriter(full, lambda: None)
     outlet.say("lost\n")
@@ -245,12 +288,17 @@ def test_a_full_disk_below_the_console_costs_lines_and_not_the_console(monkeypat
 
 
 def test_a_long_command_line_does_not_cut_the_answer_of_the_guard(tmp_path: Path) -> None:
-    """Guards against `status` that says that no guard runs: a socket takes 200 KB at once, a command has up to 2 MB."""
+    """Guards against `status` that says that no guard runs: a socket takes 200 KB at once, a
+    command has up to 2 MB."""
     command = "x" * 1_500_000
     loop = Loop(SystemClock(), lambda error: pytest.fail(repr(error)))
-    control = ControlSocket(StateDir(tmp_path), loop, lambda _request: {"status": {"command": command}})
+    control = ControlSocket(
+        StateDir(tmp_path), loop, lambda _request: {"status": {"command": command}}
+    )
     answers: list[Any] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(StateDir(tmp_path), {"do": "status"}, 30.0)))
+    asking = threading.Thread(
+        target=lambda: answers.append(ask(StateDir(tmp_path), {"do": "status"}, 30.0))
+    )
     asking.start()
     while asking.is_alive():
         loop.after(0.01, lambda: None)
@@ -261,9 +309,16 @@ def test_a_long_command_line_does_not_cut_the_answer_of_the_guard(tmp_path: Path
 
 
 def test_what_steers_a_terminal_is_shown_and_not_done() -> None:
-    """Guards against a line of the miner that clears the screen, renames the window, or hides what stands before it."""
+    """Guards against a line of the miner that clears the screen, renames the window, or hides what
+    stands before it."""
     evil = "evil \x1b]0;title\x07 \x1b[2J \x9b31m\rfine"
-    record = {"ts": "2026-01-02T03:04:05.678901Z", "level": "warning", "event": "rank_message", "msg": evil, "rank": 0}
+    record = {
+        "ts": "2026-01-02T03:04:05.678901Z",
+        "level": "warning",
+        "event": "rank_message",
+        "msg": evil,
+        "rank": 0,
+    }
     harmless = r"evil \x1b]0;title\x07 \x1b[2J \x9b31m\x0dfine"
     assert console_line(record, emoji=False).endswith(harmless)
     hit = Hit(b"", record["ts"], "warning", "rank_message", evil, 0)
@@ -274,7 +329,8 @@ def test_what_steers_a_terminal_is_shown_and_not_done() -> None:
 
 
 def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container under a uid that it does not know has neither HOME nor an entry in /etc/passwd."""
+    """A container under a uid that it does not know has neither HOME nor an entry in
+    /etc/passwd."""
 
     def unknown() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -292,7 +348,8 @@ def test_without_a_home_the_state_directory_is_asked_for(monkeypatch: pytest.Mon
 
 
 def test_a_log_that_somebody_removed_is_begun_anew(state: StateDir) -> None:
-    """Guards against days of silence after a person made room on a full disk: nobody reads a removed file."""
+    """Guards against days of silence after a person made room on a full disk: nobody reads a
+    removed file."""
     sink = JsonlSink(state.log, LogSettings())
     for text in ("one", "two", "three"):
         sink.write({"msg": text})
@@ -307,13 +364,23 @@ def test_a_log_that_somebody_removed_is_begun_anew(state: StateDir) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["token " + "a" * 64_000, "key " + "0a" * 32_000, "token --" + "a-" * 32_000, "token " + "--a" * 20_000,
-     "key://" + "a" * 64_000, "://" + "a+" * 32_000, "x://u:" * 10_000, "--token '" * 7_000, "bearer " * 9_000,
-     "mnemonic " + "abc " * 16_000],
+    [
+        "token " + "a" * 64_000,
+        "key " + "0a" * 32_000,
+        "token --" + "a-" * 32_000,
+        "token " + "--a" * 20_000,
+        "key://" + "a" * 64_000,
+        "://" + "a+" * 32_000,
+        "x://u:" * 10_000,
+        "--token '" * 7_000,
+        "bearer " * 9_000,
+        "mnemonic " + "abc " * 16_000,
+    ],
     ids=lambda text: text[:12],
-)  # fmt: skip
+)
 def test_a_long_word_is_redacted_in_the_time_of_a_short_one(text: str) -> None:
-    """Guards against a guard that stands still: a search of a pattern holds the lock of the interpreter."""
+    """Guards against a guard that stands still: a search of a pattern holds the lock of the
+    interpreter."""
     started = time.process_time()
     Redactor().text(text)
     assert time.process_time() - started < 5.0

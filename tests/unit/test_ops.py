@@ -1,4 +1,5 @@
-"""ops/: the runbook knows every event by its real words, rules fire when they should, panels ask for what is there."""
+"""ops/: the runbook knows every event by its real words, rules fire when they should, panels ask
+for what is there."""
 
 from __future__ import annotations
 
@@ -24,14 +25,20 @@ from tests.support import requires
 OPS = requires.REPO / "ops"
 ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
 BLOCKS = {
-    "inner_step": "Step Time", "gpu_diagnostics": "GPU DIAGNOSTICS", "timing_breakdown": "TIMING BREAKDOWN",
-    "gpu_usage": "GPU Memory Used", "rank_message": "Rank ", "upload_blocked": "UPLOAD BLOCKED",
+    "inner_step": "Step Time",
+    "gpu_diagnostics": "GPU DIAGNOSTICS",
+    "timing_breakdown": "TIMING BREAKDOWN",
+    "gpu_usage": "GPU Memory Used",
+    "rank_message": "Rank ",
+    "upload_blocked": "UPLOAD BLOCKED",
     "checkpoint_saved": "CHECKPOINT SAVED",
-}  # fmt: skip
+}
 
 
 def _rows() -> dict[str, tuple[str, str, str]]:
-    return {event: (grep, meaning, action) for event, grep, meaning, action in ROW.findall(_runbook())}
+    return {
+        event: (grep, meaning, action) for event, grep, meaning, action in ROW.findall(_runbook())
+    }
 
 
 def _runbook() -> str:
@@ -45,7 +52,8 @@ def test_the_runbook_has_one_row_for_every_event_and_none_for_what_is_no_event()
 
 
 def test_every_fault_of_the_runbook_is_made_by_the_test_it_names() -> None:
-    """The named test, or a helper that it calls, looks for the event whose line the row promises."""
+    """The named test, or a helper that it calls, looks for the event whose line the row
+    promises."""
     table = _runbook().partition("## Faults")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 15
@@ -53,7 +61,8 @@ def test_every_fault_of_the_runbook_is_made_by_the_test_it_names() -> None:
         said, test = row.split("|")[2], re.search(r"`(\w+)::(\w+)` \|$", row)
         assert test is not None, row
         code = _with_helpers(
-            (requires.REPO / "tests" / "faults" / f"{test[1]}.py").read_text(encoding="utf-8"), test[2]
+            (requires.REPO / "tests" / "faults" / f"{test[1]}.py").read_text(encoding="utf-8"),
+            test[2],
         )
         words = re.search("`([A-Z ]+[A-Z])", said)
         if words is None:
@@ -65,17 +74,24 @@ def test_every_fault_of_the_runbook_is_made_by_the_test_it_names() -> None:
 
 def _with_helpers(source: str, name: str) -> str:
     """The code of a function of a test file, and of the file's own functions that it calls."""
-    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    functions = {
+        node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
+    }
     assert name in functions, name
-    called = {node.id for node in ast.walk(functions[name]) if isinstance(node, ast.Name)} & functions.keys()
+    called = {
+        node.id for node in ast.walk(functions[name]) if isinstance(node, ast.Name)
+    } & functions.keys()
     return "\n".join(ast.unparse(functions[each]) for each in {name, *called}).replace("'", '"')
 
 
 def test_every_row_of_the_runbook_is_produced_by_a_test() -> None:
-    """By the event's name, or by the words of its line: a row that nothing produces would be a promise."""
+    """By the event's name, or by the words of its line: a row that nothing produces would be a
+    promise."""
     tests = requires.REPO / "tests"
     own = Path(__file__)
-    code = "".join(path.read_text(encoding="utf-8") for path in sorted(tests.rglob("test_*.py")) if path != own)
+    code = "".join(
+        path.read_text(encoding="utf-8") for path in sorted(tests.rglob("test_*.py")) if path != own
+    )
     unseen = [
         event for event, (grep, *_) in _rows().items()
         if not re.search(rf"""["']{event}["']""", code) and grep.strip() not in code
@@ -99,8 +115,12 @@ def test_the_blocks_hold_the_words_that_are_grepped() -> None:
     step = dict.fromkeys(("outer_step", "inner_step", "lr", "loss", "step_time_s", "gpu_mem_gb"))
     assert BLOCKS["inner_step"] in formatters.inner_step(step)
     assert BLOCKS["gpu_diagnostics"] in formatters.gpu_diagnostics({"ranks": []})
-    assert BLOCKS["upload_blocked"] in formatters.upload_blocked({"reason": "inner_step (15) < minimum (50)"})
-    assert BLOCKS["checkpoint_saved"] in formatters.checkpoint_saved({"path": "ckpt/7", "seconds": 0.5})
+    assert BLOCKS["upload_blocked"] in formatters.upload_blocked(
+        {"reason": "inner_step (15) < minimum (50)"}
+    )
+    assert BLOCKS["checkpoint_saved"] in formatters.checkpoint_saved(
+        {"path": "ckpt/7", "seconds": 0.5}
+    )
     assert BLOCKS["gpu_usage"] in formatters.gpu_usage(
         {"used_gb": 1.0, "total_gb": 2.0, "share_pct": 50.0, "verdict": "x"}
     )
@@ -112,7 +132,9 @@ def test_the_rules_are_valid_and_fire_when_they_should(tmp_path: Path) -> None:
         shutil.copy(OPS / "prometheus" / name, tmp_path)
     (tmp_path / "miner-guard.token").write_text("x")
     for command in (["check", "config", "prometheus.yml"], ["test", "rules", "rules_test.yml"]):
-        answer = subprocess.run([promtool, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        answer = subprocess.run(
+            [promtool, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
         assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
@@ -125,15 +147,32 @@ def test_alertmanager_takes_its_file() -> None:
 def _metric_names() -> set[str]:
     """Every name that the exposition can have."""
     gpu = {"index": 0, "state": "ok", **dict.fromkeys(metrics._GPU, 1.0)}
-    steps = {**dict.fromkeys(metrics._STEPS, 1.0), "p50_s": 1.0, "p95_s": 1.0, "steps": 1, "goodput": {"training": 1.0},
-             "per_rank": {"0": {"step_time_s": 1.0, "last_step_age_s": 1.0}}}  # fmt: skip
+    steps = {
+        **dict.fromkeys(metrics._STEPS, 1.0),
+        "p50_s": 1.0,
+        "p95_s": 1.0,
+        "steps": 1,
+        "goodput": {"training": 1.0},
+        "per_rank": {"0": {"step_time_s": 1.0, "last_step_age_s": 1.0}},
+    }
     host = {**dict.fromkeys(metrics._HOST, 1.0), "oom_kills": 0, "network_sent_bytes": 1}
     status = {
-        "state": "running", "restarts": 0, "steps": steps, "metrics": {"events": {"slow_step": 1}},
+        "state": "running",
+        "restarts": 0,
+        "steps": steps,
+        "metrics": {"events": {"slow_step": 1}},
         "uploads": {"repo": {"age_s": 1, "limit_s": 2000, "stale": False}},
-        "health": {"gpus": {"gpus": [gpu]}, "host": host, "guard": {"cpu_s": 1.0, "memory_bytes": 1}},
-        "costs": {"share_pct": 0.1, "budget_pct": 5, "operations": {"x": {"total_time": 1, "background_time": 1}}},
-    }  # fmt: skip
+        "health": {
+            "gpus": {"gpus": [gpu]},
+            "host": host,
+            "guard": {"cpu_s": 1.0, "memory_bytes": 1},
+        },
+        "costs": {
+            "share_pct": 0.1,
+            "budget_pct": 5,
+            "operations": {"x": {"total_time": 1, "background_time": 1}},
+        },
+    }
     text = metrics.text(status, version="1", age_s=1.0).decode()
     return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
 
@@ -152,7 +191,8 @@ def test_the_dashboard_is_one() -> None:
 
 
 def test_grafanas_own_types_know_every_key_of_the_dashboard() -> None:
-    """Guards against keys that are misspelt or in the wrong place: Grafana drops them without a word."""
+    """Guards against keys that are misspelt or in the wrong place: Grafana drops them without a
+    word."""
     requires.module("grafana_foundation_sdk")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
@@ -173,26 +213,47 @@ def test_grafanas_own_types_know_every_key_of_the_dashboard() -> None:
     assert list(lost(board, json.loads(JSONEncoder().encode(Dashboard.from_json(board))), "")) == []
 
 
-_EXPORTS = {"local.file_match": {"targets"}, "loki.process": {"receiver"}, "loki.write": {"receiver"}}
+_EXPORTS = {
+    "local.file_match": {"targets"},
+    "loki.process": {"receiver"},
+    "loki.write": {"receiver"},
+}
 """What other components may take from these, by Alloy's reference."""
 
 
 def _alloy() -> dict[str, dict[str, Any]]:
-    """The components of config.alloy by `kind.label`. Its grammar is HCL's, but for names with dots."""
+    """The components of config.alloy by `kind.label`. Its grammar is HCL's, but for names with
+    dots."""
     requires.module("hcl2")
     import hcl2
 
     text = (OPS / "loki" / "config.alloy").read_text(encoding="utf-8")
-    plain = re.sub(r"\b[a-z_]+(?:\.[a-z_]+)+(?=\s*(?:\"\w+\"\s*)?[{(])", lambda m: m[0].replace(".", "__"), text)
-    kinds = {kind.replace("__", "."): blocks for kind, blocks in hcl2.loads(plain).items() if kind != "__comments__"}
-    return {f"{kind}.{label.strip(chr(34))}": body for kind, blocks in kinds.items() for block in blocks
-            for label, body in block.items()}  # fmt: skip
+    plain = re.sub(
+        r"\b[a-z_]+(?:\.[a-z_]+)+(?=\s*(?:\"\w+\"\s*)?[{(])",
+        lambda m: m[0].replace(".", "__"),
+        text,
+    )
+    kinds = {
+        kind.replace("__", "."): blocks
+        for kind, blocks in hcl2.loads(plain).items()
+        if kind != "__comments__"
+    }
+    return {
+        f"{kind}.{label.strip(chr(34))}": body
+        for kind, blocks in kinds.items()
+        for block in blocks
+        for label, body in block.items()
+    }
 
 
-def test_the_alloy_config_takes_guard_jsonl_to_loki_and_its_labels_are_fields_of_every_line() -> None:
+def test_the_alloy_config_takes_guard_jsonl_to_loki_and_its_labels_are_fields_of_every_line() -> (
+    None
+):
     components = _alloy()
     taken = re.findall(r"\$\{([a-z_.]+)\.(\w+)\}", json.dumps(components))
-    assert {name for name, _ in taken} == set(components) - {"loki.source.file.guard"}, "each is fed, none dangles"
+    assert {name for name, _ in taken} == set(components) - {"loki.source.file.guard"}, (
+        "each is fed, none dangles"
+    )
     assert all(export in _EXPORTS[name.rpartition(".")[0]] for name, export in taken)
     (target,) = components["local.file_match.guard"]["path_targets"]
     (path,) = (value.strip('"') for value in target.values())
@@ -200,12 +261,18 @@ def test_the_alloy_config_takes_guard_jsonl_to_loki_and_its_labels_are_fields_of
     process = components["loki.process.guard"]
     read = set(process["stage__json"][0]["expressions"])
     assert read <= RESERVED
-    assert set(process["stage__labels"][0]["values"]) <= read - {"ts"}, "a label per line would break Loki"
+    assert set(process["stage__labels"][0]["values"]) <= read - {"ts"}, (
+        "a label per line would break Loki"
+    )
     assert process["stage__timestamp"][0]["source"].strip('"') == "ts"
 
 
 def test_what_is_asked_of_logs_and_events_there_is() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in OPS.rglob("*.*") if path.suffix in (".md", ".yml"))
+    text = "".join(
+        path.read_text(encoding="utf-8")
+        for path in OPS.rglob("*.*")
+        if path.suffix in (".md", ".yml")
+    )
     text += (OPS / "grafana" / "miner-guard.json").read_text(encoding="utf-8").replace('\\"', '"')
     asked = re.findall(r'event(?:=|!=|=~|!~)"([^"]+)"', text)
     assert len(asked) > 3

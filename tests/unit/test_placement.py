@@ -1,4 +1,5 @@
-"""What a rank reads of itself: no CUDA context where none was, and local counts rather than global ones."""
+"""What a rank reads of itself: no CUDA context where none was, and local counts rather than global
+ones."""
 
 from __future__ import annotations
 
@@ -22,14 +23,22 @@ def test_a_process_without_a_cuda_context_gets_none(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    for name in ("current_device", "get_device_properties", "memory_allocated", "mem_get_info", "init"):
+    for name in (
+        "current_device",
+        "get_device_properties",
+        "memory_allocated",
+        "mem_get_info",
+        "init",
+    ):
         monkeypatch.setattr(torch.cuda, name, forbidden)
     facts = placement.cuda_facts("cuda:0")
     assert facts == {"cuda_available": True, "gpu_count": 4, "cuda_context": False}
 
 
 def test_counts_bytes_and_dtypes_by_device() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 10, dtype=torch.bfloat16, device="meta"))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(10, 10), torch.nn.Linear(10, 10, dtype=torch.bfloat16, device="meta")
+    )
     seen = placement.placement(model)
     assert seen["shards"] == {"cpu": [110, 440], "meta": [110, 220]}
     assert (seen["shard_params"], seen["meta_params"], seen["model_device"]) == (220, 110, "cpu")
@@ -38,7 +47,9 @@ def test_counts_bytes_and_dtypes_by_device() -> None:
     assert seen["offload"] is False
 
 
-def test_what_cannot_be_read_is_named_and_the_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_named_and_the_rest_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(_device: str | None) -> Any:
         raise RuntimeError("CUDA driver error: out of memory")
 
@@ -74,15 +85,20 @@ def test_a_store_that_breaks_names_the_ranks_and_raises_nothing() -> None:
 def test_the_drivers_version_is_read_without_its_library(tmp_path: Any) -> None:
     file = tmp_path / "version"
     file.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build\nGCC version: 12\n"
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release "
+        "Build\nGCC version: 12\n"
     )
     assert diagnose.driver_version(file) == "570.133.20"
-    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.163.01  Tue Apr  8 12:41:17 UTC 2025\n")
+    file.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.163.01  Tue Apr  8 12:41:17 UTC 2025\n"
+    )
     assert diagnose.driver_version(file) == "550.163.01"
     assert diagnose.driver_version(tmp_path / "none") is None
 
 
-def test_shapes_are_the_whole_parameters_by_plain_name_with_those_that_may_be_missing(tmp_path: Path) -> None:
+def test_shapes_are_the_whole_parameters_by_plain_name_with_those_that_may_be_missing(
+    tmp_path: Path,
+) -> None:
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8)})
     model["head"].weight = model["embed"].weight
     model["head"].bias.requires_grad_(False)
@@ -96,7 +112,9 @@ def test_shapes_are_the_whole_parameters_by_plain_name_with_those_that_may_be_mi
     assert shapes.read(tmp_path / "shapes.json") is None
 
 
-def test_shapes_that_a_rank_cannot_know_are_unknown_and_older_ones_forgotten(tmp_path: Path) -> None:
+def test_shapes_that_a_rank_cannot_know_are_unknown_and_older_ones_forgotten(
+    tmp_path: Path,
+) -> None:
     sharded = torch.nn.Linear(4, 8)
     sharded.weight.tensor_model_parallel = True
     emptied = torch.nn.Linear(4, 8)

@@ -1,4 +1,5 @@
-"""`plan` gives source 004's figures, says where they simplify, and refuses what no training can have."""
+"""`plan` gives source 004's figures, says where they simplify, and refuses what no training can
+have."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from miner_guard.cli import main, plan_model
 from miner_guard.cli.plan_model import PlanSettings, plan
 
-SOURCE_004 = PlanSettings(gpus=4, batch=2, effective=512, params=4e9, seq=1024, upload_steps=3, micro_batch_s=0.01)
+SOURCE_004 = PlanSettings(
+    gpus=4, batch=2, effective=512, params=4e9, seq=1024, upload_steps=3, micro_batch_s=0.01
+)
 
 
 def test_source_004s_figures() -> None:
@@ -29,7 +32,11 @@ def test_source_004s_figures() -> None:
 
 def test_what_the_miner_really_does_is_said() -> None:
     seen = plan(SOURCE_004)
-    assert (seen.actual.accumulation_steps, seen.actual.micro_batches, seen.actual.samples) == (64, 256, 512)
+    assert (seen.actual.accumulation_steps, seen.actual.micro_batches, seen.actual.samples) == (
+        64,
+        256,
+        512,
+    )
     assert seen.actual.inner_step_s == pytest.approx(0.64)
     assert seen.actual.memory.total < seen.document.memory.total
     words = " ".join(seen.simplifications)
@@ -60,9 +67,13 @@ def test_unknown_times_stay_unknown() -> None:
 
 
 @given(
-    st.integers(1, 64), st.integers(1, 64), st.integers(1, 4096), st.floats(1e6, 1e12), st.integers(1, 65536),
+    st.integers(1, 64),
+    st.integers(1, 64),
+    st.integers(1, 4096),
+    st.floats(1e6, 1e12),
+    st.integers(1, 65536),
     st.integers(1, 100),
-)  # fmt: skip
+)
 def test_any_settings_are_planned_or_refused(
     gpus: int, batch: int, effective: int, params: float, seq: int, up: int
 ) -> None:
@@ -77,9 +88,14 @@ def test_any_settings_are_planned_or_refused(
     assert seen.document.upload.first_valid_inner_step >= 50
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = "plan --gpus 4 --batch 2 --effective 512 --params 4e9 --seq 1024 --upload-steps 3 --micro-batch-ms 10"
+    arguments = (
+        "plan --gpus 4 --batch 2 --effective 512 --params 4e9 --seq 1024 --upload-steps 3 "
+        "--micro-batch-ms 10"
+    )
     assert main.run([*arguments.split(), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["accumulation_steps"], document["micro_batches"]) == (256, 1024)

@@ -41,7 +41,9 @@ class Looking:
 
 
 def test_masked_gpus_are_remembered_as_masked(tmp_path: Path) -> None:
-    masked = healthy(4, env={"CUDA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(2, "what is there"))
+    masked = healthy(
+        4, env={"CUDA_VISIBLE_DEVICES": "0,1"}, expectation=Expectation(2, "what is there")
+    )
     looking = Looking(tmp_path, [masked])
     assert looking.run().go
     assert '"gpu_count": 2' in looking.state.host_facts.read_text()
@@ -65,7 +67,9 @@ def test_missing_gpus_are_waited_for_and_said_once(tmp_path: Path) -> None:
     assert looking.said[-2].fields["what"] == "cuda.count, gpu.count"
 
 
-def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembered(tmp_path: Path) -> None:
+def test_gpus_that_stay_away_stop_the_start_after_the_wait_and_are_not_remembered(
+    tmp_path: Path,
+) -> None:
     looking = Looking(tmp_path, [healthy(3)], preflight_wait_s=300)
     outcome = looking.run()
     assert not outcome.go

@@ -1,4 +1,5 @@
-"""Pushes that the miner's own lines alone tell of: looked for, unless a hook tells of them as well."""
+"""Pushes that the miner's own lines alone tell of: looked for, unless a hook tells of them as
+well."""
 
 from __future__ import annotations
 
@@ -12,13 +13,19 @@ from miner_guard.eventlog.catalog import Finding, message
 from miner_guard.monitors.printed_uploads import PrintedUploadsMonitor
 from tests.support.contexts import context
 
-PUSHED = b"2026-01-02 03:04:05 | INFO | Successfully pushed new model state with tag 5.56.51 to bucket: b\n"
+PUSHED = (
+    b"2026-01-02 03:04:05 | INFO | Successfully pushed new model state with tag 5.56.51 to "
+    b"bucket: b\n"
+)
 
 
-def part(folder: Path, profile: str | None = None, attach: Any = None, repo: Any = "local") -> PrintedUploadsMonitor:
+def part(
+    folder: Path, profile: str | None = None, attach: Any = None, repo: Any = "local"
+) -> PrintedUploadsMonitor:
     config = Config(
-        miner=MinerSettings(profile=profile, attach=attach), repo=RepoSettings(kind=repo, path=str(folder)),
-    )  # fmt: skip
+        miner=MinerSettings(profile=profile, attach=attach),
+        repo=RepoSettings(kind=repo, path=str(folder)),
+    )
     return PrintedUploadsMonitor(context(folder, config=config))
 
 
@@ -29,7 +36,9 @@ def said(part: PrintedUploadsMonitor, *chunks: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize("profile", [None, "sn38"])
-def test_a_push_is_reported_by_its_line_wherever_it_is_cut(tmp_path: Path, profile: str | None) -> None:
+def test_a_push_is_reported_by_its_line_wherever_it_is_cut(
+    tmp_path: Path, profile: str | None
+) -> None:
     reported = ["UPLOAD REPORTED: tag 5.56.51 by the miner's own line"]
     assert said(part(tmp_path, profile), b"loss 3.4\n" + PUSHED) == reported
     assert said(part(tmp_path, profile), PUSHED[:60], PUSHED[60:]) == reported
@@ -43,7 +52,9 @@ def test_a_push_that_every_rank_tells_of_is_one(tmp_path: Path) -> None:
 
 def test_the_miners_own_word_that_it_failed_is_a_failure(tmp_path: Path) -> None:
     text = b"Model state upload failed: An error occurred (SlowDown)\n"
-    assert said(part(tmp_path), text) == ["UPLOAD FAILED: the miner says: An error occurred (SlowDown)"]
+    assert said(part(tmp_path), text) == [
+        "UPLOAD FAILED: the miner says: An error occurred (SlowDown)"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,5 +77,7 @@ def test_a_hook_that_tells_of_pushes_is_believed_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"attach": "log"}, {"repo": "none"}])
-def test_where_the_line_is_read_already_or_nobody_is_to_look_nothing_is_said(tmp_path: Path, settings: Any) -> None:
+def test_where_the_line_is_read_already_or_nobody_is_to_look_nothing_is_said(
+    tmp_path: Path, settings: Any
+) -> None:
     assert said(part(tmp_path, **settings), PUSHED) == []

@@ -19,7 +19,10 @@ LEAKS = {
     "keyfile phrase": (f'{{"secretPhrase": "{WORDS}", "ss58Address": "5F3s"}}', "winner"),
     "keyfile seed": ('{"secretSeed": "0x' + "f9" * 32 + '"}', "f9f9"),
     "mnemonic is": (f"Your mnemonic is: {WORDS}", "legal"),
-    "btcli": (f"The mnemonic to the new coldkey is:\n\n\x1b[32m{WORDS}\x1b[0m\n\nYou can use", "winner"),
+    "btcli": (
+        f"The mnemonic to the new coldkey is:\n\n\x1b[32m{WORDS}\x1b[0m\n\nYou can use",
+        "winner",
+    ),
     "24 words": (f"seed phrase = {WORDS} {WORDS}", "winner"),
     "words alone": (f"\x1b[32m{WORDS}\x1b[0m", "winner"),
     "pem": (f"{BEGIN}\n{BODY}\n{BODY}\n{END}\nstep 5", "b3Bl"),
@@ -28,24 +31,38 @@ LEAKS = {
     "pem without a beginning": (f"{BODY}\n{BODY}\n{END}", "b3Bl"),
     "discord": ("https://discord.com/api/webhooks/112233445566778899/vHF6qf0NIsnYW1PSV7", "vHF6"),
     "slack": ("https://hooks.slack.com/services/T0XU8DSBRD/B0E28JHYQU/SdrPuKCMtBkOqFnZ", "SdrP"),
-    "telegram": ("https://api.telegram.org/bot123456789:AAUddGMJpKEX3Y34eJjQHR0KwSrPCe5CW7w/sendMessage", "AAUdd"),
+    "telegram": (
+        "https://api.telegram.org/bot123456789:AAUddGMJpKEX3Y34eJjQHR0KwSrPCe5CW7w/sendMessage",
+        "AAUdd",
+    ),
     "apprise": ("tgram://123456789/chat-of-mine", "chat-of-mine"),
     "github": ("github_pat_0spy9BuDsbRGzzYjIUETKI_QfrUSCEiwvjBBHDI0Wb3Q", "0spy9"),
     "azure": ("https://a.blob.core.windows.net/c/x?sv=2022&sig=XWzP0q162DnfZ%3D&se=2026", "XWzP0"),
     "wandb key": (f"wandb: key {HEX40}", HEX40),
     "wandb login": (f"wandb login --relogin {HEX40}", HEX40),
     "netrc": (f"machine api.wandb.ai\n  login user\n  password {HEX40}", HEX40),
-    "presigned id": ("https://r2/b?X-Amz-Credential=92e57561d80e1ed5%2F20261121&X-Amz-Date=1", "92e5"),
+    "presigned id": (
+        "https://r2/b?X-Amz-Credential=92e57561d80e1ed5%2F20261121&X-Amz-Date=1",
+        "92e5",
+    ),
     "presigned signature": ("https://r2/b?X-Amz-Expires=3600&X-Amz-Signature=8de91165", "8de9"),
     "web token": ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4", "Sflk"),
 }
 
 HARMLESS = (
-    f"commit {HEX40}", f"wandb: Run data of commit {HEX40}", "MAX_TOKENS=100000", "accountId: 0x" + "8b" * 32,
-    "sha256:" + "ab" * 32, "/home/me/.ssh/private/key.pem", "-----BEGIN CERTIFICATE-----\n" + BODY,
-    "step 12 took 0.5s, keys of the batch: input_ids labels", "the mnemonic of the wallet was not found anywhere",
-    "https://discord.com/channels/1/2", "https://storage.example/b?X-Amz-Expires=3600", f"{WORDS} legal",
-)  # fmt: skip
+    f"commit {HEX40}",
+    f"wandb: Run data of commit {HEX40}",
+    "MAX_TOKENS=100000",
+    "accountId: 0x" + "8b" * 32,
+    "sha256:" + "ab" * 32,
+    "/home/me/.ssh/private/key.pem",
+    "-----BEGIN CERTIFICATE-----\n" + BODY,
+    "step 12 took 0.5s, keys of the batch: input_ids labels",
+    "the mnemonic of the wallet was not found anywhere",
+    "https://discord.com/channels/1/2",
+    "https://storage.example/b?X-Amz-Expires=3600",
+    f"{WORDS} legal",
+)
 
 
 @pytest.mark.parametrize("name", LEAKS)
@@ -68,25 +85,48 @@ def test_what_is_no_secret_stays(text: str) -> None:
 
 def test_what_stands_around_a_block_stays() -> None:
     assert Redactor().text(f"before\n{BEGIN}\n{BODY}\n{END}\nafter") == "before\n[redacted]\nafter"
-    assert Redactor().text(f"{BEGIN}\n{BODY}\nTraceback (most recent") == "[redacted]\nTraceback (most recent"
+    assert (
+        Redactor().text(f"{BEGIN}\n{BODY}\nTraceback (most recent")
+        == "[redacted]\nTraceback (most recent"
+    )
 
 
 def test_a_phrase_in_a_command_that_is_a_list_is_masked_to_its_last_word() -> None:
     command = ["btcli", "--mnemonic", *WORDS.split(), "--name", "me"]
-    assert Redactor().value(command) == ["btcli", "--mnemonic", *["[redacted]"] * 12, "--name", "me"]
+    assert Redactor().value(command) == [
+        "btcli",
+        "--mnemonic",
+        *["[redacted]"] * 12,
+        "--name",
+        "me",
+    ]
 
 
 @pytest.mark.parametrize(
     "text",
-    [BEGIN * 2_000, (BEGIN + "\n") * 2_000, BEGIN * 32_000, (BEGIN + '"') * 32_000, "-" * 256_000,
-     f"{BEGIN}\n" + "a" * 64_000, "a" * 64_000 + END,
-     "mnemonic" + "\\n" * 32_000,
-     "mnemonic" + "\x1b[0m" * 16_000, "mnemonic is a " * 4_000, "abc " * 16_000, "wandb key " * 6_400, "eyJ-" * 16_000,
-     "eyJ" * 20_000, "token=" + "\\" * 64_000, "https://discord.com/api/webhooks/" + "a/" * 32_000],
+    [
+        BEGIN * 2_000,
+        (BEGIN + "\n") * 2_000,
+        BEGIN * 32_000,
+        (BEGIN + '"') * 32_000,
+        "-" * 256_000,
+        f"{BEGIN}\n" + "a" * 64_000,
+        "a" * 64_000 + END,
+        "mnemonic" + "\\n" * 32_000,
+        "mnemonic" + "\x1b[0m" * 16_000,
+        "mnemonic is a " * 4_000,
+        "abc " * 16_000,
+        "wandb key " * 6_400,
+        "eyJ-" * 16_000,
+        "eyJ" * 20_000,
+        "token=" + "\\" * 64_000,
+        "https://discord.com/api/webhooks/" + "a/" * 32_000,
+    ],
     ids=lambda text: repr(text[:40]),
-)  # fmt: skip
+)
 def test_what_nearly_is_a_secret_takes_the_time_of_any_text(text: str) -> None:
-    """Guards against a guard that stands still: a search of a pattern holds the lock of the interpreter."""
+    """Guards against a guard that stands still: a search of a pattern holds the lock of the
+    interpreter."""
     started = time.process_time()
     Redactor().text(text)
     assert time.process_time() - started < 5.0

@@ -1,4 +1,5 @@
-"""The relay passes on before the parts look: neither a slow part nor one that fails holds the miner up."""
+"""The relay passes on before the parts look: neither a slow part nor one that fails holds the miner
+up."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ def test_the_last_words_are_shown_before_the_end(stage: Open) -> None:
 
 
 def test_a_flood_that_the_parts_are_behind_with_is_cut_to_its_end(stage: Open) -> None:
-    """Guards against an end that waits half a minute for the monitors to read what nobody needs any more."""
+    """Guards against an end that waits half a minute for the monitors to read what nobody needs any
+    more."""
     shown: list[bytes] = []
     at = stage(shown.append)
     flood = OUTPUT
@@ -124,7 +126,8 @@ def test_a_flood_that_the_parts_are_behind_with_is_cut_to_its_end(stage: Open) -
 
 
 def test_a_slow_part_is_shown_output_in_slices_of_time(stage: Open) -> None:
-    """Guards against one turn of the loop that lasts as long as the monitors need for a whole burst."""
+    """Guards against one turn of the loop that lasts as long as the monitors need for a whole
+    burst."""
 
     def slow(_data: bytes) -> None:
         time.sleep(0.06)

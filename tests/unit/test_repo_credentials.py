@@ -1,4 +1,5 @@
-"""Keys come from where the miner has them, and what is missing or unsafe is said without showing a key."""
+"""Keys come from where the miner has them, and what is missing or unsafe is said without showing a
+key."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def test_a_toml_file_names_the_same_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text('r2_account_id = "abc"\nHF_TOKEN = "t"\n')
     keys = find(RepoSettings(credentials="file", credentials_file=str(file)))
-    assert (first(keys, "R2_ACCOUNT_ID"), first(keys, "NONE", "HF_TOKEN"), first(keys, "X")) == ("abc", "t", None)
+    assert (first(keys, "R2_ACCOUNT_ID"), first(keys, "NONE", "HF_TOKEN"), first(keys, "X")) == (
+        "abc",
+        "t",
+        None,
+    )
 
 
 def test_a_broken_file_is_said_without_its_content(tmp_path: Path) -> None:

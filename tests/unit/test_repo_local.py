@@ -56,16 +56,20 @@ def test_age_is_the_age_of_the_gradients(tmp_path: Path) -> None:
 
 
 def test_files_of_the_future_have_no_age(tmp_path: Path) -> None:
-    """Guards against a clock that was set back: for as long as it was, the repo looked as if just published."""
+    """Guards against a clock that was set back: for as long as it was, the repo looked as if just
+    published."""
     LocalRepo(tmp_path).commit(publish(LocalRepo(tmp_path), tmp_path, 1, 50), "5.1.50")
     os.utime(tmp_path / "epoch-1" / "gradients.pt", (7_000, 7_000))
     assert LocalRepo(tmp_path, wall=lambda: 6_999.0).state().age_s == 0.0
-    with pytest.raises(RepoError, match="is of a time that is 3400 s ahead; was the clock set back"):
+    with pytest.raises(
+        RepoError, match="is of a time that is 3400 s ahead; was the clock set back"
+    ):
         LocalRepo(tmp_path, wall=lambda: 3_600.0).state()
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "metadata.json is not JSON"), ("[]", "metadata.json is not a JSON object")]
+    ("text", "words"),
+    [("{", "metadata.json is not JSON"), ("[]", "metadata.json is not a JSON object")],
 )
 def test_a_torn_pointer_is_unknown_not_a_crash(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / METADATA).write_text(text)
@@ -132,8 +136,15 @@ def test_a_journal_that_cannot_be_written_fails_the_upload_and_says_why(
     assert publisher.publish(revision).tag == "5.56.51"
 
 
-def test_a_publisher_that_ends_unread_is_an_upload_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_that_ends_unread_is_an_upload_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/true")
     folder = tmp_path / ("x" * 100_000)
     with pytest.raises(PublishError, match="ended with 0 and no result"):
-        push(RepoSettings(kind="local", path=str(tmp_path)), Revision(tmp_path, 5, 56, 51), folder, print)
+        push(
+            RepoSettings(kind="local", path=str(tmp_path)),
+            Revision(tmp_path, 5, 56, 51),
+            folder,
+            print,
+        )

@@ -1,4 +1,5 @@
-"""The report: one page that stands alone, whatever the log holds; a week of it within seconds and megabytes."""
+"""The report: one page that stands alone, whatever the log holds; a week of it within seconds and
+megabytes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Log:
 
     def __init__(self, root: Path) -> None:
         self.state, self.clock = StateDir(root), FakeClock()
-        self._emitter = Emitter(self.clock, "r1", Redactor(), [JsonlSink(self.state.log, LogSettings())])
+        self._emitter = Emitter(
+            self.clock, "r1", Redactor(), [JsonlSink(self.state.log, LogSettings())]
+        )
 
     def say(self, event: str, **fields: Any) -> None:
         self._emitter.emit(catalog.make_finding(event, **fields))
@@ -35,13 +38,23 @@ class Log:
     def step(self, inner_step: int, seconds: float = 15.0, loss: float = 3.0) -> None:
         self.clock.advance(seconds)
         self.say(
-            "inner_step", outer_step=1, inner_step=inner_step, lr=1e-4, loss=loss, step_time_s=seconds, gpu_mem_gb=18.4
+            "inner_step",
+            outer_step=1,
+            inner_step=inner_step,
+            lr=1e-4,
+            loss=loss,
+            step_time_s=seconds,
+            gpu_mem_gb=18.4,
         )
 
     def snapshot(self, age: float) -> None:
         gpus = {"gpus": [{"memory_used_bytes": 18 * 1024**3, "utilization_ratio": 0.9}]}
-        document = {"uploads": {"repo": {"age_s": age}}, "miner": {"goodput": 0.9}, "costs": {"share_pct": 0.1},
-                    "gpus": gpus}  # fmt: skip
+        document = {
+            "uploads": {"repo": {"age_s": age}},
+            "miner": {"goodput": 0.9},
+            "costs": {"share_pct": 0.1},
+            "gpus": gpus,
+        }
         self.say("health_snapshot", summary="x", snapshot=document)
 
 
@@ -52,7 +65,9 @@ class _Tags(HTMLParser):
         self.outside: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.outside += [f"{k}={v}" for k, v in attrs if k in ("src", "href") or "http" in (v or "")]
+        self.outside += [
+            f"{k}={v}" for k, v in attrs if k in ("src", "href") or "http" in (v or "")
+        ]
         if tag not in ("meta", "path", "br"):
             self.open.append(tag)
 
@@ -81,14 +96,35 @@ def test_the_page_shows_slow_steps_restarts_uploads_and_milestones(tmp_path: Pat
         log.step(number, loss=5.0 - number / 30)
         if number % 10 == 0:
             log.snapshot(age=number)
-    log.say("slow_step", step_time_s=245.7, expected="10-30s", inner_step=61, limit_s=60, rule="absolute")
-    log.say("upload_blocked", reason="15 < 50", outer_step=1, inner_step=15, kind="gradient", verdicts=[])
+    log.say(
+        "slow_step",
+        step_time_s=245.7,
+        expected="10-30s",
+        inner_step=61,
+        limit_s=60,
+        rule="absolute",
+    )
+    log.say(
+        "upload_blocked",
+        reason="15 < 50",
+        outer_step=1,
+        inner_step=15,
+        kind="gradient",
+        verdicts=[],
+    )
     log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="crash")
     for tag in ("1.1.51", "1.1.54", "1.1.57"):
         log.say("upload_succeeded", tag=tag, detail="read back")
     log.say("incident", label="cuda_oom", cause="<out of memory>", fix="smaller batch", excerpt="x")
     page = _checked(render(log.state))
-    for words in ("slow step", "restart", "verified", "blocked", "UPLOAD VERIFIED: tag 1.1.57", "limit 2000"):
+    for words in (
+        "slow step",
+        "restart",
+        "verified",
+        "blocked",
+        "UPLOAD VERIFIED: tag 1.1.57",
+        "limit 2000",
+    ):
         assert words in page
     assert "&lt;out of memory&gt;" in page
     reached = re.findall(r"<td>([^<]*)</td><td class=\"state good\">reached", page)
@@ -98,14 +134,23 @@ def test_the_page_shows_slow_steps_restarts_uploads_and_milestones(tmp_path: Pat
     assert re.search(r"Rank &lt; 15</td><td class=\"state \">unknown", page)
 
 
-@pytest.mark.parametrize(("steps", "blocked_at", "reached"), [(20, 15, False), (60, 15, True), (60, 55, False)])
+@pytest.mark.parametrize(
+    ("steps", "blocked_at", "reached"), [(20, 15, False), (60, 15, True), (60, 55, False)]
+)
 def test_no_block_from_step_50_on_is_reached_only_by_a_run_that_came_so_far(
     tmp_path: Path, steps: int, blocked_at: int, reached: bool
 ) -> None:
     log = Log(tmp_path)
     for number in range(1, steps + 1):
         log.step(number, loss=5.0)
-    log.say("upload_blocked", reason="why", outer_step=1, inner_step=blocked_at, kind="gradient", verdicts=[])
+    log.say(
+        "upload_blocked",
+        reason="why",
+        outer_step=1,
+        inner_step=blocked_at,
+        kind="gradient",
+        verdicts=[],
+    )
     done = re.findall(r"<td>([^<]*)</td><td class=\"state good\">reached", render(log.state))
     assert any("from inner step 50 on" in title for title in done) == reached
 
@@ -123,9 +168,13 @@ def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> No
     log = Log(tmp_path)
     log.step(1, loss=float("nan"))
     log.say("loss_nan", step=1, loss=None)
-    log.say("slow_step", step_time_s=1e300, expected="1s", inner_step=1, limit_s=60, rule="absolute")
+    log.say(
+        "slow_step", step_time_s=1e300, expected="1s", inner_step=1, limit_s=60, rule="absolute"
+    )
     with open(log.state.log, "ab") as file:
-        file.write(b'\xff torn {"\n{"ts": "when", "level": "info", "event": "inner_step", "msg": ""}\n')
+        file.write(
+            b'\xff torn {"\n{"ts": "when", "level": "info", "event": "inner_step", "msg": ""}\n'
+        )
     write_json(log.state.status, {"steps": "not a table", "uploads": None})
     assert "2 unreadable lines" in _checked(render(log.state))
 
@@ -133,12 +182,20 @@ def test_unreadable_lines_and_strange_values_break_nothing(tmp_path: Path) -> No
 def test_of_events_without_number_the_newest_are_shown_and_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a page whose plots end long before the run, and a milestone that is reached later each time."""
+    """Guards against a page whose plots end long before the run, and a milestone that is reached
+    later each time."""
     monkeypatch.setattr("miner_guard.reporting.report_data._KEPT", 10)
     log = Log(tmp_path)
     for number in range(100):
         log.clock.advance(1.0)
-        log.say("slow_step", step_time_s=number, expected="1s", inner_step=number, limit_s=60, rule="absolute")
+        log.say(
+            "slow_step",
+            step_time_s=number,
+            expected="1s",
+            inner_step=number,
+            limit_s=60,
+            rule="absolute",
+        )
     log.say("miner_restarting", wait_s=2, attempt=1, max_restarts=5, cause="crash")
     data = gather(log.state)
     shown = [mark.fields["inner_step"] for mark in data.of("slow_step")]
@@ -166,7 +223,9 @@ def test_a_week_of_data_takes_seconds_and_stays_small(tmp_path: Path) -> None:
     assert len(page) < 5_000_000
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 0), (0, 1e-9), (2.86, 5.5), (-3, 1e9), (5, 5), (0, 245.7)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 0), (0, 1e-9), (2.86, 5.5), (-3, 1e9), (5, 5), (0, 245.7)]
+)
 def test_ticks_enclose_what_they_measure(low: float, high: float) -> None:
     ticks = nice_ticks(low, high)
     assert ticks[0] <= low

@@ -28,12 +28,25 @@ def part(tmp_path: Path, clock: FakeClock) -> ReportsMonitor:
 
 def checkpoint(step: int, size: int = 1000, complete: bool = True) -> dict[str, Any]:
     path = f"ckpt/step-{step}"
-    return {"kind": "checkpoint", "path": path, "step": step, "seconds": 0.5, "size_bytes": size, "complete": complete}
+    return {
+        "kind": "checkpoint",
+        "path": path,
+        "step": step,
+        "seconds": 0.5,
+        "size_bytes": size,
+        "complete": complete,
+    }
 
 
 def test_a_ranks_own_finding_is_logged_with_its_rank(part: ReportsMonitor) -> None:
     fields = {"path": "a", "step": 20}
-    entry = {"kind": "finding", "event": "checkpoint_resumed", "level": None, "rank": 1, "fields": fields}
+    entry = {
+        "kind": "finding",
+        "event": "checkpoint_resumed",
+        "level": None,
+        "rank": 1,
+        "fields": fields,
+    }
     (finding,) = part.on_entry(1, entry)
     assert (finding.rank, message(finding)) == (1, "CHECKPOINT RESUMED: a at step 20")
 

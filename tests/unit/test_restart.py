@@ -66,7 +66,9 @@ def test_a_healthy_stretch_forgets_what_was_before() -> None:
 
 def test_what_a_person_must_mend_has_one_try_since_a_line_may_be_misread() -> None:
     own = policy()
-    assert isinstance(own.failed(failure("config", "not_registered", "Register the hotkey.")), Again)
+    assert isinstance(
+        own.failed(failure("config", "not_registered", "Register the hotkey.")), Again
+    )
     decision = own.failed(failure("config", "not_registered", "Register the hotkey."))
     assert isinstance(decision, GiveUp)
     assert "Register the hotkey." in decision.why
@@ -100,7 +102,9 @@ def test_no_restarts_allowed_means_none() -> None:
 
 
 def incident(label: str) -> Finding:
-    return make_finding("incident", label=label, cause="a cause", fix="a fix", excerpt="a line", restart="once")
+    return make_finding(
+        "incident", label=label, cause="a cause", fix="a fix", excerpt="a line", restart="once"
+    )
 
 
 def test_an_end_is_put_down_to_the_incident_that_came_shortly_before_it() -> None:

@@ -1,4 +1,5 @@
-"""The parts' jobs: no pile-up, failures told once, a stepped wall clock does not move an interval."""
+"""The parts' jobs: no pile-up, failures told once, a stepped wall clock does not move an
+interval."""
 
 from __future__ import annotations
 

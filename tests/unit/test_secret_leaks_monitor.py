@@ -20,19 +20,25 @@ def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SecretLeaksMonitor:
     return SecretLeaksMonitor(context(tmp_path))
 
 
-def test_a_printed_secret_is_named_once_even_where_two_chunks_share_it(part: SecretLeaksMonitor) -> None:
+def test_a_printed_secret_is_named_once_even_where_two_chunks_share_it(
+    part: SecretLeaksMonitor,
+) -> None:
     text = f"debug: {SECRET}\n".encode()
     said = [f for _ in range(2) for byte in text for f in part.on_output(bytes([byte]))]
     assert [f.fields["kind"] for f in said] == ["the value of R2_WRITE_SECRET_ACCESS_KEY"]
     assert SECRET not in catalog.message(said[0])
 
 
-def test_a_secret_of_the_miners_env_file_is_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_of_the_miners_env_file_is_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where pm2 runs the guard, the keys are in that file alone."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text("export WANDB_API_KEY='key-of-the-file' # mine\n")
     config = Config(repo=RepoSettings(credentials="dotenv"))
-    (said,) = SecretLeaksMonitor(context(tmp_path, config=config)).on_output(b"login: key-of-the-file\n")
+    (said,) = SecretLeaksMonitor(context(tmp_path, config=config)).on_output(
+        b"login: key-of-the-file\n"
+    )
     assert said.fields["kind"] == "the value of WANDB_API_KEY"
 
 

@@ -23,15 +23,7 @@ from miner_guard.config import (
     optional_deps,
 )
 from miner_guard.config.loading import read_toml
-from miner_guard.diagnosis import (
-    clock_probe,
-    deep,
-    environment,
-    host,
-    minimum,
-    repo_probe,
-    storage,
-)
+from miner_guard.diagnosis import clock_probe, deep, environment, host, minimum, repo_probe, storage
 from miner_guard.diagnosis.check import Snapshot
 from miner_guard.diagnosis.expectation import Expectation
 from miner_guard.diagnosis.inside import miner_side
@@ -50,11 +42,23 @@ from uploads.repos import credentials
         ({"limits": {"nofile": -1, "memlock": 65536}}, "host.memlock", "warn"),
         ({"disks": {"/": GIB}}, "host.disk", "warn"),
         ({"disks": {"/": None}}, "host.disk", "unknown"),
-        ({"ports": [{"port": 1, "use": "axon", "free": False, "held_by": "pid 7 (python)"}]}, "host.port", "critical"),
-        ({"ports": [{"port": 80, "use": "axon", "free": None, "error": "Permission denied"}]}, "host.port", "unknown"),
-        ({"kernel_xids": ["NVRM: Xid (PCI:0000:10:00): 79, GPU has fallen off the bus."]}, "gpu.kernel_log", "warn"),
+        (
+            {"ports": [{"port": 1, "use": "axon", "free": False, "held_by": "pid 7 (python)"}]},
+            "host.port",
+            "critical",
+        ),
+        (
+            {"ports": [{"port": 80, "use": "axon", "free": None, "error": "Permission denied"}]},
+            "host.port",
+            "unknown",
+        ),
+        (
+            {"kernel_xids": ["NVRM: Xid (PCI:0000:10:00): 79, GPU has fallen off the bus."]},
+            "gpu.kernel_log",
+            "warn",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_shortage_of_the_host_is_found(change: dict[str, Any], check: str, level: str) -> None:
     found = by_name(host.checks(snapshot(host={**HEALTHY_HOST, **change})))[check]
     assert found.level == level
@@ -88,7 +92,9 @@ def test_leftovers_of_debugging_are_named() -> None:
         (["m.py", "--neuron.local_batch_size_train=2", "--steps", "5"], False),
     ],
 )
-def test_a_secret_on_the_command_line_is_named_and_not_shown(command: list[str], exposed: bool) -> None:
+def test_a_secret_on_the_command_line_is_named_and_not_shown(
+    command: list[str], exposed: bool
+) -> None:
     checks = by_name(environment.checks(snapshot(command=tuple(command))))
     assert ("env.secret_on_command_line" in checks) == exposed
     if exposed:
@@ -107,26 +113,42 @@ def test_a_secret_on_the_command_line_is_named_and_not_shown(command: list[str],
     ],
 )
 def test_packages_that_get_in_the_way(change: dict[str, Any], check: str, level: str) -> None:
-    assert by_name(environment.checks(snapshot(packages={**PACKAGES, **change})))[check].level == level
+    assert (
+        by_name(environment.checks(snapshot(packages={**PACKAGES, **change})))[check].level == level
+    )
     assert {c.level for c in environment.checks(snapshot(packages=PACKAGES))} == {"ok"}
 
 
-def test_an_extra_that_the_settings_need_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against alerts that are silently dead: with addresses set and no Apprise all was well until the first."""
+def test_an_extra_that_the_settings_need_is_named_with_its_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against alerts that are silently dead: with addresses set and no Apprise all was well
+    until the first."""
     for name in ("apprise", "starlette", "boto3", "bittensor"):
         monkeypatch.setitem(sys.modules, name, None)
     asks = Config(
-        alerts=AlertSettings(urls=("json://x",)), http=HttpSettings(port=0), repo=RepoSettings(kind="s3"),
+        alerts=AlertSettings(urls=("json://x",)),
+        http=HttpSettings(port=0),
+        repo=RepoSettings(kind="s3"),
         chain=ChainSettings(network="finney"),
-    )  # fmt: skip
-    assert [extra.name for extra, _ in optional_deps.missing_extras(asks)] == ["s3", "chain", "alerts", "http"]
+    )
+    assert [extra.name for extra, _ in optional_deps.missing_extras(asks)] == [
+        "s3",
+        "chain",
+        "alerts",
+        "http",
+    ]
     assert not list(optional_deps.missing_extras(Config()))
     lacking = {extra.name: names for extra, names in optional_deps.missing_extras(asks)}
     found = by_name(environment.checks(snapshot(config=asks, lacking=lacking)))
-    assert {name for name in found if name.startswith("env.extra")} == {f"env.extra.{name}" for name in lacking}
+    assert {name for name in found if name.startswith("env.extra")} == {
+        f"env.extra.{name}" for name in lacking
+    }
     alerts = found["env.extra.alerts"]
     assert alerts.level == "warn"
-    assert alerts.seen == "[alerts] urls is set and apprise is not installed: no alert reaches anybody"
+    assert (
+        alerts.seen == "[alerts] urls is set and apprise is not installed: no alert reaches anybody"
+    )
     assert alerts.next_step is not None
     assert "pip install 'miner-guard[alerts]'" in alerts.next_step
 
@@ -142,20 +164,31 @@ def test_a_foreign_validators_package_is_seen_by_the_miners_interpreter(tmp_path
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     # Not from the repository's folder, where our own package comes first.
     answer = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path(miner_side.__file__).parent)!r})\n"
-         "import json, miner_side; print(json.dumps(miner_side.packages({})))"],
-        env=env, cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(Path(miner_side.__file__).parent)!r})\n"
+            "import json, miner_side; print(json.dumps(miner_side.packages({})))",
+        ],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert '"validators_ours": false' in answer.stdout
 
 
 @pytest.mark.parametrize(
-    ("skew", "level"), [(0.4, "ok"), (-61.0, "warn"), (600.0, "warn"), (1000.0, "critical"), (-5000.0, "critical")]
+    ("skew", "level"),
+    [(0.4, "ok"), (-61.0, "warn"), (600.0, "warn"), (1000.0, "critical"), (-5000.0, "critical")],
 )
 def test_clock_skew_against_the_storage(skew: float, level: str) -> None:
     config = Config(repo=RepoSettings(kind="s3"))
     clock = {"skew_s": skew, "server": "s3.example"}
-    assert by_name(storage.checks(snapshot(config=config, clock=clock)))["host.clock"].level == level
+    assert (
+        by_name(storage.checks(snapshot(config=config, clock=clock)))["host.clock"].level == level
+    )
 
 
 def test_the_storages_date_header_is_read_from_a_refusal_too() -> None:
@@ -186,15 +219,20 @@ def test_a_local_repo_is_read_and_written_and_left_as_it_was(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["none", "local"])
 def test_a_keys_file_that_no_repo_needs_is_missed_too(tmp_path: Path, kind: Any) -> None:
-    """Guards against alerts that are dead without a word: their addresses are in a .env that can't be used."""
+    """Guards against alerts that are dead without a word: their addresses are in a .env that can't
+    be used."""
     file = tmp_path / ".env"
-    asks = Config(repo=RepoSettings(kind=kind, path="x", credentials="dotenv", credentials_file=str(file)))
+    asks = Config(
+        repo=RepoSettings(kind=kind, path="x", credentials="dotenv", credentials_file=str(file))
+    )
     file.write_text("MINER_GUARD_ALERTS__URLS=json://127.0.0.1:9/")
     file.chmod(0o600)
     assert credentials.problem(asks.repo) is None
     file.chmod(0o666)
     problem = credentials.problem(asks.repo)
-    check = by_name(storage.checks(snapshot(config=asks, repo={"label": "x"}, keys_file=problem)))["repo.keys_file"]
+    check = by_name(storage.checks(snapshot(config=asks, repo={"label": "x"}, keys_file=problem)))[
+        "repo.keys_file"
+    ]
     assert (check.level, "chmod 600" in check.seen) == ("warn", True)
     assert "alerts" in str(check.next_step)
 
@@ -213,7 +251,11 @@ def test_credentials_are_named_and_never_shown(env: dict[str, str], missing: Any
     answer = repo_probe.missing_credentials(settings, env)
     assert answer is not None
     assert len(answer) == (missing or 0)
-    checks = by_name(storage.checks(snapshot(config=Config(repo=settings), repo={"label": "b", "credentials": answer})))
+    checks = by_name(
+        storage.checks(
+            snapshot(config=Config(repo=settings), repo={"label": "b", "credentials": answer})
+        )
+    )
     assert checks["repo.credentials"].level == ("critical" if missing else "ok")
     assert repo_probe.missing_credentials(RepoSettings(kind="local", path="x"), {}) is None
 
@@ -236,11 +278,19 @@ def test_a_repo_that_cannot_be_written_is_critical() -> None:
 
 
 def test_the_subnets_minimum_compute() -> None:
-    compute = {"min_gpus": 4, "min_gpu_memory_gb": 48, "min_vcpus": 48, "min_memory_gb": 300, "min_disk_gb": 1000}
+    compute = {
+        "min_gpus": 4,
+        "min_gpu_memory_gb": 48,
+        "min_vcpus": 48,
+        "min_memory_gb": 300,
+        "min_disk_gb": 1000,
+    }
     rows = [{"memory_total_bytes": 79.6 * GIB}] * 4
     good = snapshot(compute=compute, nvml={"state": "ok", "gpus": rows})
     assert {c.level for c in minimum.checks(good)} == {"ok"}
-    small = snapshot(compute=compute, nvml={"state": "ok", "gpus": rows[:2]}, host={**HEALTHY_HOST, "cpus": 8})
+    small = snapshot(
+        compute=compute, nvml={"state": "ok", "gpus": rows[:2]}, host={**HEALTHY_HOST, "cpus": 8}
+    )
     assert {n for n, c in by_name(minimum.checks(small)).items() if c.level == "warn"} == {
         "minimum.gpus",
         "minimum.vcpus",
@@ -250,8 +300,13 @@ def test_the_subnets_minimum_compute() -> None:
 
 
 def test_deep_names_the_gpu_under_its_siblings() -> None:
-    rates = {i: {"tflops": t, "name": "NVIDIA A100-SXM4-80GB"} for i, t in enumerate((271.0, 270.0, 240.0, 272.0))}
-    checks = list(deep.checks(snapshot(deep={"matmul": rates, "all_reduce": {"error": "NCCL WARN"}})))
+    rates = {
+        i: {"tflops": t, "name": "NVIDIA A100-SXM4-80GB"}
+        for i, t in enumerate((271.0, 270.0, 240.0, 272.0))
+    }
+    checks = list(
+        deep.checks(snapshot(deep={"matmul": rates, "all_reduce": {"error": "NCCL WARN"}}))
+    )
     assert [c.level for c in checks] == ["ok", "ok", "warn", "ok", "critical"]
     assert "87% of the data sheet's 312" in checks[0].seen
 
@@ -260,11 +315,19 @@ def test_deep_names_the_gpu_under_its_siblings() -> None:
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
-        ("NVIDIA A10", 125), ("NVIDIA A10G", 70), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121),
-        ("NVIDIA L40", 181), ("NVIDIA L40S", 362), ("NVIDIA H100 NVL", 835), ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("Tesla T4", None),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla T4", None),
     ],
-)  # fmt: skip
+)
 def test_a_gpu_is_measured_against_its_own_data_sheet(name: str, tflops: int | None) -> None:
     assert deep.datasheet_of(name).get("bf16_tflops") == tflops
 
@@ -288,7 +351,9 @@ def test_ranks_are_counted_against_gpus_before_the_start(ranks: int, level: str)
 
 def test_an_unreadable_snapshot_is_judged_without_a_crash() -> None:
     empty = Snapshot(
-        config=Config(health=HealthSettings()), expectation=FOUR, unread={"torch": "no answer within 20 s"}
+        config=Config(health=HealthSettings()),
+        expectation=FOUR,
+        unread={"torch": "no answer within 20 s"},
     )
     levels = {c.check: c.level for c in judge(empty)}
     assert levels["driver.nvml"] == "unknown"

@@ -1,4 +1,5 @@
-"""The state directory quotes logs, stacks and command lines: no other user may read it, whatever it was before."""
+"""The state directory quotes logs, stacks and command lines: no other user may read it, whatever it
+was before."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import pytest
 
 from miner_guard import state_dir
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.state_dir import ForeignLink, StateDir, choose, open_private, write_json, write_private
+from miner_guard.state_dir import (
+    ForeignLink,
+    StateDir,
+    choose,
+    open_private,
+    write_json,
+    write_private,
+)
 from miner_guard.supervisor.startup.lock import Lock, LockHeld
 from miner_guard.supervisor.startup.state_dir_check import check_state_dir
 
@@ -34,7 +42,11 @@ def state(tmp_path: Path) -> StateDir:
 def open_to_others(root: Path) -> list[str]:
     """What other users may do something with, as paths below `root`."""
     paths = [root, *root.rglob("*")]
-    return [str(p.relative_to(root)) for p in paths if not p.is_symlink() and stat.S_IMODE(p.stat().st_mode) & 0o077]
+    return [
+        str(p.relative_to(root))
+        for p in paths
+        if not p.is_symlink() and stat.S_IMODE(p.stat().st_mode) & 0o077
+    ]
 
 
 def test_what_the_guard_makes_is_private_under_any_umask(state: StateDir) -> None:
@@ -56,7 +68,13 @@ def earlier_guard(state: StateDir) -> None:
     (state.incidents / "20250102T030405-oom" / "output.log").write_text("HF_TOKEN=…")
     state.flight.mkdir()
     state.flight_of(0).write_bytes(b"")
-    for path in (state.status, state.roster, state.log, state.root / "guard.jsonl.1.gz", state.root / "mine.txt"):
+    for path in (
+        state.status,
+        state.roster,
+        state.log,
+        state.root / "guard.jsonl.1.gz",
+        state.root / "mine.txt",
+    ):
         path.write_text("{}")
 
 
@@ -65,7 +83,8 @@ def test_an_open_directory_is_tightened_and_reported_once(state: StateDir) -> No
     first, second = check_state_dir(state), check_state_dir(state)
     assert [(f.event, f.fields["mode"]) for f in first] == [("state_dir_tightened", "0777")]
     assert second == []
-    # Files of other names are not the guard's to change; in a folder of 0700 they are out of reach too.
+    # Files of other names are not the guard's to change; in a folder of 0700 they are out of reach
+    # too.
     assert open_to_others(state.root) == ["mine.txt"]
 
 
@@ -86,7 +105,9 @@ def test_a_shared_directory_keeps_its_mode_and_is_reported(state: StateDir) -> N
     assert stat.S_IMODE(state.root.stat().st_mode) == 0o1777
 
 
-def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_its_other_end(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_its_other_end(
+    tmp_path: Path,
+) -> None:
     os.mkfifo(tmp_path / "guard.jsonl")
     for flags in (os.O_RDWR, os.O_RDONLY):
         with pytest.raises(OSError, match="Not a regular file"):
@@ -109,12 +130,15 @@ def test_a_loop_of_links_is_refused_in_one_line(tmp_path: Path) -> None:
         Lock(choose("x", str(tmp_path / "loop"), {}), 0.0).acquire()
 
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's symlink")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can make another user's symlink"
+)
 
 
 @needs_root
 def test_another_users_link_leads_nowhere(tmp_path: Path) -> None:
-    """In a shared directory another user could point the guard at somebody's files before it starts."""
+    """In a shared directory another user could point the guard at somebody's files before it
+    starts."""
     (tmp_path / "victim").mkdir()
     (tmp_path / "state").symlink_to("victim")
     os.chown(tmp_path / "state", NOBODY, NOBODY, follow_symlinks=False)
@@ -124,7 +148,9 @@ def test_another_users_link_leads_nowhere(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_another_users_link_in_place_of_a_file_is_set_aside(state: StateDir, tmp_path: Path) -> None:
+def test_another_users_link_in_place_of_a_file_is_set_aside(
+    state: StateDir, tmp_path: Path
+) -> None:
     state_dir.make_folder(state.root)
     (tmp_path / "victim").write_text("precious")
     for path in (state.log, state.lock):

@@ -11,7 +11,9 @@ from miner_guard.supervisor.states import TRANSITIONS, Event, IllegalTransition,
 
 def test_every_state_but_the_last_can_end() -> None:
     """Guards against a state from which a stop leads nowhere."""
-    assert all(after(state, Event.FINISHED) is State.DONE for state in State if state is not State.DONE)
+    assert all(
+        after(state, Event.FINISHED) is State.DONE for state in State if state is not State.DONE
+    )
 
 
 def test_nothing_leaves_the_end() -> None:

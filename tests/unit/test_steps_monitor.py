@@ -1,4 +1,5 @@
-"""The steps part says what the flight record shows, in the documents' words, and no more often than asked."""
+"""The steps part says what the flight record shows, in the documents' words, and no more often than
+asked."""
 
 from __future__ import annotations
 
@@ -39,14 +40,27 @@ from tests.support.simulated_ranks import headers
 def make_step(number: int, start: float, seconds: float, **extra: Any) -> StepRecord:
     """A step record; `phases` and whatever else the test is about in `extra`."""
     values: dict[str, Any] = {
-        "outer_step": 5, "inner_step": number, "total_steps": number, "wall": 1e9, "loss": 3.0,
-        "lr": 2.1e-5, "grad_norm": None, "eval_loss": None, "allocated_bytes": 18.45 * 1024**3, "reserved_bytes": None,
-        "tokens": None, "flags": 0, "phases": {}, "nested_in_monitor_s": 0.0,
-    }  # fmt: skip
+        "outer_step": 5,
+        "inner_step": number,
+        "total_steps": number,
+        "wall": 1e9,
+        "loss": 3.0,
+        "lr": 2.1e-5,
+        "grad_norm": None,
+        "eval_loss": None,
+        "allocated_bytes": 18.45 * 1024**3,
+        "reserved_bytes": None,
+        "tokens": None,
+        "flags": 0,
+        "phases": {},
+        "nested_in_monitor_s": 0.0,
+    }
     return StepRecord(number=number, start=start, end=start + seconds, **{**values, **extra})
 
 
-def drive(part: StepsMonitor, clock: FakeClock, durations: Iterable[float], **extra: Any) -> list[Finding]:
+def drive(
+    part: StepsMonitor, clock: FakeClock, durations: Iterable[float], **extra: Any
+) -> list[Finding]:
     """Feed steps one after the other on the part's clock."""
     seen: list[Finding] = []
     first = part.snapshot()["total_steps"] or 0
@@ -66,7 +80,8 @@ def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
     part = StepsMonitor(context(tmp_path, clock=clock))
     seen = drive(part, clock, [15.2, 245.7])
     assert lines(seen, "inner_step")[0] == (
-        "Outer Step: 5 | Inner Step: 1 | LR: 0.00002100 | Loss: 3.00 | Step Time: 15.2s | GPU Mem: 18.45GB"
+        "Outer Step: 5 | Inner Step: 1 | LR: 0.00002100 | Loss: 3.00 | Step Time: "
+        "15.2s | GPU Mem: 18.45GB"
     )
     assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"]
 
@@ -75,12 +90,16 @@ def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
     clock = FakeClock()
     part = StepsMonitor(context(tmp_path, clock=clock))
     noise = random.Random(1)
-    assert not lines(drive(part, clock, [2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step")
+    assert not lines(
+        drive(part, clock, [2.0 * noise.gauss(1, 0.03) for _ in range(200)]), "slow_step"
+    )
     slow = [f for f in drive(part, clock, [6.0]) if f.event == "slow_step"]
     assert slow[0].fields["rule"] == "relative"
     assert slow[0].fields["median_s"] == pytest.approx(2.0, rel=0.05)
     again = [f for f in drive(part, clock, [2.0, 7.0]) if f.event == "slow_step"]
-    assert [(f.severity, f.fields["step_time_s"]) for f in again] == [("debug", 7.0)], "for the report, not to be read"
+    assert [(f.severity, f.fields["step_time_s"]) for f in again] == [("debug", 7.0)], (
+        "for the report, not to be read"
+    )
 
 
 def test_steps_with_more_tokens_are_longer_and_not_slow(tmp_path: Path) -> None:
@@ -129,16 +148,24 @@ def test_step_lines_are_limited_and_the_number_left_out_is_said(tmp_path: Path) 
 
 def test_timing_lines_go_on_where_the_miner_counts_its_steps_from_0_again() -> None:
     log = timing.TimingLog(StepSettings(fast_log_every=10))
-    said = [n for n, step in enumerate([*range(40), *range(40)]) if log.observe(step, {"monitor": 0.1}, 0.0)]
+    said = [
+        n
+        for n, step in enumerate([*range(40), *range(40)])
+        if log.observe(step, {"monitor": 0.1}, 0.0)
+    ]
     assert said == [10, 20, 30, 40, 50, 60, 70]
 
 
-def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(tmp_path: Path) -> None:
+def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(
+    tmp_path: Path,
+) -> None:
     clock = FakeClock()
     part = StepsMonitor(context(tmp_path, clock=clock))
     fast = {"monitor": 0.123, "example_loss": 0.045}
     seen = drive(part, clock, [15.0] * 199, phases=fast, nested_in_monitor_s=0.045)
-    assert lines(seen, "fast_log")[0] == "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
+    assert (
+        lines(seen, "fast_log")[0] == "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
+    )
     assert len(lines(seen, "fast_log")) == 19
     full = {"monitor": 8.234, "inference": 6.123, "val_loss": 1.456, "example_loss": 0.345}
     seen = drive(part, clock, [23.0], phases=full, nested_in_monitor_s=7.924)
@@ -163,7 +190,9 @@ def test_fast_log_and_breakdown_come_at_their_steps_with_source_001s_numbers(tmp
         ({"monitor": 10.0, "inference": 3.0, "val_loss": 6.0}, 9.0, "validation"),
     ],
 )
-def test_each_red_flag_says_which(tmp_path: Path, phases: Mapping[str, float], nested: float, which: str) -> None:
+def test_each_red_flag_says_which(
+    tmp_path: Path, phases: Mapping[str, float], nested: float, which: str
+) -> None:
     clock = FakeClock()
     part = StepsMonitor(context(tmp_path, clock=clock))
     drive(part, clock, [15.0] * 199)
@@ -177,19 +206,32 @@ def test_a_summary_comes_once_with_each_breakdown(tmp_path: Path) -> None:
     seen = drive(part, clock, [15.0] * 150 + [30.0] + [15.0] * 48)
     assert lines(seen, "step_summary") == []
     seen = drive(part, clock, [15.0] * 200)
-    assert lines(seen, "step_summary") == ["STEP SUMMARY: p50 15.00s p95 15.00s max 30.00s, grade good"]
+    assert lines(seen, "step_summary") == [
+        "STEP SUMMARY: p50 15.00s p95 15.00s max 30.00s, grade good"
+    ]
 
 
 def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -> None:
     clock = FakeClock()
-    config = replace(Config(), miner=MinerSettings(upload_steps=3), gate=GateSettings(min_inner_step=50))
+    config = replace(
+        Config(), miner=MinerSettings(upload_steps=3), gate=GateSettings(min_inner_step=50)
+    )
     part = StepsMonitor(context(tmp_path, clock=clock, config=config))
     list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
     clock.advance(100)
-    list(part.on_entry(0, {"kind": "training", "effective_batch_size": 512, "inner_steps_per_outer": 500}))
+    list(
+        part.on_entry(
+            0, {"kind": "training", "effective_batch_size": 512, "inner_steps_per_outer": 500}
+        )
+    )
     drive(part, clock, [15.0] * 40, phases={"data": 3.0})
     shot = part.snapshot()
-    assert (shot["p50_s"], shot["p95_s"], shot["max_s"], shot["grade"]) == (15.0, 15.0, 15.0, "good")
+    assert (shot["p50_s"], shot["p95_s"], shot["max_s"], shot["grade"]) == (
+        15.0,
+        15.0,
+        15.0,
+        "good",
+    )
     assert shot["eta_upload_s"] == (51 - 40) * 15
     assert shot["eta_outer_s"] == 460 * 15
     assert shot["samples_per_s"] == pytest.approx(512 / 15)
@@ -204,7 +246,9 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_told_apart(tmp_path: Path) -> N
     list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
     drive(part, clock, [10.0] * 20)
     clock.advance(300)
-    part.on_finding(catalog.make_finding("hang_detected", detail="", culprits=[0], idle_s=300, limit_s=300))
+    part.on_finding(
+        catalog.make_finding("hang_detected", detail="", culprits=[0], idle_s=300, limit_s=300)
+    )
     list(part.on_exit(Exit(137, 9, True, False, 500)))
     clock.advance(50)
     list(part.on_launch(Launch((), 2, 1, clock.monotonic())))
@@ -249,7 +293,8 @@ def test_ordinary_noise_is_silent_and_each_slow_step_is_found(noise: float) -> N
 
 
 def test_a_slow_step_that_evaluates_too_is_found_before_there_are_others_of_its_kind() -> None:
-    """Guards against a slow step that hides behind the first evaluation: nothing was there to compare it with."""
+    """Guards against a slow step that hides behind the first evaluation: nothing was there to
+    compare it with."""
     for scheduled, step_s, slow in ((0.9, 1.9, False), (9.0, 10.0, False), (0.9, 8.9, True)):
         judge = StepTimes(StepSettings())
         assert not any(judge.observe(1.0) for _ in range(29))
@@ -261,7 +306,12 @@ def test_a_slow_step_that_evaluates_too_is_found_before_there_are_others_of_its_
 
 def test_grades_are_source_004s() -> None:
     settings = StepSettings()
-    assert [grade(s, settings) for s in (15.2, 30.0, 50.0, 245.7)] == ["good", "acceptable", "poor", "bad"]
+    assert [grade(s, settings) for s in (15.2, 30.0, 50.0, 245.7)] == [
+        "good",
+        "acceptable",
+        "poor",
+        "bad",
+    ]
 
 
 def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
@@ -271,7 +321,8 @@ def test_now_is_not_needed_for_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> None:
-    """From `with guard.phase(…)` in a rank, through the flight record, to the words on the console."""
+    """From `with guard.phase(…)` in a rank, through the flight record, to the words on the
+    console."""
     clock = FakeClock()
     state = StateDir(tmp_path)
     guard = Guard(find({"RANK": "0", "WORLD_SIZE": "1"}, state.root), clock.monotonic)
@@ -291,18 +342,23 @@ def test_source_001s_lines_come_out_of_the_hooks_own_phases(tmp_path: Path) -> N
         guard.step(outer_step=56, inner_step=step, loss=3.4, lr=2.1e-5)
     part = StepsMonitor(context(tmp_path, clock=clock))
     seen = list(part.on_steps(0, list(FlightReader(state.flight_of(0)).steps())))
-    assert set(lines(seen, "fast_log")) == {"Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"}
+    assert set(lines(seen, "fast_log")) == {
+        "Fast log time: 0.123s (loss calc: 0.045s, overhead: 0.078s)"
+    }
     assert len(lines(seen, "fast_log")) == 19
     block = lines(seen, "timing_breakdown")[0].splitlines()
     assert block[0] == "TIMING BREAKDOWN (Step 200):"
     assert block[2] == "   Inference:      6.123s (79.5%)"
     assert block[5] == "   Overhead:       0.078s (1.0%)"
     assert not lines(seen, "timing_red_flag")
-    assert part.snapshot()["goodput"]["monitoring"] == pytest.approx((200 * 0.123 + 7.579) / (200 * 15.123 + 7.579))
+    assert part.snapshot()["goodput"]["monitoring"] == pytest.approx(
+        (200 * 0.123 + 7.579) / (200 * 15.123 + 7.579)
+    )
 
 
 def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Path) -> None:
-    """Guards against a node that is silent to its end, because a rank that went to another node still leads."""
+    """Guards against a node that is silent to its end, because a rank that went to another node
+    still leads."""
     part = StepsMonitor(context(tmp_path))
     list(part.on_steps(0, [make_step(1, 0.0, 15.0)]))
     list(part.on_tick(16.0, headers(4, 5)))
@@ -311,17 +367,27 @@ def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_speak(tmp_path: Pa
 
 
 def test_a_loss_that_is_no_number_is_said_everywhere_in_the_same_word(tmp_path: Path) -> None:
-    """Guards against `loss ?` and null while the loss is NaN: they say that nothing was measured."""
+    """Guards against `loss ?` and null while the loss is NaN: they say that nothing was
+    measured."""
     clock = FakeClock()
     part = StepsMonitor(context(tmp_path, clock=clock))
-    (line,) = [f for f in drive(part, clock, [1.0], loss=math.nan, grad_norm=math.inf) if f.event == "inner_step"]
+    (line,) = [
+        f
+        for f in drive(part, clock, [1.0], loss=math.nan, grad_norm=math.inf)
+        if f.event == "inner_step"
+    ]
     assert " | Loss: NaN | " in catalog.message(line)
     record = json.loads(json_line({**line.fields}))
     assert (record["loss"], record["grad_norm"], record["eval_loss"]) == ("NaN", "Infinity", None)
     steps = json.loads(json.dumps(finite(part.snapshot()), allow_nan=False))
     status = {"state": "running", "steps": steps}
-    assert "loss NaN" in summary(assemble(status, None, None, {"cpu_pct": None, "memory_bytes": None}, {}))
-    assert any(row.startswith("loss   NaN") for row in overview(status, CurveHistory(), 80, min_inner_step=50))
+    assert "loss NaN" in summary(
+        assemble(status, None, None, {"cpu_pct": None, "memory_bytes": None}, {})
+    )
+    assert any(
+        row.startswith("loss   NaN")
+        for row in overview(status, CurveHistory(), 80, min_inner_step=50)
+    )
     assert monitor_values(status)["Loss"] == "NaN"
     exposition = metrics.text(status, version="1", age_s=0.0)
     assert b"minerguard_loss NaN" in exposition
@@ -338,8 +404,11 @@ def test_a_loss_that_is_no_number_is_said_everywhere_in_the_same_word(tmp_path: 
         (layout.FLAG_LOSS_SUMMED, " (sum of what went into backward)"),
     ],
 )
-def test_a_loss_that_is_not_simply_the_steps_own_says_so(tmp_path: Path, flags: int, remark: str) -> None:
-    """Guards against a loss of another step, or of several objectives, that reads like the step's own."""
+def test_a_loss_that_is_not_simply_the_steps_own_says_so(
+    tmp_path: Path, flags: int, remark: str
+) -> None:
+    """Guards against a loss of another step, or of several objectives, that reads like the step's
+    own."""
     part = StepsMonitor(context(tmp_path))
     (line,) = lines(part.on_steps(0, [make_step(84, 0.0, 15.0, flags=flags)]), "inner_step")
     assert f"| Loss: 3.00{remark} |" in line

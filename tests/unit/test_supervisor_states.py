@@ -105,12 +105,18 @@ def defects() -> list[Exception]:
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path, said: list[Finding], defects: list[Exception]) -> Iterator[Supervisor]:
+def supervisor(
+    tmp_path: Path, said: list[Finding], defects: list[Exception]
+) -> Iterator[Supervisor]:
     """One without a miner: its pipes can't be had, so that every launch fails at once."""
     clock = FakeClock()
     loop = Loop(clock, defects.append)
-    order = LaunchSpec(("true",), lambda _launch: dict(os.environ), Config(), StateDir(tmp_path), "r1")
-    yield Supervisor(order, clock, loop, MonitorRunner(said.append), cast(Any, Pipes()), cast(Any, Records()))
+    order = LaunchSpec(
+        ("true",), lambda _launch: dict(os.environ), Config(), StateDir(tmp_path), "r1"
+    )
+    yield Supervisor(
+        order, clock, loop, MonitorRunner(said.append), cast(Any, Pipes()), cast(Any, Records())
+    )
     loop.close()
 
 
@@ -137,7 +143,8 @@ def test_a_launch_without_descriptors_is_a_failure_that_is_tried_again(
 def test_a_restart_meant_for_a_launch_that_has_ended_does_not_cut_the_wait_short(
     supervisor: Supervisor, said: list[Finding]
 ) -> None:
-    """Guards against the watchdog of a hang whose miner gave up first: its wish came while the next start waited."""
+    """Guards against the watchdog of a hang whose miner gave up first: its wish came while the next
+    start waited."""
     supervisor._first_launch()
     supervisor.want(StopRequest("hang: rank 0 in data for 912s", Then.RESTART))
     supervisor.step()
@@ -163,7 +170,8 @@ def test_a_launcher_that_sigkill_does_not_end_does_not_keep_the_guard(
 def test_who_asks_again_for_the_end_is_told_what_it_waits_for(
     supervisor: Supervisor, launcher: Launcher, said: list[Finding]
 ) -> None:
-    """Guards against a second Ctrl-C that is swallowed for 45 s, so that the next one is SIGKILL to the guard."""
+    """Guards against a second Ctrl-C that is swallowed for 45 s, so that the next one is SIGKILL to
+    the guard."""
     supervisor.want(StopRequest("SIGINT", Then.STOP))
     supervisor.step()
     assert supervisor.state is State.STOPPING
@@ -174,13 +182,17 @@ def test_who_asks_again_for_the_end_is_told_what_it_waits_for(
     supervisor.step()
     (finding,) = said
     assert catalog.message(finding) == (
-        f"MINER STOPPING: SIGINT, and it is ending already: pid {launcher.pid} has had SIGTERM and has not ended; "
+        f"MINER STOPPING: SIGINT, and it is ending already: pid {launcher.pid} has had SIGTERM "
+        "and has not ended; "
         "SIGKILL comes next, 32s to stop"
     )
 
 
-def test_a_stop_during_a_restart_is_heard(supervisor: Supervisor, launcher: Launcher, said: list[Finding]) -> None:
-    """Guards against a first Ctrl-C without a word, because the guard was already ending the launch for a restart."""
+def test_a_stop_during_a_restart_is_heard(
+    supervisor: Supervisor, launcher: Launcher, said: list[Finding]
+) -> None:
+    """Guards against a first Ctrl-C without a word, because the guard was already ending the launch
+    for a restart."""
     supervisor.want(StopRequest("hang: rank 0 in data", Then.RESTART))
     supervisor.step()
     said.clear()
@@ -192,7 +204,9 @@ def test_a_stop_during_a_restart_is_heard(supervisor: Supervisor, launcher: Laun
     assert (supervisor.state, supervisor.reason) == (State.DONE, "SIGTERM")
 
 
-def test_a_dead_launcher_is_noticed_without_any_signal(supervisor: Supervisor, launcher: Launcher) -> None:
+def test_a_dead_launcher_is_noticed_without_any_signal(
+    supervisor: Supervisor, launcher: Launcher
+) -> None:
     """Guards against a lost or blocked SIGCHLD, which left a dead miner `running`."""
     launcher.ended = 7
     supervisor.step()
@@ -203,9 +217,14 @@ def test_a_dead_launcher_is_noticed_without_any_signal(supervisor: Supervisor, l
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_end_of_a_launch_survives_whatever_fails_in_it(
-    supervisor: Supervisor, launcher: Launcher, said: list[Finding], defects: list[Exception], asked: bool
+    supervisor: Supervisor,
+    launcher: Launcher,
+    said: list[Finding],
+    defects: list[Exception],
+    asked: bool,
 ) -> None:
-    """Guards against a NaN in a ring record, which left the state `ending` for ever and every later SIGTERM unheard."""
+    """Guards against a NaN in a ring record, which left the state `ending` for ever and every later
+    SIGTERM unheard."""
     cast(Any, supervisor.flights).failing = cast(Any, supervisor.relay).failing = True
     if asked:
         supervisor.want(StopRequest("SIGTERM", Then.STOP))
@@ -283,25 +302,40 @@ class _Orders:
         self.restarts.append(cause)
 
 
-@pytest.mark.parametrize(("meanwhile", "restarts"), [("nothing", 1), ("a step", 0), ("another launch", 0)])
+@pytest.mark.parametrize(
+    ("meanwhile", "restarts"), [("nothing", 1), ("a step", 0), ("another launch", 0)]
+)
 def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[Finding], meanwhile: str, restarts: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[Finding],
+    meanwhile: str,
+    restarts: int,
 ) -> None:
-    """Guards against a launch that pays for the one before it: gathering stacks takes up to half a minute."""
+    """Guards against a launch that pays for the one before it: gathering stacks takes up to half a
+    minute."""
     monkeypatch.setattr(evidence, "gather", lambda *_arguments: Gathered((), None))
     clock, jobs, orders = FakeClock(), _Later(), _Orders()
     config = replace(Config(), hang=HangSettings(min_s=5.0, first_step_s=5.0, action="restart"))
-    watch = HangMonitor(context(tmp_path, config=config, clock=clock, emit=said.append, jobs=jobs, control=orders))
+    watch = HangMonitor(
+        context(tmp_path, config=config, clock=clock, emit=said.append, jobs=jobs, control=orders)
+    )
     watch.on_launch(Launch(("true",), 1, 0, clock.monotonic()))
-    ranks: Mapping[int, Now] = {0: Now("running", "data", 0.0, 0.0, 1, 1, 1, None, None, None, None, 1, 0, 0, 0)}
+    ranks: Mapping[int, Now] = {
+        0: Now("running", "data", 0.0, 0.0, 1, 1, 1, None, None, None, None, 1, 0, 0, 0)
+    }
     for _ in range(8):
         clock.advance(1.0)
         list(watch.on_tick(clock.monotonic(), ranks))
     (gather,) = jobs.work
     if meanwhile == "a step":
-        watch.on_steps(0, [cast(Any, SimpleNamespace(end=clock.monotonic(), seconds=9.0, phases={}))])
+        watch.on_steps(
+            0, [cast(Any, SimpleNamespace(end=clock.monotonic(), seconds=9.0, phases={}))]
+        )
     elif meanwhile == "another launch":
         watch.on_launch(Launch(("true",), 2, 1, clock.monotonic()))
     gather()
     assert len(orders.restarts) == restarts
-    assert any("left alone" in str(finding.fields.get("detail")) for finding in said) == (restarts == 0)
+    assert any("left alone" in str(finding.fields.get("detail")) for finding in said) == (
+        restarts == 0
+    )

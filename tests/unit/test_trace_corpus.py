@@ -1,7 +1,8 @@
-"""Real curves: what share of the labelled anomalies is found at its step, and how often healthy ones raise an alarm.
+"""Real curves: what share of the labelled anomalies is found at its step, and how often healthy
+ones raise an alarm.
 
-The corpus is other people's data beside the checkout; without it these tests are skipped. Repositories that
-give many similar runs count as much as those that give one.
+The corpus is other people's data beside the checkout; without it these tests are skipped.
+Repositories that give many similar runs count as much as those that give one.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
     name = QUANTITY[record["kind"]]
     for step, value, lr, norm in itertools.zip_longest(record["steps"], record["values"], *extra):
         rows[step] = {"step": step, name: value, "lr": lr, "grad_norm": norm}
-    for step, value in zip(record.get("eval_steps") or [], record.get("eval_values") or [], strict=True):
+    for step, value in zip(
+        record.get("eval_steps") or [], record.get("eval_values") or [], strict=True
+    ):
         rows.setdefault(step, {"step": step})["eval_loss"] = value
     for step in sorted(rows):
         yield json.dumps(rows[step])
@@ -94,8 +97,11 @@ def judged() -> list[tuple[dict[str, Any], list[Anomaly]]]:
     return [(record, judging.judge(reading.read(lines(record)))) for record in records()]
 
 
-def score(results: list[tuple[dict[str, Any], list[Anomaly]]]) -> tuple[dict[str, Score], list[str], int, int]:
-    """Recall by type, false alarms in words, healthy steps, alarms that no label of a labelled run covers."""
+def score(
+    results: list[tuple[dict[str, Any], list[Anomaly]]],
+) -> tuple[dict[str, Score], list[str], int, int]:
+    """Recall by type, false alarms in words, healthy steps, alarms that no label of a labelled run
+    covers."""
     scores: dict[str, Score] = collections.defaultdict(Score)
     false: list[str] = []
     steps = unlabelled = 0
@@ -105,7 +111,9 @@ def score(results: list[tuple[dict[str, Any], list[Anomaly]]]) -> tuple[dict[str
         for kind, first, last in wanted:
             hit = any(a.type == kind and first <= a.at_step <= last for a in found)
             scores[kind].hits[repository(record)].append(hit)
-        covered = [a for a in alarms if any(a.type == k and f <= a.at_step <= t for k, f, t in wanted)]
+        covered = [
+            a for a in alarms if any(a.type == k and f <= a.at_step <= t for k, f, t in wanted)
+        ]
         if wanted:
             unlabelled += len(alarms) - len(covered)
         else:
@@ -120,8 +128,14 @@ def test_labelled_anomalies_are_found_and_healthy_runs_are_silent() -> None:
     for kind, seen in sorted(scores.items()):
         hits = [hit for row in seen.hits.values() for hit in row]
         print(f"{kind:14} {sum(hits):5}/{len(hits):<5} {seen.recall():21.3f}")
-    print(f"false alarms per 10,000 healthy steps: {1e4 * len(false) / steps:.2f} ({len(false)} in {steps}) {false}")
-    print(f"alarms in labelled runs that no label covers: {unlabelled} (only the prominent ones are labelled)")
+    print(
+        f"false alarms per 10,000 healthy steps: {1e4 * len(false) / steps:.2f} "
+        f"({len(false)} in {steps}) {false}"
+    )
+    print(
+        f"alarms in labelled runs that no label covers: {unlabelled} (only the "
+        "prominent ones are labelled)"
+    )
     for record, found in judged():
         for kind, first, last in labels(record):
             if not any(a.type == kind and first <= a.at_step <= last for a in found):
@@ -135,7 +149,8 @@ def test_labelled_anomalies_are_found_and_healthy_runs_are_silent() -> None:
 
 
 def best_of(results: dict[Any, dict[str, tuple[float, int, int]]], without: str) -> Any:
-    """The thresholds with the highest recall over all repositories but one, among those with few false alarms.
+    """The thresholds with the highest recall over all repositories but one, among those with few
+    false alarms.
 
     Few: half of what is allowed, because what is chosen on some repositories does worse on others.
     """
@@ -151,10 +166,16 @@ def best_of(results: dict[Any, dict[str, tuple[float, int, int]]], without: str)
 
 @pytest.mark.slow
 def test_spike_thresholds_chosen_without_a_repository_hold_on_it() -> None:
-    """Held-out figures: each repository is judged with the thresholds that the others would have chosen."""
+    """Held-out figures: each repository is judged with the thresholds that the others would have
+    chosen."""
     grid = [(ratio, sigmas) for ratio in (1.15, 1.2, 1.3, 1.4, 1.6) for sigmas in (4.0, 6.0, 8.0)]
-    rules = {point: replace(outliers.SPIKE, levels=(point, *outliers.SPIKE.levels[-1:])) for point in grid}
-    curves = [(record, reading.read(lines(record))) for record in records() if record["kind"] == "loss"]
+    rules = {
+        point: replace(outliers.SPIKE, levels=(point, *outliers.SPIKE.levels[-1:]))
+        for point in grid
+    }
+    curves = [
+        (record, reading.read(lines(record))) for record in records() if record["kind"] == "loss"
+    ]
     trial: dict[Any, dict[str, list[tuple[dict[str, Any], list[Anomaly]]]]] = {p: {} for p in grid}
     for record, trace in curves:
         loss = trace["loss"].finite()
@@ -162,7 +183,10 @@ def test_spike_thresholds_chosen_without_a_repository_hold_on_it() -> None:
         for point, rule in rules.items():
             spikes = list(judging.spikes(trace, loss, outliers.select(every, rule)))
             trial[point].setdefault(repository(record), []).append((record, spikes))
-    results = {point: {name: one_repository(seen) for name, seen in own.items()} for point, own in trial.items()}
+    results = {
+        point: {name: one_repository(seen) for name, seen in own.items()}
+        for point, own in trial.items()
+    }
     recalls, alarms, steps = [], 0, 0
     for name in results[grid[0]]:
         point = best_of(results, name)
@@ -172,7 +196,10 @@ def test_spike_thresholds_chosen_without_a_repository_hold_on_it() -> None:
             recalls.append(recall)
         if recall >= 0 or false_alarms:
             print(f"held out {name:45} thresholds {point} recall {recall:.2f} false {false_alarms}")
-    print(f"held out: spike recall {sum(recalls) / len(recalls):.2f}, {alarms} false in {steps} healthy steps")
+    print(
+        f"held out: spike recall {sum(recalls) / len(recalls):.2f}, {alarms} false in "
+        f"{steps} healthy steps"
+    )
     assert alarms <= 3 * steps / 10_000
 
 
@@ -202,7 +229,10 @@ def test_the_live_judge_of_the_loss_stays_silent_on_healthy_curves() -> None:
         if "nan" in kinds and any(value in ("NaN", "Infinity") for value in record["values"]):
             nan_labelled += 1
             nan_found += any(a.type == "nan" for a in found)
-    print(f"live: {dict(alarms)} alarms and {remarks} remarks in {steps} healthy steps; NaN {nan_found}/{nan_labelled}")
+    print(
+        f"live: {dict(alarms)} alarms and {remarks} remarks in {steps} healthy steps; "
+        f"NaN {nan_found}/{nan_labelled}"
+    )
     assert alarms.total() <= steps / 10_000
     assert nan_found == nan_labelled
 
@@ -222,13 +252,21 @@ def test_the_live_judge_of_the_evaluation_finds_most_and_is_silent_on_the_rest()
                 seen |= anomaly is not None and anomaly.type == "overfit"
         expected = any(label["type"] == "overfit" for label in record["labels"])
         labelled, found = labelled + expected, found + (expected and seen)
-        evaluations, false = evaluations + len(record["eval_values"]), false + (seen and not expected)
+        evaluations, false = (
+            evaluations + len(record["eval_values"]),
+            false + (seen and not expected),
+        )
     print(f"live: overfit {found}/{labelled}, {false} false in {evaluations} evaluations")
     assert found >= 0.75 * labelled
     assert false <= 1
 
 
-CUTS = {"first quarter": (0, 0.25, 1), "first half": (0, 0.5, 1), "last half": (0.5, 1, 1), "every third": (0, 1, 3)}
+CUTS = {
+    "first quarter": (0, 0.25, 1),
+    "first half": (0, 0.5, 1),
+    "last half": (0.5, 1, 1),
+    "every third": (0, 1, 3),
+}
 """From, to (shares of the run), stride."""
 
 
@@ -243,9 +281,17 @@ def test_cuts_of_healthy_runs_are_silent_too() -> None:
             part = cut(record, first, last, stride)
             steps += len(part["values"])
             found = judging.judge(reading.read(lines(part)))
-            alarms += [f"{record['id']}, {name}: {a.type} at {a.at_step}" for a in found if a.severity != "info"]
-    print(f"cuts: {1e4 * len(alarms) / steps:.2f} false alarms per 10,000 steps ({len(alarms)} in {steps}) {alarms}")
-    # Twice what whole runs are allowed: a cut can take away what made a curve healthy, such as a later recovery.
+            alarms += [
+                f"{record['id']}, {name}: {a.type} at {a.at_step}"
+                for a in found
+                if a.severity != "info"
+            ]
+    print(
+        f"cuts: {1e4 * len(alarms) / steps:.2f} false alarms per 10,000 steps "
+        f"({len(alarms)} in {steps}) {alarms}"
+    )
+    # Twice what whole runs are allowed: a cut can take away what made a curve healthy, such as a
+    # later recovery.
     assert len(alarms) <= 2 * steps / 10_000
 
 
@@ -257,4 +303,9 @@ def cut(record: dict[str, Any], first: float, last: float, stride: int) -> dict[
     low, high = cut_off["steps"][0], cut_off["steps"][-1]
     pairs = zip(record["eval_steps"] or [], record["eval_values"] or [], strict=True)
     kept = [(step, value) for step, value in pairs if low <= step <= high]
-    return {**record, **cut_off, "eval_steps": [s for s, _ in kept], "eval_values": [v for _, v in kept]}
+    return {
+        **record,
+        **cut_off,
+        "eval_steps": [s for s, _ in kept],
+        "eval_values": [v for _, v in kept],
+    }

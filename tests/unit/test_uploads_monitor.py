@@ -1,4 +1,5 @@
-"""Uploads beside the miner: what is said and how often, what is kept, and that nothing is believed unseen."""
+"""Uploads beside the miner: what is said and how often, what is kept, and that nothing is believed
+unseen."""
 
 from __future__ import annotations
 
@@ -55,12 +56,17 @@ def test_the_inputs_are_kept_fresh_while_nothing_changes(bench: Bench) -> None:
     assert (before, after) == (1000.0, 1061.0)
 
 
-def test_a_slow_look_does_not_undo_a_newer_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a repo that is old again after its push was seen, and an upload that is due once more."""
+def test_a_slow_look_does_not_undo_a_newer_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a repo that is old again after its push was seen, and an upload that is due
+    once more."""
     before = bench.repo
 
     def overtaken(_settings: object) -> Published:
-        monkeypatch.setattr(module, "look_at", lambda _settings: replace(before, age_s=2.0, inner_step=60))
+        monkeypatch.setattr(
+            module, "look_at", lambda _settings: replace(before, age_s=2.0, inner_step=60)
+        )
         bench.clock.advance(1.0)
         bench.look()
         return before
@@ -70,7 +76,9 @@ def test_a_slow_look_does_not_undo_a_newer_one(bench: Bench, monkeypatch: pytest
     assert gate_inputs.read(bench.state.gate_inputs).published.inner_step == 60
 
 
-def test_stale_is_counted_from_the_last_look_that_knew_even_when_the_storage_is_silent(bench: Bench) -> None:
+def test_stale_is_counted_from_the_last_look_that_knew_even_when_the_storage_is_silent(
+    bench: Bench,
+) -> None:
     bench.look()
     bench.repo = Published(reason="no answer within 20 s")
     bench.clock.advance(60)
@@ -80,7 +88,9 @@ def test_stale_is_counted_from_the_last_look_that_knew_even_when_the_storage_is_
     bench.clock.step_wall(-7200)
     assert [f.event for f in bench.tick(1300)] == []
     stale = bench.tick(100)
-    assert [message(f) for f in stale] == ["REPO STALE: 2060s since the last verified upload (limit 2000s); upload now"]
+    assert [message(f) for f in stale] == [
+        "REPO STALE: 2060s since the last verified upload (limit 2000s); upload now"
+    ]
     assert bench.tick(10) == []
     assert len(bench.tick(600)) == 1
     bench.repo = Published(age_s=5.0, reason=None)
@@ -92,7 +102,9 @@ def test_an_unreadable_repo_is_said_once_and_again_when_the_reason_changes() -> 
     watch = RepoWatch(GateSettings())
     said = [f for n in range(100) for f in watch.look(Published(reason="wrong keys"), 60.0 * n)]
     assert len(said) == 4
-    assert [f.event for f in watch.look(Published(reason="no such bucket"), 6000.0)] == ["repo_unknown"]
+    assert [f.event for f in watch.look(Published(reason="no such bucket"), 6000.0)] == [
+        "repo_unknown"
+    ]
     assert list(watch.look(Published(empty=True, reason=None), 6001.0)) == []
 
 
@@ -108,7 +120,9 @@ def test_a_repo_that_was_emptied_is_said_and_one_that_is_still_empty_is_not() ->
 
 
 def test_what_the_ranks_read_stays_small_whatever_is_published(bench: Bench) -> None:
-    bench.repo = replace(bench.repo, metadata={"x": "y" * 1_000_000}, config={"block_list": [1] * 1_000_000})
+    bench.repo = replace(
+        bench.repo, metadata={"x": "y" * 1_000_000}, config={"block_list": [1] * 1_000_000}
+    )
     bench.look()
     assert bench.state.gate_inputs.stat().st_size < 10_000
 
@@ -119,11 +133,15 @@ def test_a_block_repeated_each_step_is_said_first_and_when_it_changes(bench: Ben
         bench.clock.advance(1.0)
         said += bench.entry(**bench.decide(inner))
     (first,) = said
-    assert message(first).startswith("UPLOAD BLOCKED: inner_step (10) < minimum (50). Validators will reject this!")
+    assert message(first).startswith(
+        "UPLOAD BLOCKED: inner_step (10) < minimum (50). Validators will reject this!"
+    )
     bench.clock.advance(300)
     (again,) = bench.entry(**bench.decide(49))
     assert again.fields["left_out"] == 39
-    assert message(again).endswith("Waiting for more training steps... (asked 39 more times since it was said)")
+    assert message(again).endswith(
+        "Waiting for more training steps... (asked 39 more times since it was said)"
+    )
     (allowed,) = bench.entry(**bench.decide(50))
     assert allowed.event == "upload_allowed"
     assert [f.event for f in bench.entry(**bench.decide(12))] == ["upload_blocked"]
@@ -131,12 +149,18 @@ def test_a_block_repeated_each_step_is_said_first_and_when_it_changes(bench: Ben
 
 def test_shadow_mode_warns_what_it_would_block() -> None:
     decision = decide(
-        Candidate("gradient", 1, 2), gate_inputs.unknown("none"), GateSettings(mode="shadow"), now=0, wall=0
+        Candidate("gradient", 1, 2),
+        gate_inputs.unknown("none"),
+        GateSettings(mode="shadow"),
+        now=0,
+        wall=0,
     )
     finding = DecisionNotifier().say(decision.as_dict(), 0.0)
     assert finding is not None
     assert finding.severity == "warning"
-    assert message(finding).startswith("UPLOAD ALLOWED: shadow mode, would be blocked: inner_step (2)")
+    assert message(finding).startswith(
+        "UPLOAD ALLOWED: shadow mode, would be blocked: inner_step (2)"
+    )
 
 
 def test_every_decision_is_in_the_ledger_and_replays_equal(bench: Bench) -> None:
@@ -146,10 +170,12 @@ def test_every_decision_is_in_the_ledger_and_replays_equal(bench: Bench) -> None
     stored = ReadOnlyLedger(bench.state.ledger).find_decision(entry["decision_id"][:8])
     assert stored is not None
     document, known = stored
-    again = replay(document["record"], gate_inputs.from_document(known), document["decided_at"]).as_dict()
-    assert {k: again[k] for k in document if k != "record"} == {k: v for k, v in document.items() if k != "record"} | {
-        "verdicts": again["verdicts"]
-    }
+    again = replay(
+        document["record"], gate_inputs.from_document(known), document["decided_at"]
+    ).as_dict()
+    assert {k: again[k] for k in document if k != "record"} == {
+        k: v for k, v in document.items() if k != "record"
+    } | {"verdicts": again["verdicts"]}
     assert again["verdicts"] == document["verdicts"]
 
 
@@ -182,10 +208,15 @@ def test_a_push_that_arrived_is_verified_by_a_look_and_stored(bench: Bench) -> N
     assert [f.event for f in bench.push("started")] == ["upload_started"]
     bench.clock.advance(12)
     assert bench.push("finished") == []
-    bench.repo = Published(age_s=2.0, reason=None, outer_step=56, inner_step=51, size_bytes=900, checksum="c1" * 20)
+    bench.repo = Published(
+        age_s=2.0, reason=None, outer_step=56, inner_step=51, size_bytes=900, checksum="c1" * 20
+    )
     bench.tick()
     assert bench.said("upload_succeeded") == [
-        "UPLOAD VERIFIED: tag 5.56.51 gradients 2s old, 900 bytes, checksum c1c1c1c1c1c1, pushed in 12.0s"
+        (
+            "UPLOAD VERIFIED: tag 5.56.51 gradients 2s old, 900 bytes, checksum "
+            "c1c1c1c1c1c1, pushed in 12.0s"
+        )
     ]
     row = ReadOnlyLedger(bench.state.ledger).last("uploads")
     assert row is not None
@@ -204,12 +235,15 @@ def test_a_push_that_did_not_arrive_is_looked_for_twice_and_refuted(bench: Bench
     bench.tick(4)
     (failed,) = bench.said("upload_failed")
     assert failed.startswith(
-        "UPLOAD FAILED: reported as pushed, but LastModified did not move: the gradients are 600s old"
+        "UPLOAD FAILED: reported as pushed, but LastModified did not move: the "
+        "gradients are 600s old"
     )
     assert "upload_succeeded" not in {f.event for f in bench.emitted}
 
 
-def test_a_push_into_a_repo_that_is_silent_is_unverified_not_failed_and_not_verified(bench: Bench) -> None:
+def test_a_push_into_a_repo_that_is_silent_is_unverified_not_failed_and_not_verified(
+    bench: Bench,
+) -> None:
     bench.look()
     bench.push("started")
     bench.push("finished")
@@ -217,7 +251,10 @@ def test_a_push_into_a_repo_that_is_silent_is_unverified_not_failed_and_not_veri
     for _ in range(5):
         bench.tick(11)
     assert bench.said("upload_unverified") == [
-        "UPLOAD UNVERIFIED: tag 5.56.51: reported as pushed, but the repo could not be read: no answer within 20 s"
+        (
+            "UPLOAD UNVERIFIED: tag 5.56.51: reported as pushed, but the repo could not be "
+            "read: no answer within 20 s"
+        )
     ]
     assert not {"upload_failed", "upload_succeeded"} & {f.event for f in bench.emitted}
 
@@ -229,7 +266,10 @@ def test_a_push_that_the_next_one_replaced_is_neither_verified_nor_failed(bench:
     bench.repo = Published(age_s=1.0, reason=None, outer_step=57, inner_step=0, revision="5.57.0")
     bench.tick()
     assert bench.said("upload_reported") == [
-        "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: followed by 5.57.0 before anybody looked"
+        (
+            "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: followed by "
+            "5.57.0 before anybody looked"
+        )
     ]
     assert bench.tick(20) == []
     assert not {"upload_failed", "upload_succeeded"} & {f.event for f in bench.emitted}
@@ -241,13 +281,22 @@ def test_without_a_repo_a_push_is_reported_and_never_called_verified(
     bench = Bench(tmp_path, monkeypatch, repo="none")
     bench.push("started")
     (said,) = bench.push("finished")
-    assert message(said) == "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: no [repo] is configured"
+    assert (
+        message(said)
+        == "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: no [repo] is configured"
+    )
 
 
 def test_a_push_that_only_the_log_reports_is_verified_too(bench: Bench) -> None:
     bench.look()
     assert not bench.entry(
-        kind="upload", phase="finished", decision_id="", outer_step=56, inner_step=51, tag="5.56.51", seconds=None
+        kind="upload",
+        phase="finished",
+        decision_id="",
+        outer_step=56,
+        inner_step=51,
+        tag="5.56.51",
+        seconds=None,
     )
     bench.tick()
     bench.tick(4)
@@ -256,9 +305,13 @@ def test_a_push_that_only_the_log_reports_is_verified_too(bench: Bench) -> None:
 
 def test_a_push_that_only_the_miners_line_tells_of_is_looked_for(bench: Bench) -> None:
     bench.look()
-    printed = make_finding("upload_reported", tag="5.56.51", detail="by the miner's own line", source="log")
+    printed = make_finding(
+        "upload_reported", tag="5.56.51", detail="by the miner's own line", source="log"
+    )
     assert not list(bench.part.on_finding(printed))
-    bench.repo = Published(age_s=1.0, reason=None, outer_step=56, inner_step=51, revision="5.56.51", checksum="c1")
+    bench.repo = Published(
+        age_s=1.0, reason=None, outer_step=56, inner_step=51, revision="5.56.51", checksum="c1"
+    )
     bench.tick()
     (verified,) = bench.said("upload_succeeded")
     assert verified.startswith("UPLOAD VERIFIED: tag 5.56.51 gradients 1s old")
@@ -268,7 +321,13 @@ def test_a_push_that_only_the_miners_line_tells_of_is_looked_for(bench: Bench) -
 def test_a_push_that_failed_says_why(bench: Bench) -> None:
     bench.push("started")
     (failed,) = bench.entry(
-        kind="upload", phase="failed", decision_id="d1", outer_step=56, inner_step=51, error="503 SlowDown", seconds=3.0
+        kind="upload",
+        phase="failed",
+        decision_id="d1",
+        outer_step=56,
+        inner_step=51,
+        error="503 SlowDown",
+        seconds=3.0,
     )
     assert message(failed) == "UPLOAD FAILED: tag 56.51: 503 SlowDown"
 
@@ -284,25 +343,39 @@ def test_a_push_that_nobody_could_look_for_before_the_end_is_unverified(bench: B
     bench.push("started")
     bench.push("finished")
     (left,) = bench.part.on_stop()
-    assert message(left).startswith("UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before anybody looked")
+    assert message(left).startswith(
+        "UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before anybody looked"
+    )
 
 
 def test_numbers_that_no_ledger_takes_keep_no_look_from_the_gate(bench: Bench) -> None:
-    """Guards against a metadata.json with an inner step of 20 digits: the gate never heard of the repo again."""
-    bench.repo = Published(age_s=7.0, reason=None, outer_step=10**20, inner_step=51, checksum="\ud800")
+    """Guards against a metadata.json with an inner step of 20 digits: the gate never heard of the
+    repo again."""
+    bench.repo = Published(
+        age_s=7.0, reason=None, outer_step=10**20, inner_step=51, checksum="\ud800"
+    )
     bench.look()
     assert gate_inputs.read(bench.state.gate_inputs).published.age_s == 7.0
     assert len(bench.said("ledger_stuck")) == 1
 
 
 def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: Bench) -> None:
-    """Guards against a status that knows no upload and no restart just when somebody looks why the guard began anew."""
+    """Guards against a status that knows no upload and no restart just when somebody looks why the
+    guard began anew."""
     bench.entry(**bench.decide(15))
     bench.push("started")
     list(bench.part.on_exit(Exit(137, 9, False, False, 60.0)))
-    list(bench.part.on_finding(make_finding("incident", rank=1, label="cuda_oom", cause="", fix="", excerpt="")))
     list(
-        bench.part.on_finding(make_finding("miner_restarting", cause="exit 137", attempt=2, wait_s=4.0, max_restarts=5))
+        bench.part.on_finding(
+            make_finding("incident", rank=1, label="cuda_oom", cause="", fix="", excerpt="")
+        )
+    )
+    list(
+        bench.part.on_finding(
+            make_finding(
+                "miner_restarting", cause="exit 137", attempt=2, wait_s=4.0, max_restarts=5
+            )
+        )
     )
     list(bench.part.on_stop())
     before = bench.part.snapshot()
@@ -315,7 +388,10 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
     updated = iso_utc(bench.clock.wall() + 120)
     status = {
         "updated": updated,
-        "uploads": {**after, "audit": {"outcome": "rejected", "detail": "epoch 56: too old", "wall": 0.0}},
+        "uploads": {
+            **after,
+            "audit": {"outcome": "rejected", "detail": "epoch 56: too old", "wall": 0.0},
+        },
     }
     shown = "\n".join(_lines(status, CurveHistory(), [], 50))
     assert "gate   BLOCKED 2m ago: inner_step (15)" in shown
@@ -330,11 +406,16 @@ def test_the_audit_runs_on_its_schedule_and_says_what_it_could_not_see(bench: Be
     bench.part._audit()
     assert [f.event for f in bench.emitted] == ["audit_failed"]
     assert bench.said("audit_failed") == [
-        "AUDIT FAILED: nothing is published: metadata.json is missing or names no outer step; upload"
+        (
+            "AUDIT FAILED: nothing is published: metadata.json is missing or names no "
+            "outer step; upload"
+        )
     ]
 
 
-def test_gate_inputs_that_cannot_be_written_are_said_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_inputs_that_cannot_be_written_are_said_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,4 +1,5 @@
-"""Every rule passes, warns, blocks and is unknown where it should; a second subnet is data and one rule."""
+"""Every rule passes, warns, blocks and is unknown where it should; a second subnet is data and one
+rule."""
 
 from __future__ import annotations
 
@@ -47,9 +48,13 @@ RISING = tuple(2.0 + 0.1 * n for n in range(10))
 
 
 def facts(
-    *, published: Published | None = None, network: Network | None = None, credentials: str | None = None,
-    name: str | None = None, **candidate: object,
-) -> Facts:  # fmt: skip
+    *,
+    published: Published | None = None,
+    network: Network | None = None,
+    credentials: str | None = None,
+    name: str | None = None,
+    **candidate: object,
+) -> Facts:
     given = {"kind": "gradient", "outer_step": 56, "inner_step": 84, **candidate}
     return Facts(
         Candidate(**given),  # type: ignore[arg-type]
@@ -90,7 +95,13 @@ CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("published inner step 0", min_inner_step.judge_published, step(0), SN38, "block"),
     ("published inner step unread", min_inner_step.judge_published, facts(), SN38, "unknown"),
     ("fresh repo", repo_age.judge, facts(published=aged(400)), SPACED, "pass"),
-    ("stale repo is cured by an upload", repo_age.judge, facts(published=aged(2100)), SPACED, "warn"),
+    (
+        "stale repo is cured by an upload",
+        repo_age.judge,
+        facts(published=aged(2100)),
+        SPACED,
+        "warn",
+    ),
     ("too soon", repo_age.judge, facts(published=aged(299)), SPACED, "block"),
     ("unread repo", repo_age.judge, facts(), SPACED, "unknown"),
     ("published 600 s ago", repo_age.judge_published, facts(published=aged(600)), SN38, "pass"),
@@ -98,20 +109,80 @@ CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("published 4799 s ago", repo_age.judge_published, facts(published=aged(4799)), SN38, "warn"),
     ("published 4800 s ago", repo_age.judge_published, facts(published=aged(4800)), SN38, "block"),
     ("published 4801 s ago", repo_age.judge_published, facts(published=aged(4801)), SN38, "block"),
-    ("nothing published", repo_age.judge_published, facts(published=Published(empty=True)), SN38, "block"),
+    (
+        "nothing published",
+        repo_age.judge_published,
+        facts(published=Published(empty=True)),
+        SN38,
+        "block",
+    ),
     ("publication unread", repo_age.judge_published, facts(), SN38, "unknown"),
-    ("current base", base_age.judge, facts(base_outer_step=56, network=chain(outer_step=56)), SN38, "pass"),
-    ("old base", base_age.judge, facts(base_outer_step=55, network=chain(outer_step=56)), SN38, "block"),
-    ("base beyond the network", base_age.judge, facts(base_outer_step=58, network=chain(outer_step=56)), SN38, "warn"),
-    ("just after an AllReduce", base_age.judge, facts(base_outer_step=57, network=chain(outer_step=56)), SN38, "pass"),
+    (
+        "current base",
+        base_age.judge,
+        facts(base_outer_step=56, network=chain(outer_step=56)),
+        SN38,
+        "pass",
+    ),
+    (
+        "old base",
+        base_age.judge,
+        facts(base_outer_step=55, network=chain(outer_step=56)),
+        SN38,
+        "block",
+    ),
+    (
+        "base beyond the network",
+        base_age.judge,
+        facts(base_outer_step=58, network=chain(outer_step=56)),
+        SN38,
+        "warn",
+    ),
+    (
+        "just after an AllReduce",
+        base_age.judge,
+        facts(base_outer_step=57, network=chain(outer_step=56)),
+        SN38,
+        "pass",
+    ),
     ("network unread", base_age.judge, facts(base_outer_step=55), SN38, "unknown"),
     ("base not handed in", base_age.judge, facts(network=chain(outer_step=56)), SN38, "unknown"),
-    ("recent block", block_list.judge, facts(config={"block_list": [900]}, network=chain(block=1000)), SN38, "pass"),
-    ("ageing block", block_list.judge, facts(config={"block_list": [840]}, network=chain(block=1000)), SN38, "warn"),
-    ("old block", block_list.judge, facts(config={"block_list": [799]}, network=chain(block=1000)), SN38, "block"),
-    ("empty block list", block_list.judge, facts(config={"block_list": []}, network=chain(block=9)), SN38, "block"),
+    (
+        "recent block",
+        block_list.judge,
+        facts(config={"block_list": [900]}, network=chain(block=1000)),
+        SN38,
+        "pass",
+    ),
+    (
+        "ageing block",
+        block_list.judge,
+        facts(config={"block_list": [840]}, network=chain(block=1000)),
+        SN38,
+        "warn",
+    ),
+    (
+        "old block",
+        block_list.judge,
+        facts(config={"block_list": [799]}, network=chain(block=1000)),
+        SN38,
+        "block",
+    ),
+    (
+        "empty block list",
+        block_list.judge,
+        facts(config={"block_list": []}, network=chain(block=9)),
+        SN38,
+        "block",
+    ),
     ("no block list", block_list.judge, facts(config={}, network=chain(block=9)), SN38, "block"),
-    ("words as blocks", block_list.judge, facts(config={"block_list": ["7"]}, network=chain(block=9)), SN38, "block"),
+    (
+        "words as blocks",
+        block_list.judge,
+        facts(config={"block_list": ["7"]}, network=chain(block=9)),
+        SN38,
+        "block",
+    ),
     ("block unread", block_list.judge, facts(config={"block_list": [1]}), SN38, "unknown"),
     ("config not handed in", block_list.judge, facts(network=chain(block=9)), SN38, "unknown"),
     ("revision", revision.judge, facts(revision="5.56.84"), SN38, "pass"),
@@ -121,38 +192,176 @@ CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("revision not handed in", revision.judge, facts(), SN38, "unknown"),
     ("revision without a profile", revision.judge, facts(revision="5.56.84"), Limits(), "unknown"),
     ("metadata", metadata.judge, facts(metadata=META), SN38, "pass"),
-    ("metadata lacks peer_id", metadata.judge, facts(metadata={"outer_step": 56, "inner_step": 84}), SN38, "block"),
-    ("metadata with an empty peer_id", metadata.judge, facts(metadata={**META, "peer_id": None}), SN38, "pass"),
-    ("metadata with a number in quotes", metadata.judge, facts(metadata={**META, "inner_step": "84"}), SN38, "pass"),
-    ("metadata with a word as step", metadata.judge, facts(metadata={**META, "inner_step": "x"}), SN38, "block"),
-    ("metadata of a later inner step", metadata.judge, facts(metadata={**META, "inner_step": 86}), SN38, "warn"),
-    ("metadata of another epoch", metadata.judge, facts(metadata={**META, "outer_step": 55}), SN38, "warn"),
+    (
+        "metadata lacks peer_id",
+        metadata.judge,
+        facts(metadata={"outer_step": 56, "inner_step": 84}),
+        SN38,
+        "block",
+    ),
+    (
+        "metadata with an empty peer_id",
+        metadata.judge,
+        facts(metadata={**META, "peer_id": None}),
+        SN38,
+        "pass",
+    ),
+    (
+        "metadata with a number in quotes",
+        metadata.judge,
+        facts(metadata={**META, "inner_step": "84"}),
+        SN38,
+        "pass",
+    ),
+    (
+        "metadata with a word as step",
+        metadata.judge,
+        facts(metadata={**META, "inner_step": "x"}),
+        SN38,
+        "block",
+    ),
+    (
+        "metadata of a later inner step",
+        metadata.judge,
+        facts(metadata={**META, "inner_step": 86}),
+        SN38,
+        "warn",
+    ),
+    (
+        "metadata of another epoch",
+        metadata.judge,
+        facts(metadata={**META, "outer_step": 55}),
+        SN38,
+        "warn",
+    ),
     ("metadata not handed in", metadata.judge, facts(), SN38, "unknown"),
     ("published metadata", metadata.judge_published, named(56, "a" * 32), SN38, "pass"),
     ("gradients of another revision", metadata.judge_published, named(56, "b" * 32), SN38, "warn"),
     ("gradients of another size", metadata.judge_published, named(56, "a" * 32, 8), SN38, "warn"),
-    ("gradients with another digest", metadata.judge_published, named(56, "a" * 32 + "-1"), SN38, "pass"),
+    (
+        "gradients with another digest",
+        metadata.judge_published,
+        named(56, "a" * 32 + "-1"),
+        SN38,
+        "pass",
+    ),
     ("gradients of the epoch before", metadata.judge_published, named(55, "b" * 32), SN38, "pass"),
-    ("published metadata lacks peer_id", metadata.judge_published, facts(metadata={"run": "5"}), SN38, "block"),
-    ("good file", gradients.judge, facts(files={"size_bytes": 9, "params": 3, "problems": []}), SN38, "pass"),
-    ("missing parameters", gradients.judge, facts(files={"params": 3, "warnings": ["1 missing"]}), SN38, "warn"),
-    ("poisoned file", gradients.judge, facts(files={"params": 3, "problems": ["NaN"]}), SN38, "block"),
-    ("file of no parameters", gradients.judge, facts(files={"params": 0, "problems": []}), SN38, "block"),
-    ("implausibly large", gradients.judge, facts(files={"size_bytes": 9e9, "params": 3}), SN38, "block"),
+    (
+        "published metadata lacks peer_id",
+        metadata.judge_published,
+        facts(metadata={"run": "5"}),
+        SN38,
+        "block",
+    ),
+    (
+        "good file",
+        gradients.judge,
+        facts(files={"size_bytes": 9, "params": 3, "problems": []}),
+        SN38,
+        "pass",
+    ),
+    (
+        "missing parameters",
+        gradients.judge,
+        facts(files={"params": 3, "warnings": ["1 missing"]}),
+        SN38,
+        "warn",
+    ),
+    (
+        "poisoned file",
+        gradients.judge,
+        facts(files={"params": 3, "problems": ["NaN"]}),
+        SN38,
+        "block",
+    ),
+    (
+        "file of no parameters",
+        gradients.judge,
+        facts(files={"params": 0, "problems": []}),
+        SN38,
+        "block",
+    ),
+    (
+        "implausibly large",
+        gradients.judge,
+        facts(files={"size_bytes": 9e9, "params": 3}),
+        SN38,
+        "block",
+    ),
     ("file not inspected", gradients.judge, facts(), SN38, "unknown"),
-    ("inspection late", gradients.judge, facts(files={"reason": "no answer within 9 s"}), SN38, "unknown"),
-    ("same keys", commitment.judge, facts(network=chain(commitment=OURS), credentials=OURS), SN38, "pass"),
-    ("other keys", commitment.judge, facts(network=chain(commitment=OURS), credentials="128:ff"), SN38, "warn"),
-    ("short commitment", commitment.judge, facts(network=chain(commitment="127:ff"), credentials=OURS), SN38, "block"),
-    ("nothing committed", commitment.judge, facts(network=chain(commitment="0:e3b0"), credentials=OURS), SN38, "block"),
-    ("commitment not told", commitment.judge, facts(network=chain(), credentials=OURS), SN38, "unknown"),
+    (
+        "inspection late",
+        gradients.judge,
+        facts(files={"reason": "no answer within 9 s"}),
+        SN38,
+        "unknown",
+    ),
+    (
+        "same keys",
+        commitment.judge,
+        facts(network=chain(commitment=OURS), credentials=OURS),
+        SN38,
+        "pass",
+    ),
+    (
+        "other keys",
+        commitment.judge,
+        facts(network=chain(commitment=OURS), credentials="128:ff"),
+        SN38,
+        "warn",
+    ),
+    (
+        "short commitment",
+        commitment.judge,
+        facts(network=chain(commitment="127:ff"), credentials=OURS),
+        SN38,
+        "block",
+    ),
+    (
+        "nothing committed",
+        commitment.judge,
+        facts(network=chain(commitment="0:e3b0"), credentials=OURS),
+        SN38,
+        "block",
+    ),
+    (
+        "commitment not told",
+        commitment.judge,
+        facts(network=chain(), credentials=OURS),
+        SN38,
+        "unknown",
+    ),
     ("read keys unknown", commitment.judge, facts(network=chain(commitment=OURS)), SN38, "unknown"),
     ("commitment unread", commitment.judge, facts(credentials=OURS), SN38, "unknown"),
     ("bucket", bucket.judge, facts(name="llama-4b-ws-4-007", network=chain(uid=7)), SN38, "pass"),
-    ("bucket of another uid", bucket.judge, facts(name="llama-4b-ws-4-007", network=chain(uid=8)), SN38, "block"),
-    ("bucket with a fourth digit", bucket.judge, facts(name="llama-4b-ws-4-0007", network=chain(uid=7)), SN38, "block"),
-    ("bucket of another model", bucket.judge, facts(name="llama-1b-007", network=chain(uid=7)), SN38, "block"),
-    ("bucket of another form", bucket.judge, facts(name="my-bucket", network=chain(uid=8)), SN38, "block"),
+    (
+        "bucket of another uid",
+        bucket.judge,
+        facts(name="llama-4b-ws-4-007", network=chain(uid=8)),
+        SN38,
+        "block",
+    ),
+    (
+        "bucket with a fourth digit",
+        bucket.judge,
+        facts(name="llama-4b-ws-4-0007", network=chain(uid=7)),
+        SN38,
+        "block",
+    ),
+    (
+        "bucket of another model",
+        bucket.judge,
+        facts(name="llama-1b-007", network=chain(uid=7)),
+        SN38,
+        "block",
+    ),
+    (
+        "bucket of another form",
+        bucket.judge,
+        facts(name="my-bucket", network=chain(uid=8)),
+        SN38,
+        "block",
+    ),
     ("bucket, uid unread", bucket.judge, facts(name="llama-4b-ws-4-007"), SN38, "unknown"),
     ("bucket not known", bucket.judge, facts(network=chain(uid=8)), SN38, "unknown"),
     ("finite loss", loss.judge, facts(loss=3.4), SN38, "pass"),
@@ -164,15 +373,21 @@ CASES: list[tuple[str, Judge, Facts, Limits, str]] = [
     ("past the window", window.judge, facts(network=chain(block=115 * 9 + 6)), SN3, "block"),
     ("block unread", window.judge, facts(), SN3, "unknown"),
     ("no windows", window.judge, facts(network=chain(block=9)), SN38, "unknown"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("judge", "given", "limits", "outcome"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(
+    ("judge", "given", "limits", "outcome"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
 def test_rule(judge: Judge, given: Facts, limits: Limits, outcome: str) -> None:
     verdict = judge(given, limits)
     assert verdict.outcome == outcome, verdict.sentence
     assert verdict.sentence
-    assert verdict.outcome != "block" or verdict.limit is not None or verdict.rule in ("gradients", "block_list")
+    assert (
+        verdict.outcome != "block"
+        or verdict.limit is not None
+        or verdict.rule in ("gradients", "block_list")
+    )
 
 
 def test_every_rule_was_seen_to_pass_to_warn_to_block_and_to_be_unknown() -> None:
@@ -180,7 +395,12 @@ def test_every_rule_was_seen_to_pass_to_warn_to_block_and_to_be_unknown() -> Non
     for _, judge, facts_, limits, outcome in CASES:
         seen.setdefault(judge(facts_, limits).rule, set()).add(outcome)
     # These two know no half measures; for the upload after an AllReduce every block is a warning.
-    known = GateInputs(network=chain(uid=8, commitment=OURS), bucket="x-007", credentials="128:ff", limits=SN38_NUMBERS)
+    known = GateInputs(
+        network=chain(uid=8, commitment=OURS),
+        bucket="x-007",
+        credentials="128:ff",
+        limits=SN38_NUMBERS,
+    )
     archive = decide(Candidate("archive", 56, 0), known, GateSettings(), now=NOW, wall=0.0)
     for verdict in archive.verdicts:
         if verdict.rule in ("bucket", "commitment"):
@@ -201,7 +421,8 @@ def test_whether_shapes_were_compared_is_said() -> None:
 
 
 def test_the_inner_step_is_read_as_validators_read_it() -> None:
-    """Guards against a state that we accept and they reset: they put it into a revision, and take it out again."""
+    """Guards against a state that we accept and they reset: they put it into a revision, and take
+    it out again."""
     written = [84, 84.0, 84.5, "84", " 84 ", "", None, True, "0", -1]
     read = [metadata.read_inner_step({"inner_step": value}) for value in written]
     assert read == [84, 0, 5, 84, 84, None, None, None, 0, -1]
@@ -213,15 +434,24 @@ def test_the_drawn_block_alone_has_to_be_a_whole_number() -> None:
     mixed = [950.5, 990, 960.0]
     drawn = {uid: random.Random(uid).sample(mixed, 1)[0] for uid in range(9)}
     for uid, block in drawn.items():
-        verdict = block_list.judge(facts(config={"block_list": mixed}, network=chain(block=1000, uid=uid)), SN38)
+        verdict = block_list.judge(
+            facts(config={"block_list": mixed}, network=chain(block=1000, uid=uid)), SN38
+        )
         assert verdict.outcome == ("pass" if block == 990 else "block")
 
 
 def test_blocks_per_allreduce_of_the_master_change_the_epoch_and_the_age_limit() -> None:
     known = in_force(SN38, chain(blocks_per_allreduce=750))
-    ages = {age: facts(config={"block_list": [1000 - age]}, network=chain(block=1000)) for age in (201, 375, 376)}
+    ages = {
+        age: facts(config={"block_list": [1000 - age]}, network=chain(block=1000))
+        for age in (201, 375, 376)
+    }
     assert [block_list.judge(ages[age], known).outcome for age in ages] == ["pass", "warn", "block"]
-    assert [block_list.judge(ages[age], SN38).outcome for age in ages] == ["block", "block", "block"]
+    assert [block_list.judge(ages[age], SN38).outcome for age in ages] == [
+        "block",
+        "block",
+        "block",
+    ]
     scored = [epoch_scored(None, 56, since, known) for since in (374, 375)]
     assert [epoch.outer_step for epoch in scored if epoch is not None] == [55, 56]
 
@@ -236,9 +466,14 @@ def test_a_block_says_when_asking_again_can_help() -> None:
 
 def test_the_block_grows_between_two_looks_at_the_chain() -> None:
     read_long_ago = chain(block=1000, seen_at=NOW - 1201)
-    assert block_list.judge(facts(config={"block_list": [900]}, network=read_long_ago), SN38).seen == 200
+    assert (
+        block_list.judge(facts(config={"block_list": [900]}, network=read_long_ago), SN38).seen
+        == 200
+    )
     old = chain(block=1000, seen_at=NOW - 1213)
-    assert block_list.judge(facts(config={"block_list": [900]}, network=old), SN38).outcome == "block"
+    assert (
+        block_list.judge(facts(config={"block_list": [900]}, network=old), SN38).outcome == "block"
+    )
 
 
 def test_the_commitment_itself_is_in_no_fingerprint() -> None:
@@ -253,7 +488,12 @@ def test_each_number_of_a_profile_has_a_source_and_is_a_setting_or_a_limit(name:
     tables = {"compute": profile.compute, "limits": profile.limits} | {
         f"settings.{section}": table for section, table in profile.settings.items()
     }
-    numbers = {f"{t}.{k}" for t, table in tables.items() for k, v in table.items() if isinstance(v, (int, float, list))}
+    numbers = {
+        f"{t}.{k}"
+        for t, table in tables.items()
+        for k, v in table.items()
+        if isinstance(v, (int, float, list))
+    }
     without = {n for n in numbers if n not in profile.sources} - {"limits.metadata_fields"}
     assert not without
     loading.load(profile=load_profile(name).settings, env={})
@@ -261,7 +501,9 @@ def test_each_number_of_a_profile_has_a_source_and_is_a_setting_or_a_limit(name:
 
 
 def test_a_second_subnet_is_data_and_one_rule() -> None:
-    known = GateInputs(network=chain(block=115 * 9 + 60), limits=load_profile("sn3").limits, written_monotonic=NOW)
+    known = GateInputs(
+        network=chain(block=115 * 9 + 60), limits=load_profile("sn3").limits, written_monotonic=NOW
+    )
     gate = loading.load(profile=load_profile("sn3").settings, env={}).config.gate
     decision = decide(Candidate("gradient", 9, 30), known, gate, now=NOW, wall=0.0)
     assert not decision.allowed
@@ -275,10 +517,16 @@ def test_a_second_subnet_is_data_and_one_rule() -> None:
         ("name = [", "not valid TOML"),
         ('name = "x"\ntitle = "x"\nread_from = "x"\n', "lacks dated"),
         ('name = "x"\ntitle = "x"\nread_from = "x"\ndated = "soon"\n', "write a date"),
-        ('name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n[limits]\nfoo = 1\n', "no rule has: foo"),
-        ('name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n[gate]\nfoo = 1\n', "unknown: gate"),
+        (
+            'name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n[limits]\nfoo = 1\n',
+            "no rule has: foo",
+        ),
+        (
+            'name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n[gate]\nfoo = 1\n',
+            "unknown: gate",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_profile_says_what_is_wrong(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "own.toml"
     path.write_text(text)
@@ -290,21 +538,45 @@ def test_a_bad_profile_says_what_is_wrong(tmp_path: Path, text: str, words: str)
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-documents = st.dictionaries(st.sampled_from(["block_list", "outer_step", "inner_step", "run", "peer_id"]), anything)
-reports = st.dictionaries(st.sampled_from(["problems", "warnings"]), st.lists(st.text(max_size=9), max_size=3))
+documents = st.dictionaries(
+    st.sampled_from(["block_list", "outer_step", "inner_step", "run", "peer_id"]), anything
+)
+reports = st.dictionaries(
+    st.sampled_from(["problems", "warnings"]), st.lists(st.text(max_size=9), max_size=3)
+)
 
 
-@given(documents, documents, reports, st.text(max_size=20), st.integers(-1, 10**9) | st.none(), st.floats(-1e9, 1e9))
+@given(
+    documents,
+    documents,
+    reports,
+    st.text(max_size=20),
+    st.integers(-1, 10**9) | st.none(),
+    st.floats(-1e9, 1e9),
+)
 def test_whatever_is_handed_in_every_rule_answers_and_none_raises(
-    config: dict[str, Any], meta: dict[str, Any], report: dict[str, Any], name: str, block: int | None, age: float
+    config: dict[str, Any],
+    meta: dict[str, Any],
+    report: dict[str, Any],
+    name: str,
+    block: int | None,
+    age: float,
 ) -> None:
     given_facts = facts(
-        published=aged(age), network=chain(block=block, commitment=OURS), name=name, config=config, metadata=meta,
-        files=report, revision=name, loss=age,
-    )  # fmt: skip
+        published=aged(age),
+        network=chain(block=block, commitment=OURS),
+        name=name,
+        config=config,
+        metadata=meta,
+        files=report,
+        revision=name,
+        loss=age,
+    )
     for limits in (SN38, SN3, Limits()):
         for rules in (gate_rules, audit_rules):
             for rule, judge in rules(given_facts, limits):

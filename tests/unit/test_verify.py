@@ -20,13 +20,38 @@ OLD = Published(age_s=900.0, reason=None, outer_step=56, inner_step=50, checksum
         (Published(reason="timeout"), None, "could not be read: timeout"),
         (Published(age_s=300, reason=None), False, "did not move"),
         (Published(age_s=3, reason=None, size_bytes=0), False, "is empty"),
-        (Published(age_s=3, reason=None, outer_step=57, revision="5.57.0"), None, "followed by 5.57.0"),
-        # An earlier run left a higher step: pushes that never arrive were all "followed" by it, and none was a failure.
-        (Published(age_s=9000, reason=None, outer_step=200, revision="4.200.7"), False, "did not move"),
-        (Published(age_s=3, reason=None, outer_step=55), False, "names outer step 55, reported was 56"),
-        (Published(age_s=3, reason=None, outer_step=56, inner_step=50), False, "names inner step 50, reported was 51"),
-        (Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="a" * 40), False, "did not change"),
-        (Published(age_s=3, reason=None, outer_step=56, inner_step=53, checksum="b" * 40), True, "3s old"),
+        (
+            Published(age_s=3, reason=None, outer_step=57, revision="5.57.0"),
+            None,
+            "followed by 5.57.0",
+        ),
+        # An earlier run left a higher step: pushes that never arrive were all "followed" by it, and
+        # none was a failure.
+        (
+            Published(age_s=9000, reason=None, outer_step=200, revision="4.200.7"),
+            False,
+            "did not move",
+        ),
+        (
+            Published(age_s=3, reason=None, outer_step=55),
+            False,
+            "names outer step 55, reported was 56",
+        ),
+        (
+            Published(age_s=3, reason=None, outer_step=56, inner_step=50),
+            False,
+            "names inner step 50, reported was 51",
+        ),
+        (
+            Published(age_s=3, reason=None, outer_step=56, inner_step=51, checksum="a" * 40),
+            False,
+            "did not change",
+        ),
+        (
+            Published(age_s=3, reason=None, outer_step=56, inner_step=53, checksum="b" * 40),
+            True,
+            "3s old",
+        ),
     ],
 )
 def test_verification(after: Published, verified: bool | None, words: str) -> None:
@@ -60,17 +85,27 @@ LATER = {"reason": None, "outer_step": 56, "seen_at": 60.0}
         (Published(age_s=960.0, inner_step=51, **LATER), True),
     ],
 )
-def test_a_push_of_which_only_the_end_is_known_is_judged_by_the_look_before(after: Published, verified: bool) -> None:
-    before = Published(age_s=900.0, reason=None, outer_step=56, inner_step=after.inner_step, seen_at=0.0)
+def test_a_push_of_which_only_the_end_is_known_is_judged_by_the_look_before(
+    after: Published, verified: bool
+) -> None:
+    before = Published(
+        age_s=900.0, reason=None, outer_step=56, inner_step=after.inner_step, seen_at=0.0
+    )
     assert verify(before, after, Reported(56, 51, None)).verified is verified
 
 
 STEPS = st.none() | st.integers(0, 3)
 LOOKS = st.builds(
-    Published, age_s=st.none() | st.floats(0, 60), reason=st.none(), empty=st.booleans(), seen_at=st.just(100.0),
-    outer_step=STEPS, inner_step=STEPS, size_bytes=st.none() | st.integers(0, 2),
+    Published,
+    age_s=st.none() | st.floats(0, 60),
+    reason=st.none(),
+    empty=st.booleans(),
+    seen_at=st.just(100.0),
+    outer_step=STEPS,
+    inner_step=STEPS,
+    size_bytes=st.none() | st.integers(0, 2),
     checksum=st.none() | st.sampled_from(["a" * 32, "b" * 32]),
-)  # fmt: skip
+)
 
 
 @given(before=st.none() | LOOKS, after=LOOKS, outer=STEPS, inner=STEPS, since=st.floats(0, 60))

@@ -28,7 +28,8 @@ class Left(Exception):
 
 
 class Scene:
-    """A loop that turns when the test says so, a launch that ends when it is signalled, a clock that is moved."""
+    """A loop that turns when the test says so, a launch that ends when it is signalled, a clock
+    that is moved."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = FakeClock()
@@ -42,7 +43,9 @@ class Scene:
         monkeypatch.setattr(processes, "alive", lambda _process: self.lives)
         monkeypatch.setattr(processes, "send", self._send)
         monkeypatch.setattr(watchdog, "_dump", self.dumps.append)
-        hands = Hands(self.said.append, self._teardown, self._leave, self.clock.monotonic, self.clock.advance)
+        hands = Hands(
+            self.said.append, self._teardown, self._leave, self.clock.monotonic, self.clock.advance
+        )
         self.dog = Watchdog(self.loop, GRACE_S, hands)
 
     def _teardown(self) -> Teardown | None:
@@ -80,7 +83,9 @@ def test_a_loop_that_turns_is_left_alone(scene: Scene) -> None:
     assert scene.lives
 
 
-def test_a_hanging_loop_is_reported_once_with_its_stack_and_the_miner_keeps_running(scene: Scene) -> None:
+def test_a_hanging_loop_is_reported_once_with_its_stack_and_the_miner_keeps_running(
+    scene: Scene,
+) -> None:
     scene.pass_time(60.0, turning=False)
     (finding,) = scene.said
     assert finding.event == "guard_wedged"
@@ -127,7 +132,8 @@ def test_a_loop_that_wakes_up_ends_the_guard_itself(scene: Scene) -> None:
 
 
 def test_a_guard_that_was_stopped_for_a_while_is_no_hanging_one(scene: Scene) -> None:
-    """Guards against a false alarm after SIGSTOP, a debugger or a suspended host: nothing had a turn."""
+    """Guards against a false alarm after SIGSTOP, a debugger or a suspended host: nothing had a
+    turn."""
     scene.clock.advance(3600.0)
     scene.dog.look()
     assert not scene.said
@@ -141,8 +147,11 @@ def test_the_process_ends_with_its_own_code_though_its_last_steps_hang(scene: Sc
     assert scene.exits == [75]
 
 
-def test_a_stop_signal_is_noted_without_the_loop(monkeypatch: pytest.MonkeyPatch, scene: Scene, tmp_path: Path) -> None:
-    """Guards against a main thread that runs no Python: the C handler's byte is read by the watchdog's thread."""
+def test_a_stop_signal_is_noted_without_the_loop(
+    monkeypatch: pytest.MonkeyPatch, scene: Scene, tmp_path: Path
+) -> None:
+    """Guards against a main thread that runs no Python: the C handler's byte is read by the
+    watchdog's thread."""
     before = signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
     wakeup = signal.set_wakeup_fd(-1)
     try:

@@ -14,10 +14,11 @@ from validators.facts import Published
 
 
 def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Repo:
-    """The repo that the settings name; makes no connection. Raises RepoError for settings or keys that are missing.
+    """The repo that the settings name; makes no connection. Raises RepoError for settings or keys
+    that are missing.
 
-    For children: it imports the client library, and the repo's methods may block. `env` is where keys are looked for
-    (the process's own environment by default).
+    For children: it imports the client library, and the repo's methods may block. `env` is where
+    keys are looked for (the process's own environment by default).
     """
     if settings.kind == "local":
         if not settings.path:
@@ -39,10 +40,13 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
 
 
 def look_at(settings: RepoSettings) -> Published:
-    """What is published now, looked at in a child that has `settings.timeout_s`. Never raises, never hangs."""
+    """What is published now, looked at in a child that has `settings.timeout_s`. Never raises,
+    never hangs."""
     if settings.kind == "none":
         return Published(reason="no repo is configured; set [repo] kind")
-    answer = probe.ask("uploads.repos.state_probe", {"repo": dataclasses.asdict(settings)}, settings.timeout_s)
+    answer = probe.ask(
+        "uploads.repos.state_probe", {"repo": dataclasses.asdict(settings)}, settings.timeout_s
+    )
     if answer.reason is not None or answer.value is None:
         return Published(reason=answer.reason or "the look gave no answer", seen_at=time.time())
     return published_from_dict(answer.value)
@@ -50,4 +54,6 @@ def look_at(settings: RepoSettings) -> Published:
 
 def published_from_dict(value: Mapping[str, Any]) -> Published:
     """`Published` out of its own fields; unknown ones are left out."""
-    return Published(**{f.name: value[f.name] for f in dataclasses.fields(Published) if f.name in value})
+    return Published(
+        **{f.name: value[f.name] for f in dataclasses.fields(Published) if f.name in value}
+    )

@@ -1,12 +1,13 @@
 """Where a miner publishes, behind one Protocol: a local folder, S3/R2, Hugging Face.
 
-What a validator reads is the same everywhere: `metadata.json` at the root names the outer and the inner
-step, `epoch-N/` holds `gradients.pt`, `config.json` and `metadata.json`. Publishing has two phases: `stage`
-moves the bytes and shows nothing, `commit` makes them visible in the order given, each object at once and
-the root metadata last. What a reader can see while it does: see `uploads.publisher`.
+What a validator reads is the same everywhere: `metadata.json` at the root names the outer and the
+inner step, `epoch-N/` holds `gradients.pt`, `config.json` and `metadata.json`. Publishing has two
+phases: `stage` moves the bytes and shows nothing, `commit` makes them visible in the order given,
+each object at once and the root metadata last. What a reader can see while it does: see
+`uploads.publisher`.
 
-Anything here may hang with its server. Within the supervisor, look with `uploads.repos.look_at`, which
-does it in a child with a deadline.
+Anything here may hang with its server. Within the supervisor, look with `uploads.repos.look_at`,
+which does it in a child with a deadline.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ Progress = Callable[[int], None]
 
 
 Notes = MutableMapping[str, Any]
-"""JSON that survives the publisher: what the repo needs to go on with a staged object that was cut off."""
+"""JSON that survives the publisher: what the repo needs to go on with a staged object that was cut
+off."""
 
 
 def epoch_key(outer_step: int, name: str) -> str:
@@ -45,7 +47,8 @@ def epoch_key(outer_step: int, name: str) -> str:
 
 
 class RepoError(Exception):
-    """The repo refused or did not answer. The message is for people: what happened and what to do."""
+    """The repo refused or did not answer. The message is for people: what happened and what to
+    do."""
 
     def __init__(self, message: str, *, transient: bool = False) -> None:
         super().__init__(message)
@@ -62,7 +65,8 @@ class Refused(RepoError):
 
 
 class Unreadable(RepoError):
-    """The storage keeps this object from every reader: encrypted with a customer's key, or archived."""
+    """The storage keeps this object from every reader: encrypted with a customer's key, or
+    archived."""
 
 
 class Damaged(RepoError):
@@ -84,7 +88,8 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class StagedObject:
-    """A staged object: its bytes are with the repo (or ready to go), and nobody sees them. JSON through and through."""
+    """A staged object: its bytes are with the repo (or ready to go), and nobody sees them. JSON
+    through and through."""
 
     key: str
     size_bytes: int
@@ -107,7 +112,8 @@ class Repo(Protocol):
         ...
 
     def state(self) -> Published:
-        """What a validator would find. Raises RepoError where it can't be read; an empty repo is an answer."""
+        """What a validator would find. Raises RepoError where it can't be read; an empty repo is an
+        answer."""
         ...
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
@@ -131,11 +137,13 @@ class Repo(Protocol):
         ...
 
     def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
-        """Move the bytes of `path`, unseen. What an earlier attempt had sent, by its `notes`, is not sent again."""
+        """Move the bytes of `path`, unseen. What an earlier attempt had sent, by its `notes`, is
+        not sent again."""
         ...
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """Make staged objects visible, in order. Repeating it after a death in the middle completes it."""
+        """Make staged objects visible, in order. Repeating it after a death in the middle completes
+        it."""
         ...
 
     def abort(self, tickets: Sequence[StagedObject]) -> None:
@@ -143,16 +151,19 @@ class Repo(Protocol):
         ...
 
     def sweep(self) -> int:
-        """Remove what dead publishers staged and left; returns how many. Only for who holds the repo's lock."""
+        """Remove what dead publishers staged and left; returns how many. Only for who holds the
+        repo's lock."""
         ...
 
     def confirm(self, ticket: StagedObject) -> ObjectInfo:
-        """Read back a committed object: size and checksum as staged. Raises RepoError saying what differs."""
+        """Read back a committed object: size and checksum as staged. Raises RepoError saying what
+        differs."""
         ...
 
 
 def document(repo: Repo, key: str) -> dict[str, Any] | None:
-    """The JSON object at `key`, None where there is none. Raises RepoError; Damaged for what is no JSON object."""
+    """The JSON object at `key`, None where there is none. Raises RepoError; Damaged for what is no
+    JSON object."""
     try:
         return parsed(key, repo.get(key))
     except Missing:
@@ -162,7 +173,8 @@ def document(repo: Repo, key: str) -> dict[str, Any] | None:
 def parsed(key: str, data: bytes) -> dict[str, Any]:
     """The JSON object that `data` of `key` is. Raises Damaged.
 
-    Read as validators do: bytes of metadata.json in any of JSON's encodings, of others as a file of UTF-8.
+    Read as validators do: bytes of metadata.json in any of JSON's encodings, of others as a file of
+    UTF-8.
     """
     try:
         found = json.loads(data if key.rpartition("/")[2] == METADATA else data.decode("utf-8"))
@@ -174,7 +186,8 @@ def parsed(key: str, data: bytes) -> dict[str, Any]:
 
 
 def published_state(repo: Repo, now: float) -> Published:
-    """`Repo.state` for a repo of objects; `now` is this host's wall time, stored as `seen_at` only."""
+    """`Repo.state` for a repo of objects; `now` is this host's wall time, stored as `seen_at`
+    only."""
     for _ in range(LOOKS):
         seen = _seen_once(repo, now)
         if mixed(seen.metadata, seen.size_bytes, seen.checksum) is None:
@@ -187,8 +200,14 @@ def _seen_once(repo: Repo, now: float) -> Published:
     outer = _count(metadata, "outer_step")
     entry = _gradients(repo, outer)
     if entry is None:
-        reason = None if metadata is None else f"metadata.json names outer step {outer}, which has no gradients.pt"
-        return Published(reason=reason, empty=metadata is None, seen_at=now, outer_step=outer, metadata=metadata)
+        reason = (
+            None
+            if metadata is None
+            else f"metadata.json names outer step {outer}, which has no gradients.pt"
+        )
+        return Published(
+            reason=reason, empty=metadata is None, seen_at=now, outer_step=outer, metadata=metadata
+        )
     inner = _count(metadata, "inner_step")
     run = metadata.get("run") if metadata else None
     known = None not in (run, outer, inner)

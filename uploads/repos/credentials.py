@@ -1,4 +1,5 @@
-"""The keys of a repo, from where the miner has them: environment, its `.env`, or a TOML file. Never a command line."""
+"""The keys of a repo, from where the miner has them: environment, its `.env`, or a TOML file. Never
+a command line."""
 
 from __future__ import annotations
 
@@ -21,22 +22,28 @@ _LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*?)\s*")
 
 
 def find(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """Variables by name, as `settings.credentials` says. Raises RepoError for a file that can't be used."""
+    """Variables by name, as `settings.credentials` says. Raises RepoError for a file that can't be
+    used."""
     if settings.credentials == "env":
         return os.environ if env is None else env
     path = Path(settings.credentials_file or (".env" if settings.credentials == "dotenv" else ""))
     if not path.name:
-        raise RepoError("repo.credentials = 'file' needs repo.credentials_file, a TOML file with the keys")
+        raise RepoError(
+            "repo.credentials = 'file' needs repo.credentials_file, a TOML file with the keys"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RepoError(f"the keys' file {path} cannot be read: {error}; see repo.credentials_file") from error
+        raise RepoError(
+            f"the keys' file {path} cannot be read: {error}; see repo.credentials_file"
+        ) from error
     _refuse_open_file(path)
     return parse_dotenv(text) if settings.credentials == "dotenv" else _parse_toml(path, text)
 
 
 def problem(settings: RepoSettings) -> str | None:
-    """Why the keys' file can't be used; None where it can, or where the keys are in the environment."""
+    """Why the keys' file can't be used; None where it can, or where the keys are in the
+    environment."""
     try:
         find(settings)
     except RepoError as error:
@@ -45,7 +52,8 @@ def problem(settings: RepoSettings) -> str | None:
 
 
 def beside(env: Mapping[str, str], settings: RepoSettings) -> Mapping[str, str]:
-    """`env` and what the keys' file assigns: all the secrets that a miner may print. Never raises."""
+    """`env` and what the keys' file assigns: all the secrets that a miner may print. Never
+    raises."""
     try:
         return {**find(settings, env), **env}
     except RepoError:
@@ -59,7 +67,8 @@ def first(keys: Mapping[str, str], *names: str) -> str | None:
 
 
 def parse_dotenv(text: str) -> dict[str, str]:
-    """Assignments of a `.env`: `export`, quotes and comments as python-dotenv reads them; no interpolation."""
+    """Assignments of a `.env`: `export`, quotes and comments as python-dotenv reads them; no
+    interpolation."""
     found = {}
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
@@ -79,7 +88,9 @@ def _parse_toml(path: Path, text: str) -> dict[str, str]:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         # Not the parser's own words: they may quote the line, and the line is a key.
-        raise RepoError(f'the keys\' file {path} is not valid TOML; write NAME = "value" lines') from error
+        raise RepoError(
+            f'the keys\' file {path} is not valid TOML; write NAME = "value" lines'
+        ) from error
     return {name.upper(): value for name, value in document.items() if isinstance(value, str)}
 
 

@@ -1,8 +1,8 @@
 """A Hugging Face model repo. huggingface_hub is imported when a repo is made, not before.
 
-A commit of the Hub is atomic over all its files. Staging moves the bytes of large files into the Hub's storage, where
-no revision names them yet, and remembers the small ones; `commit` uploads the folder in one commit, for which nothing
-large is left to send, and tags it `{run}.{outer}.{inner}`.
+A commit of the Hub is atomic over all its files. Staging moves the bytes of large files into the
+Hub's storage, where no revision names them yet, and remembers the small ones; `commit` uploads the
+folder in one commit, for which nothing large is left to send, and tags it `{run}.{outer}.{inner}`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ class HubRepo:
     """One model repo, read at one revision."""
 
     def __init__(
-        self, api: Any, repo_id: str, endpoint: str, token: str | None, timeout_s: float, revision: str = _BRANCH
+        self,
+        api: Any,
+        repo_id: str,
+        endpoint: str,
+        token: str | None,
+        timeout_s: float,
+        revision: str = _BRANCH,
     ) -> None:
         self._api = api
         self._repo_id = repo_id
@@ -68,7 +74,9 @@ class HubRepo:
         except Missing:
             return Published(reason=None, empty=True, seen_at=time.time())
         # All of it at this commit: another may follow between two requests.
-        pinned = HubRepo(self._api, self._repo_id, self._endpoint, self._token, self._timeout_s, commit)
+        pinned = HubRepo(
+            self._api, self._repo_id, self._endpoint, self._token, self._timeout_s, commit
+        )
         return published_state(pinned, time.time())
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
@@ -82,12 +90,17 @@ class HubRepo:
             size = headers.get("X-Linked-Size") or headers.get("Content-Length")
             checksum = headers.get("X-Linked-Etag") or headers.get("ETag")
             now = _date(headers.get("Date"))
-        return ObjectInfo(key, int(size or 0), max(0.0, now - modified), (checksum or "").strip('W/"') or None)
+        return ObjectInfo(
+            key, int(size or 0), max(0.0, now - modified), (checksum or "").strip('W/"') or None
+        )
 
     def _modified(self, key: str) -> float:
-        """When the commit was made that changed the file last: one to a README makes no gradients younger."""
+        """When the commit was made that changed the file last: one to a README makes no gradients
+        younger."""
         found = self._guarded(
-            lambda: self._api.get_paths_info(self._repo_id, [key], expand=True, revision=self._revision)
+            lambda: self._api.get_paths_info(
+                self._repo_id, [key], expand=True, revision=self._revision
+            )
         )
         if not found:
             raise Missing(f"repo {self._repo_id} has no such file")
@@ -103,7 +116,11 @@ class HubRepo:
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        self._guarded(lambda: self._api.upload_file(path_or_fileobj=data, path_in_repo=key, repo_id=self._repo_id))
+        self._guarded(
+            lambda: self._api.upload_file(
+                path_or_fileobj=data, path_in_repo=key, repo_id=self._repo_id
+            )
+        )
 
     def delete(self, key: str) -> None:
         try:
@@ -122,19 +139,23 @@ class HubRepo:
         return StagedObject(key, size, {"path": str(path.resolve())}, digest)
 
     def _sent(self, key: str, path: Path) -> str:
-        """Bring a large file's bytes to the Hub, which asks only for those it lacks; returns their sha256."""
+        """Bring a large file's bytes to the Hub, which asks only for those it lacks; returns their
+        sha256."""
         from huggingface_hub import CommitOperationAdd
 
         self._create()
         addition = CommitOperationAdd(path_in_repo=key, path_or_fileobj=str(path))
-        self._guarded(lambda: self._api.preupload_lfs_files(repo_id=self._repo_id, additions=[addition]))
+        self._guarded(
+            lambda: self._api.preupload_lfs_files(repo_id=self._repo_id, additions=[addition])
+        )
         return addition.upload_info.sha256.hex()
 
     def _create(self) -> None:
         self._guarded(lambda: self._api.create_repo(repo_id=self._repo_id, exist_ok=True))
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """One commit and its tag. Repeating it changes nothing: files that the Hub has already make no difference."""
+        """One commit and its tag. Repeating it changes nothing: files that the Hub has already make
+        no difference."""
         self._create()
         with tempfile.TemporaryDirectory(prefix="miner-guard-push-") as folder:
             for ticket in tickets:
@@ -151,13 +172,17 @@ class HubRepo:
     def _tag(self, revision: str, commit: str | None) -> None:
         def tagged() -> None:
             try:
-                self._api.create_tag(repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH)
+                self._api.create_tag(
+                    repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH
+                )
             except Exception as error:
                 if _status(error) != 409:
                     raise
                 # Of an earlier push of the same step, from before a restart: it names other files.
                 self._api.delete_tag(repo_id=self._repo_id, tag=revision)
-                self._api.create_tag(repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH)
+                self._api.create_tag(
+                    repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH
+                )
 
         self._guarded(tagged)
 
@@ -171,10 +196,13 @@ class HubRepo:
         entry = self.head(ticket.key)
         if entry.size_bytes != ticket.size_bytes:
             raise RepoError(
-                f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were {ticket.size_bytes}; publish again"
+                f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were "
+                f"{ticket.size_bytes}; publish again"
             )
         if entry.checksum != ticket.checksum and self._hash_of(ticket.key) != ticket.checksum:
-            raise RepoError(f"{ticket.key} reads back with other content than was staged; publish again")
+            raise RepoError(
+                f"{ticket.key} reads back with other content than was staged; publish again"
+            )
         return entry
 
     def _hash_of(self, key: str) -> str:
@@ -188,7 +216,9 @@ class HubRepo:
 
     def _info(self) -> Any:
         return self._guarded(
-            lambda: self._api.repo_info(self._repo_id, revision=self._revision, timeout=self._timeout_s)
+            lambda: self._api.repo_info(
+                self._repo_id, revision=self._revision, timeout=self._timeout_s
+            )
         )
 
     def _open(self, key: str, method: str) -> Any:
@@ -208,7 +238,8 @@ class HubRepo:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """To the storage that large files lie in: without the token, which is none of its business, and refused there.
+    """To the storage that large files lie in: without the token, which is none of its business, and
+    refused there.
 
     A HEAD goes no further than the Hub: its own answer has the file's size and digest.
     """
@@ -220,7 +251,9 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
     http_error_301 = http_error_303 = http_error_307 = http_error_302
 
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Any:
         further = super().redirect_request(req, fp, code, msg, headers, newurl)
         if further is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
             further.remove_header("Authorization")
@@ -232,12 +265,15 @@ def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Hu
     keys = find(settings, env)
     endpoint = settings.endpoint or first(keys, "HF_ENDPOINT") or _DEFAULT_ENDPOINT
     if "huggingface_hub" not in sys.modules:
-        # Below 1.0 it parses the Hub's answers by the endpoint that it found at import, whatever HfApi is told.
+        # Below 1.0 it parses the Hub's answers by the endpoint that it found at import, whatever
+        # HfApi is told.
         os.environ["HF_ENDPOINT"] = endpoint
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise RepoError(f"the Hub needs huggingface_hub: pip install 'miner-guard[hf]' ({error})") from error
+        raise RepoError(
+            f"the Hub needs huggingface_hub: pip install 'miner-guard[hf]' ({error})"
+        ) from error
     if not settings.repo_id or "/" not in settings.repo_id:
         raise RepoError(f"repo.repo_id = {settings.repo_id!r} names no repo; write owner/name")
     token = first(keys, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -246,32 +282,49 @@ def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Hu
 
 
 def _status(error: Exception) -> Any:
-    return getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "code", None)
+    return getattr(getattr(error, "response", None), "status_code", None) or getattr(
+        error, "code", None
+    )
 
 
 def _translated(error: Exception, repo_id: str) -> RepoError:
-    """By status and by the classes' names: where they live differs between the library's generations."""
+    """By status and by the classes' names: where they live differs between the library's
+    generations."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     status = _status(error)
     no_file = status == 404 and isinstance(error, urllib.error.HTTPError)
     if no_file or kinds & {"EntryNotFoundError", "RevisionNotFoundError"}:
         return Missing(f"repo {repo_id} has no such file")
     if status in (401, 403) or "GatedRepoError" in kinds:
-        return RepoError(f"the Hub refuses the token for {repo_id} ({status}); check HF_TOKEN and its write right")
+        return RepoError(
+            f"the Hub refuses the token for {repo_id} ({status}); check HF_TOKEN and "
+            "its write right"
+        )
     if "RepositoryNotFoundError" in kinds or status == 404:
         return Missing(f"repo {repo_id} does not exist, or the token may not see it")
     if status in (408, 409, 412, 429, 500, 502, 503, 504):
         return RepoError(f"the Hub is busy ({status})", transient=True)
-    network = {"TransportError", "ConnectionError", "Timeout", "TimeoutException", "NetworkError", "HTTPException"}
+    network = {
+        "TransportError",
+        "ConnectionError",
+        "Timeout",
+        "TimeoutException",
+        "NetworkError",
+        "HTTPException",
+    }
     if status is None and (kinds & network or isinstance(error, OSError)):
         return RepoError(f"no answer from the Hub for {repo_id}: {_short(error)}", transient=True)
     return RepoError(f"repo {repo_id}: {type(error).__name__}: {_short(error)}")
 
 
 def _check_whole(key: str, answer: Any) -> None:
-    """Raises RepoError where bytes that were announced did not come: http.client says nothing of it."""
+    """Raises RepoError where bytes that were announced did not come: http.client says nothing of
+    it."""
     if answer.length:
-        raise RepoError(f"no answer from the Hub: {key} was cut off, {answer.length} bytes are missing", transient=True)
+        raise RepoError(
+            f"no answer from the Hub: {key} was cut off, {answer.length} bytes are missing",
+            transient=True,
+        )
 
 
 def _date(text: str | None) -> float:

@@ -43,7 +43,11 @@ class LocalRepo:
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         keys = (str(p.relative_to(self._root)) for p in self._root.rglob("*") if p.is_file())
-        return [self.head(k) for k in sorted(keys) if k.startswith(prefix) and not k.startswith(_INCOMING)]
+        return [
+            self.head(k)
+            for k in sorted(keys)
+            if k.startswith(prefix) and not k.startswith(_INCOMING)
+        ]
 
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
@@ -53,10 +57,15 @@ class LocalRepo:
         except FileNotFoundError as error:
             raise Missing(f"{path} does not exist") from error
         except OSError as error:
-            raise RepoError(f"{path} cannot be read: {error.strerror}; check the folder's owner and mode") from error
+            raise RepoError(
+                f"{path} cannot be read: {error.strerror}; check the folder's owner and mode"
+            ) from error
         age = self._wall() - found.st_mtime
         if age < -_SLACK_S:
-            raise RepoError(f"{path} is of a time that is {-age:.0f} s ahead; was the clock set back? Publish again")
+            raise RepoError(
+                f"{path} is of a time that is {-age:.0f} s ahead; was the clock set "
+                "back? Publish again"
+            )
         return ObjectInfo(key, found.st_size, max(0.0, age), checksum)
 
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
@@ -69,7 +78,9 @@ class LocalRepo:
         except FileNotFoundError as error:
             raise Missing(f"{path} does not exist") from error
         except OSError as error:
-            raise RepoError(f"{path} cannot be read: {error.strerror}; check the folder's owner and mode") from error
+            raise RepoError(
+                f"{path} cannot be read: {error.strerror}; check the folder's owner and mode"
+            ) from error
 
     def put(self, key: str, data: bytes) -> None:
         draft = self._draft()
@@ -98,7 +109,9 @@ class LocalRepo:
                     progress(len(chunk))
                 target.flush()
                 os.fsync(target.fileno())
-            return StagedObject(key, draft.stat().st_size, {"draft": draft.name}, digest.hexdigest())
+            return StagedObject(
+                key, draft.stat().st_size, {"draft": draft.name}, digest.hexdigest()
+            )
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise _refused(draft, error) from error
@@ -130,8 +143,10 @@ class LocalRepo:
         entry = self.head(ticket.key)
         if (entry.size_bytes, entry.checksum) != (ticket.size_bytes, ticket.checksum):
             raise RepoError(
-                f"{ticket.key} reads back as {entry.size_bytes} bytes with sha256 {str(entry.checksum)[:12]}, "
-                f"staged were {ticket.size_bytes} bytes with {str(ticket.checksum)[:12]}; publish again"
+                f"{ticket.key} reads back as {entry.size_bytes} bytes with sha256 "
+                f"{str(entry.checksum)[:12]}, "
+                f"staged were {ticket.size_bytes} bytes with {str(ticket.checksum)[:12]}; "
+                "publish again"
             )
         return entry
 

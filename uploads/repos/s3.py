@@ -1,8 +1,9 @@
 """An S3 bucket as a repo, Cloudflare R2 first. boto3 is imported when a repo is made, not before.
 
-Staging is a multipart upload that nobody completes; committing completes it, which S3 does atomically per object and
-without moving a byte. So the switch from one revision to the next is a few short requests, whatever the size.
-(Staged under other keys and copied, the server would move every byte within the switch.)
+Staging is a multipart upload that nobody completes; committing completes it, which S3 does
+atomically per object and without moving a byte. So the switch from one revision to the next is a
+few short requests, whatever the size. (Staged under other keys and copied, the server would move
+every byte within the switch.)
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class S3Repo:
             now = _server_time(page)
             for item in page.get("Contents", []):
                 modified = item["LastModified"].timestamp()
-                found.append(ObjectInfo(item["Key"], item["Size"], max(0.0, now - modified), etag_of(item)))
+                found.append(
+                    ObjectInfo(item["Key"], item["Size"], max(0.0, now - modified), etag_of(item))
+                )
             if not page.get("IsTruncated"):
                 return found
             more = {"ContinuationToken": page["NextContinuationToken"]}
@@ -94,13 +97,18 @@ class S3Repo:
         answer = self._call(self._client.get_object, Key=key)
         if answer["ContentLength"] > limit:
             answer["Body"].close()
-            raise RepoError(f"{key} has {answer['ContentLength']} bytes, more than the {limit} that are read")
+            raise RepoError(
+                f"{key} has {answer['ContentLength']} bytes, more than the {limit} that are read"
+            )
         data: bytes = self._guarded(answer["Body"].read)
         return data
 
     def put(self, key: str, data: bytes) -> None:
         self._call(
-            self._client.put_object, Key=key, Body=data, ContentMD5=_base64(hashlib.md5(data, usedforsecurity=False))
+            self._client.put_object,
+            Key=key,
+            Body=data,
+            ContentMD5=_base64(hashlib.md5(data, usedforsecurity=False)),
         )
 
     def delete(self, key: str) -> None:
@@ -121,18 +129,25 @@ class S3Repo:
                 file.seek((number - 1) * part_bytes)
                 data = file.read(part_bytes)
             part = s3_parts.read(number, data)
-            etag = part.md5 if there.get(number) == part.md5 else self._send(key, upload, part, data)
+            etag = (
+                part.md5 if there.get(number) == part.md5 else self._send(key, upload, part, data)
+            )
             progress(len(data))
             return part, etag
 
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="part") as pool:
             sent = list(pool.map(send, range(1, math.ceil(size / part_bytes) + 1)))
         parts = [part for part, _ in sent]
-        etags = s3_parts.expected_etags(parts) if all(part.md5 == etag for part, etag in sent) else []
+        etags = (
+            s3_parts.expected_etags(parts) if all(part.md5 == etag for part, etag in sent) else []
+        )
         notes_for_later = {
-            "upload_id": upload.id, "parts": [_completing(upload, part, etag) for part, etag in sent], "etags": etags,
-            "crc32": s3_parts.expected_crc32(parts) if upload.checked else None, "path": str(path.resolve()),
-        }  # fmt: skip
+            "upload_id": upload.id,
+            "parts": [_completing(upload, part, etag) for part, etag in sent],
+            "etags": etags,
+            "crc32": s3_parts.expected_crc32(parts) if upload.checked else None,
+            "path": str(path.resolve()),
+        }
         return StagedObject(key, size, notes_for_later, etags[0] if etags else None)
 
     def _begin(self, key: str, part_bytes: int) -> _Upload:
@@ -143,12 +158,19 @@ class S3Repo:
         except RepoError as error:
             if error.transient:
                 raise
-        # Servers that know no checksums refuse them in words of their own; what refuses this too says its reason.
+        # Servers that know no checksums refuse them in words of their own; what refuses this too
+        # says its reason.
         return _Upload(self._call(begin, Key=key)["UploadId"], part_bytes, checked=False)
 
-    def _begun(self, key: str, notes: Notes, part_bytes: int) -> tuple[_Upload | None, dict[int, str]]:
-        """The upload that an earlier attempt began, and the ETags of the parts that had arrived, by number."""
-        if "multipart" not in notes or (upload := _Upload(**notes["multipart"])).part_bytes != part_bytes:
+    def _begun(
+        self, key: str, notes: Notes, part_bytes: int
+    ) -> tuple[_Upload | None, dict[int, str]]:
+        """The upload that an earlier attempt began, and the ETags of the parts that had arrived, by
+        number."""
+        if (
+            "multipart" not in notes
+            or (upload := _Upload(**notes["multipart"])).part_bytes != part_bytes
+        ):
             return None, {}
         there: dict[int, str] = {}
         more: dict[str, Any] = {}
@@ -164,13 +186,18 @@ class S3Repo:
 
     def _send(self, key: str, upload: _Upload, part: UploadPart, data: bytes) -> str:
         answer = self._call(
-            self._client.upload_part, Key=key, UploadId=upload.id, PartNumber=part.number, Body=data,
+            self._client.upload_part,
+            Key=key,
+            UploadId=upload.id,
+            PartNumber=part.number,
+            Body=data,
             **({"ChecksumCRC32": part.crc32} if upload.checked else {}),
-        )  # fmt: skip
+        )
         return part.etag(answer, key)
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """The first alone, since a server may take long to put a large object together; the last alone, as all are."""
+        """The first alone, since a server may take long to put a large object together; the last
+        alone, as all are."""
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="show") as pool:
             for together in (tickets[:1], tickets[1:-1], tickets[1:][-1:]):
                 list(pool.map(self._show, together))
@@ -178,13 +205,17 @@ class S3Repo:
     def _show(self, ticket: StagedObject) -> None:
         try:
             self._call(
-                self._client.complete_multipart_upload, Key=ticket.key, UploadId=ticket.data["upload_id"],
+                self._client.complete_multipart_upload,
+                Key=ticket.key,
+                UploadId=ticket.data["upload_id"],
                 MultipartUpload={"Parts": ticket.data["parts"]},
-            )  # fmt: skip
+            )
         except Missing as error:
             # Completed by the publisher that died, or gone: the object itself tells.
             if not self._arrived(ticket):
-                raise RepoError(f"the staged upload of {ticket.key} is gone; publish again") from error
+                raise RepoError(
+                    f"the staged upload of {ticket.key} is gone; publish again"
+                ) from error
 
     def _arrived(self, ticket: StagedObject) -> bool:
         try:
@@ -219,14 +250,17 @@ class S3Repo:
         entry = self.head(ticket.key)
         if entry.size_bytes != ticket.size_bytes:
             raise RepoError(
-                f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were {ticket.size_bytes}; publish again"
+                f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were "
+                f"{ticket.size_bytes}; publish again"
             )
         if (
             entry.checksum not in ticket.data["etags"]
             and not self._same_parts(ticket)
             and not self._same_content(ticket, entry.checksum)
         ):
-            raise RepoError(f"{ticket.key} reads back with other content than was staged; publish again")
+            raise RepoError(
+                f"{ticket.key} reads back with other content than was staged; publish again"
+            )
         return entry
 
     def _same_parts(self, ticket: StagedObject) -> bool:
@@ -238,16 +272,21 @@ class S3Repo:
         return bool(str(answer.get("ChecksumCRC32", "")).partition("-")[0] == wanted)
 
     def _same_content(self, ticket: StagedObject, etag: str | None) -> bool:
-        """For servers whose ETag is not the digest of the parts' digests: rclone gives the md5 of the whole file."""
+        """For servers whose ETag is not the digest of the parts' digests: rclone gives the md5 of
+        the whole file."""
         path = Path(ticket.data["path"])
         try:
             with open(path, "rb") as file:
                 if etag is not None and _MD5.fullmatch(etag):
                     return _digest(file.read, "md5") == etag
                 body = self._call(self._client.get_object, Key=ticket.key)["Body"]
-                return _digest(file.read, "sha256") == self._guarded(lambda: _digest(body.read, "sha256"))
+                return _digest(file.read, "sha256") == self._guarded(
+                    lambda: _digest(body.read, "sha256")
+                )
         except FileNotFoundError as error:
-            raise RepoError(f"{ticket.key} can't be read back against {path}, which is gone") from error
+            raise RepoError(
+                f"{ticket.key} can't be read back against {path}, which is gone"
+            ) from error
 
     def _call(self, operation: Callable[..., Any], **arguments: Any) -> Any:
         return self._guarded(lambda: operation(Bucket=self._bucket, **arguments))
@@ -261,8 +300,11 @@ class S3Repo:
             raise s3_errors.translated(error, self._bucket) from error
 
 
-def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None, *, attempts: int = 1) -> S3Repo:
-    """The bucket of the settings. Raises RepoError for what is missing. `attempts` as boto3 counts them."""
+def open_s3(
+    settings: RepoSettings, env: Mapping[str, str] | None = None, *, attempts: int = 1
+) -> S3Repo:
+    """The bucket of the settings. Raises RepoError for what is missing. `attempts` as boto3 counts
+    them."""
     try:
         import boto3
         from botocore.config import Config
@@ -272,27 +314,45 @@ def open_s3(settings: RepoSettings, env: Mapping[str, str] | None = None, *, att
         raise RepoError("repo.bucket is not set; it names the bucket that the miner publishes to")
     keys = find(settings, env)
     account = first(keys, "R2_ACCOUNT_ID")
-    endpoint = settings.endpoint or (f"https://{account}.r2.cloudflarestorage.com" if account else None)
+    endpoint = settings.endpoint or (
+        f"https://{account}.r2.cloudflarestorage.com" if account else None
+    )
     access = first(keys, "R2_WRITE_ACCESS_KEY_ID", "R2_READ_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
-    secret = first(keys, "R2_WRITE_SECRET_ACCESS_KEY", "R2_READ_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY")
+    secret = first(
+        keys, "R2_WRITE_SECRET_ACCESS_KEY", "R2_READ_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"
+    )
     if access is None or secret is None:
-        where = "the environment" if settings.credentials == "env" else (settings.credentials_file or ".env")
+        where = (
+            "the environment"
+            if settings.credentials == "env"
+            else (settings.credentials_file or ".env")
+        )
         raise RepoError(
             f"no keys for bucket {settings.bucket}: {where} has no R2_WRITE_ACCESS_KEY_ID and "
             "R2_WRITE_SECRET_ACCESS_KEY (or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
         )
     client = boto3.client(
-        "s3", endpoint_url=endpoint, region_name=settings.region, aws_access_key_id=access,
+        "s3",
+        endpoint_url=endpoint,
+        region_name=settings.region,
+        aws_access_key_id=access,
         aws_secret_access_key=secret,
         config=Config(
-            signature_version="s3v4", connect_timeout=_CONNECT_S, read_timeout=max(1.0, settings.timeout_s / 2),
-            retries={"total_max_attempts": attempts, "mode": "standard"}, max_pool_connections=4 * _PARALLEL,
-            # Newer boto3 adds trailers by itself, which not every S3 server takes; our parts are checked by md5.
-            request_checksum_calculation="when_required", response_checksum_validation="when_required",
-            # What arrived is compared by its md5; a sha256 of the body beside it costs a second of CPU per GiB.
-            s3={"addressing_style": "path", "payload_signing_enabled": False}, tcp_keepalive=True,
+            signature_version="s3v4",
+            connect_timeout=_CONNECT_S,
+            read_timeout=max(1.0, settings.timeout_s / 2),
+            retries={"total_max_attempts": attempts, "mode": "standard"},
+            max_pool_connections=4 * _PARALLEL,
+            # Newer boto3 adds trailers by itself, which not every S3 server takes; our parts are
+            # checked by md5.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            # What arrived is compared by its md5; a sha256 of the body beside it costs a second of
+            # CPU per GiB.
+            s3={"addressing_style": "path", "payload_signing_enabled": False},
+            tcp_keepalive=True,
         ),
-    )  # fmt: skip
+    )
     return S3Repo(client, settings.bucket)
 
 
@@ -303,7 +363,9 @@ def _completing(upload: _Upload, part: UploadPart, etag: str) -> dict[str, Any]:
 
 def _entry(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
     modified = answer["LastModified"].timestamp()
-    return ObjectInfo(key, answer["ContentLength"], max(0.0, _server_time(answer) - modified), etag_of(answer))
+    return ObjectInfo(
+        key, answer["ContentLength"], max(0.0, _server_time(answer) - modified), etag_of(answer)
+    )
 
 
 def _server_time(answer: Mapping[str, Any]) -> float:

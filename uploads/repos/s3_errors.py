@@ -12,28 +12,59 @@ class Unsupported(RepoError):
 
 
 _MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
-_REFUSED = {"403", "AccessDenied", "Unauthorized", "401", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Forbidden"}
+_REFUSED = {
+    "403",
+    "AccessDenied",
+    "Unauthorized",
+    "401",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "Forbidden",
+}
 _UNREADABLE = {"400", "InvalidRequest", "BadRequest", "InvalidObjectState"}
 _FULL = {"QuotaExceeded", "InsufficientCapacity", "InsufficientStorage", "StorageQuotaExceeded"}
 _SKEWED = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
 _TRANSIENT = {
-    "SlowDown", "503", "500", "502", "504", "429", "ServiceUnavailable", "InternalError", "RequestTimeout",
-    "Throttling", "ThrottlingException", "TooManyRequests", "BandwidthLimitExceeded", "RequestTimeoutException",
-}  # fmt: skip
+    "SlowDown",
+    "503",
+    "500",
+    "502",
+    "504",
+    "429",
+    "ServiceUnavailable",
+    "InternalError",
+    "RequestTimeout",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "BandwidthLimitExceeded",
+    "RequestTimeoutException",
+}
 _NETWORK = (
-    "ConnectionError", "HTTPClientError", "ConnectTimeoutError", "ReadTimeoutError", "EndpointConnectionError",
-    "ConnectionClosedError", "IncompleteReadError", "ResponseStreamingError", "ProxyConnectionError", "ProtocolError",
-)  # fmt: skip
+    "ConnectionError",
+    "HTTPClientError",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "EndpointConnectionError",
+    "ConnectionClosedError",
+    "IncompleteReadError",
+    "ResponseStreamingError",
+    "ProxyConnectionError",
+    "ProtocolError",
+)
 
 
 def translated(error: Exception, bucket: str) -> RepoError:
-    """The RepoError that says it; transient where trying again may help. An unknown exception is not transient."""
+    """The RepoError that says it; transient where trying again may help. An unknown exception is
+    not transient."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         return _of_answer(response, bucket)
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & set(_NETWORK) or isinstance(error, (OSError, TimeoutError)):
-        return RepoError(f"no answer from the storage of bucket {bucket}: {_short(error)}", transient=True)
+        return RepoError(
+            f"no answer from the storage of bucket {bucket}: {_short(error)}", transient=True
+        )
     return RepoError(f"bucket {bucket}: {type(error).__name__}: {_short(error)}")
 
 
@@ -42,21 +73,38 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
     status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
     said = response["Error"].get("Message") or code
     if code == "NoSuchBucket":
-        return Refused(f"bucket {bucket} does not exist; create it, or correct repo.bucket and repo.endpoint")
+        return Refused(
+            f"bucket {bucket} does not exist; create it, or correct repo.bucket and repo.endpoint"
+        )
     if code in _MISSING:
         return Missing(f"bucket {bucket} has no such object ({code})")
     if code in _SKEWED:
-        return RepoError(f"the storage refuses this host's clock ({said}); set the clock: timedatectl set-ntp true")
+        return RepoError(
+            f"the storage refuses this host's clock ({said}); set the clock: "
+            "timedatectl set-ntp true"
+        )
     if code in _UNREADABLE:
-        return Unreadable(f"bucket {bucket} gives nobody this object ({code}: {said}); upload it unencrypted")
+        return Unreadable(
+            f"bucket {bucket} gives nobody this object ({code}: {said}); upload it unencrypted"
+        )
     if code in _FULL:
-        return RepoError(f"the storage of bucket {bucket} takes no more data ({code}); free space or raise its quota")
+        return RepoError(
+            f"the storage of bucket {bucket} takes no more data ({code}); free space or "
+            "raise its quota"
+        )
     if code in _REFUSED or status in ("401", "403"):
-        return Refused(f"the storage refuses the keys for bucket {bucket} ({code}); check the keys and their rights")
+        return Refused(
+            f"the storage refuses the keys for bucket {bucket} ({code}); check the keys "
+            "and their rights"
+        )
     if code == "BadDigest":
-        return RepoError(f"what arrived in bucket {bucket} is not what was sent ({code})", transient=True)
+        return RepoError(
+            f"what arrived in bucket {bucket} is not what was sent ({code})", transient=True
+        )
     if code in _TRANSIENT or status in ("429", "500", "502", "503", "504"):
-        return RepoError(f"the storage of bucket {bucket} is busy ({status} {code})", transient=True)
+        return RepoError(
+            f"the storage of bucket {bucket} is busy ({status} {code})", transient=True
+        )
     if code in ("NotImplemented", "MethodNotAllowed") or status in ("405", "501"):
         return Unsupported(f"the storage of bucket {bucket} does not know this request ({code})")
     return RepoError(f"bucket {bucket}: {code}: {said}")

@@ -1,4 +1,5 @@
-"""The parts of a multipart upload: their digests, and how the server's answers tell that they arrived."""
+"""The parts of a multipart upload: their digests, and how the server's answers tell that they
+arrived."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from typing import Any
 from uploads.repos.base import RepoError
 
 ALGORITHM = "CRC32"
-"""What parts are sent with where the server takes it (AWS S3, R2, MinIO): it refuses one that arrives changed, and
-keeps the checksum. https://developers.cloudflare.com/r2/api/s3/api/ has what R2 takes: CRC32 of parts, not of the
-whole."""
+"""What parts are sent with where the server takes it (AWS S3, R2, MinIO): it refuses one that
+arrives changed, and keeps the checksum. https://developers.cloudflare.com/r2/api/s3/api/ has what
+R2 takes: CRC32 of parts, not of the whole."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,20 @@ class UploadPart:
     """Base64 of four bytes, big-endian, as S3 writes it."""
 
     def etag(self, answer: Mapping[str, Any], key: str) -> str:
-        """The ETag in the answer to its upload. Raises RepoError where another content arrived than was sent.
+        """The ETag in the answer to its upload. Raises RepoError where another content arrived than
+        was sent.
 
-        An ETag is the md5 of what the server received, unless the server encrypts with a key of KMS or of the
-        customer; there its CRC32 tells.
+        An ETag is the md5 of what the server received, unless the server encrypts with a key of KMS
+        or of the customer; there its CRC32 tells.
         """
         seen = etag_of(answer)
-        whole = seen == self.md5 or (_encrypted(answer) and answer.get("ChecksumCRC32") == self.crc32)
+        whole = seen == self.md5 or (
+            _encrypted(answer) and answer.get("ChecksumCRC32") == self.crc32
+        )
         if seen is None or not whole:
-            words = f"part {self.number} of {key} arrived as {seen or 'unknown'}, sent was {self.md5}"
+            words = (
+                f"part {self.number} of {key} arrived as {seen or 'unknown'}, sent was {self.md5}"
+            )
             raise RepoError(words, transient=True)
         return seen
 
@@ -55,13 +61,17 @@ def read(number: int, data: bytes) -> UploadPart:
 
 
 def expected_etags(parts: Sequence[UploadPart]) -> list[str]:
-    """What the server may give as the ETag of the whole, the likeliest first: `<md5 of the parts' md5s>-<count>`."""
-    whole = hashlib.md5(b"".join(bytes.fromhex(p.md5) for p in parts), usedforsecurity=False).hexdigest()
+    """What the server may give as the ETag of the whole, the likeliest first: `<md5 of the parts'
+    md5s>-<count>`."""
+    whole = hashlib.md5(
+        b"".join(bytes.fromhex(p.md5) for p in parts), usedforsecurity=False
+    ).hexdigest()
     return [f"{whole}-{len(parts)}", *(p.md5 for p in parts if len(parts) == 1)]
 
 
 def expected_crc32(parts: Sequence[UploadPart]) -> str:
-    """What a server that took the parts' CRC32 gives for the whole, before its `-<count>`, which not all append."""
+    """What a server that took the parts' CRC32 gives for the whole, before its `-<count>`, which
+    not all append."""
     return _crc32(b"".join(base64.b64decode(p.crc32) for p in parts))
 
 
@@ -70,4 +80,7 @@ def _crc32(data: bytes) -> str:
 
 
 def _encrypted(answer: Mapping[str, Any]) -> bool:
-    return str(answer.get("ServerSideEncryption", "")).startswith("aws:kms") or "SSECustomerAlgorithm" in answer
+    return (
+        str(answer.get("ServerSideEncryption", "")).startswith("aws:kms")
+        or "SSECustomerAlgorithm" in answer
+    )

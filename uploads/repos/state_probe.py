@@ -1,4 +1,5 @@
-"""The probe that looks at the published repo: `python -m uploads.repos.state_probe`, see `miner_guard.system.probe`."""
+"""The probe that looks at the published repo: `python -m uploads.repos.state_probe`, see
+`miner_guard.system.probe`."""
 
 from __future__ import annotations
 

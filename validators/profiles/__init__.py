@@ -1,4 +1,5 @@
-"""A subnet as data: settings, the limits of the rules, minimum compute, log patterns; each number with its source.
+"""A subnet as data: settings, the limits of the rules, minimum compute, log patterns; each number
+with its source.
 
 Not for ranks: reading TOML is the supervisor's work, which hands the limits on in gate-inputs.json.
 """
@@ -57,11 +58,18 @@ def names() -> list[str]:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A profile by name (`sn38`) or path. Raises FileNotFoundError, OSError, or ValueError saying what is wrong."""
+    """A profile by name (`sn38`) or path. Raises FileNotFoundError, OSError, or ValueError saying
+    what is wrong."""
     shipped = Path(__file__).parent / f"{name_or_path}.toml"
-    path = shipped if shipped.parent == Path(__file__).parent and shipped.is_file() else Path(name_or_path).expanduser()
+    path = (
+        shipped
+        if shipped.parent == Path(__file__).parent and shipped.is_file()
+        else Path(name_or_path).expanduser()
+    )
     if not path.is_file():
-        raise FileNotFoundError(f"no profile {name_or_path!r}; there are {', '.join(names())}, or give a path")
+        raise FileNotFoundError(
+            f"no profile {name_or_path!r}; there are {', '.join(names())}, or give a path"
+        )
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -70,7 +78,8 @@ def load_profile(name_or_path: str) -> Profile:
 
 
 def chosen(miner: MinerSettings) -> str | None:
-    """The profile that `[miner] profile` or, without it, `attach` names; None where neither names one."""
+    """The profile that `[miner] profile` or, without it, `attach` names; None where neither names
+    one."""
     return miner.profile or (None if miner.attach in (None, "auto", "log") else miner.attach)
 
 
@@ -82,7 +91,10 @@ def limits_of(miner: MinerSettings) -> Mapping[str, Any]:
 
 def _profile(document: Mapping[str, Any], path: Path) -> Profile:
     if foreign := sorted(set(document) - {*_TABLES, *_WORDS, "dated"}):
-        raise ValueError(f"{path}: unknown: {', '.join(foreign)}; allowed: {', '.join((*_WORDS, 'dated', *_TABLES))}")
+        raise ValueError(
+            f"{path}: unknown: {', '.join(foreign)}; allowed: "
+            f"{', '.join((*_WORDS, 'dated', *_TABLES))}"
+        )
     if missing := [word for word in (*_WORDS, "dated") if word not in document]:
         raise ValueError(f"{path}: lacks {', '.join(missing)}")
     if not isinstance(document["dated"], datetime.date):

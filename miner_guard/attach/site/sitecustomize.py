@@ -1,7 +1,7 @@
 """Runs at the start of every Python that the miner starts, so it does next to nothing.
 
-It watches for the import of a few modules; what happens then is in `miner_guard.attach`. In what a rank
-starts (upload workers, dataloaders) it does nothing. An existing sitecustomize still runs.
+It watches for the import of a few modules; what happens then is in `miner_guard.attach`. In what a
+rank starts (upload workers, dataloaders) it does nothing. An existing sitecustomize still runs.
 """
 
 import os
@@ -13,7 +13,9 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 def _say(what):
     """The one line of a guard that can't even be imported; never raises."""
     try:
-        os.write(2, f"GUARD DEGRADED: {what}; training goes on without it\n".encode("utf-8", "replace"))
+        os.write(
+            2, f"GUARD DEGRADED: {what}; training goes on without it\n".encode("utf-8", "replace")
+        )
     except OSError:
         return
 
@@ -101,9 +103,14 @@ def _chain():
 
 
 # A rank that has replaced itself (os.execv) has the pid that attached, and is still a rank.
-if os.environ.get("_MINER_GUARD_ATTACH") and os.environ.get("_MINER_GUARD_ATTACHED", "") in ("", str(os.getpid())):
+if os.environ.get("_MINER_GUARD_ATTACH") and os.environ.get("_MINER_GUARD_ATTACHED", "") in (
+    "",
+    str(os.getpid()),
+):
     if sys.version_info >= (3, 10):  # noqa: UP036 - the miner's Python may be another
-        sys.meta_path.insert(0, Watch(os.environ.get("_MINER_GUARD_ATTACH_MODULES", "").split(","), _imported))
+        sys.meta_path.insert(
+            0, Watch(os.environ.get("_MINER_GUARD_ATTACH_MODULES", "").split(","), _imported)
+        )
     else:
         _say(f"Python {sys.version.split()[0]} is too old to attach to")
 _chain()

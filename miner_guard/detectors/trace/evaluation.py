@@ -35,8 +35,9 @@ class Overfit:
 def overfit(evaluation: Series, training: Series) -> Overfit | None:
     """Overfitting of a run, or None. Both series finite.
 
-    The smoothed evaluation (means over a tenth of the run) ends 12 % above its minimum, or 5 % where it
-    rises nearly all the time; at least four evaluations lie after the minimum; training fell meanwhile.
+    The smoothed evaluation (means over a tenth of the run) ends 12 % above its minimum, or 5 %
+    where it rises nearly all the time; at least four evaluations lie after the minimum; training
+    fell meanwhile.
     """
     if len(evaluation) < _MIN_COUNT or len(training) < _MIN_COUNT:
         return None

@@ -18,11 +18,13 @@ from miner_guard.detectors.trace.series import Series, Trace
 _SAME_SPIKE = 8
 _NEAR_RESTART = 3
 _MIN_SHARE = 0.05
-"""A spike is at least this share of what the loss has fallen in all: near zero, tiny losses jump about."""
+"""A spike is at least this share of what the loss has fallen in all: near zero, tiny losses jump
+about."""
 
 _MAX_NAN = 5
 _FROM_START = 3
-"""A trace whose first step is within three strides shows its run from the start, else it is a window of it."""
+"""A trace whose first step is within three strides shows its run from the start, else it is a
+window of it."""
 
 _ZEROS = 3
 _FIRST_STEP = 1
@@ -55,14 +57,22 @@ def _not_finite(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
         if said:
             return
     for step in trace.nan_said[:1]:
-        yield _nan(trace, facts, step, f"the guard logged that the loss is NaN or Inf at step {step}")
+        yield _nan(
+            trace, facts, step, f"the guard logged that the loss is NaN or Inf at step {step}"
+        )
         return
     for step in _hidden_nan(trace):
-        yield _nan(trace, facts, step, f"loss is printed as 0 at step {step}, which stands for NaN in HF Trainer")
+        yield _nan(
+            trace,
+            facts,
+            step,
+            f"loss is printed as 0 at step {step}, which stands for NaN in HF Trainer",
+        )
 
 
 def _hidden_nan(trace: Trace) -> Iterator[int]:
-    """HF Trainer prints loss 0.0 after NaN: with grad_norm NaN, or all at once after losses far from 0."""
+    """HF Trainer prints loss 0.0 after NaN: with grad_norm NaN, or all at once after losses far
+    from 0."""
     norms = dict(zip(trace["grad_norm"].steps, trace["grad_norm"].values, strict=True))
     loss = trace["loss"]
     for place, (step, value) in enumerate(zip(loss.steps, loss.values, strict=True)):
@@ -70,7 +80,9 @@ def _hidden_nan(trace: Trace) -> Iterator[int]:
             continue
         following = loss.values[place : place + _ZEROS]
         before = loss.values[max(0, place - 5) : place]
-        fell_at_once = len(following) == _ZEROS and not any(following) and bool(before) and min(before) > 0.1
+        fell_at_once = (
+            len(following) == _ZEROS and not any(following) and bool(before) and min(before) > 0.1
+        )
         if not math.isfinite(norms.get(step, 0.0)) or fell_at_once:
             yield step
             return
@@ -92,7 +104,9 @@ def _loss(trace: Trace, facts: TrainingFacts, has_nan: bool) -> Iterator[Anomaly
     if climbed is not None:
         yield _climb(trace, loss, start + climbed.index, climbed)
     until = len(loss) if climbed is None else start + climbed.index
-    yield from spikes(trace, loss, [o for o in outliers(loss.values, SPIKE) if o.index < until], facts)
+    yield from spikes(
+        trace, loss, [o for o in outliers(loss.values, SPIKE) if o.index < until], facts
+    )
     if not has_nan and climbed is None and (flat := levels.flat(loss.values)) is not None:
         yield _plateau(trace, loss, flat)
     over = evaluation.overfit(trace["eval_loss"].finite(), trace["loss"].finite())
@@ -103,7 +117,8 @@ def _loss(trace: Trace, facts: TrainingFacts, has_nan: bool) -> Iterator[Anomaly
 def spikes(
     trace: Trace, loss: Series, found: Sequence[Outlier], facts: TrainingFacts | None = None
 ) -> Iterator[Anomaly]:
-    """The outliers of the loss that are spikes: one per group, no restart, and more than the jumping of a tiny loss."""
+    """The outliers of the loss that are spikes: one per group, no restart, and more than the
+    jumping of a tiny loss."""
     again = restarts(loss.values)
     least = _MIN_SHARE * levels.fall(loss.values)
     for group in runs(found, _SAME_SPIKE):
@@ -115,38 +130,70 @@ def spikes(
         cause, fixes = advice.for_spike(facts or TrainingFacts(), step, trace.nearest("lr", step))
         detail = (
             f"loss {top.value:.4g} against {top.level:.4g} on both sides ({top.ratio:.2f} times), "
-            f"{top.sigmas:.0f} sigma of the noise there, {len(group)} value{'s' if len(group) > 1 else ''}"
+            f"{top.sigmas:.0f} sigma of the noise there, {len(group)} "
+            f"value{'s' if len(group) > 1 else ''}"
         )
-        yield Anomaly("spike", step, "warning", detail, fixes, cause, {"loss": top.value, "level": top.level})
+        yield Anomaly(
+            "spike", step, "warning", detail, fixes, cause, {"loss": top.value, "level": top.level}
+        )
 
 
 def _climb(trace: Trace, loss: Series, index: int, seen: levels.Climb) -> Anomaly:
     step = loss.steps[index]
     cause, fixes = advice.for_divergence(trace.nearest("lr", step), loss.steps[index - 1])
-    detail = f"loss left its level of {seen.best:.4g} at step {step} for good and ends at {seen.level:.4g}"
-    return Anomaly("divergence", step, "critical", detail, fixes, cause, {"best": seen.best, "level": seen.level})
+    detail = (
+        f"loss left its level of {seen.best:.4g} at step {step} for good and ends at "
+        f"{seen.level:.4g}"
+    )
+    return Anomaly(
+        "divergence",
+        step,
+        "critical",
+        detail,
+        fixes,
+        cause,
+        {"best": seen.best, "level": seen.level},
+    )
 
 
 def _plateau(trace: Trace, loss: Series, seen: levels.Flat) -> Anomaly:
     step = loss.steps[seen.index]
     cause, fixes = advice.for_plateau(trace.nearest("lr", step))
     detail = (
-        f"loss {seen.first:.4g} at first and {seen.level:.4g} at the end, within {seen.band:.1%} over "
+        f"loss {seen.first:.4g} at first and {seen.level:.4g} at the end, within {seen.band:.1%} "
+        "over "
         f"{len(loss)} values from step {loss.steps[0]} to {loss.steps[-1]}"
     )
     # Late in a run a flat loss is ordinary; only one that was never higher has not learned.
     stride = (loss.steps[-1] - loss.steps[0]) / max(1, len(loss) - 1)
     severity = "warning" if loss.steps[0] <= max(_FROM_START * stride, 1) else "info"
-    return Anomaly("plateau_high", step, severity, detail, fixes, cause, {"first": seen.first, "level": seen.level})
+    return Anomaly(
+        "plateau_high",
+        step,
+        severity,
+        detail,
+        fixes,
+        cause,
+        {"first": seen.first, "level": seen.level},
+    )
 
 
 def _overfit(seen: evaluation.Overfit) -> Anomaly:
     cause, fixes = advice.for_overfit(seen.step)
     detail = (
-        f"evaluation loss was best at step {seen.step} ({seen.best:.4g}) and ends at {seen.last:.4g}, "
+        f"evaluation loss was best at step {seen.step} ({seen.best:.4g}) and ends at "
+        f"{seen.last:.4g}, "
         f"while training loss went from {seen.train_then:.4g} to {seen.train_last:.4g}"
     )
-    return Anomaly("overfit", seen.step, "warning", detail, fixes, cause, {"best": seen.best, "last": seen.last})
+    return Anomaly(
+        "overfit",
+        seen.step,
+        "warning",
+        detail,
+        fixes,
+        cause,
+        {"best": seen.best, "last": seen.last},
+    )
 
 
 def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
@@ -157,19 +204,34 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
         regular = "" if period is None else f"; every {period} values: scheduled work?"
         first = times.steps[seen.index] <= _FIRST_STEP
         yield Anomaly(
-            "slow_steps", times.steps[seen.index], "info" if first else "warning",
-            f"step time {seen.value:.4g} against {seen.level:.4g} around it ({seen.ratio:.2f} times){regular}"
+            "slow_steps",
+            times.steps[seen.index],
+            "info" if first else "warning",
+            (
+                f"step time {seen.value:.4g} against {seen.level:.4g} around it "
+                f"({seen.ratio:.2f} times){regular}"
+            )
             + ("; the first step compiles and warms up" if first else ""),
-            () if first else advice.for_slow(facts), "", {"step_time": seen.value, "level": seen.level},
-        )  # fmt: skip
+            () if first else advice.for_slow(facts),
+            "",
+            {"step_time": seen.value, "level": seen.level},
+        )
     for shift in levels.shifts(values):
         slower = shift.after > shift.before
         yield Anomaly(
-            "regime_change", times.steps[shift.index], "warning" if slower else "info",
+            "regime_change",
+            times.steps[shift.index],
+            "warning" if slower else "info",
             f"step time went from {shift.before:.4g} to {shift.after:.4g} "
-            + ("at this step and stayed there" if shift.sharp else "in a slow drift, half of it by this step"),
-            advice.for_slow(facts) if slower else (), "", {"before": shift.before, "after": shift.after},
-        )  # fmt: skip
+            + (
+                "at this step and stayed there"
+                if shift.sharp
+                else "in a slow drift, half of it by this step"
+            ),
+            advice.for_slow(facts) if slower else (),
+            "",
+            {"before": shift.before, "after": shift.after},
+        )
 
 
 def _period(slow: Sequence[Outlier]) -> int | None:

@@ -1,4 +1,5 @@
-"""Lasting changes of level: regime changes of step time and memory, a loss that climbs, or never falls."""
+"""Lasting changes of level: regime changes of step time and memory, a loss that climbs, or never
+falls."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Shift:
 
 
 def shifts(values: Sequence[float]) -> list[Shift]:
-    """Changes of the level of positive `values`: medians of 32 before and after, further apart than noise.
+    """Changes of the level of positive `values`: medians of 32 before and after, further apart than
+    noise.
 
     Where there is no sharp one, a slow drift of more than 12 % over the run is one at its middle.
     """
@@ -92,7 +94,8 @@ def _drift(logs: Sequence[float]) -> list[Shift]:
 
 
 def fall(values: Sequence[float]) -> float:
-    """How far the level of the first tenth lies above the lowest later level; 0 where it does not."""
+    """How far the level of the first tenth lies above the lowest later level; 0 where it does
+    not."""
     part = max(3, len(values) // 10)
     blocks = _block_medians(values, part)
     return max(0.0, blocks[0] - min(blocks)) if blocks else 0.0
@@ -114,13 +117,15 @@ _LASTING = 4
 def climb(values: Sequence[float]) -> Climb | None:
     """A loss at least 25 % above its best level at the end, and for good.
 
-    The rise must be a tenth of what the loss had fallen before (a loss near zero doubles by noise alone)
-    and four sigmas of the noise from value to value.
+    The rise must be a tenth of what the loss had fallen before (a loss near zero doubles by noise
+    alone) and four sigmas of the noise from value to value.
     """
     if len(values) < 8:
         return None
     width = 5 if len(values) >= 15 else 3
-    smooth = [median(values[max(0, n - width // 2) : n + width // 2 + 1]) for n in range(len(values))]
+    smooth = [
+        median(values[max(0, n - width // 2) : n + width // 2 + 1]) for n in range(len(values))
+    ]
     tail = median(values[-max(_LASTING, len(values) // 10) :])
     best = min(smooth)
     if best <= 0 or tail < _CLIMB_RATIO * best:
@@ -153,18 +158,22 @@ _FLAT_FALL = 0.03
 _FLAT_FIRST = 0.045
 _FLAT_ERROR = 0.02
 _CHANCE = (7.0, 13.0)
-"""Nats: the first loss of an untrained language model is ln(vocabulary), here of 1,100 to 440,000 tokens."""
+"""Nats: the first loss of an untrained language model is ln(vocabulary), here of 1,100 to 440,000
+tokens."""
 
 _LEARNED = 0.12
-"""A language model that learns no more than how often each token comes has fallen by a quarter of that."""
+"""A language model that learns no more than how often each token comes has fallen by a quarter of
+that."""
 
 _STILL = 0.01
 
 
 def flat(values: Sequence[float]) -> Flat | None:
-    """A loss that stays within 3 % of its first level to the end, with so little noise that this is sure.
+    """A loss that stays within 3 % of its first level to the end, with so little noise that this is
+    sure.
 
-    One that fell at its start and then stays is converged, and not this, unless it is stuck near chance.
+    One that fell at its start and then stays is converged, and not this, unless it is stuck near
+    chance.
     """
     count = len(values)
     if count < _FLAT_LEAST:
@@ -180,16 +189,33 @@ def flat(values: Sequence[float]) -> Flat | None:
     fell = max(first, values[0], *values[1:2]) - min(blocks)
     error = noise / math.sqrt(part) / scale
     if _stuck_near_chance(values, first, blocks, error):
-        return Flat(min(count - 1, max(_FLAT_LEAST - 1, count // 2)), first, last, (max(blocks) - min(blocks)) / scale)
+        return Flat(
+            min(count - 1, max(_FLAT_LEAST - 1, count // 2)),
+            first,
+            last,
+            (max(blocks) - min(blocks)) / scale,
+        )
     if fell > _FLAT_FIRST * scale + noise or first - min(blocks) > _FLAT_FALL * scale:
         return None
-    if abs(last - first) > _FLAT_FALL * scale or error > _FLAT_ERROR or max(values[:3]) > 1.06 * middle:
+    if (
+        abs(last - first) > _FLAT_FALL * scale
+        or error > _FLAT_ERROR
+        or max(values[:3]) > 1.06 * middle
+    ):
         return None
-    return Flat(min(count - 1, max(_FLAT_LEAST - 1, count // 2)), first, last, (max(blocks) - min(blocks)) / scale)
+    return Flat(
+        min(count - 1, max(_FLAT_LEAST - 1, count // 2)),
+        first,
+        last,
+        (max(blocks) - min(blocks)) / scale,
+    )
 
 
-def _stuck_near_chance(values: Sequence[float], first: float, blocks: Sequence[float], error: float) -> bool:
-    """A loss that begins where an untrained language model does, falls a little, and then no further."""
+def _stuck_near_chance(
+    values: Sequence[float], first: float, blocks: Sequence[float], error: float
+) -> bool:
+    """A loss that begins where an untrained language model does, falls a little, and then no
+    further."""
     begin = max(first, values[0])
     half = blocks[len(blocks) // 2 :]
     near_chance = _CHANCE[0] <= begin <= _CHANCE[1] and begin - min(blocks) < _LEARNED * begin

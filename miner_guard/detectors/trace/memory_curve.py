@@ -1,4 +1,5 @@
-"""GPU memory of a whole run: growth that goes on after the start, drops, and other changes of level."""
+"""GPU memory of a whole run: growth that goes on after the start, drops, and other changes of
+level."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _DROP = 0.25
 """A fall by this share below the usual level is a drop (source 002: 76 % to 45 %)."""
 
 _SIGMAS = 4.0
-"""A jump is more than so much of the noise: with sequences of many lengths, memory goes up and down at every step."""
+"""A jump is more than so much of the noise: with sequences of many lengths, memory goes up and down
+at every step."""
 
 _TRANSIENT = 6
 _START_UP = 0.10
@@ -74,7 +76,8 @@ def _drops_and_levels(values: Sequence[float]) -> list[LevelChange]:
 
 
 def _settled(values: Sequence[float]) -> int:
-    """Where the ramp of the start-up ends: the first value that the next eight stay within 10 % of."""
+    """Where the ramp of the start-up ends: the first value that the next eight stay within 10 %
+    of."""
     for place in range(len(values) - 8):
         part = values[place : place + 8]
         if max(part) - min(part) <= _JUMP * max(part):
@@ -91,21 +94,33 @@ def _until_back(values: Sequence[float], place: int, usual: float) -> int | None
 
 
 def _edge(values: Sequence[float], place: int, usual: float) -> list[LevelChange]:
-    """A lasting change, with the sample on the way as an event of its own; a fall below all before is a drop."""
-    after = median(values[place + 1 : place + 1 + _TRANSIENT]) if place + 1 < len(values) else values[place]
+    """A lasting change, with the sample on the way as an event of its own; a fall below all before
+    is a drop."""
+    after = (
+        median(values[place + 1 : place + 1 + _TRANSIENT])
+        if place + 1 < len(values)
+        else values[place]
+    )
     start = min(_settled(values), place - 1)
-    lowest_before = min(median(values[n : n + 4]) for n in range(start, max(start + 1, place - 3), 4))
+    lowest_before = min(
+        median(values[n : n + 4]) for n in range(start, max(start + 1, place - 3), 4)
+    )
     if after < (1 - _DROP) * lowest_before:
         return [LevelChange(place, "memory_drop", usual, after)]
     if abs(after - usual) <= _JUMP * usual:
         return []
     edge = [LevelChange(place, "regime_change", usual, after)]
     on_the_way = abs(values[place] - after) > _JUMP * max(after, usual) and place + 1 < len(values)
-    return [*edge, LevelChange(place + 1, "regime_change", values[place], after)] if on_the_way else edge
+    return (
+        [*edge, LevelChange(place + 1, "regime_change", values[place], after)]
+        if on_the_way
+        else edge
+    )
 
 
 def steps_of_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Growth in steps that never comes back: each rise of 3 %, where at least two came after the start-up."""
+    """Growth in steps that never comes back: each rise of 3 %, where at least two came after the
+    start-up."""
     rises: list[LevelChange] = []
     highest = values[0]
     place = 1
@@ -128,7 +143,8 @@ def steps_of_growth(values: Sequence[float]) -> list[LevelChange]:
 
 
 def gradual_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Growth without steps: the minima of 8 blocks after the start-up, 6 of 7 rising, more than 5 % and 1 GiB."""
+    """Growth without steps: the minima of 8 blocks after the start-up, 6 of 7 rising, more than 5 %
+    and 1 GiB."""
     rest = values[max(4, int(_START_UP * len(values))) :]
     size = len(rest) // 8
     if size < 4:
@@ -146,8 +162,8 @@ _RISING = 7
 
 
 def late_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Growth that begins in the middle of a run and goes on to its end: the minima of at least 7 blocks of a
-    32nd of the run rise in a row, but for one; more than 5 % and 1 GiB in all."""
+    """Growth that begins in the middle of a run and goes on to its end: the minima of at least 7
+    blocks of a 32nd of the run rise in a row, but for one; more than 5 % and 1 GiB in all."""
     size = max(4, len(values) // _BLOCKS)
     start = len(values) % size
     minima = [min(values[n : n + size]) for n in range(start, len(values), size)]

@@ -1,9 +1,9 @@
 """Single values that stand out from both their sides: loss spikes and slow steps.
 
-A value is compared with the medians of what comes before and of what comes after it, and must exceed the
-higher of the two: the edge of a lasting change is then no outlier. The noise is the MAD of both sides
-around their own medians, of logarithms where all values are positive (noise of losses and times grows
-with their level).
+A value is compared with the medians of what comes before and of what comes after it, and must
+exceed the higher of the two: the edge of a lasting change is then no outlier. The noise is the MAD
+of both sides around their own medians, of logarithms where all values are positive (noise of losses
+and times grows with their level).
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ class OutlierRule:
     """Values that must precede; 0 judges the first step by what follows it."""
 
     levels: tuple[tuple[float, float], ...]
-    """(ratio to the level, sigmas of the noise), smaller ratios last: the smaller the ratio, the surer it must be."""
+    """(ratio to the level, sigmas of the noise), smaller ratios last: the smaller the ratio, the
+    surer it must be."""
 
     longest: int
     """More than this many in a row are a change of level, not outliers."""
 
 
-SPIKE = OutlierRule(window=32, least_before=5, levels=((1.9, 5.0), (1.3, 6.0), (1.03, 25.0)), longest=8)
-SLOW = OutlierRule(window=25, least_before=0, levels=((1.5, 4.0), (1.3, 5.0), (1.15, 7.5)), longest=8)
+SPIKE = OutlierRule(
+    window=32, least_before=5, levels=((1.9, 5.0), (1.3, 6.0), (1.03, 25.0)), longest=8
+)
+SLOW = OutlierRule(
+    window=25, least_before=0, levels=((1.5, 4.0), (1.3, 5.0), (1.15, 7.5)), longest=8
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,9 @@ def candidates(values: Sequence[float], rule: OutlierRule) -> Iterator[Outlier]:
         after.add(value)
     least = rule.levels[-1][0]
     for place, value in enumerate(values):
-        enough = len(before) + min(size, count - 1 - place) >= 8 and len(before) >= rule.least_before
+        enough = (
+            len(before) + min(size, count - 1 - place) >= 8 and len(before) >= rule.least_before
+        )
         if enough:
             level = _level(before, after, count - 1 - place)
             if level is not None and (value > least * level if level > 0 else value > level):

@@ -1,13 +1,16 @@
-"""Reading a trace: JSON lines, guard.jsonl, CSV, or the plain lines that trainers print. One pass, never raises.
+"""Reading a trace: JSON lines, guard.jsonl, CSV, or the plain lines that trainers print. One pass,
+never raises.
 
 A line may be of any of these kinds, mixed:
 
-- `{"step": 10, "loss": 2.45, "eval_loss": null, …}`, non-finite numbers as NaN, Infinity or those strings;
+- `{"step": 10, "loss": 2.45, "eval_loss": null, …}`, non-finite numbers as NaN, Infinity or
+  those strings;
 - an event of guard.jsonl (`inner_step`, `loss_nan`);
-- a row of comma-separated values, after the line that names its columns (`step,train_loss,val_loss`);
-- `Step 10: loss=2.45, lr=6.67e-05`, `iter 10: loss 2.45, time 250ms`,
-  `Outer Step: 56 | Inner Step: 84 | LR: … | Loss: … | Step Time: 15.2s`,
-  `{'loss': 2.3, 'learning_rate': 5e-05}` (HF Trainer, which prints no step: its records are counted).
+- a row of comma-separated values, after the line that names its columns
+  (`step,train_loss,val_loss`);
+- `Step 10: loss=2.45, lr=6.67e-05`, `iter 10: loss 2.45, time 250ms`, `Outer Step: 56 | Inner
+  Step: 84 | LR: … | Loss: … | Step Time: 15.2s`, `{'loss': 2.3, 'learning_rate': 5e-05}` (HF
+  Trainer, which prints no step: its records are counted).
 """
 
 from __future__ import annotations
@@ -58,29 +61,45 @@ _PLAIN_NAMES = {
     "gpu_mem_gb": "gpu_mem_gb",
 }
 _PLAIN = re.compile(
-    r"(?<![\w-])(" + "|".join(sorted((re.escape(n) for n in _PLAIN_NAMES), key=len, reverse=True))
-    + r")(?:\s*[:=]\s*|\s+(?=[-+]?(?:\d+\.\d|nan\b|inf\b)))" + _NUMBER
+    r"(?<![\w-])("
+    + "|".join(sorted((re.escape(n) for n in _PLAIN_NAMES), key=len, reverse=True))
+    + r")(?:\s*[:=]\s*|\s+(?=[-+]?(?:\d+\.\d|nan\b|inf\b)))"
+    + _NUMBER
     + r"(?=\s?(?:s|sec|GB|GiB|%)?(?:[^\w.]|\.(?!\d)|$))",
     re.IGNORECASE,
-)  # fmt: skip
+)
 _STEP = re.compile(
-    r"(?:inner[ _]step|global[ _]step|\bstep|\biter(?:ation)?)\s*[:=#]?\s*\[?\s*(\d[\d,]*)", re.IGNORECASE
+    r"(?:inner[ _]step|global[ _]step|\bstep|\biter(?:ation)?)\s*[:=#]?\s*\[?\s*(\d[\d,]*)",
+    re.IGNORECASE,
 )
 _OUTER = re.compile(r"outer[ _]step\s*[:=]?\s*(\d+)", re.IGNORECASE)
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-_FIELDS = {name.replace(" ", "_").replace("/", "_"): quantity for name, quantity in _PLAIN_NAMES.items()}
+_FIELDS = {
+    name.replace(" ", "_").replace("/", "_"): quantity for name, quantity in _PLAIN_NAMES.items()
+}
 _FIELDS |= {"train_loss_step": "loss"}
 _RANKS = {name: place for place, name in enumerate(_FIELDS)}
-_STEP_FIELDS = ("step", "global_step", "_step", "iteration", "iter", "trainer/global_step", "train/global_step")
+_STEP_FIELDS = (
+    "step",
+    "global_step",
+    "_step",
+    "iteration",
+    "iter",
+    "trainer/global_step",
+    "train/global_step",
+)
 _SUMMARY = "train_runtime"
-"""Stands in the record in which HF Trainer sums up a run that has ended: its loss is the mean of all."""
+"""Stands in the record in which HF Trainer sums up a run that has ended: its loss is the mean of
+all."""
 
 _SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
 """The same, printed as a table."""
 
-EVALUATION_WORDS = frozenset(name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss")
+EVALUATION_WORDS = frozenset(
+    name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss"
+)
 """In small letters: a line that prints an evaluation loss holds one of them."""
 
 _MAX_PRINTED_LENGTH = 4096
@@ -105,7 +124,8 @@ def read(lines: Iterable[str]) -> Trace:
 
 
 def evaluates(output: bytes) -> bool:
-    """Whether a piece of output may print an evaluation loss: cheap, for lines and for whole chunks."""
+    """Whether a piece of output may print an evaluation loss: cheap, for lines and for whole
+    chunks."""
     small = output.lower()
     return any(word in small for word in EVALUATION_WORDS)
 
@@ -143,7 +163,8 @@ class _Spread:
 
 
 class _Counter:
-    """Step numbers for records that have none, and a step number over outer steps for those that start anew."""
+    """Step numbers for records that have none, and a step number over outer steps for those that
+    start anew."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -185,7 +206,9 @@ def _take_row(trace: Trace, counter: _Counter, columns: Sequence[str], text: str
     if not columns or text.count(",") < len(columns) - 1:
         return False
     cells = _cells(text)
-    return len(cells) == len(columns) and _take_record(trace, counter, dict(zip(columns, cells, strict=True)))
+    return len(cells) == len(columns) and _take_record(
+        trace, counter, dict(zip(columns, cells, strict=True))
+    )
 
 
 def _cells(text: str) -> Sequence[str]:
@@ -202,14 +225,17 @@ def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         field, value = _field(key), number(told)
         if field is not None and value is not None:
             rank, quantity = field
-            found[quantity] = min(found.get(quantity, (rank, value)), (rank, value), key=lambda f: f[0])
+            found[quantity] = min(
+                found.get(quantity, (rank, value)), (rank, value), key=lambda f: f[0]
+            )
     for quantity, (_, value) in found.items():
         yield quantity, value
 
 
 @lru_cache(maxsize=1024)
 def _field(name: object) -> tuple[int, str] | None:
-    """The quantity that a field's name stands for, with its rank among the names: `loss`, `train/loss`, `eval/loss`."""
+    """The quantity that a field's name stands for, with its rank among the names: `loss`,
+    `train/loss`, `eval/loss`."""
     if not isinstance(name, str):
         return None
     # An export of wandb puts the run's name before it: `run-7 - train/loss`.

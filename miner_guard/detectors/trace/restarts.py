@@ -10,7 +10,8 @@ from statistics import median
 _ALIKE = 0.10
 _COMPARED = 5
 _FOLLOWED = 20
-"""Values, where there are so many, over which a restart goes down as the run did: a loss that has exploded stays up."""
+"""Values, where there are so many, over which a restart goes down as the run did: a loss that has
+exploded stays up."""
 
 _MIN_FALL = 1.02
 _MIN_RUN = 5
@@ -19,11 +20,15 @@ _MIN_RUN = 5
 def restarts(values: Sequence[float]) -> list[int]:
     """Indices at which the values go through the run's first descent again.
 
-    The first values after a restart follow the first values of the run (within 10 %, over five values), which
-    fall; a spike comes back at once instead.
+    The first values after a restart follow the first values of the run (within 10 %, over five
+    values), which fall; a spike comes back at once instead.
     """
     opening = values[:_COMPARED]
-    if len(values) < 3 * _COMPARED or min(opening) <= 0 or opening[0] < _MIN_FALL * min(values[:20]):
+    if (
+        len(values) < 3 * _COMPARED
+        or min(opening) <= 0
+        or opening[0] < _MIN_FALL * min(values[:20])
+    ):
         return []
     found: list[int] = []
     last = 0
@@ -31,16 +36,25 @@ def restarts(values: Sequence[float]) -> list[int]:
         if place - last < _MIN_RUN or not _jumps(values, place, last):
             continue
         again = values[place : place + _COMPARED]
-        far = [abs(math.log(b) - math.log(a)) if b > 0 else math.inf for a, b in zip(opening, again, strict=False)]
+        far = [
+            abs(math.log(b) - math.log(a)) if b > 0 else math.inf
+            for a, b in zip(opening, again, strict=False)
+        ]
         falls = sum(b <= a for a, b in itertools.pairwise(again)) >= len(again) // 2
-        if far[0] <= _ALIKE and sorted(far)[len(far) // 2] <= _ALIKE and falls and _follows(values, place):
+        if (
+            far[0] <= _ALIKE
+            and sorted(far)[len(far) // 2] <= _ALIKE
+            and falls
+            and _follows(values, place)
+        ):
             found.append(place)
             last = place
     return found
 
 
 def _follows(values: Sequence[float], place: int) -> bool:
-    """Whether the values go down as far as the run did at its beginning; True where too few follow to tell."""
+    """Whether the values go down as far as the run did at its beginning; True where too few follow
+    to tell."""
     then, now = values[_COMPARED:_FOLLOWED], values[place + _COMPARED : place + _FOLLOWED]
     if len(now) < len(then):
         return True

@@ -39,7 +39,9 @@ class Series:
 class Trace:
     """All series of a run."""
 
-    series: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in QUANTITIES})
+    series: dict[str, Series] = field(
+        default_factory=lambda: {name: Series() for name in QUANTITIES}
+    )
     nan_said: list[int] = field(default_factory=list)
     """Steps at which a guard.jsonl already says that the loss was NaN (its JSON has null there)."""
 
@@ -50,7 +52,8 @@ class Trace:
         return self.series[name]
 
     def nearest(self, name: str, step: int) -> float | None:
-        """The last finite value of `name` at or before `step`; None where there is none. Steps are taken to rise."""
+        """The last finite value of `name` at or before `step`; None where there is none. Steps are
+        taken to rise."""
         series = self.series[name]
         for place in range(bisect_right(series.steps, step) - 1, -1, -1):
             if math.isfinite(series.values[place]):
@@ -69,7 +72,8 @@ def centred(values: Sequence[float], width: int) -> list[float]:
 
 
 def step_noise(values: Sequence[float]) -> float:
-    """Standard deviation of the noise from value to value: 1.4826 · median |difference| / sqrt 2."""
+    """Standard deviation of the noise from value to value: 1.4826 · median |difference| / sqrt
+    2."""
     if len(values) < 2:
         return 0.0
     return MAD_TO_SIGMA * median([abs(b - a) for a, b in itertools.pairwise(values)]) / math.sqrt(2)

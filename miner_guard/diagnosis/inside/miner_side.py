@@ -1,7 +1,9 @@
-"""One question answered by the miner's own interpreter; see `miner_guard.system.probe` for how it is asked.
+"""One question answered by the miner's own interpreter; see `miner_guard.system.probe` for how it
+is asked.
 
-Run as a script, since that interpreter may not have miner_guard: nothing here imports it. The request's
-`what` names the question. A CUDA context is made here at most, and ends with this process.
+Run as a script, since that interpreter may not have miner_guard: nothing here imports it. The
+request's `what` names the question. A CUDA context is made here at most, and ends with this
+process.
 """
 
 from __future__ import annotations
@@ -80,12 +82,15 @@ def use(request: Mapping[str, Any]) -> dict[str, Any]:
     ones = torch.ones(256, 256, device=device)
     total = float((ones @ ones).sum().item())
     if total != 256.0**3:
-        raise RuntimeError(f"256 x 256 ones multiplied sum to {total}, not {256.0**3}: this GPU computes wrongly")
+        raise RuntimeError(
+            f"256 x 256 ones multiplied sum to {total}, not {256.0**3}: this GPU computes wrongly"
+        )
     return {"seconds": time.monotonic() - start}
 
 
 def matmul(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Best rate of a bf16 matmul on one GPU over some seconds, in TFLOP/s (10^12 floating-point operations)."""
+    """Best rate of a bf16 matmul on one GPU over some seconds, in TFLOP/s (10^12 floating-point
+    operations)."""
     import torch
 
     device = torch.device("cuda", int(request["device"]))
@@ -119,10 +124,15 @@ def all_reduce(request: Mapping[str, Any]) -> dict[str, Any]:
             )
             for rank in range(ranks)
         ]
-        last_words = [(child.communicate()[1].strip().splitlines() or ["it said nothing"])[-1] for child in children]
+        last_words = [
+            (child.communicate()[1].strip().splitlines() or ["it said nothing"])[-1]
+            for child in children
+        ]
         codes = [child.returncode for child in children]
         if any(codes):
-            raise RuntimeError(f"its ranks ended with {codes}: {'; '.join(dict.fromkeys(last_words))}")
+            raise RuntimeError(
+                f"its ranks ended with {codes}: {'; '.join(dict.fromkeys(last_words))}"
+            )
         with open(os.path.join(folder, "result.json"), encoding="utf-8") as file:
             result: dict[str, Any] = json.load(file)
     return result
@@ -140,7 +150,9 @@ def _one_rank(rank: int) -> None:
         torch.cuda.set_device(rank)
     store = dist.FileStore(os.path.join(request["folder"], "store"), ranks)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=float(request["timeout_s"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout
+    )
     size = _MAX_ALL_REDUCE if on_gpu else 16 * 1024**2
     data = torch.ones(size // 4, device="cuda" if on_gpu else "cpu")
     best = float("inf")
@@ -166,8 +178,12 @@ def _one_rank(rank: int) -> None:
 
 
 _QUESTIONS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "packages": packages, "torch": torch_facts, "use": use, "matmul": matmul, "all_reduce": all_reduce,
-}  # fmt: skip
+    "packages": packages,
+    "torch": torch_facts,
+    "use": use,
+    "matmul": matmul,
+    "all_reduce": all_reduce,
+}
 
 
 def main() -> None:

@@ -23,13 +23,16 @@ _LENGTH, _OWN, _SUM, _HEAD = 0, 1, 2, 3
 
 
 class NoConsensus(Exception):
-    """The ranks have no common answer: one did not ask, asked something else, or the group is broken."""
+    """The ranks have no common answer: one did not ask, asked something else, or the group is
+    broken."""
 
 
 class GroupFactory:
-    """Makes the group; where that failed, again at the 1st, 2nd, 4th, 8th … question and not at each.
+    """Makes the group; where that failed, again at the 1st, 2nd, 4th, 8th … question and not at
+    each.
 
-    By questions and not by time, so that all ranks try at the same one: a try is collective and may last the timeout.
+    By questions and not by time, so that all ranks try at the same one: a try is collective and may
+    last the timeout.
     """
 
     def __init__(self, dist: Any, timeout_s: float) -> None:
@@ -45,7 +48,9 @@ class GroupFactory:
             raise NoConsensus(f"the ranks have no group to agree in: {self._failure}")
         try:
             return Group(self._dist, self._timeout_s)
-        except Exception as error:  # what torch.distributed raises differs between backends and versions
+        except (
+            Exception
+        ) as error:  # what torch.distributed raises differs between backends and versions
             self._failure = _reason(error)
             raise NoConsensus(f"the ranks' group could not be made: {self._failure}") from error
 
@@ -76,19 +81,20 @@ class Group:
         self.broken: str | None = None
         self._agreed = False
         self.late = False
-        """It broke since a rank that had asked before did not come in time. (Where none has ever agreed, the program
-        may ask on some ranks only: a restart would not mend that.)"""
+        """It broke since a rank that had asked before did not come in time. (Where none has ever
+        agreed, the program may ask on some ranks only: a restart would not mend that.)"""
 
-        # Kept until the next one: gloo's thread would else be the last to let go of it, take the interpreter's lock
-        # for that, and abort the process where the interpreter ends just then.
+        # Kept until the next one: gloo's thread would else be the last to let go of it, take the
+        # interpreter's lock for that, and abort the process where the interpreter ends just then.
         self._last: Any = None
 
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Rank 0's `answer`, on every rank. Collective.
 
-        A sum rather than a broadcast: nobody leaves a sum before everybody is in it, while a broadcast
-        lets some ranks go with an answer that others never get. Raises Disagreed, on every rank that
-        asked, where a rank is later than the timeout; the group is broken from then on.
+        A sum rather than a broadcast: nobody leaves a sum before everybody is in it, while a
+        broadcast lets some ranks go with an answer that others never get. Raises Disagreed, on
+        every rank that asked, where a rank is later than the timeout; the group is broken from then
+        on.
         """
         if self.broken is not None:
             raise NoConsensus(self.broken)
@@ -115,7 +121,10 @@ class Group:
                 if missed
                 else f"the group of the ranks broke after {waited:.1f} s, a rank is gone or gave up"
             )
-            self.broken += "; every rank must ask, at the same step; none agree again before a restart of the miner"
+            self.broken += (
+                "; every rank must ask, at the same step; none agree again before a "
+                "restart of the miner"
+            )
             raise NoConsensus(f"{self.broken} ({_reason(error)})") from error
         self._agreed = True
         head: list[int] = words[:_HEAD].tolist()

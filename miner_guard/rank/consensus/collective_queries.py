@@ -1,4 +1,5 @@
-"""The questions that all ranks answer alike: rank 0 knows the answer, and nobody goes on without it."""
+"""The questions that all ranks answer alike: rank 0 knows the answer, and nobody goes on without
+it."""
 
 from __future__ import annotations
 
@@ -18,9 +19,14 @@ class CollectiveQueries:
     """All but `agreement` wait for the other ranks, as phase `collective`. Collective."""
 
     def __init__(
-        self, place: environment.RankContext, gate: gating.Gate, recorder: Recorder, phases: Phases, stepper: Stepper,
+        self,
+        place: environment.RankContext,
+        gate: gating.Gate,
+        recorder: Recorder,
+        phases: Phases,
+        stepper: Stepper,
         report: Report,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`report` hears why rank 0 had no answer of its own."""
         self._place = place
         self._gate = gate
@@ -34,32 +40,42 @@ class CollectiveQueries:
         self._notices: tuple[int, bool, int] = (-1, False, 0)
 
     def agreement(self) -> gating.Agreement:
-        """How the ranks agree; made where all of them are sure to come by. Raises where there is no way."""
+        """How the ranks agree; made where all of them are sure to come by. Raises where there is no
+        way."""
         if self._agreement is None:
             dist = environment.initialised_distributed()
             if dist is not None and dist.get_world_size() > 1:
                 self._check_place(dist.get_rank(), dist.get_world_size())
                 if self._founder is None:
-                    self._founder = agree.GroupFactory(dist, self._place.settings.gate.broadcast_timeout_s)
+                    self._founder = agree.GroupFactory(
+                        dist, self._place.settings.gate.broadcast_timeout_s
+                    )
                 self._agreement = self._founder.group()
             elif self._place.world_size > 1:
                 raise agree.NoConsensus(
-                    f"torch.distributed is not initialised, so the {self._place.world_size} ranks can't agree"
+                    "torch.distributed is not initialised, so the "
+                    f"{self._place.world_size} ranks can't agree"
                 )
             else:
                 self._agreement = agree.SingleRank()
         return self._agreement
 
     def _check_place(self, rank: int, world_size: int) -> None:
-        # Slurm and MPI tell ranks by names that the guard does not know: all of them took themselves for rank 0.
+        # Slurm and MPI tell ranks by names that the guard does not know: all of them took
+        # themselves for rank 0.
         if (rank, world_size) != (self._place.rank, self._place.world_size):
             self._recorder.trouble(
-                "place", f"this is rank {rank} of {world_size} and is recorded as rank {self._place.rank} of "
+                "place",
+                f"this is rank {rank} of {world_size} and is recorded as rank {self._place.rank} "
+                "of "
                 f"{self._place.world_size}: call miner_guard.init() after init_process_group",
-            )  # fmt: skip
+            )
 
-    def may_upload(self, candidate: Candidate, question: str | None) -> tuple[GateDecision, str | None]:
-        """The decision, and what went wrong where the ranks have no common one (`gating.Gate.ask`)."""
+    def may_upload(
+        self, candidate: Candidate, question: str | None
+    ) -> tuple[GateDecision, str | None]:
+        """The decision, and what went wrong where the ranks have no common one
+        (`gating.Gate.ask`)."""
         with self._waiting():
             return self._gate.ask(self.agreement, candidate, question)
 
@@ -92,20 +108,29 @@ class CollectiveQueries:
             self._report("upload_due", error)
             return b"0 %d" % asked
 
-    def due(self, operation: str, every_s: float | None, every_steps: int | None, step: int | None) -> bool:
-        """`MonitoringCostTracker.due` of rank 0; `step` is this process's own where it is None. Raises Disagreed."""
+    def due(
+        self, operation: str, every_s: float | None, every_steps: int | None, step: int | None
+    ) -> bool:
+        """`MonitoringCostTracker.due` of rank 0; `step` is this process's own where it is None.
+        Raises Disagreed."""
         count = self._stepper.count
 
         def here() -> bytes:
-            return b"%d" % self._due_here(operation, every_s, every_steps, count if step is None else step)
+            return b"%d" % self._due_here(
+                operation, every_s, every_steps, count if step is None else step
+            )
 
         return self._shared(f"due {operation} {count}", here) == b"1"
 
-    def _due_here(self, operation: str, every_s: float | None, every_steps: int | None, step: int) -> bool:
+    def _due_here(
+        self, operation: str, every_s: float | None, every_steps: int | None, step: int
+    ) -> bool:
         from miner_guard.costs.tracker import get_global_tracker
 
         try:
-            return get_global_tracker().due(operation, every_s=every_s, every_steps=every_steps, step=step)
+            return get_global_tracker().due(
+                operation, every_s=every_s, every_steps=every_steps, step=step
+            )
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; said as guard_degraded
             self._report("due", error)
             return False
@@ -123,4 +148,6 @@ class CollectiveQueries:
                 yield
         finally:
             if isinstance(self._agreement, agree.Group) and self._agreement.late:
-                self._recorder.trouble(agree.LATE, "a rank did not come in time, and the ranks agree on nothing more")
+                self._recorder.trouble(
+                    agree.LATE, "a rank did not come in time, and the ranks agree on nothing more"
+                )

@@ -43,16 +43,20 @@ class Gate:
     def ask(
         self, agreement: Callable[[], Agreement], candidate: Candidate, question: str | None = None
     ) -> tuple[GateDecision, str | None]:
-        """The decision, and what went wrong where the ranks have no common one: it then blocks here. Collective."""
+        """The decision, and what went wrong where the ranks have no common one: it then blocks
+        here. Collective."""
         question = question or f"{candidate.kind} {candidate.outer_step} {candidate.inner_step}"
         own = self._judged(candidate) if self._place.rank == 0 else None
         try:
             answer = agreement().share(question, None if own is None else pack(own))
         except NoConsensus as error:
             return self.blocked(candidate, str(error)), str(error)
-        # Rank 0 takes the shared answer too, so that all ranks hold the very same; only the replay's record is its own.
+        # Rank 0 takes the shared answer too, so that all ranks hold the very same; only the
+        # replay's record is its own.
         decision = GateDecision.from_dict(json.loads(answer))
-        return (decision if own is None else replace(decision, record=own.record, verdicts=own.verdicts)), None
+        return (
+            decision if own is None else replace(decision, record=own.record, verdicts=own.verdicts)
+        ), None
 
     def due(self) -> bool:
         """Whether what is published is past its target age, as far as this rank knows."""
@@ -62,7 +66,8 @@ class Gate:
         return gate.due(inputs, self._settings, now)
 
     def uploaded(self) -> None:
-        """An upload of this rank has just gone out well: it counts until somebody looks at the repo again."""
+        """An upload of this rank has just gone out well: it counts until somebody looks at the repo
+        again."""
         self._uploaded_at = self._monotonic()
 
     def _just_uploaded(self, seen_at: float | None, now: float) -> bool:
@@ -74,10 +79,14 @@ class Gate:
         try:
             return self._decided(candidate)
         except Exception as error:  # noqa: BLE001 - the others wait for an answer; this one blocks them all alike and says why
-            return self.blocked(candidate, f"the gate failed: {describe(error)}; nothing goes out unjudged")
+            return self.blocked(
+                candidate, f"the gate failed: {describe(error)}; nothing goes out unjudged"
+            )
 
     def _decided(self, candidate: Candidate) -> GateDecision:
-        return gate.decide(candidate, self._inputs(), self._settings, now=self._monotonic(), wall=time.time())
+        return gate.decide(
+            candidate, self._inputs(), self._settings, now=self._monotonic(), wall=time.time()
+        )
 
     def _inputs(self) -> GateInputs:
         if self._place.state is None:
@@ -92,11 +101,16 @@ class Gate:
         self._local += 1
         shadow = self._settings.mode == "shadow"
         return GateDecision(
-            allowed=shadow, kind=candidate.kind, outer_step=candidate.outer_step, inner_step=candidate.inner_step,
+            allowed=shadow,
+            kind=candidate.kind,
+            outer_step=candidate.outer_step,
+            inner_step=candidate.inner_step,
             reason=f"shadow mode, would be blocked: {why}" if shadow else why,
-            verdicts=(Verdict("agreement", "block", None, None, why),), shadow=shadow, decided_at=time.time(),
+            verdicts=(Verdict("agreement", "block", None, None, why),),
+            shadow=shadow,
+            decided_at=time.time(),
             decision_id=f"local-{self._place.run_id}-{self._place.settings.launch}-{self._place.rank}-{self._local}",
-        )  # fmt: skip
+        )
 
 
 def pack(decision: GateDecision) -> bytes:
@@ -126,7 +140,12 @@ def entry_of(decision: GateDecision) -> dict[str, Any]:
 def finding_of(decision: GateDecision) -> Finding:
     """The decision as an event, for a rank that logs by itself."""
     return make_finding(
-        "upload_allowed" if decision.allowed else "upload_blocked", rank=0, reason=decision.reason,
-        outer_step=decision.outer_step, inner_step=decision.inner_step, kind=decision.kind,
-        verdicts=[v.as_dict() for v in decision.verdicts], decision_id=decision.decision_id,
-    )  # fmt: skip
+        "upload_allowed" if decision.allowed else "upload_blocked",
+        rank=0,
+        reason=decision.reason,
+        outer_step=decision.outer_step,
+        inner_step=decision.inner_step,
+        kind=decision.kind,
+        verdicts=[v.as_dict() for v in decision.verdicts],
+        decision_id=decision.decision_id,
+    )

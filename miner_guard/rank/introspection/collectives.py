@@ -1,7 +1,9 @@
-"""torch's Flight Recorder, written to a file when the supervisor asks: its last collectives name the late rank.
+"""torch's Flight Recorder, written to a file when the supervisor asks: its last collectives name
+the late rank.
 
-It needs a caller inside the process. That is a thread which sleeps in a read of a named pipe; it costs the
-training nothing, and answers as long as the interpreter's lock is free, which it is while a rank waits.
+It needs a caller inside the process. That is a thread which sleeps in a read of a named pipe; it
+costs the training nothing, and answers as long as the interpreter's lock is free, which it is while
+a rank waits.
 """
 
 from __future__ import annotations
@@ -19,18 +21,22 @@ _LAST = 64
 """Collectives that are kept of each dump."""
 
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""NCCL's collectives are in a recorder of their own, which only torch's CUDA builds have; gloo's are in the other."""
+"""NCCL's collectives are in a recorder of their own, which only torch's CUDA builds have; gloo's
+are in the other."""
 
 
 def serve(path: Path) -> None:
-    """Answer requests on the pipe `PATH.ask` by replacing `path`. Raises OSError where the pipe can't be made."""
+    """Answer requests on the pipe `PATH.ask` by replacing `path`. Raises OSError where the pipe
+    can't be made."""
     pipe = asking(path)
     with contextlib.suppress(FileNotFoundError):
         pipe.unlink()
     os.mkfifo(pipe, 0o600)
     # Open for both, so that the read never meets an end.
     fd = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
-    threading.Thread(target=_serve, args=(fd, path), name="miner-guard-collectives", daemon=True).start()
+    threading.Thread(
+        target=_serve, args=(fd, path), name="miner-guard-collectives", daemon=True
+    ).start()
 
 
 def asking(path: Path) -> Path:

@@ -1,4 +1,5 @@
-"""torch.compile and the hook: what a miner compiles must hold nothing of the guard. Never imports torch."""
+"""torch.compile and the hook: what a miner compiles must hold nothing of the guard. Never imports
+torch."""
 
 from __future__ import annotations
 
@@ -18,15 +19,20 @@ def compiling() -> bool:
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, run as it stands where a compiled function calls it: the graph ends before it and goes on after it.
+    """`function`, run as it stands where a compiled function calls it: the graph ends before it and
+    goes on after it.
 
-    Else torch compiles the hook as well, and again at each step, since its clocks and counters are never the same.
-    As `torch.compiler.disable`, which would import dynamo, and that takes seconds.
+    Else torch compiles the hook as well, and again at each step, since its clocks and counters are
+    never the same. As `torch.compiler.disable`, which would import dynamo, and that takes seconds.
     """
 
     @functools.wraps(function)
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:
-        frames: Any = sys.modules.get("torch._C._dynamo.eval_frame") if "torch._dynamo" in sys.modules else None
+        frames: Any = (
+            sys.modules.get("torch._C._dynamo.eval_frame")
+            if "torch._dynamo" in sys.modules
+            else None
+        )
         if frames is None:
             return function(*args, **kwargs)
         before = frames.set_eval_frame(None)

@@ -1,7 +1,8 @@
-"""`guard.diagnose`: what every rank has and where its share of the model is, gathered before hours are lost.
+"""`guard.diagnose`: what every rank has and where its share of the model is, gathered before hours
+are lost.
 
-The reports travel through the process group's store, one key per rank, each waited for with a deadline. A
-collective would be shorter, but one that times out breaks the group and names nobody.
+The reports travel through the process group's store, one key per rank, each waited for with a
+deadline. A collective would be shorter, but one that times out breaks the group and names nobody.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class DiagnosisGuard(Protocol):
         ...
 
     def journal(self, document: Mapping[str, Any], /) -> bool:
-        """Append an entry that must not be lost; False where there is no room or no flight record."""
+        """Append an entry that must not be lost; False where there is no room or no flight
+        record."""
         ...
 
     def emit(self, finding: catalog.Finding, /) -> None:
@@ -59,13 +61,18 @@ class Store(Protocol):
 
 
 def report(
-    host: DiagnosisGuard, model: torch.nn.Module | None, *, batch_size: int | None = None,
-    effective_batch_size: int | None = None, accumulation_steps: int | None = None,
-) -> Report:  # fmt: skip
+    host: DiagnosisGuard,
+    model: torch.nn.Module | None,
+    *,
+    batch_size: int | None = None,
+    effective_batch_size: int | None = None,
+    accumulation_steps: int | None = None,
+) -> Report:
     """This rank's own report. Never raises: what could not be read is named under `unread`.
 
-    The keys are those of `placement.placement` and `placement.cuda_facts`, versions, and the batch settings;
-    bytes and counts throughout. Accumulation steps are effective batch / batch, as source 004 reckons.
+    The keys are those of `placement.placement` and `placement.cuda_facts`, versions, and the batch
+    settings; bytes and counts throughout. Accumulation steps are effective batch / batch, as source
+    004 reckons.
     """
     if accumulation_steps is None and batch_size and effective_batch_size:
         accumulation_steps = effective_batch_size // batch_size
@@ -99,7 +106,8 @@ def _read(facts: Report, what: str, read: Callable[[], Mapping[str, Any]]) -> No
 
 
 def boot(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str | None:
-    """What tells two machines of one name apart, as containers' often are; None where nothing does."""
+    """What tells two machines of one name apart, as containers' often are; None where nothing
+    does."""
     try:
         return path.read_text()[:8]
     except OSError:
@@ -107,7 +115,8 @@ def boot(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str | None:
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The kernel module's version; None where there is no NVIDIA driver. Opens no library and no context."""
+    """The kernel module's version; None where there is no NVIDIA driver. Opens no library and no
+    context."""
     try:
         text = path.read_text()
     except OSError:
@@ -117,16 +126,22 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def gather(store: Store, own: Report, world_size: int, deadline_s: float) -> list[Report]:
-    """All ranks' reports, in rank order; rank 0 waits, the others only put theirs down and return [].
+    """All ranks' reports, in rank order; rank 0 waits, the others only put theirs down and return
+    [].
 
-    A rank without a report when `deadline_s` is over has a row with `rank` and `error`. One deadline for
-    all: the ranks write at the same time, so a second silent rank costs no second wait. Never raises.
+    A rank without a report when `deadline_s` is over has a row with `rank` and `error`. One
+    deadline for all: the ranks write at the same time, so a second silent rank costs no second
+    wait. Never raises.
     """
     rank = int(own["rank"])
     try:
         store.set(_key(rank), json.dumps(own, default=str))
     except Exception as error:  # noqa: BLE001  the store's errors differ between backends and torch versions
-        return [own, *({"rank": r, "error": f"store: {error}"} for r in range(1, world_size))] if rank == 0 else []
+        return (
+            [own, *({"rank": r, "error": f"store: {error}"} for r in range(1, world_size))]
+            if rank == 0
+            else []
+        )
     if rank != 0:
         return []
     end = time.monotonic() + deadline_s
@@ -140,34 +155,54 @@ def _key(rank: int) -> str:
 def _wait_for(store: Store, rank: int, end: float, deadline_s: float) -> Report:
     pause = _FIRST_POLL_S
     try:
-        # Polled, not `store.wait`: a wait that times out leaves some stores of some torch versions unusable.
+        # Polled, not `store.wait`: a wait that times out leaves some stores of some torch versions
+        # unusable.
         while not store.check([_key(rank)]):
             if time.monotonic() >= end:
-                return {"rank": rank, "error": f"no answer within {deadline_s:g} s: it has not called guard.diagnose"}
+                return {
+                    "rank": rank,
+                    "error": f"no answer within {deadline_s:g} s: it has not called guard.diagnose",
+                }
             time.sleep(min(pause, max(end - time.monotonic(), 0.001)))
             pause = min(pause * 2, _MAX_POLL_S)
         answer = json.loads(store.get(_key(rank)))
     except Exception as error:  # noqa: BLE001  as above; the row says it
-        return {"rank": rank, "error": f"its report could not be read: {type(error).__name__}: {error}"[:300]}
-    return answer if isinstance(answer, dict) else {"rank": rank, "error": "its report is not a mapping"}
+        return {
+            "rank": rank,
+            "error": f"its report could not be read: {type(error).__name__}: {error}"[:300],
+        }
+    return (
+        answer
+        if isinstance(answer, dict)
+        else {"rank": rank, "error": "its report is not a mapping"}
+    )
 
 
 _calls = itertools.count(1)
-"""Every rank calls `diagnose` equally often; the number keeps a second call from reading the first one's reports."""
+"""Every rank calls `diagnose` equally often; the number keeps a second call from reading the first
+one's reports."""
 
 
 def collect(
-    host: DiagnosisGuard, model: torch.nn.Module | None, *, deadline_s: float, batch_size: int | None = None,
-    effective_batch_size: int | None = None, accumulation_steps: int | None = None,
-) -> list[Report]:  # fmt: skip
+    host: DiagnosisGuard,
+    model: torch.nn.Module | None,
+    *,
+    deadline_s: float,
+    batch_size: int | None = None,
+    effective_batch_size: int | None = None,
+    accumulation_steps: int | None = None,
+) -> list[Report]:
     """All ranks' reports on rank 0, this rank's own alone elsewhere or without a process group.
 
     Takes `deadline_s` at most, and only on rank 0 and where a rank is silent.
     """
     own = report(
-        host, model, batch_size=batch_size, effective_batch_size=effective_batch_size,
+        host,
+        model,
+        batch_size=batch_size,
+        effective_batch_size=effective_batch_size,
         accumulation_steps=accumulation_steps,
-    )  # fmt: skip
+    )
     call = next(_calls)
     distributed = torch.distributed
     if host.world_size == 1 or not (distributed.is_available() and distributed.is_initialized()):
@@ -178,27 +213,42 @@ def collect(
 
 
 def diagnose(
-    guard: DiagnosisGuard, model: torch.nn.Module | None, *, deadline_s: float = 30.0, batch_size: int | None = None,
-    effective_batch_size: int | None = None, accumulation_steps: int | None = None, model_name: str | None = None,
-    expect: int | None = None, shapes_file: Path | None = None,
-) -> list[Report]:  # fmt: skip
+    guard: DiagnosisGuard,
+    model: torch.nn.Module | None,
+    *,
+    deadline_s: float = 30.0,
+    batch_size: int | None = None,
+    effective_batch_size: int | None = None,
+    accumulation_steps: int | None = None,
+    model_name: str | None = None,
+    expect: int | None = None,
+    shapes_file: Path | None = None,
+) -> list[Report]:
     """Gather, hand to the supervisor through the journal, or say it here where there is none.
 
-    `expect`: GPUs that must be there, None where it is not known; only for a rank 0 that prints by itself.
-    `shapes_file`: where rank 0 writes the model's shapes, for whoever judges its gradients.
+    `expect`: GPUs that must be there, None where it is not known; only for a rank 0 that prints by
+    itself. `shapes_file`: where rank 0 writes the model's shapes, for whoever judges its gradients.
     Returns what `collect` gathered. Never raises.
     """
     try:
         reports = collect(
-            guard, model, deadline_s=deadline_s, batch_size=batch_size, effective_batch_size=effective_batch_size,
+            guard,
+            model,
+            deadline_s=deadline_s,
+            batch_size=batch_size,
+            effective_batch_size=effective_batch_size,
             accumulation_steps=accumulation_steps,
-        )  # fmt: skip
+        )
         if guard.rank == 0:
             _hand_over(guard, reports, training(reports[0], model, model_name), expect)
             if model is not None and shapes_file is not None:
                 _write_shapes(shapes_file, model, reports)
     except Exception as error:  # noqa: BLE001  the hook never raises into training; the finding says what broke
-        guard.emit(catalog.make_finding("guard_degraded", what=f"diagnose failed: {type(error).__name__}: {error}"))
+        guard.emit(
+            catalog.make_finding(
+                "guard_degraded", what=f"diagnose failed: {type(error).__name__}: {error}"
+            )
+        )
         return []
     return reports
 
@@ -211,12 +261,20 @@ def _write_shapes(file: Path, model: torch.nn.Module, reports: list[Report]) -> 
 
 def training(own: Report, model: torch.nn.Module | None, model_name: str | None) -> Report:
     """The journal's `training` entry, as far as `diagnose` knows it."""
-    named = getattr(getattr(model, "config", None), "_name_or_path", None) or (type(model).__name__ if model else None)
+    named = getattr(getattr(model, "config", None), "_name_or_path", None) or (
+        type(model).__name__ if model else None
+    )
     keys = ("batch_size", "effective_batch_size", "accumulation_steps", "world_size", "params")
-    return {"kind": "training", "model_name": model_name or named, **{k: own[k] for k in keys if own.get(k)}}
+    return {
+        "kind": "training",
+        "model_name": model_name or named,
+        **{k: own[k] for k in keys if own.get(k)},
+    }
 
 
-def _hand_over(guard: DiagnosisGuard, reports: list[Report], training: Report, expect: int | None) -> None:
+def _hand_over(
+    guard: DiagnosisGuard, reports: list[Report], training: Report, expect: int | None
+) -> None:
     now = time.monotonic()
     stored = guard.journal({**training, "t": now})
     for part in pack(reports):

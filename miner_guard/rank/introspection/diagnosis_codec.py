@@ -1,4 +1,5 @@
-"""The reports of `guard.diagnose` as journal entries. Standard library only: the supervisor reads them back."""
+"""The reports of `guard.diagnose` as journal entries. Standard library only: the supervisor reads
+them back."""
 
 from __future__ import annotations
 
@@ -15,18 +16,24 @@ _MAX_ENTRY = 3800
 def pack(reports: Sequence[Report]) -> list[dict[str, Any]]:
     """The reports as journal entries' `report` values, each small enough for one entry.
 
-    A part holds `common` (what all ranks share), `keys` and `rows` (what differs: one list of values per rank,
-    then a mapping of what only that rank has), `silent` ([rank, error]), `part` and `parts`.
+    A part holds `common` (what all ranks share), `keys` and `rows` (what differs: one list of
+    values per rank, then a mapping of what only that rank has), `silent` ([rank, error]), `part`
+    and `parts`.
     """
     answered = [r for r in reports if not r.get("error")]
     shared = [k for k in (answered[0] if answered else ()) if all(k in r for r in answered)]
     common = {k: answered[0][k] for k in shared if all(r[k] == answered[0][k] for r in answered)}
     keys = [k for k in shared if k not in common]
-    rows = [[*(r[k] for k in keys), {k: v for k, v in r.items() if k not in shared}] for r in answered]
+    rows = [
+        [*(r[k] for k in keys), {k: v for k, v in r.items() if k not in shared}] for r in answered
+    ]
     silent = [[r["rank"], r["error"]] for r in reports if r.get("error")]
     room = _MAX_ENTRY - _size(common) - _size(keys)
     groups = _grouped([("rows", row) for row in rows] + [("silent", row) for row in silent], room)
-    return [{"common": common, "keys": keys, **g, "part": n, "parts": len(groups)} for n, g in enumerate(groups)]
+    return [
+        {"common": common, "keys": keys, **g, "part": n, "parts": len(groups)}
+        for n, g in enumerate(groups)
+    ]
 
 
 def _grouped(lines: Sequence[tuple[str, list[Any]]], room: int) -> list[dict[str, list[Any]]]:
@@ -47,7 +54,9 @@ def unpack(parts: Iterable[Mapping[str, Any]]) -> list[Report]:
     reports: list[Report] = []
     for part in parts:
         for *values, own in part["rows"]:
-            reports.append({**part["common"], **dict(zip(part["keys"], values, strict=True)), **own})
+            reports.append(
+                {**part["common"], **dict(zip(part["keys"], values, strict=True)), **own}
+            )
         reports += [{"rank": rank, "error": error} for rank, error in part["silent"]]
     return sorted(reports, key=lambda r: int(r["rank"]))
 

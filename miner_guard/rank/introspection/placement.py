@@ -1,4 +1,5 @@
-"""Where a rank's model really is: counts and bytes of the local shards by device, without touching a byte of them."""
+"""Where a rank's model really is: counts and bytes of the local shards by device, without touching
+a byte of them."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ from validators.shapes import Shapes, plain_name
 def placement(model: torch.nn.Module) -> dict[str, Any]:
     """Local shards of `model` by device.
 
-    Looks at metadata only: no collective, no copy, no allocation, no CUDA context. `.numel()` of a DTensor
-    is the global count, so the local shard is asked for. Call it between steps: during a step FSDP2 swaps
-    gathered parameters in.
+    Looks at metadata only: no collective, no copy, no allocation, no CUDA context. `.numel()` of a
+    DTensor is the global count, so the local shard is asked for. Call it between steps: during a
+    step FSDP2 swaps gathered parameters in.
 
-    Keys: `params` (global count), `shard_params`, `shard_bytes`, `shards` ({device: [count, bytes]}),
-    `shard_devices`, `model_device` (where most bytes are), `dtype`, `mesh_device` (None without a mesh),
-    `meta_params` (left on the meta device), `offload` (True under an offload policy).
+    Keys: `params` (global count), `shard_params`, `shard_bytes`, `shards` ({device: [count,
+    bytes]}), `shard_devices`, `model_device` (where most bytes are), `dtype`, `mesh_device` (None
+    without a mesh), `meta_params` (left on the meta device), `offload` (True under an offload
+    policy).
     """
     by_device: dict[str, list[int]] = {}
     dtypes: Counter[str] = Counter()
@@ -56,13 +58,16 @@ def placement(model: torch.nn.Module) -> dict[str, Any]:
 def shapes(model: torch.nn.Module) -> Shapes | None:
     """The whole parameters' shapes by plain name; None where this rank can't know them.
 
-    A DTensor's shape is the whole one. FSDP1's flat parameters, Megatron's shards and ZeRO-3's empty ones are not.
+    A DTensor's shape is the whole one. FSDP1's flat parameters, Megatron's shards and ZeRO-3's
+    empty ones are not.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, list[int]] = {}
     optional: set[str] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        partial = type(parameter).__name__ == "FlatParameter" or getattr(parameter, "tensor_model_parallel", False)
+        partial = type(parameter).__name__ == "FlatParameter" or getattr(
+            parameter, "tensor_model_parallel", False
+        )
         if partial or parameter.numel() == 0:
             return None
         plain = plain_name(name)
@@ -73,7 +78,8 @@ def shapes(model: torch.nn.Module) -> Shapes | None:
 
 
 def offloads(model: torch.nn.Module) -> bool:
-    """True where FSDP keeps parameters on the CPU on purpose (FSDP2's CPUOffloadPolicy, FSDP1's CPUOffload)."""
+    """True where FSDP keeps parameters on the CPU on purpose (FSDP2's CPUOffloadPolicy, FSDP1's
+    CPUOffload)."""
     return any(_fsdp2_offloads(module) or _fsdp1_offloads(module) for module in model.modules())
 
 
@@ -83,8 +89,12 @@ def _fsdp2_offloads(module: torch.nn.Module) -> bool:
         return False
     state = state_of()
     # torch 2.5 to 2.10 have one parameter group per module, later ones a list.
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return any(type(getattr(g, "offload_policy", None)).__name__ == "CPUOffloadPolicy" for g in groups)
+    groups = getattr(state, "_fsdp_param_groups", None) or [
+        getattr(state, "_fsdp_param_group", None)
+    ]
+    return any(
+        type(getattr(g, "offload_policy", None)).__name__ == "CPUOffloadPolicy" for g in groups
+    )
 
 
 def _fsdp1_offloads(module: torch.nn.Module) -> bool:
@@ -94,8 +104,8 @@ def _fsdp1_offloads(module: torch.nn.Module) -> bool:
 def cuda_facts(device: str | None) -> Mapping[str, Any]:
     """What torch says of CUDA and of the rank's own GPU.
 
-    `device` is where the model is, such as `cuda:1`. In a process without a CUDA context the device's own
-    fields stay null: reading them would make one.
+    `device` is where the model is, such as `cuda:1`. In a process without a CUDA context the
+    device's own fields stay null: reading them would make one.
     """
     available = torch.cuda.is_available()
     context = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -14,7 +14,8 @@ from miner_guard.state_dir import open_private
 STACKS_SIGNAL = signal.SIGUSR2
 """A rank that gets this appends all its threads' stacks to `flight/rank-NNNN.stacks`.
 
-Only where that file is there and names the rank's pid in its first line: without the handler the signal kills.
+Only where that file is there and names the rank's pid in its first line: without the handler the
+signal kills.
 """
 
 WITHOUT = "no stacks at a hang, except by py-spy"
@@ -30,7 +31,8 @@ class SignalTaken(Exception):
 
 
 def register(path: Path) -> IO[bytes]:
-    """Dump stacks to `path` on STACKS_SIGNAL for as long as the file stays open. Raises SignalTaken, OSError."""
+    """Dump stacks to `path` on STACKS_SIGNAL for as long as the file stays open. Raises
+    SignalTaken, OSError."""
     global _registered
     if taken() or (_caught() and not _registered):
         raise SignalTaken(f"{STACKS_SIGNAL.name} is in use by the program: {WITHOUT}")
@@ -43,7 +45,8 @@ def register(path: Path) -> IO[bytes]:
 
 
 def taken() -> bool:
-    """Whether the program handles or ignores the signal by Python's `signal`, where faulthandler does not show."""
+    """Whether the program handles or ignores the signal by Python's `signal`, where faulthandler
+    does not show."""
     # Every step asks: `signal.getsignal` makes an enum of the answer, which takes 35 times as long.
     return bool(_getsignal(_NUMBER) != 0)
 
@@ -54,7 +57,8 @@ def release(file: IO[bytes]) -> None:
 
 
 def _caught() -> bool:
-    """Whether there is a handler of the signal that `signal` does not know of: the program's own faulthandler."""
+    """Whether there is a handler of the signal that `signal` does not know of: the program's own
+    faulthandler."""
     with open("/proc/self/status", "rb") as status:
         mask = next((int(line.split()[1], 16) for line in status if line.startswith(b"SigCgt:")), 0)
     return bool(mask >> (STACKS_SIGNAL - 1) & 1)

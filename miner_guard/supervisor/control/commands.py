@@ -1,4 +1,5 @@
-"""What the running guard can be asked: by people through control.sock, by its own parts through `Control`."""
+"""What the running guard can be asked: by people through control.sock, by its own parts through
+`Control`."""
 
 from __future__ import annotations
 
@@ -14,14 +15,23 @@ class CommandHandler:
     """The parts' `Control`, safe from any thread; `answer` is for the supervisor's."""
 
     def __init__(
-        self, supervisor: Supervisor, flights: Flights, soon: Callable[[Callable[[], None]], None],
+        self,
+        supervisor: Supervisor,
+        flights: Flights,
+        soon: Callable[[Callable[[], None]], None],
         document: Callable[[], Mapping[str, Any]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`soon` runs a call in the supervisor's thread; `document` gives the status as of now."""
-        self._supervisor, self._flights, self._soon, self._document = supervisor, flights, soon, document
+        self._supervisor, self._flights, self._soon, self._document = (
+            supervisor,
+            flights,
+            soon,
+            document,
+        )
 
     def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Do what a line on control.sock asks for; `done` says what was done, `error` why nothing was."""
+        """Do what a line on control.sock asks for; `done` says what was done, `error` why nothing
+        was."""
         what = request.get("do")
         if what == "status":
             return {"status": self._document()}
@@ -36,7 +46,9 @@ class CommandHandler:
         if what == "resume":
             self._supervisor.resume()
             return {"done": "restarts are on"}
-        return {"error": f"unknown request {what!r}; known: status, checkpoint, restart, pause, resume"}
+        return {
+            "error": f"unknown request {what!r}; known: status, checkpoint, restart, pause, resume"
+        }
 
     def restart(self, cause: str) -> None:
         """Stop the miner and start it again by the restart policy."""

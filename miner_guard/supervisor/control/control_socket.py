@@ -1,4 +1,5 @@
-"""control.sock: one JSON line asks, one JSON line answers. `miner-guard ctl` and `status` are its users."""
+"""control.sock: one JSON line asks, one JSON line answers. `miner-guard ctl` and `status` are its
+users."""
 
 from __future__ import annotations
 
@@ -26,12 +27,16 @@ class NotRunning(Exception):
 class ControlSocket:
     """The supervisor's side. Making one raises OSError where the socket can't be made."""
 
-    def __init__(self, state: StateDir, loop: Loop, handle: Callable[[Mapping[str, Any]], Answer]) -> None:
+    def __init__(
+        self, state: StateDir, loop: Loop, handle: Callable[[Mapping[str, Any]], Answer]
+    ) -> None:
         self._path = state.control
         self._loop = loop
         self._handle = handle
         self._clients: dict[int, tuple[socket.socket, bytes]] = {}
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
         self._path.unlink(missing_ok=True)
         with address(self._path) as name:
             self._socket.bind(name)
@@ -68,13 +73,18 @@ class ControlSocket:
     def _answer(self, line: bytes) -> bytes:
         try:
             request = json.loads(line)
-            answer = self._handle(request) if isinstance(request, dict) else {"error": "not a JSON object"}
+            answer = (
+                self._handle(request)
+                if isinstance(request, dict)
+                else {"error": "not a JSON object"}
+            )
         except ValueError:
             answer = {"error": "not JSON"}
         return json.dumps(answer, default=str).encode() + b"\n"
 
     def _send(self, fd: int, client: socket.socket, data: bytes) -> None:
-        """Send what the socket takes now, and the rest a moment later: a long command line makes a long status."""
+        """Send what the socket takes now, and the rest a moment later: a long command line makes a
+        long status."""
         if self._clients.get(fd, (None,))[0] is not client:
             return
         try:
@@ -104,7 +114,8 @@ class ControlSocket:
 
 
 def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> Answer:
-    """Ask the guard that runs in this state directory. Raises NotRunning, or TimeoutError where it does not answer."""
+    """Ask the guard that runs in this state directory. Raises NotRunning, or TimeoutError where it
+    does not answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)
         try:

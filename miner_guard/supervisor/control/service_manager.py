@@ -30,7 +30,9 @@ class ServiceManager(Protocol):
         """The guard begins to stop."""
 
 
-def service_managers(env: Mapping[str, str], loop: Loop, on_gone: Callable[[str], None]) -> list[ServiceManager]:
+def service_managers(
+    env: Mapping[str, str], loop: Loop, on_gone: Callable[[str], None]
+) -> list[ServiceManager]:
     """Those that started this guard. `on_gone` is called with the reason when one of them died."""
     found: list[ServiceManager] = []
     if under_pm2(env) and (channel := _channel(env)) is not None:
@@ -50,7 +52,8 @@ def _channel(env: Mapping[str, str]) -> int | None:
 
 
 class Pm2:
-    """pm2's IPC socket: its end means that pm2's God daemon died, which stops the guard in order."""
+    """pm2's IPC socket: its end means that pm2's God daemon died, which stops the guard in
+    order."""
 
     def __init__(self, channel: int, loop: Loop, on_gone: Callable[[str], None]) -> None:
         self._socket = socket.socket(fileno=channel)
@@ -87,7 +90,12 @@ class Pm2:
         if shown == self._shown or now - self._shown_at < _MONITOR_EVERY_S:
             return
         self._shown, self._shown_at = shown, now
-        self._send({"type": "axm:monitor", "data": {name: {"value": value} for name, value in shown.items()}})
+        self._send(
+            {
+                "type": "axm:monitor",
+                "data": {name: {"value": value} for name, value in shown.items()},
+            }
+        )
 
     def stopping(self) -> None:
         """pm2 knows: it asked."""
@@ -108,7 +116,9 @@ def _is_shutdown(line: bytes) -> bool:
 def monitor_values(status: Mapping[str, Any]) -> dict[str, Any]:
     """Name to value, as pm2 shows them; unknown values are said as such."""
     steps = status.get("steps") or {}
-    outer, inner, loss, step_s = (steps.get(k) for k in ("outer_step", "inner_step", "loss", "step_time_s"))
+    outer, inner, loss, step_s = (
+        steps.get(k) for k in ("outer_step", "inner_step", "loss", "step_time_s")
+    )
     hang = status.get("hang") or {}
     return {
         "State": str(status.get("state")),
@@ -126,7 +136,9 @@ class Systemd:
 
     def __init__(self, address: str, env: Mapping[str, str]) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
         meant_for = env.get("WATCHDOG_PID", str(os.getpid()))
         watched = env.get("WATCHDOG_USEC", "").isdigit() and meant_for == str(os.getpid())
         # Half the interval, as sd_watchdog_enabled(3) asks for.

@@ -1,4 +1,5 @@
-"""status.json: what the running guard knows, replaced atomically about once a second when it changed."""
+"""status.json: what the running guard knows, replaced atomically about once a second when it
+changed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ _LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
 def run_status(run: Supervisor) -> dict[str, Any]:
     """The run's own part of status.json."""
     launch, last = run.launch, run.last_exit
-    age = run.clock.monotonic() - launch.started if launch is not None and run.state in _LIVE else None
+    age = (
+        run.clock.monotonic() - launch.started
+        if launch is not None and run.state in _LIVE
+        else None
+    )
     ended = last and {
         "code": last.code,
         "signal": last.signal,

@@ -19,28 +19,32 @@ _PIPE_SIZE = 1024 * 1024
 F_SETPIPE_SZ = 1031
 
 _NAP_S = 0.002
-"""How long a pipe is left alone while its writer prints many small pieces: waking for each costs both sides more than
-the piece does. What comes meanwhile fits into the pipe up to 500 MB/s."""
+"""How long a pipe is left alone while its writer prints many small pieces: waking for each costs
+both sides more than the piece does. What comes meanwhile fits into the pipe up to 500 MB/s."""
 
 _SMALL = CHUNK // 4
 
 _UNSEEN = 64 * 1024 * 1024
-"""How far the parts may be behind with looking: a burst of so much passes at the speed of copying, more at theirs."""
+"""How far the parts may be behind with looking: a burst of so much passes at the speed of copying,
+more at theirs."""
 
 _BURST = 8 * 1024 * 1024
 """After the parts were so far behind, memory is given back."""
 
 _SLICE = 128 * 1024
 _SLICE_S = 0.05
-"""What the parts are shown before the pipes are read again: in less time than it takes to fill a pipe."""
+"""What the parts are shown before the pipes are read again: in less time than it takes to fill a
+pipe."""
 
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0
-"""The end of a launch's output, which the parts are shown in any case: the traceback stands there."""
+"""The end of a launch's output, which the parts are shown in any case: the traceback stands
+there."""
 
 
 class Relay:
-    """Carries the output of one launch after another. All methods but `say` belong to the loop's thread."""
+    """Carries the output of one launch after another. All methods but `say` belong to the loop's
+    thread."""
 
     def __init__(self, loop: Loop, on_chunk: Callable[[bytes], None]) -> None:
         self._loop = loop
@@ -81,7 +85,8 @@ class Relay:
         return any(outlet.stuck for outlet in self.outlets)
 
     def open(self) -> tuple[int, int]:
-        """Pipes for a new launch: the ends that become its stdout and stderr. The caller closes them after the fork.
+        """Pipes for a new launch: the ends that become its stdout and stderr. The caller closes
+        them after the fork.
 
         Raises OSError where there is no descriptor left.
         """
@@ -162,7 +167,8 @@ class Relay:
             self._sources[fd].put(data)
             self._queue(data)
             if len(data) < CHUNK:
-                # Empty now. What a writer of small pieces adds meanwhile is read after a nap, in one piece.
+                # Empty now. What a writer of small pieces adds meanwhile is read after a nap, in
+                # one piece.
                 break
         self.relayed_bytes += taken
         return taken
@@ -175,12 +181,14 @@ class Relay:
         self._fresh = True
 
     def _show(self) -> None:
-        """Show the parts some of what was passed on. To read on comes first, unless they are too far behind."""
+        """Show the parts some of what was passed on. To read on comes first, unless they are too
+        far behind."""
         try:
             if not self._fresh or self._unseen_bytes > _UNSEEN:
                 self._show_up_to(_SLICE)
         finally:
-            # Whatever goes wrong with one piece: the next ones are looked at, or the miner would wait for ever.
+            # Whatever goes wrong with one piece: the next ones are looked at, or the miner would
+            # wait for ever.
             self._fresh = False
             self._burst = self._burst or self._unseen_bytes > _BURST
             if self._unseen:
@@ -196,7 +204,8 @@ class Relay:
             self._on_chunk(data)
 
     def end_sources(self) -> None:
-        """Take what the pipes hold now and close them: a process that survived could print for ever.
+        """Take what the pipes hold now and close them: a process that survived could print for
+        ever.
 
         The parts are shown it in slices, as always; `unseen` tells when they have seen all.
         """
@@ -205,7 +214,8 @@ class Relay:
         self.close_sources()
 
     def show_rest(self) -> int:
-        """Show the parts the last of what they have not seen, `LAST_WORDS` at most; returns the bytes left out."""
+        """Show the parts the last of what they have not seen, `LAST_WORDS` at most; returns the
+        bytes left out."""
         left_out = 0
         while self._unseen and self._unseen_bytes > LAST_WORDS:
             size = len(self._unseen.popleft())

@@ -1,7 +1,7 @@
 """Where relayed output leaves the guard: never blocks the supervisor, whoever does not read.
 
-A slow reader slows the miner down (backpressure). A reader that takes nothing at all must not stop it:
-then up to 64 MiB are kept, and only beyond that bytes are dropped and counted.
+A slow reader slows the miner down (backpressure). A reader that takes nothing at all must not stop
+it: then up to 64 MiB are kept, and only beyond that bytes are dropped and counted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable
 
 HIGH_WATER = 8 * 1024 * 1024
-"""More than this waiting: stop reading from the miner, as long as the reader takes anything. Less would make the
-writer's thread ask for the interpreter so often that the miner waits for that."""
+"""More than this waiting: stop reading from the miner, as long as the reader takes anything. Less
+would make the writer's thread ask for the interpreter so often that the miner waits for that."""
 
 LOW_WATER = HIGH_WATER // 2
 LIMIT = 64 * 1024 * 1024
@@ -82,7 +82,8 @@ class OutputWriter:
                 self._at_line_start = data.endswith(b"\n")
 
     def say(self, line: str) -> None:
-        """Whole lines of the guard's own; they wait a moment for an unfinished line of the miner."""
+        """Whole lines of the guard's own; they wait a moment for an unfinished line of the
+        miner."""
         data = line.encode("utf-8", "replace")
         with self._mutex:
             if self._at_line_start and not self._held:
@@ -218,6 +219,7 @@ def _writer(fd: int) -> tuple[_Write, int, bool]:
 
 
 def same_target(one: int, other: int) -> bool:
-    """Whether two descriptors lead to the same place; then the miner's two streams share one pipe, in order."""
+    """Whether two descriptors lead to the same place; then the miner's two streams share one pipe,
+    in order."""
     a, b = os.fstat(one), os.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)

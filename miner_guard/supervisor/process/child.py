@@ -1,4 +1,5 @@
-"""The miner's launcher as a child of the guard: its own session, ended by the kernel when the guard dies."""
+"""The miner's launcher as a child of the guard: its own session, ended by the kernel when the guard
+dies."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> bool:
-    """Adopt the orphans of all descendants, so that a double fork does not escape. False where it is refused."""
+    """Adopt the orphans of all descendants, so that a double fork does not escape. False where it
+    is refused."""
     return bool(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
@@ -27,7 +29,8 @@ _given_umask: int | None = None
 
 
 def keep_files_private() -> None:
-    """Whatever this process makes is its user's only; the miner gets the umask that the guard was started with."""
+    """Whatever this process makes is its user's only; the miner gets the umask that the guard was
+    started with."""
     global _given_umask
     before = os.umask(_PRIVATE)
     if _given_umask is None:
@@ -37,8 +40,11 @@ def keep_files_private() -> None:
 class Child:
     """One launch of the miner."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int) -> None:
-        """Start it. From the main thread: the death signal is bound to the thread that forks. Raises OSError."""
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int
+    ) -> None:
+        """Start it. From the main thread: the death signal is bound to the thread that forks.
+        Raises OSError."""
         guard = os.getpid()
 
         def in_child() -> None:
@@ -48,9 +54,15 @@ class Child:
                 os._exit(1)
 
         self._popen = subprocess.Popen(
-            list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-            start_new_session=True, preexec_fn=in_child, umask=-1 if _given_umask is None else _given_umask,
-        )  # fmt: skip
+            list(command),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=in_child,
+            umask=-1 if _given_umask is None else _given_umask,
+        )
         self.pid = self._popen.pid
         try:
             seen = stat(self.pid)

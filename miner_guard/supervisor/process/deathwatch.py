@@ -1,7 +1,7 @@
 """If the guard is killed in the middle of something, a tiny shell finishes the stop in its place.
 
-It waits for the end of a pipe that only the guard holds open. It is `sh`, not Python, because the miner's
-own updater runs `pkill -9 python`, and because it costs 1 MB.
+It waits for the end of a pipe that only the guard holds open. It is `sh`, not Python, because the
+miner's own updater runs `pkill -9 python`, and because it costs 1 MB.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ while [ "$waited" -lt "$2" ] && [ -n "$(left "$1")" ]; do sleep 1; waited=$((wai
 end TERM "$1"; sleep 2
 for round in 1 2 3; do end KILL "$1"; sleep 0.2; done
 """
-"""$1 the marker of the run, $2 seconds to stop. A word before the end of the pipe means: not needed."""
+"""$1 the marker of the run, $2 seconds to stop. A word before the end of the pipe means: not
+needed."""
 
 
 class Deathwatch:
@@ -33,10 +34,21 @@ class Deathwatch:
         reading, self._writing = os.pipe2(os.O_CLOEXEC)
         try:
             self._popen = subprocess.Popen(
-                ["/bin/sh", "-c", _SCRIPT, "miner-guard-reaper", f"{MARKER}={run_id}", str(int(grace_s) + 1)],
-                stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/",
+                [
+                    "/bin/sh",
+                    "-c",
+                    _SCRIPT,
+                    "miner-guard-reaper",
+                    f"{MARKER}={run_id}",
+                    str(int(grace_s) + 1),
+                ],
+                stdin=reading,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
                 env={"PATH": env.get("PATH", "/usr/bin:/bin"), HELPER: "reaper"},
-            )  # fmt: skip
+            )
         finally:
             os.close(reading)
 

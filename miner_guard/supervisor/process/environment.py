@@ -1,4 +1,5 @@
-"""The environment that the miner gets: the guard's own, without what pm2 put there, with what the hook needs."""
+"""The environment that the miner gets: the guard's own, without what pm2 put there, with what the
+hook needs."""
 
 from __future__ import annotations
 
@@ -16,10 +17,18 @@ from miner_guard.system.processes import HELPER
 _RANK_SECTIONS = ("gate", "steps", "gpu", "hang", "costs")
 
 _OF_THE_GUARD = {
-    HELPER, RANK_ABOVE, "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES",
+    HELPER,
+    RANK_ABOVE,
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LISTEN_FDNAMES",
     *(PREFIX + dotted.upper().replace(".", "__") for dotted in SECRET),
-}  # fmt: skip
-"""Meant for the guard itself: a miner that had them would answer systemd in its place, or leak keys."""
+}
+"""Meant for the guard itself: a miner that had them would answer systemd in its place, or leak
+keys."""
 
 _PM2_TEXT = """
 args autorestart autostart automation axm_actions axm_dynamic axm_monitor axm_options command created_at cwd
@@ -41,21 +50,26 @@ def under_pm2(env: Mapping[str, str]) -> bool:
 
 
 def without_pm2(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without pm2's own variables; a `NODE_CHANNEL_FD` would make a Node child write into pm2's socket."""
+    """`env` without pm2's own variables; a `NODE_CHANNEL_FD` would make a Node child write into
+    pm2's socket."""
     if not under_pm2(env):
         return dict(env)
     return {
         name: value
         for name, value in env.items()
-        if name not in _PM2_NAMES and not name.startswith(("pm_", "PM2_", "NODE_APP_INSTANCE", "NODE_CHANNEL_", "axm_"))
+        if name not in _PM2_NAMES
+        and not name.startswith(("pm_", "PM2_", "NODE_APP_INSTANCE", "NODE_CHANNEL_", "axm_"))
     }
 
 
-def of_miner(env: Mapping[str, str], config: Config, state: StateDir, run_id: str, launch: int) -> dict[str, str]:
+def of_miner(
+    env: Mapping[str, str], config: Config, state: StateDir, run_id: str, launch: int
+) -> dict[str, str]:
     """The miner's whole environment for launch number `launch` (counted from 0)."""
     own = {name: value for name, value in without_pm2(env).items() if name not in _OF_THE_GUARD}
     settings = {name: dataclasses.asdict(getattr(config, name)) for name in _RANK_SECTIONS}
-    # Printed lines reach the log when they are printed, not when a buffer is full or lost with a kill.
+    # Printed lines reach the log when they are printed, not when a buffer is full or lost with a
+    # kill.
     own.setdefault("PYTHONUNBUFFERED", "1")
     # torch's flight recorder: names the late rank of a collective after a hang, also on gloo.
     own.setdefault("TORCH_FR_BUFFER_SIZE", "2000")

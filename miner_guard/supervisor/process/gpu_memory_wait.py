@@ -1,5 +1,5 @@
-"""GPU memory back at its level from before the launch, before the next launch. By memory, never by pid:
-inside a container NVML shows pids of another namespace, or none.
+"""GPU memory back at its level from before the launch, before the next launch. By memory, never by
+pid: inside a container NVML shows pids of another namespace, or none.
 """
 
 from __future__ import annotations
@@ -26,30 +26,45 @@ def held(before: Levels, now: Levels) -> dict[str, int]:
 
 
 class GpuMemoryWait:
-    """Remembers the level from before the first launch and waits for it, beside the supervisor's thread."""
+    """Remembers the level from before the first launch and waits for it, beside the supervisor's
+    thread."""
 
     def __init__(
-        self, read: Callable[[], Levels | None], settle_s: float, clock: Clock, report: Callable[[Finding], None],
+        self,
+        read: Callable[[], Levels | None],
+        settle_s: float,
+        clock: Clock,
+        report: Callable[[Finding], None],
         soon: Callable[[Callable[[], None]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`read` blocks for a sampler's deadline at most and answers None where there is no GPU."""
-        self._read, self._settle_s, self._clock, self._report, self._soon = read, settle_s, clock, report, soon
+        self._read, self._settle_s, self._clock, self._report, self._soon = (
+            read,
+            settle_s,
+            clock,
+            report,
+            soon,
+        )
         self._before: Levels | None = None
         self._asked = False
         self._closed = threading.Event()
 
     def remember(self) -> None:
-        """Take the level from before, once. In a job's thread, at the first launch: no miner allocates that early."""
+        """Take the level from before, once. In a job's thread, at the first launch: no miner
+        allocates that early."""
         if not self._asked:
             self._asked = True
             self._before = self._read()
 
     def wait(self, proceed: Callable[[], None]) -> None:
-        """Call `proceed` in the supervisor's thread when the memory is back, or after `settle_s` with a finding."""
+        """Call `proceed` in the supervisor's thread when the memory is back, or after `settle_s`
+        with a finding."""
         if self._before is None:
             proceed()
             return
-        thread = threading.Thread(target=self._wait, args=(self._before, proceed), name="gpu-settle", daemon=True)
+        thread = threading.Thread(
+            target=self._wait, args=(self._before, proceed), name="gpu-settle", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError:
@@ -60,7 +75,10 @@ class GpuMemoryWait:
         try:
             free = self._is_free(before)
         except Exception as error:  # noqa: BLE001 - better started unexamined than never; it is reported
-            what = f"GPU memory can't be read: {type(error).__name__}: {error}; the miner is started unexamined"
+            what = (
+                f"GPU memory can't be read: {type(error).__name__}: {error}; the miner is "
+                "started unexamined"
+            )
             self._report(make_finding("guard_degraded", what=what))
             free = True
         if free:
@@ -75,11 +93,18 @@ class GpuMemoryWait:
             if now is None or not over:
                 return True
             if self._clock.monotonic() >= deadline:
-                listed = ", ".join(f"{uuid} {size / 1024**3:.1f} GB" for uuid, size in sorted(over.items()))
-                what = (
-                    f"GPU memory is still held {self._settle_s:.0f}s after the stop, above the level before: {listed}"
+                listed = ", ".join(
+                    f"{uuid} {size / 1024**3:.1f} GB" for uuid, size in sorted(over.items())
                 )
-                self._report(make_finding("guard_degraded", what=f"{what}; the miner is started all the same"))
+                what = (
+                    f"GPU memory is still held {self._settle_s:.0f}s after the stop, above "
+                    f"the level before: {listed}"
+                )
+                self._report(
+                    make_finding(
+                        "guard_degraded", what=f"{what}; the miner is started all the same"
+                    )
+                )
                 return True
             if self._closed.wait(_LOOK_EVERY_S):
                 return False

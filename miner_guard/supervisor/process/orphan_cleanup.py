@@ -1,4 +1,5 @@
-"""What an earlier guard of the same state directory left behind is ended before anything is started."""
+"""What an earlier guard of the same state directory left behind is ended before anything is
+started."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ _GIVE_UP_AFTER_S = 8.0
 def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], None]) -> None:
     """End every process of an earlier run.
 
-    They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. Found by the marker in
-    their environment together with this state directory, or in the list that the earlier guard kept; never by name.
+    They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. Found by the
+    marker in their environment together with this state directory, or in the list that the earlier
+    guard kept; never by name.
     """
     spared = processes.ancestors(os.getpid())
     left = _left(state, spared)
@@ -37,12 +39,18 @@ def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], Non
             processes.send(process, signal.SIGKILL)
         remaining = _wait(state, spared, 0.1)
     for process, run in left.items():
-        report(make_finding("orphan_killed", pid=process.pid, command=commands[process], of_run=run))
+        report(
+            make_finding("orphan_killed", pid=process.pid, command=commands[process], of_run=run)
+        )
 
 
 def _left(state: StateDir, spared: set[int]) -> dict[Process, str]:
     listed = dict.fromkeys(PidRegistry(state).left(), "an earlier guard's list")
-    return {p: run for p, run in {**listed, **processes.marked(str(state.root))}.items() if p.pid not in spared}
+    return {
+        p: run
+        for p, run in {**listed, **processes.marked(str(state.root))}.items()
+        if p.pid not in spared
+    }
 
 
 def _wait(state: StateDir, spared: set[int], seconds: float) -> dict[Process, str]:

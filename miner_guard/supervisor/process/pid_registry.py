@@ -1,4 +1,5 @@
-"""run.json: the processes of the current run by pid and start time, for the guard that comes after a killed one.
+"""run.json: the processes of the current run by pid and start time, for the guard that comes after
+a killed one.
 
 Most are found by the marker in their environment; one that shed its environment is only found here.
 """
@@ -21,7 +22,8 @@ def _boot() -> str:
 
 
 class PidRegistry:
-    """Writes the list where it changed. A disk that refuses costs this list only; the marker still works."""
+    """Writes the list where it changed. A disk that refuses costs this list only; the marker still
+    works."""
 
     def __init__(self, state: StateDir) -> None:
         self._path = state.roster

@@ -1,4 +1,5 @@
-"""The processes of the current launch: who they are, what is left of them, and those that need a parent's last duty."""
+"""The processes of the current launch: who they are, what is left of them, and those that need a
+parent's last duty."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from miner_guard.system.processes import Process
 _LIST_EVERY_S = 5.0
 
 _UNWANTED_S = 10.0
-"""A zombie child so old is nobody's but an orphan's: whoever starts a helper waits for it sooner."""
+"""A zombie child so old is nobody's but an orphan's: whoever starts a helper waits for it
+sooner."""
 
 
 class ProcessTree:
@@ -37,7 +39,8 @@ class ProcessTree:
             self._roster.write(self._known)
 
     def leftovers(self, launcher: Process) -> set[Process]:
-        """Living processes of the launch but the launcher: by marker, by parentage, and those listed before."""
+        """Living processes of the launch but the launcher: by marker, by parentage, and those
+        listed before."""
         found = set(processes.marked(str(self._state.root))) | processes.adopted(os.getpid())
         found |= {process for process in self._known if processes.alive(process)}
         spared = processes.ancestors(os.getpid())

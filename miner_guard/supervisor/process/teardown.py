@@ -18,7 +18,8 @@ SETTLE_S = 0.25
 """Children of a process that just ended end a moment later; they are no orphans yet."""
 
 UNKILLABLE_S = 5.0
-"""What is still there so long after SIGKILL waits in the kernel; it is said and no longer waited for."""
+"""What is still there so long after SIGKILL waits in the kernel; it is said and no longer waited
+for."""
 
 _LOOK_EVERY_S = 0.02
 _SAY_EVERY_S = 1.0
@@ -47,7 +48,8 @@ class Teardown:
     _told: set[Process] = field(default_factory=set)
 
     def ask(self) -> None:
-        """With the next step tell the launcher to stop: SIGTERM to it alone, so that its ranks end in order."""
+        """With the next step tell the launcher to stop: SIGTERM to it alone, so that its ranks end
+        in order."""
         self._stage, self._since = "launcher", self.clock.monotonic()
         self._asked = False
 
@@ -65,7 +67,11 @@ class Teardown:
 
     def left_s(self) -> float:
         """Seconds until SIGKILL at the latest."""
-        waits = {"launcher": self.grace_s + TERM_TO_KILL_S, "settle": SETTLE_S + TERM_TO_KILL_S, "term": TERM_TO_KILL_S}
+        waits = {
+            "launcher": self.grace_s + TERM_TO_KILL_S,
+            "settle": SETTLE_S + TERM_TO_KILL_S,
+            "term": TERM_TO_KILL_S,
+        }
         return max(0.0, waits.get(self._stage, 0.0) - (self.clock.monotonic() - self._since))
 
     def waits_for(self) -> str:
@@ -77,7 +83,8 @@ class Teardown:
         return f"pid {self.launcher.pid} has had SIGTERM and has not ended; SIGKILL comes next"
 
     def step(self) -> float | None:
-        """Do what is due. Returns seconds until the next call, None when nothing is left or can be done.
+        """Do what is due. Returns seconds until the next call, None when nothing is left or can be
+        done.
 
         Raises OSError where processes can't be looked at or signalled: to be called again later.
         """
@@ -116,7 +123,11 @@ class Teardown:
             if process.pid == os.getpid():
                 continue
             words = processes.command(process.pid)
-            if processes.send(process, number) and process not in known and process != self.launcher:
+            if (
+                processes.send(process, number)
+                and process not in known
+                and process != self.launcher
+            ):
                 self.killed.append((process, words))
             if number == signal.SIGTERM:
                 processes.send(process, signal.SIGCONT)

@@ -1,4 +1,5 @@
-"""Gathers what the startup checks look at: every question in a child of its own, each with a deadline."""
+"""Gathers what the startup checks look at: every question in a child of its own, each with a
+deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from uploads.repos import credentials
 from validators.profiles import chosen, load_profile
 
 _READINGS, _BETWEEN_READINGS_S = 3, 3.0
-"""Memory held before the launch: three readings three seconds apart, where the first one is suspicious."""
+"""Memory held before the launch: three readings three seconds apart, where the first one is
+suspicious."""
 
 _DEEP_DEADLINES = 6
 """`--deep` may take this many times the deadline of an ordinary probe."""
@@ -43,7 +45,8 @@ class PreflightRequest:
 
     deep: bool = False
     torch: bool = True
-    """False: ask torch only where there is a driver or a GPU is expected; its import takes seconds."""
+    """False: ask torch only where there is a driver or a GPU is expected; its import takes
+    seconds."""
 
 
 def profile_of(config: Config) -> Mapping[str, Any]:
@@ -69,7 +72,10 @@ def expectation_of(question: PreflightRequest, present: int | None) -> Expectati
     if compute.get("gpus_per_rank") and ranks:
         demand = int(compute["gpus_per_rank"]) * ranks
     return expected(
-        None if setting == "auto" else int(setting), last if isinstance(last, int) else None, demand, present
+        None if setting == "auto" else int(setting),
+        last if isinstance(last, int) else None,
+        demand,
+        present,
     )
 
 
@@ -78,7 +84,8 @@ def ports_of(question: PreflightRequest) -> list[dict[str, Any]]:
     command = question.command
     endpoint = (value_of(command, "--rdzv-endpoint") or "").rpartition(":")[2]
     named = {
-        "rendezvous": number_of(command, "--master-port") or (int(endpoint) if endpoint.isdigit() else None),
+        "rendezvous": number_of(command, "--master-port")
+        or (int(endpoint) if endpoint.isdigit() else None),
         "axon": number_of(command, "--axon.port"),
         "DHT": number_of(command, "--dht.port"),
     }
@@ -90,7 +97,8 @@ def ports_of(question: PreflightRequest) -> list[dict[str, Any]]:
 
 
 def folders_of(question: PreflightRequest) -> list[str]:
-    """Where the miner and the guard write: the state directory, the working directory, checkpoints, a local repo."""
+    """Where the miner and the guard write: the state directory, the working directory, checkpoints,
+    a local repo."""
     more = [question.config.health.checkpoint_dir, question.config.repo.path]
     return list(dict.fromkeys([str(question.state.root), str(Path.cwd()), *(p for p in more if p)]))
 
@@ -98,7 +106,8 @@ def folders_of(question: PreflightRequest) -> list[str]:
 def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) -> Snapshot:
     """Ask everything at once, wait for each answer its deadline at most.
 
-    `wait(seconds)` pauses and answers True where the guard is to stop meanwhile; then what is there is enough.
+    `wait(seconds)` pauses and answers True where the guard is to stop meanwhile; then what is there
+    is enough.
     """
     deadline = question.config.gpu.probe_timeout_s
     sampler = NvmlSampler(deadline, question.env)
@@ -111,7 +120,11 @@ def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) 
 
 class SnapshotCollector:
     def __init__(
-        self, question: PreflightRequest, pool: ThreadPoolExecutor, sampler: NvmlSampler, wait: Callable[[float], bool]
+        self,
+        question: PreflightRequest,
+        pool: ThreadPoolExecutor,
+        sampler: NvmlSampler,
+        wait: Callable[[float], bool],
     ) -> None:
         self._q, self._pool, self._sampler, self._wait = question, pool, sampler, wait
         self._deadline = question.config.gpu.probe_timeout_s
@@ -133,12 +146,23 @@ class SnapshotCollector:
         held = self._held(nvml)
         answers = {name: self._value(name, future) for name, future in asked.items()}
         return Snapshot(
-            config=self._q.config, expectation=expectation, command=tuple(self._q.command), env=self._q.env,
-            compute=profile_of(self._q.config), nvml=nvml, held=held, torch=torch, cuda=cuda,
-            deep=self._deep(torch) if self._q.deep else None, unread=self._unread,
-            lacking={extra.name: names for extra, names in optional_deps.missing_extras(self._q.config)},
-            keys_file=credentials.problem(self._q.config.repo), **answers,
-        )  # fmt: skip
+            config=self._q.config,
+            expectation=expectation,
+            command=tuple(self._q.command),
+            env=self._q.env,
+            compute=profile_of(self._q.config),
+            nvml=nvml,
+            held=held,
+            torch=torch,
+            cuda=cuda,
+            deep=self._deep(torch) if self._q.deep else None,
+            unread=self._unread,
+            lacking={
+                extra.name: names for extra, names in optional_deps.missing_extras(self._q.config)
+            },
+            keys_file=credentials.problem(self._q.config.repo),
+            **answers,
+        )
 
     def _questions(self) -> dict[str, Callable[[], probe.Answer]]:
         q, repo = self._q, self._q.config.repo
@@ -162,7 +186,9 @@ class SnapshotCollector:
         """A question to the miner's own interpreter."""
         script = Path(miner_side.__file__)
         request = {"what": what, **more}
-        return probe.ask(script, request, deadlines * self._deadline, python=self._python, env=dict(self._q.env))
+        return probe.ask(
+            script, request, deadlines * self._deadline, python=self._python, env=dict(self._q.env)
+        )
 
     def _value(self, name: str, future: Future[probe.Answer]) -> Any:
         answer = future.result()
@@ -172,13 +198,19 @@ class SnapshotCollector:
 
     def _each(self, devices: Sequence[int], what: str, deadlines: int) -> dict[int, dict[str, Any]]:
         """One child per GPU, at the same time: a GPU that hangs leaves the others their answers."""
-        futures = {i: self._pool.submit(self._inside, what, {"device": i}, deadlines) for i in devices}
+        futures = {
+            i: self._pool.submit(self._inside, what, {"device": i}, deadlines) for i in devices
+        }
         answers = {i: future.result() for i, future in futures.items()}
         return {i: a.value or {"error": a.reason} for i, a in answers.items()}
 
     def _held(self, nvml: Mapping[str, Any]) -> tuple[dict[str, int], ...]:
         used = "memory_used_bytes"
-        first = {r["uuid"]: int(r[used]) for r in nvml["gpus"] if r.get("uuid") and r.get(used) is not None}
+        first = {
+            r["uuid"]: int(r[used])
+            for r in nvml["gpus"]
+            if r.get("uuid") and r.get(used) is not None
+        }
         readings = [first]
         while any(v >= HELD_BYTES for v in readings[-1].values()) and len(readings) < _READINGS:
             if self._wait(_BETWEEN_READINGS_S):
@@ -193,8 +225,15 @@ class SnapshotCollector:
         gpus = int(torch["gpu_count"])
         # One after another would tell more of a single GPU; together is how they train.
         matmul = self._each(range(gpus), "matmul", _DEEP_DEADLINES)
-        request = {"ranks": max(gpus, 2), "cuda": gpus > 1, "timeout_s": _DEEP_DEADLINES * self._deadline / 2}
+        request = {
+            "ranks": max(gpus, 2),
+            "cuda": gpus > 1,
+            "timeout_s": _DEEP_DEADLINES * self._deadline / 2,
+        }
         if gpus == 1:
             return {"matmul": matmul, "all_reduce": None}
         answer = self._inside("all_reduce", request, _DEEP_DEADLINES)
-        return {"matmul": matmul, "all_reduce": answer.value if answer.reason is None else {"error": answer.reason}}
+        return {
+            "matmul": matmul,
+            "all_reduce": answer.value if answer.reason is None else {"error": answer.reason},
+        }

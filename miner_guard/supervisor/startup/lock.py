@@ -1,4 +1,5 @@
-"""One guard per state directory: a lock that the kernel gives back when its holder dies, however it dies."""
+"""One guard per state directory: a lock that the kernel gives back when its holder dies, however it
+dies."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Lock:
         """What there is to say of the lock file itself, once there is a log."""
 
     def acquire(self) -> None:
-        """Take the lock; wait for a holder that is stopping, up to its stop timeout. Raises Busy."""
+        """Take the lock; wait for a holder that is stopping, up to its stop timeout. Raises
+        Busy."""
         waited = 0.0
         while True:
             try:
@@ -61,7 +63,8 @@ class Lock:
             if waited >= limit:
                 doing = "is still stopping" if holder.stopping else "is running"
                 raise LockHeld(
-                    f"state directory {self._state.root} is in use: the guard with pid {holder.pid or 'unknown'} "
+                    f"state directory {self._state.root} is in use: the guard with pid "
+                    f"{holder.pid or 'unknown'} "
                     f"{doing} there; stop it, or give another with --name or --state-dir"
                 )
             time.sleep(0.05)
@@ -70,22 +73,28 @@ class Lock:
         self._write()
 
     def keep(self) -> Finding | None:
-        """Take the lock file back where somebody removed it; what there is to say where that can't be done, once."""
+        """Take the lock file back where somebody removed it; what there is to say where that can't
+        be done, once."""
         try:
             if self._fd is None or is_at(self._state.lock, self._fd):
                 return None
             make_folder(self._state.root)
             fd = self._file()
         except OSError as error:
-            return self._say(f"can't be made again ({error.strerror}), and a second guard could start here")
+            return self._say(
+                f"can't be made again ({error.strerror}), and a second guard could start here"
+            )
         if not _try(fd):
             holder = _holder(fd)
             os.close(fd)
-            # On some network file systems a file has another number now and then: this is still our own.
+            # On some network file systems a file has another number now and then: this is still our
+            # own.
             if holder.pid == os.getpid():
                 return None
             pid = holder.pid or "unknown"
-            return self._say(f"the guard with pid {pid} has it now: two guards run here, stop one of them")
+            return self._say(
+                f"the guard with pid {pid} has it now: two guards run here, stop one of them"
+            )
         os.close(self._fd)
         self._fd = fd
         self._write()
@@ -99,7 +108,8 @@ class Lock:
 
     def _open(self) -> int:
         make_folder(self._state.root)
-        # One guard at a time: a second must not set aside the lock file that the first has just made.
+        # One guard at a time: a second must not set aside the lock file that the first has just
+        # made.
         folder = os.open(self._state.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
@@ -128,7 +138,11 @@ class Lock:
     def _write(self) -> None:
         if self._fd is None:
             return
-        says = {"pid": os.getpid(), "stopping": self._stopping, "stop_timeout_s": self._stop_timeout_s}
+        says = {
+            "pid": os.getpid(),
+            "stopping": self._stopping,
+            "stop_timeout_s": self._stop_timeout_s,
+        }
         text = json.dumps(says).encode()
         try:
             os.pwrite(self._fd, text.ljust(256) + b"\n", 0)

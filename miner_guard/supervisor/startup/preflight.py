@@ -1,7 +1,9 @@
-"""The look before a start: gathers, judges, says what it found, and decides whether the miner may start.
+"""The look before a start: gathers, judges, says what it found, and decides whether the miner may
+start.
 
-It blocks, up to `[gpu] preflight_wait_s` and the probes' deadlines: run it in a thread of its own, beside
-the supervisor's. It writes nothing but host.json, through which the next run knows how many GPUs this host had.
+It blocks, up to `[gpu] preflight_wait_s` and the probes' deadlines: run it in a thread of its own,
+beside the supervisor's. It writes nothing but host.json, through which the next run knows how many
+GPUs this host had.
 """
 
 from __future__ import annotations
@@ -34,12 +36,16 @@ class Outcome:
 
 
 def preflight(
-    question: PreflightRequest, emit: Callable[[Finding], None], wait: Callable[[float], bool],
-    clock: Clock | None = None, look: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
-) -> Outcome:  # fmt: skip
+    question: PreflightRequest,
+    emit: Callable[[Finding], None],
+    wait: Callable[[float], bool],
+    clock: Clock | None = None,
+    look: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
+) -> Outcome:
     """Look until all is well, or what is critical can't mend, or `preflight_wait_s` is over.
 
-    `wait(seconds)` pauses and answers True where the guard is to stop. `emit` may be called from this thread.
+    `wait(seconds)` pauses and answers True where the guard is to stop. `emit` may be called from
+    this thread.
     """
     timer = clock or SystemClock()
     settings = question.config.gpu
@@ -52,7 +58,10 @@ def preflight(
         critical = [c for c in checks if c.level == "critical"]
         for check in checks:
             # A reading that only moved (29.1 GB, 29.2 GB) is not news.
-            if check.level != "ok" and (key := (f"{check.check}{check.gpu}", check.level)) not in said:
+            if (
+                check.level != "ok"
+                and (key := (f"{check.check}{check.gpu}", check.level)) not in said
+            ):
                 said.add(key)
                 emit(finding_of(check))
         left = end - timer.monotonic()
@@ -60,7 +69,13 @@ def preflight(
             break
         if not waiting:
             waiting = True
-            emit(make_finding("preflight_waiting", left_s=left, what=", ".join(sorted({c.check for c in critical}))))
+            emit(
+                make_finding(
+                    "preflight_waiting",
+                    left_s=left,
+                    what=", ".join(sorted({c.check for c in critical})),
+                )
+            )
         if wait(min(_AGAIN_S, left)):
             return Outcome(False, checks)
     go = not critical or settings.on_critical == "warn"
@@ -77,9 +92,15 @@ def preflight(
 def finding_of(check: Check) -> Finding:
     """A check as an event."""
     return make_finding(
-        "preflight_finding", level=_EVENT_LEVEL[check.level], check=check.check, seen=check.seen, limit=check.limit,
-        next_step=check.next_step or "nothing to do", gpu=check.gpu, outcome=check.level,
-    )  # fmt: skip
+        "preflight_finding",
+        level=_EVENT_LEVEL[check.level],
+        check=check.check,
+        seen=check.seen,
+        limit=check.limit,
+        next_step=check.next_step or "nothing to do",
+        gpu=check.gpu,
+        outcome=check.level,
+    )
 
 
 def remember_gpus(state: StateDir, snapshot: Snapshot, emit: Callable[[Finding], None]) -> None:

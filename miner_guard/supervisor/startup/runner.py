@@ -16,9 +16,13 @@ class PreflightRunner:
     """One look before the first launch. `look` returns at once; its answer comes through `soon`."""
 
     def __init__(
-        self, question: PreflightRequest, emit: Callable[[Finding], None], soon: Callable[[Callable[[], None]], None]
+        self,
+        question: PreflightRequest,
+        emit: Callable[[Finding], None],
+        soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`emit` and `soon` are safe from any thread; what `soon` is given runs in the supervisor's thread."""
+        """`emit` and `soon` are safe from any thread; what `soon` is given runs in the supervisor's
+        thread."""
         self._question, self._emit, self._soon = question, emit, soon
         self._stop = threading.Event()
         self._then: tuple[Callable[[], None], Callable[[int, str], None]] | None = None
@@ -39,7 +43,8 @@ class PreflightRunner:
             launch()
 
     def cancel(self) -> None:
-        """Stop waiting, and end the probes, which could hold up the guard's end; nothing is launched any more."""
+        """Stop waiting, and end the probes, which could hold up the guard's end; nothing is
+        launched any more."""
         self._stop.set()
         probe.end_all()
 
@@ -47,7 +52,10 @@ class PreflightRunner:
         try:
             outcome = preflight(self._question, self._emit, self._stop.wait)
         except Exception as error:  # noqa: BLE001  a defect of the look must not keep the miner from running; it is said
-            what = f"the preflight failed: {type(error).__name__}: {error}; the miner is started unexamined"
+            what = (
+                f"the preflight failed: {type(error).__name__}: {error}; the miner is "
+                "started unexamined"
+            )
             self._emit(make_finding("guard_degraded", what=what))
             outcome = None
         self._soon(lambda: self._decide(outcome))

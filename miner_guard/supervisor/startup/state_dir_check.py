@@ -1,7 +1,9 @@
-"""Before a guard uses its state directory: it is taken from other users, and what is of a wrong kind is set aside.
+"""Before a guard uses its state directory: it is taken from other users, and what is of a wrong
+kind is set aside.
 
-A folder in place of a socket, a pipe in place of a file, a link to nowhere: opening one would fail, or hang.
-Damaged content of the right kind is the reader's own concern (`Flights`, the ledger, `read_json`).
+A folder in place of a socket, a pipe in place of a file, a link to nowhere: opening one would fail,
+or hang. Damaged content of the right kind is the reader's own concern (`Flights`, the ledger,
+`read_json`).
 """
 
 from __future__ import annotations
@@ -15,12 +17,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.state_dir import PRIVATE_FILE, PRIVATE_FOLDER, StateDir, foreign_link, set_aside, tighten
+from miner_guard.state_dir import (
+    PRIVATE_FILE,
+    PRIVATE_FOLDER,
+    StateDir,
+    foreign_link,
+    set_aside,
+    tighten,
+)
 
 _KINDS = {
-    stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-}  # fmt: skip
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _RANKS_OWN = re.compile(r"rank-\d+\.(?:bin|stacks|collectives)")
 
 
@@ -44,12 +57,15 @@ def make_private(state: StateDir) -> Iterator[Finding]:
         before = _tighten(state.root)
         if before is not None:
             yield make_finding("state_dir_tightened", path=str(state.root), mode=f"{before:04o}")
-        # The folder's mode alone would do, but a later chmod of it, or a copy, must not open what it holds.
+        # The folder's mode alone would do, but a later chmod of it, or a copy, must not open what
+        # it holds.
         for path in _own(state):
             _tighten(path)
     except OSError as error:
         what = f"other users may read {error.filename or state.root}: {error.strerror}"
-        yield make_finding("guard_degraded", what=f"{what}; give --state-dir a directory that belongs to this user")
+        yield make_finding(
+            "guard_degraded", what=f"{what}; give --state-dir a directory that belongs to this user"
+        )
 
 
 def _tighten(path: Path) -> int | None:
@@ -97,13 +113,19 @@ def wrong_kind(path: Path, kind: int) -> str | None:
         return "a link to nowhere" if path.is_symlink() else None
     except OSError as error:
         return f"unreadable ({error.strerror})"
-    return None if seen == kind else f"{_KINDS.get(seen, 'of no known kind')} where {_KINDS[kind]} belongs"
+    return (
+        None
+        if seen == kind
+        else f"{_KINDS.get(seen, 'of no known kind')} where {_KINDS[kind]} belongs"
+    )
 
 
 def set_aside_foreign(path: Path, reason: str) -> Finding:
     """Rename `path`; what there is to say of it."""
     try:
-        return make_finding("file_set_aside", path=str(path), reason=reason, aside=str(set_aside(path)))
+        return make_finding(
+            "file_set_aside", path=str(path), reason=reason, aside=str(set_aside(path))
+        )
     except OSError as error:
         what = f"{path} is {reason} and can't be renamed ({error.strerror}); move it away by hand"
         return make_finding("guard_degraded", what=what)
@@ -111,7 +133,11 @@ def set_aside_foreign(path: Path, reason: str) -> Finding:
 
 def _not_ours(path: Path) -> str | None:
     """A file of an earlier guard that ran as another user."""
-    return "not this user's to read and write" if path.exists() and not os.access(path, os.R_OK | os.W_OK) else None
+    return (
+        "not this user's to read and write"
+        if path.exists() and not os.access(path, os.R_OK | os.W_OK)
+        else None
+    )
 
 
 def _folders(state: StateDir) -> Iterator[tuple[Path, int]]:

@@ -1,4 +1,5 @@
-"""Runs a command in the background of a terminal that stops whoever writes there from the background."""
+"""Runs a command in the background of a terminal that stops whoever writes there from the
+background."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def main() -> int:
 def session() -> int:
     import fcntl
 
-    # The terminal becomes this session's; the command is another process group than the one in the foreground.
+    # The terminal becomes this session's; the command is another process group than the one in the
+    # foreground.
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.tcsetpgrp(0, os.getpgrp())
     return subprocess.call(sys.argv[2:], preexec_fn=os.setpgrp)

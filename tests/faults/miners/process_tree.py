@@ -1,7 +1,8 @@
 """A launcher with descendants of every kind that supervisors lose: family.py MODE TOKEN.
 
-`stay` waits for its end, `leave` exits with 0 at once and leaves them all. Children: plain, setsid, double-forked,
-double-forked with an empty environment, one that ignores SIGTERM, one stopped by SIGSTOP.
+`stay` waits for its end, `leave` exits with 0 at once and leaves them all. Children: plain, setsid,
+double-forked, double-forked with an empty environment, one that ignores SIGTERM, one stopped by
+SIGSTOP.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import time
 
 mode, token = sys.argv[1], sys.argv[2]
 SLEEP = f"import time; time.sleep(600) # {token}"
-DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {SLEEP}"
+DEAF = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', "
+    f"flush=True); {SLEEP}"
+)
 
 
 def python(code: str, **popen: object) -> subprocess.Popen[bytes]:

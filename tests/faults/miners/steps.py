@@ -1,8 +1,8 @@
 """One rank with the hook and no torch: steps.py STEPS STEP_S THEN TOKEN.
 
-THEN: `finish` closes as finished and exits 0, `exit0` just exits, `hang` enters a data phase for ever, `fail` says that
-its loop failed and waits for ever, `linger` closes the hook and lives on, `crash` exits with 3, `checkpoints` says when
-one is asked for.
+THEN: `finish` closes as finished and exits 0, `exit0` just exits, `hang` enters a data phase for
+ever, `fail` says that its loop failed and waits for ever, `linger` closes the hook and lives on,
+`crash` exits with 3, `checkpoints` says when one is asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ elif then == "hang":
         time.sleep(600)
 elif then == "fail":
     print(
-        "Training Loop Failed with error: CUDA out of memory. Tried to allocate 2.00 GiB.", file=sys.stderr, flush=True
+        "Training Loop Failed with error: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        file=sys.stderr,
+        flush=True,
     )
     time.sleep(600)
 elif then == "linger":

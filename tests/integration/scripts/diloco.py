@@ -1,4 +1,5 @@
-"""A DiLoCo loop: inner steps with AdamW, then one outer step of Nesterov momentum over the pseudo-gradient."""
+"""A DiLoCo loop: inner steps with AdamW, then one outer step of Nesterov momentum over the
+pseudo-gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A GAN as in PyTorch's DCGAN example: the discriminator steps on two losses, then the generator on its own."""
+"""A GAN as in PyTorch's DCGAN example: the discriminator steps on two losses, then the generator on
+its own."""
 
 from __future__ import annotations
 

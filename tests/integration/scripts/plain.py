@@ -1,4 +1,5 @@
-"""A training loop as in nanoGPT: gradient accumulation, AdamW, a line per iteration; DDP under torchrun."""
+"""A training loop as in nanoGPT: gradient accumulation, AdamW, a line per iteration; DDP under
+torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ ddp = "RANK" in os.environ
 if ddp:
     dist.init_process_group("gloo")
 master = not ddp or dist.get_rank() == 0
-model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+model: torch.nn.Module = torch.nn.Sequential(
+    torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+)
 if ddp:
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,4 +1,5 @@
-"""A miner of one process: an outer step with an archive upload, blocked, allowed, pushed and lost uploads."""
+"""A miner of one process: an outer step with an archive upload, blocked, allowed, pushed and lost
+uploads."""
 
 from __future__ import annotations
 
@@ -38,8 +39,11 @@ for inner_step in range(1, 9):
             if inner_step == 6:
                 push(3, 6)
                 upload.attempts = 2
-                upload.checksum = hashlib.sha256((REPO / "epoch-3" / "gradients.pt").read_bytes()).hexdigest()
-            # At 8 the upload worker dies unseen: nothing is published, and the miner believes it was.
+                upload.checksum = hashlib.sha256(
+                    (REPO / "epoch-3" / "gradients.pt").read_bytes()
+                ).hexdigest()
+            # At 8 the upload worker dies unseen: nothing is published, and the miner believes it
+            # was.
 # Long enough for a refusal to be looked for twice.
 time.sleep(6)
 guard.close(finished=True)

@@ -33,7 +33,11 @@ class Model(lightning.LightningModule):
 torch.manual_seed(1)
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(24, 8)), batch_size=4)
 trainer = lightning.Trainer(
-    max_steps=6, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    max_steps=6,
+    accelerator="cpu",
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
     enable_model_summary=False,
-)  # fmt: skip
+)
 trainer.fit(Model(), data, data)

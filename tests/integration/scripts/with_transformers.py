@@ -20,12 +20,18 @@ class Model(torch.nn.Module):
 
 
 class PerItem(Model):
-    """Normalises by the items of the whole step, as the Trainer asks of a model that takes `num_items_in_batch`."""
+    """Normalises by the items of the whole step, as the Trainer asks of a model that takes
+    `num_items_in_batch`."""
 
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def forward(
+        self, inputs: torch.Tensor, labels: torch.Tensor, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
         logits = self.layer(inputs)
         items = kwargs.get("num_items_in_batch") or labels.numel()
-        return {"loss": torch.nn.functional.mse_loss(logits, labels, reduction="sum") / items, "logits": logits}
+        return {
+            "loss": torch.nn.functional.mse_loss(logits, labels, reduction="sum") / items,
+            "logits": logits,
+        }
 
 
 class Data(torch.utils.data.Dataset[dict[str, Any]]):
@@ -40,10 +46,20 @@ class Data(torch.utils.data.Dataset[dict[str, Any]]):
 torch.manual_seed(1)
 accumulation = 4 if "per-item" in sys.argv else 2
 arguments = TrainingArguments(
-    output_dir=sys.argv[1], max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=accumulation,
-    logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="steps",
-    save_steps=4, learning_rate=1e-2, eval_strategy="steps", eval_steps=2,
-)  # fmt: skip
+    output_dir=sys.argv[1],
+    max_steps=6,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=accumulation,
+    logging_steps=1,
+    report_to=[],
+    use_cpu=True,
+    disable_tqdm=True,
+    save_strategy="steps",
+    save_steps=4,
+    learning_rate=1e-2,
+    eval_strategy="steps",
+    eval_steps=2,
+)
 
 
 class Stop(TrainerCallback):
@@ -55,7 +71,9 @@ class Stop(TrainerCallback):
 
 callbacks = [Stop()] if "stops" in sys.argv else []
 model = PerItem() if "per-item" in sys.argv else Model()
-trainer = Trainer(model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(), callbacks=callbacks)
+trainer = Trainer(
+    model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(), callbacks=callbacks
+)
 trainer.train()
 for row in trainer.state.log_history:
     if "loss" in row:

@@ -1,7 +1,8 @@
-"""A small runtime's metadata, self-made: the types, storage and runtime calls that the guard's questions touch.
+"""A small runtime's metadata, self-made: the types, storage and runtime calls that the guard's
+questions touch.
 
-bittensor decodes every answer by the node's metadata, so a stub node must describe itself as a real one does:
-version 14 for bittensor 9, version 15 for 10 and 11.
+bittensor decodes every answer by the node's metadata, so a stub node must describe itself as a real
+one does: version 14 for bittensor 9, version 15 for 10 and 11.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ Field = tuple["str | None", int]
 
 
 class Registry:
-    """Types by number, as metadata holds them. Each method answers the number of the type it adds or finds."""
+    """Types by number, as metadata holds them. Each method answers the number of the type it adds
+    or finds."""
 
     def __init__(self) -> None:
         self._types: list[bytes] = []
         self._numbers: dict[object, int] = {}
 
     def _add(
-        self, key: object, path: Sequence[str], definition: bytes, parameters: Sequence[tuple[str, int]] = ()
+        self,
+        key: object,
+        path: Sequence[str],
+        definition: bytes,
+        parameters: Sequence[tuple[str, int]] = (),
     ) -> int:
         if key not in self._numbers:
             self._numbers[key] = len(self._types)
@@ -47,14 +53,22 @@ class Registry:
         return self._add(("compact", of), [], b"\6" + compact(of))
 
     def composite(
-        self, path: Sequence[str], fields: Iterable[Field], parameters: Sequence[tuple[str, int]] = ()
+        self,
+        path: Sequence[str],
+        fields: Iterable[Field],
+        parameters: Sequence[tuple[str, int]] = (),
     ) -> int:
-        return self._add(path[-1], path, b"\0" + vector(_field(name, of) for name, of in fields), parameters)
+        return self._add(
+            path[-1], path, b"\0" + vector(_field(name, of) for name, of in fields), parameters
+        )
 
     def variants(
-        self, path: Sequence[str], variants: Iterable[tuple[str, int, Sequence[Field]]], key: object = None,
+        self,
+        path: Sequence[str],
+        variants: Iterable[tuple[str, int, Sequence[Field]]],
+        key: object = None,
         parameters: Sequence[tuple[str, int]] = (),
-    ) -> int:  # fmt: skip
+    ) -> int:
         rows = (
             text(name) + vector(_field(*field) for field in fields) + bytes([index]) + vector([])
             for name, index, fields in variants
@@ -62,7 +76,9 @@ class Registry:
         return self._add(key or path[-1], path, b"\1" + vector(rows), parameters)
 
     def option_of(self, of: int) -> int:
-        return self.variants(["Option"], [("None", 0, []), ("Some", 1, [(None, of)])], ("option", of), [("T", of)])
+        return self.variants(
+            ["Option"], [("None", 0, []), ("Some", 1, [(None, of)])], ("option", of), [("T", of)]
+        )
 
     def encoded(self) -> bytes:
         return vector(compact(number) + definition for number, definition in enumerate(self._types))
@@ -73,7 +89,9 @@ def _field(name: str | None, of: int) -> bytes:
 
 
 R = Registry()
-U8, U16, U32, U64, U128, BOOL = (R.primitive(name) for name in ("u8", "u16", "u32", "u64", "u128", "bool"))
+U8, U16, U32, U64, U128, BOOL = (
+    R.primitive(name) for name in ("u8", "u16", "u32", "u64", "u128", "bool")
+)
 UNIT = R.tuple_of()
 BYTES = R.sequence(U8)
 ACCOUNT = R.composite(["sp_core", "crypto", "AccountId32"], [(None, R.array(32, U8))])
@@ -81,39 +99,88 @@ C16, C64 = R.compact_of(U16), R.compact_of(U64)
 
 _RAW = [(f"Raw{n}", n + 1, [(None, R.array(n, U8))]) for n in range(129)]
 _DATA = R.variants(["pallet_commitments", "types", "Data"], [("None", 0, []), *_RAW])
-_FIELDS = R.composite(["bounded_collections", "bounded_vec", "BoundedVec"], [(None, R.sequence(_DATA))])
+_FIELDS = R.composite(
+    ["bounded_collections", "bounded_vec", "BoundedVec"], [(None, R.sequence(_DATA))]
+)
 _INFO = R.composite(["pallet_commitments", "types", "CommitmentInfo"], [("fields", _FIELDS)])
 REGISTRATION = R.composite(
-    ["pallet_commitments", "types", "Registration"], [("deposit", U64), ("block", U32), ("info", _INFO)]
+    ["pallet_commitments", "types", "Registration"],
+    [("deposit", U64), ("block", U32), ("info", _INFO)],
 )
 
 _SCALARS = {
-    "netuid": C16, "network_registered_at": C64, "owner_hotkey": ACCOUNT, "owner_coldkey": ACCOUNT, "block": C64,
-    "tempo": C16, "last_step": C64, "blocks_since_last_step": C64, "num_uids": C16, "max_uids": C16,
-}  # fmt: skip
+    "netuid": C16,
+    "network_registered_at": C64,
+    "owner_hotkey": ACCOUNT,
+    "owner_coldkey": ACCOUNT,
+    "block": C64,
+    "tempo": C16,
+    "last_step": C64,
+    "blocks_since_last_step": C64,
+    "num_uids": C16,
+    "max_uids": C16,
+}
 _LISTS = {
-    "hotkeys": ACCOUNT, "coldkeys": ACCOUNT, "active": BOOL, "validator_permit": BOOL, "pruning_score": C16,
-    "last_update": C64, "emission": C64, "dividends": C16, "incentives": C16, "consensus": C16, "trust": C16,
-    "rank": C16, "block_at_registration": C64, "alpha_stake": C64, "tao_stake": C64, "total_stake": C64,
-}  # fmt: skip
-METAGRAPH: list[tuple[str, int]] = [*_SCALARS.items(), *((name, R.sequence(of)) for name, of in _LISTS.items())]
+    "hotkeys": ACCOUNT,
+    "coldkeys": ACCOUNT,
+    "active": BOOL,
+    "validator_permit": BOOL,
+    "pruning_score": C16,
+    "last_update": C64,
+    "emission": C64,
+    "dividends": C16,
+    "incentives": C16,
+    "consensus": C16,
+    "trust": C16,
+    "rank": C16,
+    "block_at_registration": C64,
+    "alpha_stake": C64,
+    "tao_stake": C64,
+    "total_stake": C64,
+}
+METAGRAPH: list[tuple[str, int]] = [
+    *_SCALARS.items(),
+    *((name, R.sequence(of)) for name, of in _LISTS.items()),
+]
 """Fields of 11's metagraph, in order."""
 
 _AXON = R.composite(
     ["pallet_subtensor", "pallet", "AxonInfo"],
-    [("block", U64), ("version", U32), ("ip", U128), ("port", U16), ("ip_type", U8), ("protocol", U8),
-     ("placeholder1", U8), ("placeholder2", U8)],
-)  # fmt: skip
+    [
+        ("block", U64),
+        ("version", U32),
+        ("ip", U128),
+        ("port", U16),
+        ("ip_type", U8),
+        ("protocol", U8),
+        ("placeholder1", U8),
+        ("placeholder2", U8),
+    ],
+)
 _PROMETHEUS = R.composite(
     ["pallet_subtensor", "pallet", "PrometheusInfo"],
     [("block", U64), ("version", U32), ("ip", U128), ("port", U16), ("ip_type", U8)],
 )
 NEURON: list[tuple[str, int]] = [
-    ("hotkey", ACCOUNT), ("coldkey", ACCOUNT), ("uid", C16), ("netuid", C16), ("active", BOOL), ("axon_info", _AXON),
-    ("prometheus_info", _PROMETHEUS), ("stake", R.sequence(R.tuple_of(ACCOUNT, C64))), ("rank", C16),
-    ("emission", C64), ("incentive", C16), ("consensus", C16), ("trust", C16), ("validator_trust", C16),
-    ("dividends", C16), ("last_update", C64), ("validator_permit", BOOL), ("pruning_score", C16),
-]  # fmt: skip
+    ("hotkey", ACCOUNT),
+    ("coldkey", ACCOUNT),
+    ("uid", C16),
+    ("netuid", C16),
+    ("active", BOOL),
+    ("axon_info", _AXON),
+    ("prometheus_info", _PROMETHEUS),
+    ("stake", R.sequence(R.tuple_of(ACCOUNT, C64))),
+    ("rank", C16),
+    ("emission", C64),
+    ("incentive", C16),
+    ("consensus", C16),
+    ("trust", C16),
+    ("validator_trust", C16),
+    ("dividends", C16),
+    ("last_update", C64),
+    ("validator_permit", BOOL),
+    ("pruning_score", C16),
+]
 """Fields of 9's and 10's light neuron, in order."""
 
 _METAGRAPH = R.composite(["pallet_subtensor", "rpc_info", "metagraph", "Metagraph"], METAGRAPH)
@@ -131,7 +198,14 @@ _STORAGE: dict[str, list[tuple[str, Sequence[int], int | None, int, int, bytes]]
         ("NetworksAdded", (_IDENTITY,), U16, BOOL, _DEFAULT, b"\0"),
     ],
     "Commitments": [
-        ("CommitmentOf", (_IDENTITY, _TWOX_CONCAT), R.tuple_of(U16, ACCOUNT), REGISTRATION, _OPTIONAL, b"\0")
+        (
+            "CommitmentOf",
+            (_IDENTITY, _TWOX_CONCAT),
+            R.tuple_of(U16, ACCOUNT),
+            REGISTRATION,
+            _OPTIONAL,
+            b"\0",
+        )
     ],
 }
 _CALLS = {
@@ -139,10 +213,15 @@ _CALLS = {
     "NeuronInfoRuntimeApi": [("get_neurons_lite", [("netuid", U16)], R.sequence(_NEURON))],
 }
 _CONSTANTS = {
-    "System": [("BlockHashCount", U32, struct.pack("<I", 4096)), ("SS58Prefix", U16, struct.pack("<H", 42))],
+    "System": [
+        ("BlockHashCount", U32, struct.pack("<I", 4096)),
+        ("SS58Prefix", U16, struct.pack("<H", 42)),
+    ]
 }
 
-_CALL, _EVENT, _ERROR = (R.variants(["stub", name], []) for name in ("RuntimeCall", "RuntimeEvent", "RuntimeError"))
+_CALL, _EVENT, _ERROR = (
+    R.variants(["stub", name], []) for name in ("RuntimeCall", "RuntimeEvent", "RuntimeError")
+)
 _RUNTIME = R.composite(["stub", "Runtime"], [])
 _EXTRINSIC = R.composite(
     ["sp_runtime", "generic", "unchecked_extrinsic", "UncheckedExtrinsic"], [(None, BYTES)],
@@ -150,7 +229,9 @@ _EXTRINSIC = R.composite(
 )  # fmt: skip
 
 
-def _entry(name: str, hashers: Sequence[int], key: int | None, value: int, modifier: int, default: bytes) -> bytes:
+def _entry(
+    name: str, hashers: Sequence[int], key: int | None, value: int, modifier: int, default: bytes
+) -> bytes:
     if key is None:
         kind = b"\0" + compact(value)
     else:
@@ -166,14 +247,30 @@ def _pallets(version: int) -> bytes:
             text(name) + compact(of) + compact(len(value)) + value + vector([])
             for name, of, value in _CONSTANTS.get(pallet, [])
         )
-        row = text(pallet) + option(storage) + option(None) + option(None) + constants + option(None) + bytes([index])
+        row = (
+            text(pallet)
+            + option(storage)
+            + option(None)
+            + option(None)
+            + constants
+            + option(None)
+            + bytes([index])
+        )
         rows.append(row + (vector([]) if version == 15 else b""))
     return vector(rows)
 
 
 def v14() -> bytes:
     """For bittensor 9."""
-    return b"meta\x0e" + R.encoded() + _pallets(14) + compact(_EXTRINSIC) + b"\4" + vector([]) + compact(_RUNTIME)
+    return (
+        b"meta\x0e"
+        + R.encoded()
+        + _pallets(14)
+        + compact(_EXTRINSIC)
+        + b"\4"
+        + vector([])
+        + compact(_RUNTIME)
+    )
 
 
 def v15() -> bytes:
@@ -181,7 +278,10 @@ def v15() -> bytes:
     calls = vector(
         text(api)
         + vector(
-            text(name) + vector(text(n) + compact(of) for n, of in inputs) + compact(output) + vector([])
+            text(name)
+            + vector(text(n) + compact(of) for n, of in inputs)
+            + compact(output)
+            + vector([])
             for name, inputs, output in methods
         )
         + vector([])
@@ -189,4 +289,13 @@ def v15() -> bytes:
     )
     extrinsic = b"\4" + compact(UNIT) + compact(_CALL) + compact(UNIT) + compact(UNIT) + vector([])
     outer = compact(_CALL) + compact(_EVENT) + compact(_ERROR)
-    return b"meta\x0f" + R.encoded() + _pallets(15) + extrinsic + compact(_RUNTIME) + calls + outer + vector([])
+    return (
+        b"meta\x0f"
+        + R.encoded()
+        + _pallets(15)
+        + extrinsic
+        + compact(_RUNTIME)
+        + calls
+        + outer
+        + vector([])
+    )

@@ -1,7 +1,9 @@
-"""A chain node made of nothing: a websocket that answers what bittensor 9 to 11 ask, all values synthetic.
+"""A chain node made of nothing: a websocket that answers what bittensor 9 to 11 ask, all values
+synthetic.
 
-`python node.py STATE.json` prints its port. STATE: `{"block", "netuid", "hotkeys": [public key in hex],
-"commitments": {uid: text}, "salt"}`; the salt changes the genesis hash, by which bittensor 11 caches metadata.
+`python node.py STATE.json` prints its port. STATE: `{"block", "netuid", "hotkeys": [public key in
+hex], "commitments": {uid: text}, "salt"}`; the salt changes the genesis hash, by which bittensor 11
+caches metadata.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class Node:
         self._commitments = {int(uid): text for uid, text in state["commitments"].items()}
         self._salt: str = state["salt"]
         self._storage = dict(self._stored())
-        self._numbers = {self._hash(number): number for number in range(self._block - 9, self._block + 2)}
+        self._numbers = {
+            self._hash(number): number for number in range(self._block - 9, self._block + 2)
+        }
 
     def _stored(self) -> Any:
         netuid = u16(self._netuid)
@@ -40,7 +44,9 @@ class Node:
             yield storage_key("SubtensorModule", "Keys", netuid, u16(uid)), key
             if uid in self._commitments:
                 data = self._commitments[uid].encode()
-                value = struct.pack("<QI", 0, self._block - 100) + vector([bytes([len(data) + 1]) + data])
+                value = struct.pack("<QI", 0, self._block - 100) + vector(
+                    [bytes([len(data) + 1]) + data]
+                )
                 yield storage_key("Commitments", "CommitmentOf", netuid, twox(key, 1) + key), value
         updates = vector(u64(self._updated(uid)) for uid in range(len(self._hotkeys)))
         yield storage_key("SubtensorModule", "LastUpdate", netuid), updates
@@ -56,20 +62,33 @@ class Node:
     def _metagraph(self) -> bytes:
         keys, uids = self._hotkeys, range(len(self._hotkeys))
         numbers = {
-            "netuid": self._netuid, "block": self._block, "tempo": 360, "num_uids": len(keys), "max_uids": 256,
-        }  # fmt: skip
+            "netuid": self._netuid,
+            "block": self._block,
+            "tempo": 360,
+            "num_uids": len(keys),
+            "max_uids": 256,
+        }
         lists: dict[str, list[bytes]] = {
-            "hotkeys": keys, "coldkeys": keys, "active": [b"\1"] * len(keys), "validator_permit": [b"\0"] * len(keys),
+            "hotkeys": keys,
+            "coldkeys": keys,
+            "active": [b"\1"] * len(keys),
+            "validator_permit": [b"\0"] * len(keys),
             "last_update": [compact(self._updated(uid)) for uid in uids],
-            "emission": [compact(RAO * uid) for uid in uids], "incentives": [compact(1000 * uid) for uid in uids],
-            "trust": [compact(3000 * uid) for uid in uids], "rank": [compact(4000 * uid) for uid in uids],
+            "emission": [compact(RAO * uid) for uid in uids],
+            "incentives": [compact(1000 * uid) for uid in uids],
+            "trust": [compact(3000 * uid) for uid in uids],
+            "rank": [compact(4000 * uid) for uid in uids],
             "total_stake": [compact(6 * RAO) for _ in uids],
-        }  # fmt: skip
+        }
         out = b""
         for name, _ in metadata.METAGRAPH:
             if name in ("owner_hotkey", "owner_coldkey"):
                 out += keys[0]
-            elif name in numbers or name in ("network_registered_at", "last_step", "blocks_since_last_step"):
+            elif name in numbers or name in (
+                "network_registered_at",
+                "last_step",
+                "blocks_since_last_step",
+            ):
                 out += compact(numbers.get(name, 0))
             else:
                 out += vector(lists.get(name, [compact(0) for _ in uids]))
@@ -79,15 +98,29 @@ class Node:
         rows = []
         for uid, key in enumerate(self._hotkeys):
             numbers = {
-                "uid": uid, "netuid": self._netuid, "rank": 4000 * uid, "emission": RAO * uid, "incentive": 1000 * uid,
-                "trust": 3000 * uid, "last_update": self._updated(uid),
-            }  # fmt: skip
+                "uid": uid,
+                "netuid": self._netuid,
+                "rank": 4000 * uid,
+                "emission": RAO * uid,
+                "incentive": 1000 * uid,
+                "trust": 3000 * uid,
+                "last_update": self._updated(uid),
+            }
             special = {
-                "hotkey": key, "coldkey": key, "active": b"\1", "validator_permit": b"\0",
-                "axon_info": bytes(8 + 4 + 16 + 2 + 4), "prometheus_info": bytes(8 + 4 + 16 + 2 + 1),
+                "hotkey": key,
+                "coldkey": key,
+                "active": b"\1",
+                "validator_permit": b"\0",
+                "axon_info": bytes(8 + 4 + 16 + 2 + 4),
+                "prometheus_info": bytes(8 + 4 + 16 + 2 + 1),
                 "stake": vector([key + compact(6 * RAO)]),
-            }  # fmt: skip
-            rows.append(b"".join(special.get(name) or compact(numbers.get(name, 0)) for name, _ in metadata.NEURON))
+            }
+            rows.append(
+                b"".join(
+                    special.get(name) or compact(numbers.get(name, 0))
+                    for name, _ in metadata.NEURON
+                )
+            )
         return vector(rows)
 
     def answer(self, method: str, params: list[Any]) -> Any:
@@ -121,15 +154,24 @@ class Node:
         number = self._numbers.get(params[0], self._block) if params and params[0] else self._block
         empty = "0x" + "11" * 32
         return {
-            "parentHash": self._hash(number - 1), "number": hex(number), "stateRoot": empty, "extrinsicsRoot": empty,
+            "parentHash": self._hash(number - 1),
+            "number": hex(number),
+            "stateRoot": empty,
+            "extrinsicsRoot": empty,
             "digest": {"logs": []},
-        }  # fmt: skip
+        }
 
     def _state_getRuntimeVersion(self, _params: list[Any]) -> dict[str, Any]:
         return {
-            "specName": "node-subtensor", "implName": "stub", "authoringVersion": 1, "specVersion": 1, "implVersion": 1,
-            "apis": [], "transactionVersion": 1, "stateVersion": 1,
-        }  # fmt: skip
+            "specName": "node-subtensor",
+            "implName": "stub",
+            "authoringVersion": 1,
+            "specVersion": 1,
+            "implVersion": 1,
+            "apis": [],
+            "transactionVersion": 1,
+            "stateVersion": 1,
+        }
 
     def _state_getMetadata(self, _params: list[Any]) -> str:
         return "0x" + metadata.v14().hex()

@@ -28,7 +28,11 @@ def adversaries(pattern: str, size: int) -> Iterator[str]:
     """Texts of about `size` characters, each once."""
     seen: set[str] = set()
     for prefix, loop in _beginnings(list(sre_parse.parse(pattern))):
-        for text in (_repeat(prefix, size), prefix + _repeat(loop, size), _repeat(prefix + loop * 8, size)):
+        for text in (
+            _repeat(prefix, size),
+            prefix + _repeat(loop, size),
+            _repeat(prefix + loop * 8, size),
+        ):
             if text and text not in seen:
                 seen.add(text)
                 yield text

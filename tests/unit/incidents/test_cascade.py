@@ -36,7 +36,10 @@ RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection cl
 torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process \
 exited or there was a network error, NCCL version 2.21.5
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.""",
-    "Training Loop Failed with error: [../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer",
+    (
+        "Training Loop Failed with error: "
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
+    ),
 )
 SUMMARY = """\
 W1211 08:26:06.780000 1395 torch/distributed/elastic/api.py:858] Sending process 6832 closing signal SIGTERM
@@ -53,17 +56,41 @@ Root Cause (first observed failure):
   exitcode  : -6 (pid: 2767)
 """
 ROOTS = (
-    "cuda_oom", "cuda_device_assert", "cuda_illegal_memory_access", "gpu_hardware", "cuda_unavailable", "disk_full",
-    "shm_exhausted", "too_many_open_files", "hf_auth", "storage_access_denied", "clock_skew", "state_dict_mismatch",
-    "version_mismatch", "dataset_fetch_failed", "nan_loss", "chain_unreachable", "code_bug",
-)  # fmt: skip
+    "cuda_oom",
+    "cuda_device_assert",
+    "cuda_illegal_memory_access",
+    "gpu_hardware",
+    "cuda_unavailable",
+    "disk_full",
+    "shm_exhausted",
+    "too_many_open_files",
+    "hf_auth",
+    "storage_access_denied",
+    "clock_skew",
+    "state_dict_mismatch",
+    "version_mismatch",
+    "dataset_fetch_failed",
+    "nan_loss",
+    "chain_unreachable",
+    "code_bug",
+)
 
 
 def causes() -> list[tuple[str, str]]:
-    rows = tomllib.loads(Path(__file__).with_name("excerpts.toml").read_text(encoding="utf-8"))["excerpt"]
-    texts = [(row["label"], row["text"].strip("\n")) for row in rows if row["label"] in ROOTS and "skip" not in row]
+    rows = tomllib.loads(Path(__file__).with_name("excerpts.toml").read_text(encoding="utf-8"))[
+        "excerpt"
+    ]
+    texts = [
+        (row["label"], row["text"].strip("\n"))
+        for row in rows
+        if row["label"] in ROOTS and "skip" not in row
+    ]
     # Excerpts that name ranks are cascades themselves; a launcher's words are a consequence.
-    return [(label, text) for label, text in texts if not re.search(r"\[rank\d|Rank \d|launch\.py|exited unexp", text)]
+    return [
+        (label, text)
+        for label, text in texts
+        if not re.search(r"\[rank\d|Rank \d|launch\.py|exited unexp", text)
+    ]
 
 
 PREFIXES = (
@@ -76,7 +103,8 @@ PREFIXES = (
 
 
 def cascade(text: str, chance: random.Random, prefix: str = PREFIXES[0]) -> str:
-    """All ranks' lines, each rank's in order, the ranks' mixed; the culprit's lines may come after the others'."""
+    """All ranks' lines, each rank's in order, the ranks' mixed; the culprit's lines may come after
+    the others'."""
     culprit = chance.randrange(RANKS)
     streams = []
     for rank in range(RANKS):
@@ -119,16 +147,25 @@ def test_ctrl_c_is_the_root_of_what_falls_apart_after_it() -> None:
 
 
 def test_what_was_tried_again_is_nothing_once_steps_go_on() -> None:
-    retry = "WARNING huggingface 429 Client Error: Too Many Requests for url: https://huggingface.co/x, retrying\n"
+    retry = (
+        "WARNING huggingface 429 Client Error: Too Many Requests for url: "
+        "https://huggingface.co/x, retrying\n"
+    )
     steps = [f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in (12, 13)]
     assert root(retry + steps[0]) == "hf_rate_limit", "it may have been printed late"
     assert root(retry + "".join(steps)) is None
     assert root(retry + "".join(steps) + retry) == "hf_rate_limit"
     bar = "Epoch 0: {}%| | {}/900 [00:01<00:09, train_loss=3.1]\n"
     assert root(retry + bar.format(1, 9) + bar.format(2, 18)) is None
-    assert root(retry + "val_loss=3.1\nval_loss=3.0\n") == "hf_rate_limit", "an evaluation is no training"
-    upload = "WARNING huggingface 503 Server Error: Service Unavailable, upload of the state, retrying\n"
-    assert root(upload + "".join(steps)) == "hub_or_storage_unavailable", "an upload is not needed to go on"
+    assert root(retry + "val_loss=3.1\nval_loss=3.0\n") == "hf_rate_limit", (
+        "an evaluation is no training"
+    )
+    upload = (
+        "WARNING huggingface 503 Server Error: Service Unavailable, upload of the state, retrying\n"
+    )
+    assert root(upload + "".join(steps)) == "hub_or_storage_unavailable", (
+        "an upload is not needed to go on"
+    )
 
 
 CHAIN = "WARNING | bittensor | Failed to sync metagraph: timed out, will retry\n"
@@ -177,14 +214,20 @@ def test_a_nan_that_training_got_over_is_not_why_it_ends_later() -> None:
     ],
 )
 def test_what_the_losses_after_it_do_not_undo(log: str) -> None:
-    """HF Trainer prints 0.0 for NaN; a restart prints steps again after the end that the NaN led to."""
+    """HF Trainer prints 0.0 for NaN; a restart prints steps again after the end that the NaN led
+    to."""
     assert root(log) == "nan_loss"
 
 
 def test_what_the_program_does_without_is_nothing() -> None:
-    failed = WAITED.replace("asyncio.exceptions.TimeoutError", "requests.exceptions.ReadTimeout: Read timed out.")
+    failed = WAITED.replace(
+        "asyncio.exceptions.TimeoutError", "requests.exceptions.ReadTimeout: Read timed out."
+    )
     assert root(failed + "WARNING metrics not sent, continuing without them\n") is None
-    assert root(failed + "WARNING upload of the state failed, continuing without it\n") == "hub_or_storage_unavailable"
+    assert (
+        root(failed + "WARNING upload of the state failed, continuing without it\n")
+        == "hub_or_storage_unavailable"
+    )
 
 
 def test_pm2_writes_sigint_where_nobody_interrupted() -> None:
@@ -196,22 +239,34 @@ def test_pm2_writes_sigint_where_nobody_interrupted() -> None:
 
 
 def test_a_socket_that_connects_at_last_is_nothing() -> None:
-    waiting = "[rank3]:[W121 10:00:01.5 socket.cpp:759] [c10d] The client socket has failed to connect to [n0]:29500"
+    waiting = (
+        "[rank3]:[W121 10:00:01.5 socket.cpp:759] [c10d] The client socket has failed to "
+        "connect to [n0]:29500"
+    )
     refused = f"{waiting} (errno: 111 - Connection refused).\n"
     assert root(3 * refused) == "rendezvous_timeout"
     assert root(3 * refused + "step 1 loss 10.93\nstep 2 loss 10.81\n") is None
-    for said in ("Process group initialized, world size 16\n", "INFO rank 3 connected to the TCPStore\n"):
+    for said in (
+        "Process group initialized, world size 16\n",
+        "INFO rank 3 connected to the TCPStore\n",
+    ):
         assert root(3 * refused + said) is None
     for said in ("Process group not initialized\n", "failed: never connected to the master\n"):
         assert root(3 * refused + said) == "rendezvous_timeout"
-    ipv6 = "[W socket.cpp:464] [c10d] The IPv6 network addresses of (n0, 29500) cannot be retrieved (gai error: -2).\n"
+    ipv6 = (
+        "[W socket.cpp:464] [c10d] The IPv6 network addresses of (n0, 29500) cannot be "
+        "retrieved (gai error: -2).\n"
+    )
     assert root(ipv6) is None
     assert root(ipv6 + refused.replace("[W", "[E")) == "rendezvous_timeout"
 
 
 def test_a_signal_after_the_end_of_training_is_nobodys_fault() -> None:
     signal = "Received SIGTERM, shutting down workers\n"
-    for said in ("Training finished, saving the model\n", "{'train_runtime': 12.1, 'epoch': 3.0}\n"):
+    for said in (
+        "Training finished, saving the model\n",
+        "{'train_runtime': 12.1, 'epoch': 3.0}\n",
+    ):
         log = said + "".join(f"saving shard {n}\n" for n in range(20)) + signal
         assert root(log) is None
         assert root(said + 200 * "step 7 of the next run\n" + signal) == "user_interrupt"
@@ -225,7 +280,8 @@ def test_an_exception_is_known_by_its_module_too() -> None:
 
 
 THROTTLED = (
-    "botocore.exceptions.ClientError: An error occurred (SlowDown) when calling the PutObject operation "
+    "botocore.exceptions.ClientError: An error occurred (SlowDown) when calling the PutObject "
+    "operation "
     "(reached max retries: 4): Please reduce your request rate.\n"
 )
 WAITED = """Traceback (most recent call last):
@@ -242,7 +298,9 @@ asyncio.exceptions.TimeoutError
         "The above exception was the direct cause of the following exception:",
     ],
 )
-@pytest.mark.parametrize("after", [WAITED, WAITED.replace("asyncio.exceptions.TimeoutError", "UploadError: no")])
+@pytest.mark.parametrize(
+    "after", [WAITED, WAITED.replace("asyncio.exceptions.TimeoutError", "UploadError: no")]
+)
 def test_what_follows_from_a_known_error_is_not_the_root(words: str, after: str) -> None:
     """A throttled bucket once ended the miner as a defect of its code that no restart mends."""
     found = {i.label: i.root for i in incidents(f"{THROTTLED}\n{words}\n\n{after}".encode())}
@@ -254,7 +312,9 @@ def test_the_rank_that_waited_in_vain_is_not_the_root_where_another_one_broke() 
     assert root("[rank0]: " + WAITED.replace("\n", "\n[rank0]: ") + "\n" + broke) == "code_bug"
 
 
-@pytest.mark.parametrize("last", ["bye", "Checkpoint step_120 saved", "Exited cleanly.", "shutdown complete"])
+@pytest.mark.parametrize(
+    "last", ["bye", "Checkpoint step_120 saved", "Exited cleanly.", "shutdown complete"]
+)
 def test_a_stop_that_the_program_handled_and_ended_well_is_nothing_wrong(last: str) -> None:
     asked = "^C2026-11-21 10:12:00 | INFO | KeyboardInterrupt received, saving and leaving\n"
     assert root(f"{asked}2026-11-21 10:12:01 | INFO | {last}\n") is None
@@ -262,9 +322,14 @@ def test_a_stop_that_the_program_handled_and_ended_well_is_nothing_wrong(last: s
     assert root(f"{asked}RuntimeError: checkpoint could not be saved\n") == "user_interrupt"
 
 
-@pytest.mark.parametrize("line", ["RuntimeError: CUDA out of memory; emergency checkpoint saved", "OOM, model saved"])
+@pytest.mark.parametrize(
+    "line", ["RuntimeError: CUDA out of memory; emergency checkpoint saved", "OOM, model saved"]
+)
 def test_what_was_saved_hides_no_fault_on_its_line(line: str) -> None:
-    assert root(f"RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n{line}\n") == "cuda_oom"
+    assert (
+        root(f"RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n{line}\n")
+        == "cuda_oom"
+    )
 
 
 MISSED = """[rank3]: Traceback (most recent call last):
@@ -276,14 +341,24 @@ MISSED = """[rank3]: Traceback (most recent call last):
 
 @pytest.mark.parametrize("teller", ["dataset | ", "[rank3]: "])
 @pytest.mark.parametrize("more", ["", ", retrying in 2 s"])
-def test_a_trouble_that_the_rank_logged_and_went_on_after_is_not_why_it_misses_a_file(teller: str, more: str) -> None:
-    logged = f"{teller}requests.exceptions.ReadTimeout: HTTPSConnectionPool(host='huggingface.co', port=443): Read "
+def test_a_trouble_that_the_rank_logged_and_went_on_after_is_not_why_it_misses_a_file(
+    teller: str, more: str
+) -> None:
+    logged = (
+        f"{teller}requests.exceptions.ReadTimeout: "
+        "HTTPSConnectionPool(host='huggingface.co', port=443): Read "
+    )
     assert root(f"{logged}timed out.{more}\n{MISSED}") == "dataset_fetch_failed"
     assert root(f"{logged}timed out.{more}\n") == "hub_or_storage_unavailable"
 
 
 @pytest.mark.parametrize(
-    "last", ["asyncio.exceptions.TimeoutError", "TimeoutError: no answer", "ConnectionResetError: [Errno 104] reset"]
+    "last",
+    [
+        "asyncio.exceptions.TimeoutError",
+        "TimeoutError: no answer",
+        "ConnectionResetError: [Errno 104] reset",
+    ],
 )
 def test_a_wait_or_a_connection_that_ended_is_no_defect_of_the_code(last: str) -> None:
     [found] = incidents(WAITED.replace("asyncio.exceptions.TimeoutError", last).encode())

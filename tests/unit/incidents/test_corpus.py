@@ -1,4 +1,5 @@
-"""The corpus beside the repository: real excerpts, each with its root cause. Prints the confusion table."""
+"""The corpus beside the repository: real excerpts, each with its root cause. Prints the confusion
+table."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ EXCERPTS = Path(__file__).with_name("excerpts.toml")
 
 def test_root_causes_of_the_corpus_and_silence_on_the_benign() -> None:
     """Guards against a pattern that mends one label and breaks another."""
-    rows = [json.loads(line) for line in requires.corpus("incidents.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in requires.corpus("incidents.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     pairs = Counter((row["label"], root(row["text"]) or BENIGN) for row in rows)
     print(confusion(pairs))
     faults = sum(n for (label, _), n in pairs.items() if label != BENIGN)
@@ -40,7 +44,9 @@ def confusion(pairs: Counter[tuple[str, str]]) -> str:
     rows = [f"{'label':28} {'n':>4} {'right':>5}  taken for"]
     for label in sorted({label for label, _ in pairs}):
         answers = {answer: n for (name, answer), n in pairs.items() if name == label}
-        wrong = ", ".join(f"{answer} {n}" for answer, n in sorted(answers.items()) if answer != label)
+        wrong = ", ".join(
+            f"{answer} {n}" for answer, n in sorted(answers.items()) if answer != label
+        )
         rows.append(f"{label:28} {sum(answers.values()):4} {answers.get(label, 0):5}  {wrong}")
     return "\n".join(rows)
 
@@ -50,11 +56,21 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 PREFIXES = (
-    "0|miner  | ", "0|miner  | 2026-01-02 03:04:05 +00:00: ", "2026-01-02T03:04:05: ",
-    "[rank3]: ", "[default0]:", "2026-07-29T13:21:17.7984785Z ", "3: ", "miner-1  | ", "| Rank 2 | ",
-    "2026-01-02 03:04:05.678 | ERROR    | train:main:12 - ", "2026-01-02 03:04:05,678 - train - ERROR - ",
-    "\x1b[36m(Worker pid=123)\x1b[0m ", "[1,3]<stderr>:", "Jan  2 03:04:05 host python[123]: ",
-)  # fmt: skip
+    "0|miner  | ",
+    "0|miner  | 2026-01-02 03:04:05 +00:00: ",
+    "2026-01-02T03:04:05: ",
+    "[rank3]: ",
+    "[default0]:",
+    "2026-07-29T13:21:17.7984785Z ",
+    "3: ",
+    "miner-1  | ",
+    "| Rank 2 | ",
+    "2026-01-02 03:04:05.678 | ERROR    | train:main:12 - ",
+    "2026-01-02 03:04:05,678 - train - ERROR - ",
+    "\x1b[36m(Worker pid=123)\x1b[0m ",
+    "[1,3]<stderr>:",
+    "Jan  2 03:04:05 host python[123]: ",
+)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -66,7 +82,9 @@ def test_what_stands_before_each_line_changes_nothing(prefix: str) -> None:
 
 def test_lines_of_healthy_runs_are_silent_one_by_one() -> None:
     rows = [row for row in _toml(EXCERPTS)["excerpt"] if row.get("each_line")]
-    loud = {line: label for row in rows for line in row["text"].splitlines() if (label := root(line))}
+    loud = {
+        line: label for row in rows for line in row["text"].splitlines() if (label := root(line))
+    }
     assert not loud
 
 
@@ -82,7 +100,8 @@ def test_root_causes_of_our_own_excerpts() -> None:
 
 
 def test_root_causes_of_the_public_threads() -> None:
-    """Guards the share that docs/diagnosis.md publishes for the threads that rules were written against."""
+    """Guards the share that docs/diagnosis.md publishes for the threads that rules were written
+    against."""
     excerpts = diagnosis.load(EXCERPTS.with_name("threads.toml"))
     for setting in diagnosis.SETTINGS.values():
         answered = diagnosis.answers(excerpts, setting)

@@ -1,4 +1,5 @@
-"""What fixes take from the line: the package, path, host or repo that it names, never a placeholder."""
+"""What fixes take from the line: the package, path, host or repo that it names, never a
+placeholder."""
 
 from __future__ import annotations
 
@@ -14,22 +15,44 @@ from miner_guard.incidents import details
         ("package", "ModuleNotFoundError: No module named 'yaml.loader'", "PyYAML"),
         (
             "package",
-            "ImportError: /v/site-packages/flash_attn_2_cuda.cpython-310-x86_64-linux-gnu.so: undefined symbol: _ZN3",
+            (
+                "ImportError: "
+                "/v/site-packages/flash_attn_2_cuda.cpython-310-x86_64-linux-gnu.so: "
+                "undefined symbol: _ZN3"
+            ),
             "flash-attn",
         ),
-        ("package", "ImportError: tokenizers>=0.21,<0.22 is required for a normal functioning", "tokenizers"),
-        ("requirement", "ImportError: tokenizers>=0.21,<0.22 is required for", "tokenizers>=0.21,<0.22"),
-        ("path", "OSError: [Errno 28] No space left on device: '/data/ckpt/step 3.pt'", "/data/ckpt/step 3.pt"),
+        (
+            "package",
+            "ImportError: tokenizers>=0.21,<0.22 is required for a normal functioning",
+            "tokenizers",
+        ),
+        (
+            "requirement",
+            "ImportError: tokenizers>=0.21,<0.22 is required for",
+            "tokenizers>=0.21,<0.22",
+        ),
+        (
+            "path",
+            "OSError: [Errno 28] No space left on device: '/data/ckpt/step 3.pt'",
+            "/data/ckpt/step 3.pt",
+        ),
         ("path", "RuntimeError: step 3 failed", ""),
         ("host", "connect to [node-3.local]:29500 (errno: 113 - No route to host)", "node-3.local"),
         ("host", "Call to recv from 10.119.24.53<49901> failed : Broken pipe", "10.119.24.53"),
         ("port", "failed to bind to 0.0.0.0:29500 (errno: 98 - Address already in use).", "29500"),
-        ("repo", "403 Client Error: Forbidden for url: https://huggingface.co/api/models/me/miner/preupload/main",
-         "me/miner"),
+        (
+            "repo",
+            (
+                "403 Client Error: Forbidden for url: "
+                "https://huggingface.co/api/models/me/miner/preupload/main"
+            ),
+            "me/miner",
+        ),
         ("repo", "Forbidden for url: https://huggingface.co/api/repos/create (Request ID", ""),
         ("app", "PM2 | App [miner:0] exited with code [1] via signal [SIGINT]", "miner"),
     ],
-)  # fmt: skip
+)
 def test_a_line_names_its_detail(detail: str, line: str, named: str) -> None:
     assert details.named(detail, [line]) == named
 

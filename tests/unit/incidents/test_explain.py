@@ -31,14 +31,20 @@ def write(tmp_path: Path, content: bytes) -> str:
 def test_a_few_kilobytes_of_gzip_that_unpack_to_gigabytes_are_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against a helper's machine that is kept busy for minutes by an attachment of 300 KB."""
+    """Guards against a helper's machine that is kept busy for minutes by an attachment of 300
+    KB."""
     zeros = gzip.compress(bytes(1 << 20), 9)
     assert main.run(["explain", write(tmp_path, zeros * 2000)]) == 64
     assert "unpacks to more than 200 times its size" in capsys.readouterr().err
 
 
-def test_a_repetitive_log_is_unpacked_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = b"".join(b"12:%02d:%02d Inner Step: %d | Loss: 3.40\n" % (n // 60 % 60, n % 60, n) for n in range(200_000))
+def test_a_repetitive_log_is_unpacked_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = b"".join(
+        b"12:%02d:%02d Inner Step: %d | Loss: 3.40\n" % (n // 60 % 60, n % 60, n)
+        for n in range(200_000)
+    )
     assert main.run(["explain", write(tmp_path, gzip.compress(lines + CASCADE))]) == 0
     assert "ROOT CAUSE cuda_oom" in capsys.readouterr().out
 
@@ -47,8 +53,12 @@ def test_a_repetitive_log_is_unpacked_whole(tmp_path: Path, capsys: pytest.Captu
 def test_no_character_of_a_log_turns_what_its_reader_sees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    """Guards against a line that reads as another one (Trojan Source), or that clears the screen."""
-    log = write(tmp_path, "RuntimeError: CUDA out of memory \u202eegarots eht dna\x9b2J\u2066\u2028".encode())
+    """Guards against a line that reads as another one (Trojan Source), or that clears the
+    screen."""
+    log = write(
+        tmp_path,
+        "RuntimeError: CUDA out of memory \u202eegarots eht dna\x9b2J\u2066\u2028".encode(),
+    )
     assert main.run(["explain", log, *arguments]) == 0
     printed = capsys.readouterr().out
     assert "\\u202eegarots" in printed
@@ -62,7 +72,9 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("log", "said"), [(b"", "0 lines."), (b"fine\n", "1 line."), (b"fine\nand fi", "2 lines.")])
+@pytest.mark.parametrize(
+    ("log", "said"), [(b"", "0 lines."), (b"fine\n", "1 line."), (b"fine\nand fi", "2 lines.")]
+)
 def test_the_lines_of_a_log_without_trouble_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], log: bytes, said: str
 ) -> None:
@@ -85,7 +97,8 @@ def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture
     ("line", "first"),
     [
         (
-            "ImportError: tokenizers>=0.21,<0.22 is required for a normal functioning of this module, but found "
+            "ImportError: tokenizers>=0.21,<0.22 is required for a normal functioning of this "
+            "module, but found "
             "tokenizers==0.20.3.",
             "Install the version",
         ),
@@ -101,16 +114,23 @@ def test_the_json_is_the_contracts(tmp_path: Path, capsys: pytest.CaptureFixture
             "https://huggingface.co/api/models/me/miner/commit/main",
             "Commit less often",
         ),
-        ("FileNotFoundError: [Errno 2] No such file or directory: 'configs/tiny.yaml'", "Give its full path"),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: 'configs/tiny.yaml'",
+            "Give its full path",
+        ),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'run/lock'", "Look for it"),
     ],
 )
-def test_the_first_fix_fits_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, first: str) -> None:
+def test_the_first_fix_fits_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, first: str
+) -> None:
     _, document = explained(capsys, write(tmp_path, line.encode()))
     assert next(f["fixes"][0] for f in document["findings"] if f["root"]).startswith(first)
 
 
-def test_nothing_wrong_exits_1_and_says_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_wrong_exits_1_and_says_null(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, document = explained(capsys, write(tmp_path, b"step 1 loss 3.2\nerror: 0\n"))
     assert (code, document) == (1, {"root_cause": None, "findings": []})
 
@@ -127,7 +147,9 @@ def test_nothing_wrong_exits_1_and_says_null(tmp_path: Path, capsys: pytest.Capt
     ],
     ids=["empty", "invalid utf-8", "random", "one line", "blank lines", "colour codes"],
 )
-def test_any_content_gets_an_answer(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_content_gets_an_answer(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, document = explained(capsys, write(tmp_path, content))
     assert code == (1 if document["root_cause"] is None else 0)
 
@@ -136,7 +158,9 @@ def test_a_rotated_log_is_unpacked(tmp_path: Path, capsys: pytest.CaptureFixture
     assert explained(capsys, write(tmp_path, gzip.compress(CASCADE)))[1]["root_cause"] == "cuda_oom"
 
 
-def test_a_torn_archive_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torn_archive_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["explain", write(tmp_path, gzip.compress(CASCADE)[:60])]) == 64
     assert "can't be read" in capsys.readouterr().err
 
@@ -147,12 +171,16 @@ def test_stdin_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("what", ["missing.log", "."])
-def test_a_file_that_cannot_be_read_is_refused(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_read_is_refused(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["explain", what]) == 64
     assert f"{what} can't be read" in capsys.readouterr().err
 
 
-def test_it_names_one_change_and_remembers_what_helped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_names_one_change_and_remembers_what_helped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = write(tmp_path, CASCADE)
     assert main.run(["explain", log]) == 0
     out = capsys.readouterr().out
@@ -165,7 +193,9 @@ def test_it_names_one_change_and_remembers_what_helped(tmp_path: Path, capsys: p
     assert "Helped      batch 1 and checkpointing" in capsys.readouterr().out
 
 
-def test_a_note_about_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_note_about_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(["explain", write(tmp_path, b"all well\n"), "--note", "x"]) == 1
     assert not (tmp_path / "state").exists()
 
@@ -178,13 +208,24 @@ def test_damaged_notes_are_set_aside(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(list(state.glob("explain-notes.json.damaged-*"))) == 1
 
 
-def test_secrets_in_the_observed_line_are_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = b"RuntimeError: 401 Client Error: Unauthorized for url https://huggingface.co/x token=hf_" + b"a" * 34 + b"\n"
+def test_secrets_in_the_observed_line_are_masked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = (
+        b"RuntimeError: 401 Client Error: Unauthorized for url https://huggingface.co/x token=hf_"
+        + b"a" * 34
+        + b"\n"
+    )
     _, document = explained(capsys, write(tmp_path, log))
     assert document["root_cause"] == "hf_auth"
     assert "hf_aaaa" not in json.dumps(document)
 
 
 def test_a_note_with_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["explain", "--trace", write(tmp_path, b'{"step": 1, "loss": 2}\n'), "--note", "x"]) == 64
+    assert (
+        main.run(
+            ["explain", "--trace", write(tmp_path, b'{"step": 1, "loss": 2}\n'), "--note", "x"]
+        )
+        == 64
+    )
     assert "not with --trace" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The live part: one line per incident, the root and not its consequences; silent while the guard stops the miner."""
+"""The live part: one line per incident, the root and not its consequences; silent while the guard
+stops the miner."""
 
 from __future__ import annotations
 
@@ -27,15 +28,24 @@ else:
 
 EXCERPTS = [
     row["text"]
-    for row in tomllib.loads(Path(__file__).with_name("excerpts.toml").read_text(encoding="utf-8"))["excerpt"]
+    for row in tomllib.loads(Path(__file__).with_name("excerpts.toml").read_text(encoding="utf-8"))[
+        "excerpt"
+    ]
 ]
 
 OOM = (
-    b"[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has a total capacity of "
+    b"[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has "
+    b"a total capacity of "
     b"24.00 GiB of which 1.00 GiB is free.\n"
 )
-WATCHDOG = b"[rank0]:[E] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)\n"
-BUG = b"Traceback (most recent call last):\n  File \"/srv/miner/train.py\", line 3, in <module>\nKeyError: 'loss'\n"
+WATCHDOG = (
+    b"[rank0]:[E] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+    b"OpType=ALLREDUCE)\n"
+)
+BUG = (
+    b'Traceback (most recent call last):\n  File "/srv/miner/train.py", line 3, in '
+    b"<module>\nKeyError: 'loss'\n"
+)
 
 
 class Live:
@@ -45,10 +55,16 @@ class Live:
         self.clock = FakeClock()
         self.said: list[Finding] = []
         self.state = StateDir(tmp_path)
-        self.part = IncidentsMonitor(context(
-            tmp_path, config=config or Config(), clock=self.clock, emit=self.said.append, jobs=JobsAtOnce(),
-            status=lambda: {"steps": 1},
-        ))  # fmt: skip
+        self.part = IncidentsMonitor(
+            context(
+                tmp_path,
+                config=config or Config(),
+                clock=self.clock,
+                emit=self.said.append,
+                jobs=JobsAtOnce(),
+                status=lambda: {"steps": 1},
+            )
+        )
         self.launch()
 
     def launch(self, attempt: int = 0) -> None:
@@ -63,8 +79,14 @@ class Live:
 
     def steps(self, rank: int, number: int, loss: float) -> None:
         step = StepRecord(
-            number=number, outer_step=1, inner_step=number, total_steps=number, end=1.0, wall=1e9, loss=loss
-        )  # fmt: skip
+            number=number,
+            outer_step=1,
+            inner_step=number,
+            total_steps=number,
+            end=1.0,
+            wall=1e9,
+            loss=loss,
+        )
         self.said += self.part.on_steps(rank, [step])
 
     def ends(self, *, code: int = 1, asked: bool = False) -> None:
@@ -98,12 +120,19 @@ def test_a_consequence_that_is_printed_first_does_not_take_the_roots_place(tmp_p
 
 
 def test_a_symptom_waits_for_the_launcher_to_say_how_the_lost_rank_ended(tmp_path: Path) -> None:
-    """Guards against `training_loop_failed` for a rank that was killed: on a busy host torchrun took 7 s to say so."""
+    """Guards against `training_loop_failed` for a rank that was killed: on a busy host torchrun
+    took 7 s to say so."""
     live = Live(tmp_path)
-    live.prints(b"ERROR | Rank 0 | Training Loop Failed with error: [gloo] Read error: Connection reset by peer.\n")
+    live.prints(
+        b"ERROR | Rank 0 | Training Loop Failed with error: [gloo] Read error: "
+        b"Connection reset by peer.\n"
+    )
     live.after(7)
     assert live.labels == []
-    live.prints(b"torch/distributed/elastic/multiprocessing/api.py: failed (exitcode: -9) local_rank: 1 (pid: 7416)\n")
+    live.prints(
+        b"torch/distributed/elastic/multiprocessing/api.py: failed (exitcode: -9) "
+        b"local_rank: 1 (pid: 7416)\n"
+    )
     live.after(SETTLE_S)
     assert live.labels == ["host_oom_kill"]
     alone = Live(tmp_path / "alone")
@@ -131,7 +160,9 @@ def test_the_exit_does_not_wait_for_the_cascade_to_settle(tmp_path: Path) -> Non
     assert live.labels == ["cuda_oom"]
 
 
-def test_the_same_label_again_is_said_after_the_cooldown_only_and_in_each_launch(tmp_path: Path) -> None:
+def test_the_same_label_again_is_said_after_the_cooldown_only_and_in_each_launch(
+    tmp_path: Path,
+) -> None:
     live = Live(tmp_path)
     for _ in range(5):
         live.prints(OOM)
@@ -162,9 +193,12 @@ def test_one_retry_is_no_incident_but_many_are_a_warning(tmp_path: Path) -> None
 
 def test_what_a_stop_by_the_guard_prints_is_no_incident(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    live.said += live.part.on_finding(make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0))
+    live.said += live.part.on_finding(
+        make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0)
+    )
     live.prints(
-        b"W1 torch/distributed/elastic/agent/server/api.py:752] Received 15 death signal, shutting down workers\n"
+        b"W1 torch/distributed/elastic/agent/server/api.py:752] Received 15 death "
+        b"signal, shutting down workers\n"
     )
     live.after(SETTLE_S)
     live.prints(b"KeyboardInterrupt\n")
@@ -181,8 +215,11 @@ def test_a_loss_that_the_guard_has_called_nan_itself_is_not_said_twice(tmp_path:
 
 
 @pytest.mark.parametrize("printed", [b"", b"step 512 | loss: nan\n"])
-def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(tmp_path: Path, printed: bytes) -> None:
-    """The exit once had no incident where the miner printed the NaN, and the exception alone where it did not."""
+def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(
+    tmp_path: Path, printed: bytes
+) -> None:
+    """The exit once had no incident where the miner printed the NaN, and the exception alone where
+    it did not."""
     live, nan = Live(tmp_path), make_finding("loss_nan", step=512, loss=float("nan"))
     live.said += live.part.on_finding(nan)
     live.prints(printed)
@@ -191,7 +228,9 @@ def test_a_crash_after_nan_is_one_incident_and_the_root_that_the_whole_log_has(t
     live.after(SETTLE_S)
     live.ends()
     whole = (
-        printed + b"2026-01-02T03:04:05.678Z | CRITICAL ERROR | Rank 0 | \xe2\x9d\x8c " + catalog.message(nan).encode()
+        printed
+        + b"2026-01-02T03:04:05.678Z | CRITICAL ERROR | Rank 0 | \xe2\x9d\x8c "
+        + catalog.message(nan).encode()
     )
     assert live.labels == [root(whole + b"\n" + BUG)] == ["nan_loss"]
     assert "NaN" in live.said[0].fields["excerpt"] or printed
@@ -227,11 +266,13 @@ FULL = b"OSError: [Errno 28] No space left on device: '/ckpt/step_99.pt'\n"
 @pytest.mark.parametrize(
     ("last", "printed", "labels"),
     [
-        (float("nan"), BUG, ["nan_loss"]), (float("nan"), b"", ["nan_loss"]), (2.5, BUG, ["code_bug"]),
+        (float("nan"), BUG, ["nan_loss"]),
+        (float("nan"), b"", ["nan_loss"]),
+        (2.5, BUG, ["code_bug"]),
         (float("nan"), FULL, ["disk_full"]),
     ],
     ids=["an exception", "no word", "training got over it", "a cause of its own"],
-)  # fmt: skip
+)
 def test_a_nan_of_long_ago_that_is_still_there_is_why_it_fails_without_a_known_cause(
     tmp_path: Path, last: float, printed: bytes, labels: list[str]
 ) -> None:
@@ -279,7 +320,12 @@ def test_ordinary_output_says_nothing_and_the_snapshot_says_so(tmp_path: Path) -
         live.after(0.1)
     live.ends(code=0)
     assert live.said == []
-    assert live.part.snapshot() == {"classify": True, "root_cause": None, "latest": None, "counts": {}}
+    assert live.part.snapshot() == {
+        "classify": True,
+        "root_cause": None,
+        "latest": None,
+        "counts": {},
+    }
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:

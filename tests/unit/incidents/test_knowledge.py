@@ -44,20 +44,55 @@ def test_a_word_that_is_enough_by_itself_holds_a_trigger() -> None:
     """Otherwise the line would never be looked at."""
     known = knowledge.load()
     enough = [word for pattern in known.patterns if pattern.regex is None for word in pattern.has]
-    assert not [word for word in enough if not any(trigger.decode() in word for trigger in known.triggers)]
+    assert not [
+        word for word in enough if not any(trigger.decode() in word for trigger in known.triggers)
+    ]
 
 
 def test_corpus_and_subnet_labels_are_all_there() -> None:
     assert {
-        "cuda_oom", "host_oom_kill", "user_interrupt", "hub_or_storage_unavailable", "gpu_hardware",
-        "cuda_device_assert", "cuda_unavailable", "version_mismatch", "nccl_timeout", "port_in_use",
-        "nccl_network_error", "hf_auth", "cuda_illegal_memory_access", "storage_access_denied", "nan_loss",
-        "code_bug", "hf_rate_limit", "clock_skew", "disk_full", "state_dict_mismatch", "rendezvous_timeout",
-        "dataset_fetch_failed", "too_many_open_files", "shm_exhausted", "chain_unreachable", "wallet_permission",
-        "dht_unreachable", "hotkey_not_registered", "training_loop_failed", "upload_failed", "upload_worker_died",
-        "upload_cancelled", "allreduce_failed", "state_load_failed", "chain_frozen", "collective_desync",
-        "checkpoint_corrupt", "compile_failed", "tracker_unavailable", "crash_loop", "fabric_manager",
-    } <= knowledge.load().labels.keys()  # fmt: skip
+        "cuda_oom",
+        "host_oom_kill",
+        "user_interrupt",
+        "hub_or_storage_unavailable",
+        "gpu_hardware",
+        "cuda_device_assert",
+        "cuda_unavailable",
+        "version_mismatch",
+        "nccl_timeout",
+        "port_in_use",
+        "nccl_network_error",
+        "hf_auth",
+        "cuda_illegal_memory_access",
+        "storage_access_denied",
+        "nan_loss",
+        "code_bug",
+        "hf_rate_limit",
+        "clock_skew",
+        "disk_full",
+        "state_dict_mismatch",
+        "rendezvous_timeout",
+        "dataset_fetch_failed",
+        "too_many_open_files",
+        "shm_exhausted",
+        "chain_unreachable",
+        "wallet_permission",
+        "dht_unreachable",
+        "hotkey_not_registered",
+        "training_loop_failed",
+        "upload_failed",
+        "upload_worker_died",
+        "upload_cancelled",
+        "allreduce_failed",
+        "state_load_failed",
+        "chain_frozen",
+        "collective_desync",
+        "checkpoint_corrupt",
+        "compile_failed",
+        "tracker_unavailable",
+        "crash_loop",
+        "fabric_manager",
+    } <= knowledge.load().labels.keys()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +102,11 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         ('cause = "It broke."', "", "cause is missing"),
         ('has = ["boom"]', 'has = ["Boom"]', "'Boom' has capitals"),
         ("boom \\d", "boom (", "regex 'boom ('"),
-        ('severity = "error"', 'severity = "error"\nfollows = ["nobody"]', "follows nobody, which is no label"),
+        (
+            'severity = "error"',
+            'severity = "error"\nfollows = ["nobody"]',
+            "follows nobody, which is no label",
+        ),
         ('severity = "error"', 'severity = "error"\ncolour = "red"', "unknown key colour"),
         ('triggers = ["boom"]', 'triggers = ["boom 1"]', "no digits"),
         ("[broken]", "[broken", "not valid TOML"),
@@ -76,7 +115,11 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
 def test_a_wrong_file_is_refused_with_the_place(old: str, new: str, message: str) -> None:
     with pytest.raises(BadKnowledge, match=message.replace("(", r"\(")) as refused:
         knowledge.parse({"mine.toml": GOOD.replace(old, new)})
-    assert "mine.toml" in str(refused.value) or "broken" in str(refused.value) or "trigger" in str(refused.value)
+    assert (
+        "mine.toml" in str(refused.value)
+        or "broken" in str(refused.value)
+        or "trigger" in str(refused.value)
+    )
 
 
 def test_a_label_defined_in_two_files_is_refused() -> None:

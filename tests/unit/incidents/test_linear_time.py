@@ -1,4 +1,5 @@
-"""A long line holds the guard up no longer than its length: every pattern meets the text made to cost it the most."""
+"""A long line holds the guard up no longer than its length: every pattern meets the text made to
+cost it the most."""
 
 from __future__ import annotations
 
@@ -30,9 +31,7 @@ def test_no_pattern_takes_more_than_linear_time_on_its_own_adversary() -> None:
 
 
 def test_a_metagraph_on_one_line_is_scanned_in_no_time() -> None:
-    neuron = (
-        b'{"uid":%d,"hotkey":"5FabcDEFghiJKLmnoPQRstuVWXyz012345","coldkey":"5GabcDEFghiJKLmnoPQRstuVWXyz","axon":"x"}'
-    )
+    neuron = b'{"uid":%d,"hotkey":"5FabcDEFghiJKLmnoPQRstuVWXyz012345","coldkey":"5GabcDEFghiJKLmnoPQRstuVWXyz","axon":"x"}'
     line = b'{"error":null,"neurons":[' + b",".join(neuron % uid for uid in range(256)) + b"]}\n"
     started = time.process_time()
     Scanner(knowledge.load()).feed(line)

@@ -77,7 +77,9 @@ Received SIGTERM, shutting down
 def test_what_the_course_of_the_run_makes_of_it_does_not_depend_on_the_cuts(at: list[int]) -> None:
     case = RootCauseAnalyzer(knowledge.load())
     case.add(seen_of(cut(COURSE, at)))
-    assert [(i.label, i.first.line, i.count) for i in case.incidents(10)] == [("hub_or_storage_unavailable", 4, 1)]
+    assert [(i.label, i.first.line, i.count) for i in case.incidents(10)] == [
+        ("hub_or_storage_unavailable", 4, 1)
+    ]
 
 
 def test_byte_by_byte_is_the_same_as_whole() -> None:
@@ -85,10 +87,16 @@ def test_byte_by_byte_is_the_same_as_whole() -> None:
 
 
 def test_a_line_longer_than_any_chunk_is_the_same_in_pieces() -> None:
-    """A line of megabytes is looked at in pieces that lie where they lie, not where chunks happen to end."""
+    """A line of megabytes is looked at in pieces that lie where they lie, not where chunks happen
+    to end."""
     chance = random.Random(7)
     filler = bytes(chance.choices(b"abcdefgh ", k=50_000))
-    line = filler + b" RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB " + filler + b"\nnext\n"
+    line = (
+        filler
+        + b" RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB "
+        + filler
+        + b"\nnext\n"
+    )
     whole = seen_of([line])
     assert {getattr(item, "label", None) for item in whole} == {"cuda_oom"}
     for size in (1000, 4096, 16384, 16385, 65536):
@@ -110,7 +118,11 @@ def test_memory_stays_flat_over_a_log_without_newlines_and_over_ever_new_lines()
     for _ in range(8):
         scanner.feed(block)
     for number in range(500):
-        scanner.feed(f"error in part {chance.random()} {'x' * (number % 97)} {chance.choice('abcdef')}\n".encode())
+        scanner.feed(
+            (
+                f"error in part {chance.random()} {'x' * (number % 97)} {chance.choice('abcdef')}\n"
+            ).encode()
+        )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 << 20
@@ -122,7 +134,8 @@ def test_lines_are_counted_as_an_editor_counts() -> None:
 
 
 def test_no_known_error_is_lost_by_the_search_for_trigger_words() -> None:
-    """A line is only looked at where it holds a trigger word; a line that a pattern knows must bring one."""
+    """A line is only looked at where it holds a trigger word; a line that a pattern knows must
+    bring one."""
     known = knowledge.load()
     lost = []
     for row in tomllib.loads(EXCERPTS.read_text(encoding="utf-8"))["excerpt"]:
@@ -144,7 +157,11 @@ def test_noise_is_no_incident() -> None:
 
 
 def test_the_excerpt_of_a_long_line_shows_the_error_in_it() -> None:
-    line = b"x = 1; " * 1500 + b"RuntimeError: CUDA error: an illegal memory access was encountered " + b"y = 2; " * 500
+    line = (
+        b"x = 1; " * 1500
+        + b"RuntimeError: CUDA error: an illegal memory access was encountered "
+        + b"y = 2; " * 500
+    )
     [found] = incidents(line)
     assert "illegal memory access" in found.first.text
     assert len(found.first.text) <= 800
@@ -155,7 +172,11 @@ BROKE = 'Traceback (most recent call last):\n  File "/srv/miner.py", line 3, in 
 
 def test_what_a_line_of_json_tells_is_read_as_lines() -> None:
     """Structured logs once hid every exception that no pattern knows."""
-    for record in ({"event": "step failed", "exc_info": BROKE}, {"message": BROKE}, {"log": "[rank3]: KeyError: 7\n"}):
+    for record in (
+        {"event": "step failed", "exc_info": BROKE},
+        {"message": BROKE},
+        {"log": "[rank3]: KeyError: 7\n"},
+    ):
         [found] = incidents(json.dumps({"level": "error", "rank": 3, **record}).encode())
         assert (found.label, found.root, found.ranks) == ("code_bug", True, [3])
     assert root(json.dumps({"msg": "Exception ignored in: <function f>\n" + BROKE})) is None
@@ -165,7 +186,10 @@ def test_what_a_line_of_json_tells_is_read_as_lines() -> None:
 
 
 def test_a_warning_in_json_is_a_remark() -> None:
-    record = {"level": "warning", "msg": "429 Client Error: Too Many Requests for url: https://huggingface.co/x"}
+    record = {
+        "level": "warning",
+        "msg": "429 Client Error: Too Many Requests for url: https://huggingface.co/x",
+    }
     log = json.dumps(record) + '\n{"step": 3, "loss": 3.1}\n{"step": 4, "loss": 3.1}\n'
     assert root(log) is None
     assert root(log.replace('"warning"', '"error"')) == "hf_rate_limit"
@@ -175,7 +199,10 @@ def test_a_warning_in_json_is_a_remark() -> None:
     "line",
     [
         "{'loss': '3.%s', 'grad_norm': '1.%s', 'learning_rate': '%se-07', 'epoch': '0.%s'}",
-        "{'eval_loss': 3.%s, 'eval_runtime': %s.12, 'eval_samples_per_second': %s.4, 'epoch': 1.%s}",
+        (
+            "{'eval_loss': 3.%s, 'eval_runtime': %s.12, 'eval_samples_per_second': %s.4, "
+            "'epoch': 1.%s}"
+        ),
         "2025-01-01 10:00:00.%s | INFO | rank 0 status: step %s error rate 0.%s response %sms",
         "Outer Step: 5 | Inner Step: %s | Loss: 3.%s | Step Time: 1.%ss | Tokens/s: %s",
         "Uploading epoch-%s/gradients.pt (%s MB) to the bucket took %s s, step %s",
@@ -189,13 +216,18 @@ def test_no_number_of_training_is_a_status_code(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["Found 0 inf or nan gradients", 'INFO:     127.0.0.1:54321 - "GET /healthz HTTP/1.1" 503 Service Unavailable'],
+    [
+        "Found 0 inf or nan gradients",
+        'INFO:     127.0.0.1:54321 - "GET /healthz HTTP/1.1" 503 Service Unavailable',
+    ],
 )
 def test_a_count_of_none_and_ones_own_answers_are_no_incidents(line: str) -> None:
     assert root(line) is None
 
 
-def test_a_script_that_is_not_there_is_named_also_by_an_interpreter_in_a_folder_with_a_space() -> None:
+def test_a_script_that_is_not_there_is_named_also_by_an_interpreter_in_a_folder_with_a_space() -> (
+    None
+):
     log = """\
 /srv/my miner/.venv/bin/python: can't open file '/srv/my miner/train.py': [Errno 2] No such file or directory
 E1122 02:38:19.506000 9781 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 0 \

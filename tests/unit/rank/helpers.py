@@ -18,7 +18,9 @@ class Clock:
 
 
 def place(state: StateDir | None, *, rank: int = 0, world_size: int = 1, **env: str) -> RankContext:
-    return find({"RANK": str(rank), "WORLD_SIZE": str(world_size), **env}, state.root if state else None)
+    return find(
+        {"RANK": str(rank), "WORLD_SIZE": str(world_size), **env}, state.root if state else None
+    )
 
 
 def reader_of(state: StateDir, rank: int = 0) -> FlightReader:
@@ -30,7 +32,9 @@ def entries(state: StateDir, kind: str) -> list[dict[str, Any]]:
 
 
 def said(state: StateDir) -> list[str]:
-    return [e["fields"]["what"] for e in entries(state, "finding") if e["event"] == "guard_degraded"]
+    return [
+        e["fields"]["what"] for e in entries(state, "finding") if e["event"] == "guard_degraded"
+    ]
 
 
 def state_of(state: StateDir) -> str:

@@ -1,4 +1,5 @@
-"""What a rank asks the guard: may it upload, is one due, is a checkpoint wanted; and how an upload is told."""
+"""What a rank asks the guard: may it upload, is one due, is a checkpoint wanted; and how an upload
+is told."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_a_loss_shown_as_zero_beside_a_nan_gradient_norm_blocks_the_upload(guard
     assert "poisoned" in decision.reason
 
 
-def test_broken_gate_inputs_make_the_repo_unknown_and_block_nothing(guard: Guard, state: StateDir) -> None:
+def test_broken_gate_inputs_make_the_repo_unknown_and_block_nothing(
+    guard: Guard, state: StateDir
+) -> None:
     state.gate_inputs.write_text('{"published": {"age_s":')
     decision = guard.may_upload(outer_step=1, inner_step=50)
     assert decision.allowed
@@ -43,14 +46,21 @@ def test_an_early_upload_is_blocked_in_the_documents_words(guard: Guard, state: 
     decision = guard.may_upload(outer_step=1, inner_step=15)
     assert not decision
     assert decision.reason == (
-        "inner_step (15) < minimum (50). Validators will reject this! Waiting for more training steps..."
+        "inner_step (15) < minimum (50). Validators will reject this! Waiting for more "
+        "training steps..."
     )
     (entry,) = entries(state, "decision")
-    assert (entry["allowed"], entry["upload_kind"], entry["decision_id"]) == (False, "gradient", decision.decision_id)
+    assert (entry["allowed"], entry["upload_kind"], entry["decision_id"]) == (
+        False,
+        "gradient",
+        decision.decision_id,
+    )
     assert guard.may_upload(outer_step=1, inner_step=0, kind="archive")
 
 
-def test_an_error_in_the_rules_blocks_and_says_so(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_rules_blocks_and_says_so(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise KeyError("limit")
 
@@ -60,8 +70,11 @@ def test_an_error_in_the_rules_blocks_and_says_so(guard: Guard, monkeypatch: pyt
     assert "the gate failed: KeyError: 'limit'" in decision.reason
 
 
-def test_a_loss_that_may_not_be_read_here_is_unknown_and_no_nan(guard: Guard, state: StateDir) -> None:
-    """Guards against a loss handed in as a tensor on the GPU: every upload was blocked as poisoned."""
+def test_a_loss_that_may_not_be_read_here_is_unknown_and_no_nan(
+    guard: Guard, state: StateDir
+) -> None:
+    """Guards against a loss handed in as a tensor on the GPU: every upload was blocked as
+    poisoned."""
     on_gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     for loss in (on_gpu, "n/a"):
         decision = guard.may_upload(outer_step=1, inner_step=50, loss=loss, base_outer_step=on_gpu)
@@ -76,7 +89,8 @@ def test_a_loss_that_may_not_be_read_here_is_unknown_and_no_nan(guard: Guard, st
 def test_what_the_ranks_agreed_on_holds_where_it_cannot_be_recorded(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against rank 0 alone staying away from an upload that the others are in a collective for."""
+    """Guards against rank 0 alone staying away from an upload that the others are in a collective
+    for."""
 
     def no_thread(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -97,7 +111,9 @@ def test_ranks_without_a_process_group_cannot_agree_and_block(state: StateDir) -
     assert guard.upload_due() is False
 
 
-def test_an_upload_leaves_its_start_its_end_and_its_error(guard: Guard, state: StateDir, clock: Clock) -> None:
+def test_an_upload_leaves_its_start_its_end_and_its_error(
+    guard: Guard, state: StateDir, clock: Clock
+) -> None:
     decision = guard.may_upload(outer_step=1, inner_step=50)
     with guard.upload(decision) as upload:
         clock.now += 3
@@ -107,10 +123,16 @@ def test_an_upload_leaves_its_start_its_end_and_its_error(guard: Guard, state: S
     first, second, _, failed = entries(state, "upload")
     with guard.upload(decision, tag="5.1.51"):
         pass
-    # Guards against `UPLOAD STARTED: tag 1.51` and then `UPLOAD VERIFIED: tag 5.1.51`: two tags of one upload.
+    # Guards against `UPLOAD STARTED: tag 1.51` and then `UPLOAD VERIFIED: tag 5.1.51`: two tags of
+    # one upload.
     assert [entry["tag"] for entry in entries(state, "upload")[4:]] == ["5.1.51", "5.1.51"]
     assert (first["phase"], first["seconds"]) == ("started", None)
-    assert (second["phase"], second["seconds"], second["tag"], second["bytes"]) == ("finished", 3.0, "5.1.50", 1000)
+    assert (second["phase"], second["seconds"], second["tag"], second["bytes"]) == (
+        "finished",
+        3.0,
+        "5.1.50",
+        1000,
+    )
     assert (failed["phase"], failed["error"]) == ("failed", "ConnectionError: storage is gone")
     assert {e["decision_id"] for e in entries(state, "upload")} == {decision.decision_id}
 
@@ -119,7 +141,10 @@ def test_an_upload_is_due_once_the_published_state_is_past_its_target(
     guard: Guard, state: StateDir, clock: Clock
 ) -> None:
     def published(age_s: float) -> None:
-        document = {"published": {"age_s": age_s, "reason": None, "seen_at": clock.now}, "written_monotonic": clock.now}
+        document = {
+            "published": {"age_s": age_s, "reason": None, "seen_at": clock.now},
+            "written_monotonic": clock.now,
+        }
         state.gate_inputs.write_text(json.dumps(document))
 
     published(100.0)
@@ -134,7 +159,10 @@ def test_an_upload_that_has_just_ended_well_is_not_due_again_before_the_next_loo
     guard: Guard, state: StateDir, clock: Clock
 ) -> None:
     def published(age_s: float) -> None:
-        document = {"published": {"age_s": age_s, "reason": None, "seen_at": clock.now}, "written_monotonic": clock.now}
+        document = {
+            "published": {"age_s": age_s, "reason": None, "seen_at": clock.now},
+            "written_monotonic": clock.now,
+        }
         state.gate_inputs.write_text(json.dumps(document))
 
     def due() -> bool:
@@ -179,7 +207,8 @@ def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> N
 
 
 class _OneProcess:
-    """torch.distributed of two ranks, as far as one process can be it: the other one asks the same."""
+    """torch.distributed of two ranks, as far as one process can be it: the other one asks the
+    same."""
 
     def __init__(self, failures: int = 0) -> None:
         self.failures = failures
@@ -209,19 +238,24 @@ class _OneProcess:
 def test_a_guard_begun_before_the_process_group_says_that_it_took_itself_for_another_rank(
     state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under Slurm or MPI, whose ranks have no RANK in their environment: all wrote into the record of rank 0."""
+    """Under Slurm or MPI, whose ranks have no RANK in their environment: all wrote into the record
+    of rank 0."""
     guard = Guard(find({}, state.root))
     monkeypatch.setattr(environment, "initialised_distributed", _OneProcess)
     for _ in range(2):
         guard.step()
         guard.upload_due()
     assert said(state) == [
-        "this is rank 0 of 2 and is recorded as rank 0 of 1: call miner_guard.init() after init_process_group"
+        (
+            "this is rank 0 of 2 and is recorded as rank 0 of 1: call miner_guard.init() "
+            "after init_process_group"
+        )
     ]
 
 
 def test_a_group_that_cannot_be_made_is_tried_again_more_and_more_rarely() -> None:
-    """Guards against a step that waits 60 s for it each time: `upload_due` is asked at every step."""
+    """Guards against a step that waits 60 s for it each time: `upload_due` is asked at every
+    step."""
     dist = _OneProcess(failures=10**9)
     founder = agree.GroupFactory(dist, 60.0)
     for _ in range(1000):
@@ -240,7 +274,8 @@ def test_a_group_that_can_be_made_later_is_made() -> None:
 
 @pytest.mark.parametrize("answer", [None, b"x" * (agree.PAYLOAD_BYTES + 1)])
 def test_rank_0_comes_to_the_others_without_an_answer_too(answer: bytes | None) -> None:
-    """Guards against ranks that wait out their timeout, and a group that is broken for good, for want of an answer."""
+    """Guards against ranks that wait out their timeout, and a group that is broken for good, for
+    want of an answer."""
     requires.module("torch")
     dist = _OneProcess()
     with pytest.raises(agree.NoConsensus, match="rank 0 had no answer, or one that is too long"):
@@ -251,7 +286,9 @@ def test_rank_0_comes_to_the_others_without_an_answer_too(answer: bytes | None) 
 
 def test_a_decision_travels_whatever_its_words_are() -> None:
     words = "\N{ROCKET}" * 5000
-    decision = GateDecision(False, words, 1, 2, words, (Verdict("loss", "block", None, None, words),))
+    decision = GateDecision(
+        False, words, 1, 2, words, (Verdict("loss", "block", None, None, words),)
+    )
     assert len(gating.pack(decision)) <= agree.PAYLOAD_BYTES
 
 
@@ -268,10 +305,14 @@ def test_an_error_in_rank_0s_own_look_does_not_keep_it_from_the_others(
 
 
 def test_a_block_of_this_ranks_own_has_an_id_of_its_own_in_every_launch(state: StateDir) -> None:
-    """Guards against a ledger that takes the first such block of all launches, and leaves the others out."""
+    """Guards against a ledger that takes the first such block of all launches, and leaves the
+    others out."""
     ids = set()
     for launch in range(3):
-        settings = {"_MINER_GUARD_RANK_SETTINGS": json.dumps({"launch": launch}), "_MINER_GUARD_RUN": "run-1"}
+        settings = {
+            "_MINER_GUARD_RANK_SETTINGS": json.dumps({"launch": launch}),
+            "_MINER_GUARD_RUN": "run-1",
+        }
         guard = Guard(place(state, world_size=4, **settings))
         ids |= {guard.may_upload(outer_step=1, inner_step=99).decision_id for _ in range(2)}
     assert len(ids) == 6

@@ -1,4 +1,5 @@
-"""Phases of a step: what each takes, nested, across steps, in other threads, and when an exception passes."""
+"""Phases of a step: what each takes, nested, across steps, in other threads, and when an exception
+passes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ def test_phases_are_inclusive_and_a_nested_one_is_not_counted_twice(
     guard.step(outer_step=1, inner_step=7, loss=2.5, lr=1e-4, grad_norm=0.5, tokens=512)
     (step,) = reader_of(state).steps()
     assert step.phases == {"forward": 7.0, "data": 2.0}
-    assert (step.inner_step, step.loss, step.lr, step.grad_norm, step.tokens) == (7, 2.5, 1e-4, 0.5, 512)
+    assert (step.inner_step, step.loss, step.lr, step.grad_norm, step.tokens) == (
+        7,
+        2.5,
+        1e-4,
+        0.5,
+        512,
+    )
     assert step.seconds == 7.0
     assert step.flags & FLAG_FIRST
 
@@ -47,7 +54,9 @@ def test_monitor_knows_what_is_nested_in_it(guard: Guard, state: StateDir, clock
     assert not step.flags & FLAG_SYNC
 
 
-def test_a_phase_that_spans_two_steps_is_shared_between_them(guard: Guard, state: StateDir, clock: Clock) -> None:
+def test_a_phase_that_spans_two_steps_is_shared_between_them(
+    guard: Guard, state: StateDir, clock: Clock
+) -> None:
     with guard.phase("upload"):
         clock.now += 5
         guard.step(inner_step=1)
@@ -59,7 +68,9 @@ def test_a_phase_that_spans_two_steps_is_shared_between_them(guard: Guard, state
     assert [s.phases["upload"] for s in reader_of(state).steps()] == [5.0, 3.0]
 
 
-def test_the_header_shows_the_innermost_phase_and_its_allowance(guard: Guard, state: StateDir, clock: Clock) -> None:
+def test_the_header_shows_the_innermost_phase_and_its_allowance(
+    guard: Guard, state: StateDir, clock: Clock
+) -> None:
     def phase() -> tuple[str, float, float | None]:
         now = reader_of(state).now()
         assert now is not None
@@ -88,7 +99,9 @@ def test_a_checkpoint_is_a_pause_of_training(guard: Guard, state: StateDir, cloc
     assert step.flags & FLAG_SYNC
 
 
-def test_phases_of_a_background_thread_take_no_time_of_the_step(guard: Guard, state: StateDir, clock: Clock) -> None:
+def test_phases_of_a_background_thread_take_no_time_of_the_step(
+    guard: Guard, state: StateDir, clock: Clock
+) -> None:
     def upload() -> None:
         with guard.phase("upload"):
             clock.now += 9
@@ -101,7 +114,9 @@ def test_phases_of_a_background_thread_take_no_time_of_the_step(guard: Guard, st
     assert step.phases == {}
 
 
-def test_an_exception_passes_through_a_phase_and_leaves_no_phase_open(guard: Guard, state: StateDir) -> None:
+def test_an_exception_passes_through_a_phase_and_leaves_no_phase_open(
+    guard: Guard, state: StateDir
+) -> None:
     def fails() -> None:
         with guard.phase("forward"):
             guard.phase("data").__enter__()
@@ -134,7 +149,9 @@ def test_a_phase_inside_a_compiled_model_breaks_no_graph(guard: Guard, state: St
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know")
-def test_a_step_inside_a_compiled_function_is_recorded_and_not_compiled(guard: Guard, state: StateDir) -> None:
+def test_a_step_inside_a_compiled_function_is_recorded_and_not_compiled(
+    guard: Guard, state: StateDir
+) -> None:
     torch = pytest.importorskip("torch")
 
     def train(x: Any) -> Any:

@@ -1,4 +1,5 @@
-"""A step and its costs as the hook writes them: what is known, what is not, and nothing that would stop the GPU."""
+"""A step and its costs as the hook writes them: what is known, what is not, and nothing that would
+stop the GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from tests.unit.rank.helpers import Clock, entries, place, reader_of, said, stat
 
 
 @pytest.mark.parametrize("name", ["grad_norm", "eval_loss"])
-def test_a_number_that_is_nan_is_not_one_that_was_not_given(guard: Guard, state: StateDir, name: str) -> None:
+def test_a_number_that_is_nan_is_not_one_that_was_not_given(
+    guard: Guard, state: StateDir, name: str
+) -> None:
     guard.step(loss=2.5)
     guard.step(loss=2.5, **{name: math.nan})
     guard.step(loss=2.5, **{name: math.inf})
@@ -48,7 +51,9 @@ def test_a_loss_on_the_gpu_is_not_read_but_said_once(guard: Guard, state: StateD
     assert "synchronisation; pass a float" in said(state)[0]
 
 
-def test_a_sharded_loss_is_not_read_because_that_is_a_collective(guard: Guard, state: StateDir) -> None:
+def test_a_sharded_loss_is_not_read_because_that_is_a_collective(
+    guard: Guard, state: StateDir
+) -> None:
     tensor = FakeTensor("cpu", None)
     tensor.to_local = None  # type: ignore[attr-defined]
     guard.step(grad_norm=tensor, loss=1.0)
@@ -81,9 +86,17 @@ def test_a_nan_loss_is_a_loss_and_an_unknown_one_is_not(guard: Guard, state: Sta
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"inner_step": "many"}, {"loss": "low"}, {"lr": object()}, {"tokens": [1]}, {"no such argument": 1}],
+    [
+        {"inner_step": "many"},
+        {"loss": "low"},
+        {"lr": object()},
+        {"tokens": [1]},
+        {"no such argument": 1},
+    ],
 )
-def test_nonsense_is_reported_and_never_raised(guard: Guard, state: StateDir, arguments: dict[str, Any]) -> None:
+def test_nonsense_is_reported_and_never_raised(
+    guard: Guard, state: StateDir, arguments: dict[str, Any]
+) -> None:
     guard.step(**arguments)
     guard.step(**arguments)
     guard.step(loss=1.0)
@@ -92,7 +105,9 @@ def test_nonsense_is_reported_and_never_raised(guard: Guard, state: StateDir, ar
     assert [s.loss for s in reader_of(state).steps()][-1] == 1.0
 
 
-@pytest.mark.parametrize("arguments", [{"inner_step": 1 << 63}, {"outer_step": 1e30}, {"tokens": 1 << 64}])
+@pytest.mark.parametrize(
+    "arguments", [{"inner_step": 1 << 63}, {"outer_step": 1e30}, {"tokens": 1 << 64}]
+)
 def test_a_number_without_room_in_the_record_is_unknown_and_the_step_is_recorded(
     guard: Guard, state: StateDir, clock: Clock, arguments: dict[str, Any]
 ) -> None:
@@ -107,7 +122,9 @@ def test_a_number_without_room_in_the_record_is_unknown_and_the_step_is_recorded
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_loss_that_still_has_its_graph_is_read_without_a_word_of_torch(guard: Guard, state: StateDir) -> None:
+def test_a_loss_that_still_has_its_graph_is_read_without_a_word_of_torch(
+    guard: Guard, state: StateDir
+) -> None:
     torch = pytest.importorskip("torch")
     guard.step(loss=2 * torch.ones((), requires_grad=True))
     (step,) = reader_of(state).steps()
@@ -116,7 +133,8 @@ def test_a_loss_that_still_has_its_graph_is_read_without_a_word_of_torch(guard: 
 
 
 class FakeCuda:
-    """As much of `torch.cuda` as the hook may touch: bytes allocated on each GPU, the first one being current."""
+    """As much of `torch.cuda` as the hook may touch: bytes allocated on each GPU, the first one
+    being current."""
 
     def __init__(self, *allocated: int) -> None:
         self.allocated = list(allocated)
@@ -130,14 +148,16 @@ class FakeCuda:
     def memory_stats_as_nested_dict(self, device: int | None = None) -> dict[str, Any]:
         allocated = self.allocated[device or 0]
         return {
-            "allocated_bytes": {"all": {"current": allocated}}, "reserved_bytes": {"all": {"current": 2 * allocated}},
-        }  # fmt: skip
+            "allocated_bytes": {"all": {"current": allocated}},
+            "reserved_bytes": {"all": {"current": 2 * allocated}},
+        }
 
 
 def test_memory_is_that_of_the_gpu_in_use_where_another_is_current(
     guard: Guard, state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script that names `cuda:2` and sets no device would else look as if its model were on the CPU."""
+    """A script that names `cuda:2` and sets no device would else look as if its model were on the
+    CPU."""
     monkeypatch.setitem(sys.modules, "torch.cuda", cuda := FakeCuda(0, 0, 18, 3))
     guard.step()
     cuda.allocated[2] = 19
@@ -147,11 +167,16 @@ def test_memory_is_that_of_the_gpu_in_use_where_another_is_current(
     other.step()
     monkeypatch.setitem(sys.modules, "torch.cuda", FakeCuda(0, 0))
     other.step()
-    assert [(s.allocated_bytes, s.reserved_bytes) for s in reader_of(state).steps()] == [(18, 36), (19, 38)]
+    assert [(s.allocated_bytes, s.reserved_bytes) for s in reader_of(state).steps()] == [
+        (18, 36),
+        (19, 38),
+    ]
     assert [s.allocated_bytes for s in reader_of(state, 1).steps()] == [5, 0]
 
 
-def test_costs_are_summed_up_and_leave_room_for_decisions(guard: Guard, state: StateDir, clock: Clock) -> None:
+def test_costs_are_summed_up_and_leave_room_for_decisions(
+    guard: Guard, state: StateDir, clock: Clock
+) -> None:
     for _ in range(1000):
         guard.add_cost("eval", 0.5)
         clock.now += 11

@@ -1,4 +1,5 @@
-"""The hook never stands in training's way: no disk, no supervisor, a fork, a hang, a foreign signal, an odd end."""
+"""The hook never stands in training's way: no disk, no supervisor, a fork, a hang, a foreign
+signal, an odd end."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def test_close_says_how_it_ended(guard: Guard, state: StateDir) -> None:
     assert state_of(state) == "finished"
 
 
-def test_close_in_a_finally_with_an_exception_in_flight_is_no_finish(guard: Guard, state: StateDir) -> None:
+def test_close_in_a_finally_with_an_exception_in_flight_is_no_finish(
+    guard: Guard, state: StateDir
+) -> None:
     def train() -> None:
         try:
             raise RuntimeError("CUDA out of memory")
@@ -147,7 +150,9 @@ def test_a_long_path_of_the_state_directory_still_reaches_the_supervisor(tmp_pat
         assert server.recv(100) == b'{"bell": 0}'
 
 
-def test_a_forked_child_does_not_write_into_its_parents_record(state: StateDir, listener: socket.socket) -> None:
+def test_a_forked_child_does_not_write_into_its_parents_record(
+    state: StateDir, listener: socket.socket
+) -> None:
     script = (
         "import os, sys, miner_guard\n"
         "guard = miner_guard.init(sys.argv[1])\n"
@@ -162,7 +167,9 @@ def test_a_forked_child_does_not_write_into_its_parents_record(state: StateDir, 
     assert state_of(state) == "running"
 
 
-def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(state: StateDir, listener: socket.socket) -> None:
+def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(
+    state: StateDir, listener: socket.socket
+) -> None:
     script = (
         "import sys, threading, miner_guard\n"
         "guard = miner_guard.init(sys.argv[1])\n"
@@ -188,7 +195,9 @@ def test_a_rank_that_hangs_in_c_code_still_gives_its_stacks(state: StateDir, lis
         rank.communicate()
 
 
-def test_a_signal_that_the_program_uses_itself_is_left_alone(state: StateDir, listener: socket.socket) -> None:
+def test_a_signal_that_the_program_uses_itself_is_left_alone(
+    state: StateDir, listener: socket.socket
+) -> None:
     before = signal.signal(STACKS_SIGNAL, lambda *_: None)
     try:
         with pytest.raises(SignalTaken):
@@ -200,7 +209,8 @@ def test_a_signal_that_the_program_uses_itself_is_left_alone(state: StateDir, li
 def test_a_signal_that_the_program_takes_later_is_not_sent_any_more(
     state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm and the like save and requeue on it: a guard that asks for stacks must not start that."""
+    """Slurm and the like save and requeue on it: a guard that asks for stacks must not start
+    that."""
     monkeypatch.setattr(hook, "_current", None)
     guard = hook.init(state.root)
     guard.step(inner_step=1)
@@ -227,14 +237,20 @@ def test_another_faulthandler_of_the_program_keeps_its_signal(state: StateDir) -
         "here()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(state.root)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script, str(state.root)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert "in here" in done.stdout
     assert not state.stacks_of(0).exists()
     assert "SIGUSR2 is in use by the program" in done.stdout
 
 
-def test_a_rank_without_home_or_working_directory_is_still_the_rank_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_home_or_working_directory_is_still_the_rank_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Guards against ranks that each take themselves for rank 0 of 1, and upload alone."""
     nobody = find({"RANK": "2", "WORLD_SIZE": "4"}, "~no-such-user/state")
     assert (nobody.rank, nobody.world_size, nobody.state) == (2, 4, None)
@@ -257,7 +273,9 @@ def test_a_rank_that_is_no_number_of_ranks_is_said(state: StateDir, text: str) -
     assert reader_of(state).identity.local_rank == 0
 
 
-def test_what_is_logged_by_mistake_is_not_fetched_from_the_gpu(guard: Guard, state: StateDir) -> None:
+def test_what_is_logged_by_mistake_is_not_fetched_from_the_gpu(
+    guard: Guard, state: StateDir
+) -> None:
     class Tensor:
         device = type("device", (), {"type": "cuda", "__str__": lambda _self: "cuda:0"})()
 
@@ -275,15 +293,20 @@ def test_importing_and_using_the_hook_imports_neither_torch_nor_third_party_modu
         "import miner_guard; guard = miner_guard.init()\n"
         "guard.step(loss=1.0); guard.may_upload(outer_step=1, inner_step=99); guard.close()\n"
         "loaded = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "foreign = loaded - {'miner_guard', 'uploads', 'validators'} - set(sys.stdlib_module_names)\n"
+        "foreign = loaded - {'miner_guard', 'uploads', 'validators'} - "
+        "set(sys.stdlib_module_names)\n"
         "sys.exit(str(foreign) if foreign else 0)\n"
     )
     subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{script}"], check=True, timeout=60
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{script}"],
+        check=True,
+        timeout=60,
     )
 
 
-def test_init_gives_the_same_guard_until_it_is_closed(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_gives_the_same_guard_until_it_is_closed(
+    state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hook, "_current", None)
     first = hook.init(state.root)
     assert hook.init() is first
@@ -296,7 +319,8 @@ def test_init_gives_the_same_guard_until_it_is_closed(state: StateDir, monkeypat
 def test_a_spawned_worker_that_runs_the_script_again_leaves_the_ranks_record_alone(
     state: StateDir, listener: socket.socket, tmp_path: Path
 ) -> None:
-    """Guards against a hang that is none: a dataloader's worker replaced the record that the rank wrote into."""
+    """Guards against a hang that is none: a dataloader's worker replaced the record that the rank
+    wrote into."""
     script = tmp_path / "train.py"
     script.write_text(
         "import multiprocessing, sys, miner_guard\n"
@@ -314,7 +338,9 @@ def test_a_spawned_worker_that_runs_the_script_again_leaves_the_ranks_record_alo
     assert state_of(state) == "finished"
 
 
-def test_what_is_handed_to_the_guard_by_mistake_is_said_and_raises_nothing(guard: Guard, state: StateDir) -> None:
+def test_what_is_handed_to_the_guard_by_mistake_is_said_and_raises_nothing(
+    guard: Guard, state: StateDir
+) -> None:
     """Guards against a training that ends because of a line that was only to be logged."""
     circle: dict[str, object] = {}
     circle["itself"] = circle
@@ -341,15 +367,21 @@ def test_what_is_handed_to_the_guard_by_mistake_is_said_and_raises_nothing(guard
     assert len(guard._phases.stack) == 64
 
 
-def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(state: StateDir) -> None:
-    """Guards against a log that ends without a word: one exception ended the thread that writes it."""
+def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(
+    state: StateDir,
+) -> None:
+    """Guards against a log that ends without a word: one exception ended the thread that writes
+    it."""
     guard = Guard(place(state))
     guard.emit(Finding("no_such_event", {}))
     guard.emit(make_finding("rank_message", text="still here"))
     guard.close()
     messages = [json.loads(line)["msg"] for line in state.log.read_text().splitlines()]
     assert "still here" in messages
-    assert any("1 lines of this rank could not be logged, the last one: no_such_event" in m for m in messages)
+    assert any(
+        "1 lines of this rank could not be logged, the last one: no_such_event" in m
+        for m in messages
+    )
 
 
 def test_a_console_that_is_full_for_a_while_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +404,9 @@ def test_a_console_that_is_full_for_a_while_is_used_again(monkeypatch: pytest.Mo
     os.close(write)
 
 
-def test_without_a_standard_output_nothing_is_written_into_the_file_that_has_its_number(tmp_path: Path) -> None:
+def test_without_a_standard_output_nothing_is_written_into_the_file_that_has_its_number(
+    tmp_path: Path,
+) -> None:
     script = (
         "import sys, miner_guard\n"
         "file = open(sys.argv[1], 'wb'); assert file.fileno() == 1\n"

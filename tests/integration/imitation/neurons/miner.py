@@ -22,14 +22,20 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 SHAPE = os.environ.get("SHAPE", "2025-12")
 LAST_STEP = int(os.environ.get("LAST_STEP", "7"))
 FAIL_AT = int(os.environ.get("FAIL_AT", "-1"))
-WORKER = Path(os.path.abspath(__file__).replace("neurons/miner.py", "distributed_training/utils/upload_worker.py"))
+WORKER = Path(
+    os.path.abspath(__file__).replace(
+        "neurons/miner.py", "distributed_training/utils/upload_worker.py"
+    )
+)
 
 
 class Miner(BaseMinerNeuron):
     def __init__(self, config: Any = None) -> None:
         super(Miner, self).__init__(config=config)  # noqa: UP008 - as upstream writes it
         self._init_training_components()
-        self.local_progress = SimpleNamespace(epoch=1, inner_step=0, loss=0.0, samples_accumulated=0)
+        self.local_progress = SimpleNamespace(
+            epoch=1, inner_step=0, loss=0.0, samples_accumulated=0
+        )
         self._load_model()
         self.running_loss, self.batch_count = 0.0, 0
         self.upload(archive=False)
@@ -151,8 +157,12 @@ class Miner(BaseMinerNeuron):
 
     def _start_upload(self, epoch: int, archive: bool) -> None:
         self.say(f"Saving model state locally for epoch {epoch}")
-        state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        self.current_upload_future = self.upload_executor.submit(self.upload_model, epoch, state, archive)
+        state = get_model_state_dict(
+            self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        self.current_upload_future = self.upload_executor.submit(
+            self.upload_model, epoch, state, archive
+        )
 
     def upload_model(self, epoch: int, full_state: Any = None, archive: bool = False) -> bool:
         if not self.master:
@@ -160,7 +170,16 @@ class Miner(BaseMinerNeuron):
         torch.save(full_state, "gradients.pt")
         tag = f"5.{self.local_progress.epoch}.{self.local_progress.inner_step}"
         self.upload_process = subprocess.Popen(
-            [sys.executable, str(WORKER), "bucket", "account", "key-that-leaks", "secret-that-leaks", tag, str(archive)]
+            [
+                sys.executable,
+                str(WORKER),
+                "bucket",
+                "account",
+                "key-that-leaks",
+                "secret-that-leaks",
+                tag,
+                str(archive),
+            ]
         )
         while self.upload_process.poll() is None:
             time.sleep(0.01)
