@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -172,9 +173,9 @@ class Publisher:
             self._journal.committing(tickets)
             effort.of("showing", lambda: self._repo.commit(tickets, revision.tag), may_cancel=False)
             entries = [
-                effort.of("reading back", lambda t=t: self._repo.confirm(t), may_cancel=False)
-                for t in tickets
-            ]  # type: ignore[misc]
+                effort.of("reading back", partial(self._repo.confirm, ticket), may_cancel=False)
+                for ticket in tickets
+            ]
         except RepoError as error:
             raise PublishError(str(error)) from error
         except OSError as error:

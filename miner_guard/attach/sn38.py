@@ -2,7 +2,7 @@
 shapes.
 
     base class      __init__ (the guard begins when the process group is there), run
-    miner class     inner_optimizer_step, start_background_upload, upload_model, and the phases below
+    miner class     inner_optimizer_step, start_background_upload, upload_model, the phases below
     state_loader    load_state_from_peer
 
 Facts and dates in ops/sn38/README.md. What is not recognised is said and left as it is.

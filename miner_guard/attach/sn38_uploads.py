@@ -125,8 +125,8 @@ class Sn38Uploads:
                 "secret_exposed",
                 where="the upload worker's command line",
                 kind="the bucket's write keys",
-                next_step="every user of this host can read them while it runs: give the miner a host or "
-                "container of its "
+                next_step="every user of this host can read them while it runs: give the miner "
+                "a host or container of its "
                 "own, or mount /proc with hidepid=2",
             )
         )

@@ -53,7 +53,8 @@ def command(
         options.check_command(miner[0])
     # Late: `--help` and a bad configuration need none of it.
     from miner_guard.diagnosis.judge import judge
-    from miner_guard.supervisor.startup.collect import PreflightRequest, collect_snapshot
+    from miner_guard.diagnosis.request import PreflightRequest
+    from miner_guard.supervisor.startup.collect import collect_snapshot
 
     start = time.monotonic()
     question = PreflightRequest(

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from miner_guard import __version__, exits, inherited
+from miner_guard import __version__, exits
+from miner_guard.system import inherited
 
 COMMANDS = (
     "run",

@@ -30,7 +30,7 @@ from miner_guard.demo.miner_log import MinerLog
 from miner_guard.demo.model import ByteGPT, Shape
 from miner_guard.demo.options import Options
 from miner_guard.demo.outer import OuterOptimizer
-from miner_guard.demo.upload import Uploader
+from miner_guard.demo.upload import Progress, Uploader
 from miner_guard.eventlog.catalog import make_finding
 
 
@@ -201,7 +201,7 @@ class Miner:
         # Asked on every rank at every step: `upload_due` is collective.
         due = self.guard.upload_due() and self.inner_step >= self.uploader.not_before
         if due or self.inner_step % self.options.upload_steps == 0:
-            self.uploader.upload(self, "gradient")
+            self.uploader.upload(self._progress(), "gradient")
         if self.inner_step >= self.options.inner_steps_per_outer:
             self._outer_step()
 
@@ -211,7 +211,7 @@ class Miner:
             self.outer.step()
         self.outer_step, self.inner_step = self.outer_step + 1, 0
         self.lines.info("AllReduce Operation Finished Succesfully")
-        self.uploader.upload(self, "archive")
+        self.uploader.upload(self._progress(), "archive")
 
     def _batch(self, step: int, micro: int, fault: str | None) -> tuple[torch.Tensor, torch.Tensor]:
         size, context = self.options.batch_size, self.shape.context
@@ -281,6 +281,9 @@ class Miner:
                 "checkpoint_skipped", rank=0, path=str(skipped.path), reason=skipped.reason
             )
         )
+
+    def _progress(self) -> Progress:
+        return Progress(self.model, self.outer, self.shape, self.outer_step, self.inner_step)
 
 
 def _sharded(model: ByteGPT, device: torch.device) -> Any:

@@ -5,22 +5,34 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from miner_guard.demo.gradients import block_now, sparse_gradients, write_upload
 from miner_guard.demo.miner_log import MinerLog
+from miner_guard.demo.model import Shape
 from miner_guard.demo.options import Options
+from miner_guard.demo.outer import OuterOptimizer
 from uploads.publisher import PublishError, Revision
 from uploads.push import push
-
-if TYPE_CHECKING:
-    from miner_guard.demo.miner import Miner
 
 RUN = 1
 _BLOCKS_KEPT = 20
 _DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come, and the model that an upload describes."""
+
+    model: nn.Module
+    outer: OuterOptimizer
+    shape: Shape
+    outer_step: int
+    inner_step: int
 
 
 class Uploader:
@@ -34,33 +46,33 @@ class Uploader:
         self._blocks: list[int] = []
         self.not_before = options.upload_steps
 
-    def upload(self, miner: Miner, kind: str) -> None:
+    def upload(self, progress: Progress, kind: str) -> None:
         """One upload if the gate allows it. Collective."""
         self._blocks = [*self._blocks, block_now()][-_BLOCKS_KEPT:]
         decision = self._guard.may_upload(
-            outer_step=miner.outer_step, inner_step=miner.inner_step, kind=kind
+            outer_step=progress.outer_step, inner_step=progress.inner_step, kind=kind
         )
         # Off its cadence, an upload that is due is not asked for again before it can be allowed.
-        self.not_before = 0 if decision else miner.inner_step + (decision.retry_after_steps or 0)
+        self.not_before = 0 if decision else progress.inner_step + (decision.retry_after_steps or 0)
         if not decision:
             return
-        tag = f"{RUN}.{miner.outer_step}.{miner.inner_step}"
+        tag = f"{RUN}.{progress.outer_step}.{progress.inner_step}"
         with self._guard.upload(decision, tag=tag) as upload:
-            self._lines.info(f"Saving model state locally for epoch {miner.outer_step}")
-            gradients = sparse_gradients(miner.model, miner.outer, self._rank)
+            self._lines.info(f"Saving model state locally for epoch {progress.outer_step}")
+            gradients = sparse_gradients(progress.model, progress.outer, self._rank)
             if self._rank == 0:
                 folder = self._options.work / "staging" / tag
                 shutil.rmtree(folder, ignore_errors=True)
                 metadata = {
                     "run": RUN,
-                    "outer_step": miner.outer_step,
-                    "inner_step": miner.inner_step,
+                    "outer_step": progress.outer_step,
+                    "inner_step": progress.inner_step,
                     "peer_id": "demo",
                 }
                 write_upload(
-                    folder, gradients, dataclasses.asdict(miner.shape), self._blocks, metadata
+                    folder, gradients, dataclasses.asdict(progress.shape), self._blocks, metadata
                 )
-                self._push(Revision(folder, RUN, miner.outer_step, miner.inner_step), upload)
+                self._push(Revision(folder, RUN, progress.outer_step, progress.inner_step), upload)
 
     def _push(self, revision: Revision, upload: Any) -> None:
         try:

@@ -163,7 +163,8 @@ class GpuUse:
                 share_pct=None,
                 source=None,
                 factor=None,
-                verdict=f"no reading {seconds:.0f} s after the launch: neither the hook, nor the miner's "
+                verdict=f"no reading {seconds:.0f} s after the launch: neither the hook, nor the "
+                "miner's "
                 "lines, "
                 "nor NVML gave one; call guard.diagnose or print GPU memory",
             )

@@ -53,6 +53,26 @@ class Finding:
         """The same finding at another level."""
         return replace(self, level=level)
 
+    @staticmethod
+    def from_dict(document: Mapping[str, Any], rank: int | None = None) -> Finding | None:
+        """The finding that a datagram or a journal entry holds.
+
+        `rank` is the sender's, for a document that names none. None where the document does not
+        describe an event of the catalogue: a rank may run another version of the hook.
+        """
+        event, fields, level = (document.get(key) for key in ("event", "fields", "level"))
+        if not isinstance(event, str) or event not in CATALOGUE or not isinstance(fields, dict):
+            return None
+        if level is not None and (not isinstance(level, str) or level not in LEVELS):
+            return None
+        sender = document.get("rank", rank)
+        try:
+            return make_finding(
+                event, rank=sender if isinstance(sender, int) else None, level=level, **fields
+            )
+        except (TypeError, ValueError):
+            return None
+
 
 def counted(count: int | None, noun: str) -> str:
     """`1 line`, `2 lines`, `unknown lines`."""

@@ -169,16 +169,18 @@ def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
     smaller = _smaller_batch(training)
     ordered = [Fix(smaller, usual[0].source) if smaller else usual[0], *usual[1:]]
     first = {
-        "fragmentation": f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {gib(oom.unallocated)} lie "
-        "reserved "
-        "but in pieces (before torch 2.1: max_split_size_mb:128).",
-        "others": f"End the other process: `nvidia-smi` shows which one holds {gib(oom.others)} of GPU "
-        f"{'?' if oom.gpu is None else oom.gpu} (an orphan of an earlier run, or a second miner).",
+        "fragmentation": "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: "
+        f"{gib(oom.unallocated)} lie reserved but in pieces "
+        "(before torch 2.1: max_split_size_mb:128).",
+        "others": f"End the other process: `nvidia-smi` shows which one holds {gib(oom.others)} of "
+        f"GPU {'?' if oom.gpu is None else oom.gpu} "
+        "(an orphan of an earlier run, or a second miner).",
         "capped": (
             "Raise or remove the limit (torch.cuda.set_per_process_memory_fraction, "
             "--gpu-memory-utilization)."
         ),
-        "one_tensor": f"Find the tensor of {gib(oom.tried)}: shorten the sequence, compute the loss over "
+        "one_tensor": f"Find the tensor of {gib(oom.tried)}: "
+        "shorten the sequence, compute the loss over "
         "logits in "
         "chunks, or use flash attention, so that no such tensor is made.",
     }.get(oom.kind)

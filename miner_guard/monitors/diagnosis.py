@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.diagnosis import across_ranks
+from miner_guard.diagnosis.request import PreflightRequest, expectation_of
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.rank.introspection.diagnosis_codec import unpack
-from miner_guard.supervisor.startup.collect import PreflightRequest, expectation_of
 
 
 class DiagnosisMonitor(Monitor):

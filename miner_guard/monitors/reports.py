@@ -8,7 +8,6 @@ from typing import Any
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Launch, Monitor
-from miner_guard.supervisor.notify import finding_of
 
 
 class ReportsMonitor(Monitor):
@@ -32,7 +31,7 @@ class ReportsMonitor(Monitor):
 
     def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
         if entry.get("kind") == "finding":
-            finding = finding_of(dict(entry), rank)
+            finding = Finding.from_dict(dict(entry), rank)
             if finding is None:
                 what = (
                     f"rank {rank} reported {entry.get('event')!r}, which is no event of the "

@@ -3,7 +3,7 @@
     guard = miner_guard.init()                          # each rank, once, after init_process_group
     with guard.phase("forward"): ...
     guard.step(outer_step=56, inner_step=84, loss=3.40, lr=2.1e-5)
-    decision = guard.may_upload(outer_step=56, inner_step=84)       # collective: the same answer on every rank
+    decision = guard.may_upload(outer_step=56, inner_step=84)  # collective: one answer
     if decision:
         with guard.upload(decision): ...
     guard.close(finished=True)

@@ -310,7 +310,8 @@ def _pushes(rows: Sequence[Mapping[str, Any]]) -> str:
         f'<td class="n">{escape(_number(row["bytes"], ",.0f") or "unknown")}</td>'
         f'<td class="n">{escape(_number(row["seconds"], ".1f", " s") or "unknown")}</td>'
         f'<td class="n">{escape(_number(row["attempts"], ".0f") or "unknown")}</td>'
-        f"<td>{escape(str(row['checksum'] or 'unknown')[:12])}</td><td>{escape(str(row['error'] or ''))}</td></tr>"
+        f"<td>{escape(str(row['checksum'] or 'unknown')[:12])}</td>"
+        f"<td>{escape(str(row['error'] or ''))}</td></tr>"
         for row in reversed(rows[-_TABLE_ROWS:])
     ]
     head = (

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard import __version__, inherited
+from miner_guard import __version__
 from miner_guard.config import Config
+from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.emitter import ConsoleSink, Emitter, JsonlSink
 from miner_guard.eventlog.redact import Redactor
@@ -39,12 +40,12 @@ from miner_guard.supervisor.process.deathwatch import Deathwatch
 from miner_guard.supervisor.process.gpu_memory_wait import GpuMemoryWait
 from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.supervisor.scheduler import Scheduler
-from miner_guard.supervisor.startup.collect import PreflightRequest
 from miner_guard.supervisor.startup.lock import Lock
 from miner_guard.supervisor.startup.runner import PreflightRunner
 from miner_guard.supervisor.startup.state_dir_check import check_state_dir
 from miner_guard.supervisor.supervisor import Supervisor
 from miner_guard.supervisor.watchdog import Hands, Watchdog
+from miner_guard.system import inherited
 from miner_guard.system.clock import SystemClock
 from miner_guard.system.processes import HELPER
 from uploads.repos.credentials import beside

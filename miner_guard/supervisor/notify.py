@@ -7,9 +7,8 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
 
-from miner_guard.eventlog.catalog import CATALOGUE, LEVELS, Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.state_dir import StateDir
 from miner_guard.system.sockets import address
 
@@ -59,27 +58,9 @@ class NotifySocket:
             return
         if isinstance(document.get("bell"), int):
             rung.add(document["bell"])
-        elif (finding := finding_of(document)) is not None:
+        elif (finding := Finding.from_dict(document)) is not None:
             self._on_finding(finding)
 
     def close(self) -> None:
         self._socket.close()
         self._path.unlink(missing_ok=True)
-
-
-def finding_of(document: dict[str, Any], rank: int | None = None) -> Finding | None:
-    """The finding that a datagram or a journal entry holds; None where it is not one of the
-    catalogue's."""
-    event, fields = document.get("event"), document.get("fields")
-    level = document.get("level")
-    if not isinstance(event, str) or event not in CATALOGUE or not isinstance(fields, dict):
-        return None
-    if level is not None and (not isinstance(level, str) or level not in LEVELS):
-        return None
-    said = document.get("rank", rank)
-    try:
-        return make_finding(
-            str(event), rank=said if isinstance(said, int) else None, level=level, **fields
-        )
-    except (TypeError, ValueError):
-        return None

@@ -1,7 +1,7 @@
 """The states of a run, and the only moves between them.
 
-    STARTING ─▶ RUNNING ─▶ STOPPING (the guard asked) ─▶ ENDING (what is left is ended) ─▶ WAITING ─▶ RUNNING …
-                   └──────────── (it ended by itself) ──────▲                               PAUSED
+    STARTING ─▶ RUNNING ─▶ STOPPING (the guard asked) ─▶ ENDING (what is left) ─▶ WAITING ─▶ RUNNING
+                   └──────── (the miner ended by itself) ───▲                     PAUSED
 
 `DONE` can be reached from every state.
 """

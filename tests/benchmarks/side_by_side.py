@@ -30,7 +30,8 @@ FAULTS = ("crash", "sigkill", "hang")
 _CHILD = r"""
 import os, subprocess, sys, time
 born, token, fault = sys.argv[1:4]
-subprocess.Popen(["sleep", "600", ], start_new_session=True, env={**os.environ, "SIDE_BY_SIDE": token})
+subprocess.Popen(["sleep", "600"], start_new_session=True,
+                 env={**os.environ, "SIDE_BY_SIDE": token})
 first = not os.path.exists(born)
 with open(born, "a") as file:
     file.write(f"{time.time()} {os.getpid()}\n")

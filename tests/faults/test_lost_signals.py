@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from miner_guard import inherited
+from miner_guard.system import inherited
 from tests.faults.guarded import Guarded, until
 
 FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}

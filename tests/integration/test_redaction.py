@@ -47,7 +47,8 @@ for line in sys.stdin.read().splitlines():
 for name in ("R2_WRITE_SECRET_ACCESS_KEY", "HF_TOKEN"):
     print(f"using {name}: {os.environ[name]}", flush=True)
 try:
-    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB with key " + os.environ["AWS_SECRET_ACCESS_KEY"])
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB with key "
+                   + os.environ["AWS_SECRET_ACCESS_KEY"])
 except RuntimeError:
     traceback.print_exc()
 sys.exit(1)

@@ -14,8 +14,8 @@ from miner_guard.config import Config, MinerSettings
 from miner_guard.diagnosis import host_probe, interpreter
 from miner_guard.diagnosis.expectation import Expectation
 from miner_guard.diagnosis.gpu_count import ranks_of, visible
+from miner_guard.diagnosis.request import PreflightRequest, expectation_of, ports_of
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.startup.collect import PreflightRequest, expectation_of, ports_of
 from miner_guard.system.launcher_args import value_of
 
 

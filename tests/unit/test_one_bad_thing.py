@@ -35,7 +35,6 @@ from miner_guard.supervisor.control.control_socket import ControlSocket, ask
 from miner_guard.supervisor.control.status import Status
 from miner_guard.supervisor.flights import Flights
 from miner_guard.supervisor.loop import Loop
-from miner_guard.supervisor.notify import finding_of
 from miner_guard.supervisor.output.relay import Relay
 from miner_guard.supervisor.output.writer import OutputWriter
 from miner_guard.system.clock import FakeClock, SystemClock
@@ -147,7 +146,7 @@ def test_every_event_has_a_line_whatever_its_fields_hold(event: str) -> None:
 )
 def test_a_datagram_of_foreign_content_is_no_finding(document: dict[str, Any]) -> None:
     """Guards against one that raises: the loop lets go of a socket whose handler fails."""
-    assert finding_of(document) is None
+    assert Finding.from_dict(document) is None
 
 
 def test_bytes_that_are_no_text_in_a_command_do_not_stop_the_status(state: StateDir) -> None:
@@ -319,7 +318,7 @@ def test_what_steers_a_terminal_is_shown_and_not_done() -> None:
         "msg": evil,
         "rank": 0,
     }
-    harmless = r"evil \x1b]0;title\x07 \x1b[2J \x9b31m\x0dfine"
+    harmless = r"evil \x1b]0;title\x07 \x1b[2J \u009b31m\x0dfine"
     assert console_line(record, emoji=False).endswith(harmless)
     hit = Hit(b"", record["ts"], "warning", "rank_message", evil, 0)
     assert hit.headline == harmless

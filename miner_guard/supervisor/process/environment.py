@@ -31,12 +31,13 @@ _OF_THE_GUARD = {
 keys."""
 
 _PM2_TEXT = """
-args autorestart autostart automation axm_actions axm_dynamic axm_monitor axm_options command created_at cwd
-env error_file exec_interpreter exec_mode exit_code filter_env force increment_var instance_var instances
-interpreter km_link kill_retry_time kill_timeout listen_timeout max_memory_restart max_restarts merge_logs
-min_uptime monitoring name namespace node_args node_version out_file pid_file pm2_env pmx prev_restart_delay
-restart_delay restart_time script source_map_support status stop_exit_codes treekill unique_id
-unstable_restarts update_time username vizion vizion_running versioning version wait_ready watch windowsHide
+args autorestart autostart automation axm_actions axm_dynamic axm_monitor axm_options command
+created_at cwd env error_file exec_interpreter exec_mode exit_code filter_env force increment_var
+instance_var instances interpreter km_link kill_retry_time kill_timeout listen_timeout
+max_memory_restart max_restarts merge_logs min_uptime monitoring name namespace node_args
+node_version out_file pid_file pm2_env pmx prev_restart_delay restart_delay restart_time script
+source_map_support status stop_exit_codes treekill unique_id unstable_restarts update_time
+username vizion vizion_running versioning version wait_ready watch windowsHide
 exp_backoff_restart_delay log_date_format time disable_logs log_type cron_restart pm_err_log_path
 pm_out_log_path exit_timeout
 """

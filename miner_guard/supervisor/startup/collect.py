@@ -4,26 +4,27 @@ deadline."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard.config import Config, optional_deps
+from miner_guard.config import optional_deps
 from miner_guard.diagnosis.check import Snapshot
-from miner_guard.diagnosis.expectation import Expectation, expected
-from miner_guard.diagnosis.gpu_count import ranks_of, visible
+from miner_guard.diagnosis.gpu_count import visible
 from miner_guard.diagnosis.held_memory import HELD_BYTES
 from miner_guard.diagnosis.inside import miner_side
 from miner_guard.diagnosis.interpreter import of_command
+from miner_guard.diagnosis.request import (
+    PreflightRequest,
+    expectation_of,
+    folders_of,
+    ports_of,
+    profile_of,
+)
 from miner_guard.health.nvml import NvmlSampler
-from miner_guard.state_dir import StateDir, read_json
 from miner_guard.system import probe
-from miner_guard.system.launcher_args import number_of, value_of
 from uploads.repos import credentials
-from validators.profiles import chosen, load_profile
 
 _READINGS, _BETWEEN_READINGS_S = 3, 3.0
 """Memory held before the launch: three readings three seconds apart, where the first one is
@@ -31,76 +32,6 @@ suspicious."""
 
 _DEEP_DEADLINES = 6
 """`--deep` may take this many times the deadline of an ordinary probe."""
-
-
-@dataclass(frozen=True)
-class PreflightRequest:
-    """What is asked of this node."""
-
-    config: Config
-    state: StateDir
-    command: Sequence[str] = ()
-    env: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
-    """The environment that the miner gets."""
-
-    deep: bool = False
-    torch: bool = True
-    """False: ask torch only where there is a driver or a GPU is expected; its import takes
-    seconds."""
-
-
-def profile_of(config: Config) -> Mapping[str, Any]:
-    """The profile's minimum compute; empty without a profile."""
-    named = chosen(config.miner)
-    if named is None:
-        return {}
-    try:
-        return load_profile(named).compute
-    except (OSError, ValueError):
-        # Settings were loaded with it before; what is wrong with it was said there.
-        return {}
-
-
-def expectation_of(question: PreflightRequest, present: int | None) -> Expectation:
-    """Setting, last run's count in host.json, profile, what is there; in that order."""
-    setting = question.config.gpu.expect
-    memory = read_json(question.state.host_facts)
-    last = memory.get("gpu_count") if isinstance(memory, dict) else None
-    compute = profile_of(question.config)
-    demand = compute.get("min_gpus")
-    ranks = ranks_of(question.command)
-    if compute.get("gpus_per_rank") and ranks:
-        demand = int(compute["gpus_per_rank"]) * ranks
-    return expected(
-        None if setting == "auto" else int(setting),
-        last if isinstance(last, int) else None,
-        demand,
-        present,
-    )
-
-
-def ports_of(question: PreflightRequest) -> list[dict[str, Any]]:
-    """Ports that the miner will listen on, as far as its settings and its command name them."""
-    command = question.command
-    endpoint = (value_of(command, "--rdzv-endpoint") or "").rpartition(":")[2]
-    named = {
-        "rendezvous": number_of(command, "--master-port")
-        or (int(endpoint) if endpoint.isdigit() else None),
-        "axon": number_of(command, "--axon.port"),
-        "DHT": number_of(command, "--dht.port"),
-    }
-    ports = {number: use for use, number in named.items() if number is not None}
-    if "rendezvous" not in ports.values() and question.config.miner.master_port:
-        ports[question.config.miner.master_port] = "rendezvous"
-    # Port 0 is any free one.
-    return [{"port": number, "use": use} for number, use in ports.items() if number]
-
-
-def folders_of(question: PreflightRequest) -> list[str]:
-    """Where the miner and the guard write: the state directory, the working directory, checkpoints,
-    a local repo."""
-    more = [question.config.health.checkpoint_dir, question.config.repo.path]
-    return list(dict.fromkeys([str(question.state.root), str(Path.cwd()), *(p for p in more if p)]))
 
 
 def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) -> Snapshot:

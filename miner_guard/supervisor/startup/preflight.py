@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from miner_guard.diagnosis.check import Check, Snapshot, counts
 from miner_guard.diagnosis.gpu_count import usable
 from miner_guard.diagnosis.judge import judge
+from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.state_dir import StateDir, is_full, read_json, write_json
-from miner_guard.supervisor.startup.collect import PreflightRequest, collect_snapshot
+from miner_guard.supervisor.startup.collect import collect_snapshot
 from miner_guard.system.clock import Clock, SystemClock
 
 _AGAIN_S = 5.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.exits import UNAVAILABLE
-from miner_guard.supervisor.startup.collect import PreflightRequest
 from miner_guard.supervisor.startup.preflight import Outcome, preflight
 from miner_guard.system import probe
 

@@ -1,0 +1,87 @@
+"""What a preflight is asked to examine, and what follows from the miner's command and profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import Config
+from miner_guard.diagnosis.expectation import Expectation, expected
+from miner_guard.diagnosis.gpu_count import ranks_of
+from miner_guard.state_dir import StateDir, read_json
+from miner_guard.system.launcher_args import number_of, value_of
+from validators.profiles import chosen, load_profile
+
+
+@dataclass(frozen=True)
+class PreflightRequest:
+    """What a preflight looks at: the miner's command, its environment, and the settings."""
+
+    config: Config
+    state: StateDir
+    command: Sequence[str] = ()
+    env: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
+    """The environment that the miner gets."""
+
+    deep: bool = False
+    torch: bool = True
+    """False: ask torch only where there is a driver or a GPU is expected; its import takes
+    seconds."""
+
+
+def profile_of(config: Config) -> Mapping[str, Any]:
+    """The profile's minimum compute; empty without a profile."""
+    named = chosen(config.miner)
+    if named is None:
+        return {}
+    try:
+        return load_profile(named).compute
+    except (OSError, ValueError):
+        # Loading the settings has reported what is wrong with the profile.
+        return {}
+
+
+def expectation_of(request: PreflightRequest, present: int | None) -> Expectation:
+    """Setting, last run's count in host.json, profile, what is there; in that order."""
+    setting = request.config.gpu.expect
+    memory = read_json(request.state.host_facts)
+    last = memory.get("gpu_count") if isinstance(memory, dict) else None
+    compute = profile_of(request.config)
+    demand = compute.get("min_gpus")
+    ranks = ranks_of(request.command)
+    if compute.get("gpus_per_rank") and ranks:
+        demand = int(compute["gpus_per_rank"]) * ranks
+    return expected(
+        None if setting == "auto" else int(setting),
+        last if isinstance(last, int) else None,
+        demand,
+        present,
+    )
+
+
+def ports_of(request: PreflightRequest) -> list[dict[str, Any]]:
+    """Ports that the miner will listen on, as far as its settings and its command name them."""
+    command = request.command
+    endpoint = (value_of(command, "--rdzv-endpoint") or "").rpartition(":")[2]
+    named = {
+        "rendezvous": number_of(command, "--master-port")
+        or (int(endpoint) if endpoint.isdigit() else None),
+        "axon": number_of(command, "--axon.port"),
+        "DHT": number_of(command, "--dht.port"),
+    }
+    ports = {number: use for use, number in named.items() if number is not None}
+    if "rendezvous" not in ports.values() and request.config.miner.master_port:
+        ports[request.config.miner.master_port] = "rendezvous"
+    # Port 0 is any free one.
+    return [{"port": number, "use": use} for number, use in ports.items() if number]
+
+
+def folders_of(request: PreflightRequest) -> list[str]:
+    """Folders that the miner and the guard write to: the state directory, the working directory,
+    checkpoints, a local repo."""
+    more = [request.config.health.checkpoint_dir, request.config.repo.path]
+    return list(dict.fromkeys([str(request.state.root), str(Path.cwd()), *(p for p in more if p)]))
