@@ -18,7 +18,7 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
-from miner_guard.config import Config
+from miner_guard.config import Config, optional_deps
 from miner_guard.demo.faults import KINDS
 from miner_guard.exits import CONFIG, UNAVAILABLE, USAGE, Refused
 from miner_guard.state_dir import StateDir, read_json
@@ -100,7 +100,7 @@ def _check(faults: list[str], steps: int, ranks: int) -> None:
             )
     if importlib.util.find_spec("torch") is None:
         raise Refused(
-            "the demo trains with torch, which is not installed: pip install 'miner-guard[demo]'",
+            f"the demo trains with torch, which is not installed: {optional_deps.install('torch')}",
             UNAVAILABLE,
         )
 

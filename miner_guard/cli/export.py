@@ -11,6 +11,7 @@ import typer
 
 from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, check_there, choose_state
+from miner_guard.config import optional_deps
 from miner_guard.eventlog import query
 from miner_guard.eventlog.query import Follower
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
@@ -49,7 +50,7 @@ def command(
             write, close = export.wandb_writer(output, project, online=online)
     except ImportError as error:
         raise Refused(
-            f"{kind} is not installed ({error}); pip install 'miner-guard[{kind}]'", UNAVAILABLE
+            f"{kind} is not installed ({error}); {optional_deps.install(kind)}", UNAVAILABLE
         ) from error
     except OSError as error:
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error

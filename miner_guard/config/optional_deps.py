@@ -4,10 +4,15 @@ of them."""
 from __future__ import annotations
 
 import importlib.util
+import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 
 from miner_guard.config import Config
+
+_PACKAGE = "miner-guard"
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,7 @@ def missing_extras(config: Config) -> Iterator[tuple[Extra, tuple[str, ...]]]:
 
 
 def problem(name: str) -> str | None:
-    """`apprise is not installed; pip install 'miner-guard[alerts]'`; None where the extra is
-    there."""
+    """`apprise is not installed; pip install 'apprise>=1.7'`; None where the extra is there."""
     (extra,) = (e for e in EXTRAS if e.name == name)
     names = missing(extra)
     return f"{not_installed(names)}; {install(name)}" if names else None
@@ -87,5 +91,33 @@ def not_installed(names: tuple[str, ...]) -> str:
 
 
 def install(name: str) -> str:
-    """The command that installs an extra."""
-    return f"pip install 'miner-guard[{name}]'"
+    """The command that installs an extra's packages, by their own names.
+
+    It must not name this package: it is on no index, and what anybody uploads under its name would
+    run beside the keys.
+    """
+    return f"pip install {' '.join(map(shlex.quote, requirements(name)))}"
+
+
+def requirements(name: str) -> list[str]:
+    """`["apprise>=1.7"]`: what the extra adds, as this installation's metadata has it."""
+    try:
+        declared = metadata.requires(_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        # Run from a source tree that nobody installed, or by another interpreter.
+        declared = []
+    wanted: list[str] = []
+    for requirement, _, marker in (entry.partition(";") for entry in declared):
+        if not re.search(rf"extra == ['\"]{re.escape(name)}['\"]", marker):
+            continue
+        of_our_own = re.fullmatch(rf"{_PACKAGE}\[(.+)\]", requirement.strip())
+        wanted += (
+            [r for e in of_our_own[1].split(",") for r in requirements(e)]
+            if of_our_own
+            else [requirement.strip()]
+        )
+    return (
+        wanted
+        or [module for extra in EXTRAS if extra.name == name for module in extra.modules]
+        or [name]
+    )

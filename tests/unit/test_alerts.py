@@ -275,5 +275,5 @@ def test_without_apprise_the_start_and_the_failed_alert_name_the_command(
     part.on_stop()
     (degraded,) = said
     assert degraded.event == "guard_degraded"
-    assert "apprise is not installed; pip install 'miner-guard[alerts]'" in degraded.fields["what"]
+    assert "apprise is not installed; pip install 'apprise>=1.7'" in degraded.fields["what"]
     assert not _part(tmp_path, AlertSettings())[1]

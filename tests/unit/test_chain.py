@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miner_guard.config import ChainSettings, Config
+from miner_guard.config import ChainSettings, Config, optional_deps
 from miner_guard.eventlog.catalog import Finding, message
 from miner_guard.health import chain
 from miner_guard.health.chain import ChainLook
@@ -112,7 +112,7 @@ def test_what_is_missing_to_look_is_named() -> None:
         ("import sys; sys.exit('usage: bittensor')", "ended with 1: usage: bittensor"),
         (
             "raise ImportError('scalecodec')",
-            "bittensor is not there (scalecodec); pip install 'miner-guard[chain]'",
+            f"bittensor is not there (scalecodec); {optional_deps.install('chain')}",
         ),
         (
             "raise RuntimeError('wallets')",

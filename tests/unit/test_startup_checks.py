@@ -150,7 +150,7 @@ def test_an_extra_that_the_settings_need_is_named_with_its_command(
         alerts.seen == "[alerts] urls is set and apprise is not installed: no alert reaches anybody"
     )
     assert alerts.next_step is not None
-    assert "pip install 'miner-guard[alerts]'" in alerts.next_step
+    assert "pip install 'apprise>=1.7'" in alerts.next_step
 
 
 def test_every_extra_named_is_one_of_the_distributions() -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from miner_guard.config import RepoSettings
+from miner_guard.config import RepoSettings, optional_deps
 from uploads.repos.base import (
     DOCUMENT_LIMIT,
     Missing,
@@ -272,7 +272,7 @@ def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Hu
         from huggingface_hub import HfApi
     except ImportError as error:
         raise RepoError(
-            f"the Hub needs huggingface_hub: pip install 'miner-guard[hf]' ({error})"
+            f"the Hub needs huggingface_hub: {optional_deps.install('hf')} ({error})"
         ) from error
     if not settings.repo_id or "/" not in settings.repo_id:
         raise RepoError(f"repo.repo_id = {settings.repo_id!r} names no repo; write owner/name")

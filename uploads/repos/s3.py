@@ -20,7 +20,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from miner_guard.config import RepoSettings
+from miner_guard.config import RepoSettings, optional_deps
 from uploads.repos import s3_errors, s3_parts
 from uploads.repos.base import (
     CONFIG,
@@ -309,7 +309,7 @@ def open_s3(
         import boto3
         from botocore.config import Config
     except ImportError as error:
-        raise RepoError(f"S3 needs boto3: pip install 'miner-guard[s3]' ({error})") from error
+        raise RepoError(f"S3 needs boto3: {optional_deps.install('s3')} ({error})") from error
     if not settings.bucket:
         raise RepoError("repo.bucket is not set; it names the bucket that the miner publishes to")
     keys = find(settings, env)

@@ -1,0 +1,51 @@
+"""What people are told to install: packages that are on an index, never a name that anybody could
+register."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+import pytest
+
+from miner_guard.config import optional_deps
+from tests.support import requires
+
+
+def test_a_hint_names_the_extras_own_packages_with_their_versions() -> None:
+    assert optional_deps.install("alerts") == "pip install 'apprise>=1.7'"
+    assert re.fullmatch(
+        r"pip install 'starlette[^ ]+' 'uvicorn[^ ]+'", optional_deps.install("http")
+    )
+    demo = optional_deps.requirements("demo")
+    assert {"torch", "boto3", "py-spy"} <= {re.split("[<>=]", name)[0] for name in demo}
+
+
+@pytest.mark.parametrize("extra", optional_deps.EXTRAS, ids=lambda extra: extra.name)
+def test_without_metadata_the_modules_are_named(
+    extra: optional_deps.Extra, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a source tree on PYTHONPATH, or in the miner's own interpreter."""
+
+    def absent(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", absent)
+    assert optional_deps.install(extra.name) == f"pip install {' '.join(extra.modules)}"
+
+
+def test_no_text_tells_anybody_to_install_a_name_that_is_not_published() -> None:
+    """Guards against a stranger who registers the name: what they upload would run beside hot
+    keys."""
+    texts = [
+        p
+        for folder in ("miner_guard", "uploads", "validators", "ops", "docs")
+        for p in (requires.REPO / folder).rglob("*")
+    ]
+    told = re.compile(r"(pip|uv|pipx)\s+(install|run|tool install)[^\n]*[\s'\"]miner[-_]guard\b")
+    for path in [requires.REPO / "README.md", *texts]:
+        if (
+            path.suffix in (".py", ".toml", ".md", ".sh", ".yml", ".yaml", ".html")
+            or path.name == "Dockerfile"
+        ):
+            assert not told.search(path.read_text(encoding="utf-8")), path
