@@ -225,6 +225,8 @@ _SPECS = (
     Spec("host_warning", "warning", _WARN, "HOST WARNING: {what}: {seen} (limit {limit}); {next_step}", ("what", "seen", "limit", "next_step")),
     Spec("sampler_failed", "warning", _WARN, "SAMPLER FAILED: {sampler}: {reason}", ("sampler", "reason")),
     Spec("sampler_recovered", "info", _OK, "SAMPLER RECOVERED: {sampler}", ("sampler",)),
+    Spec("job_failed", "warning", _WARN, "JOB FAILED: {job}: {reason}", ("job", "reason")),
+    Spec("job_recovered", "info", _OK, "JOB RECOVERED: {job}", ("job",)),
     Spec("job_late", "warning", _WARN, "JOB LATE: {job} by {late_s:.1f}s", ("job", "late_s")),
     Spec("monitoring_operation_slow", "warning", _WARN, "MONITORING SLOW: {operation} took {seconds:.1f}s (limit {limit_s:.0f}s)", ("operation", "seconds", "limit_s")),
     Spec("monitoring_over_budget", "warning", _WARN, "MONITORING OVER BUDGET: {share_pct:.1f}% (limit {limit_pct:.0f}%)", ("share_pct", "limit_pct", "dearest")),

@@ -38,7 +38,9 @@ OVERNIGHT = frozenset(
         "network_unreachable",
         "chain_unregistered",
         "guard_degraded",
+        "guard_wedged",
         "sampler_failed",
+        "job_failed",
         "output_dropped",
     }
 )
@@ -51,6 +53,7 @@ _ENDS = {
     "upload_succeeded": frozenset({"upload_failed", "repo_stale", "upload_forecast"}),
     "audit_passed": frozenset({"audit_failed"}),
     "sampler_recovered": frozenset({"sampler_failed"}),
+    "job_recovered": frozenset({"job_failed"}),
     "straggler_cleared": frozenset({"straggler"}),
     "network_recovered": frozenset({"network_unreachable"}),
     "disk_recovered": frozenset({"disk_full"}),
@@ -62,7 +65,7 @@ _ENDS = {
 BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
 """Over when steps are finished again."""
 
-_SAME = ("label", "sampler", "check", "gpu", "node", "what")
+_SAME = ("label", "sampler", "job", "check", "gpu", "node", "what")
 """Fields that tell two findings of one event apart."""
 
 _MAX_OPEN = 256

@@ -213,6 +213,7 @@ class GuardApp:
         self.relay.finish(_LAST_WORDS_S)
         self.supervisor.pulse.say_drops()
         self.lock.release()
+        self.watchdog.left()
         return code
 
     def _prepare(self) -> None:
@@ -339,7 +340,6 @@ class GuardApp:
 
     def _pulse(self) -> None:
         if not self._ended:
-            self.jobs.tick()
             self._restore_sockets()
         document = self._document()
         self.status.update(document)

@@ -34,6 +34,7 @@ _LAST_WORDS_S = 20.0
 """After the miner's end: alerts, the final status, sockets and children closed (10 s of it for the
 alerts)."""
 
+_INTERPRETER_S = 1.0
 _LOOK_EVERY_S = 0.5
 _PAUSED_S = 3.0
 _REPORT_S = 1.0
@@ -65,6 +66,7 @@ class Watchdog:
         self._asked_at: float | None = None
         self._leave_at: float | None = None
         self._exit_code = FAILED
+        self._silent = False
         self._wedged = False
         self._looked_at = self._resumed_at = hands.monotonic()
         self._main = threading.main_thread().ident
@@ -85,6 +87,11 @@ class Watchdog:
         """The process is about to end with this code; it ends within so many seconds, whatever
         hangs."""
         self._exit_code, self._leave_at = exit_code, self._hands.monotonic() + within_s
+
+    def left(self) -> None:
+        """All is done but the interpreter's own end, which waits for every job: a hanging one costs
+        a second."""
+        self._leave_at, self._silent = self._hands.monotonic() + _INTERPRETER_S, True
 
     def _run(self) -> None:
         while True:
@@ -169,7 +176,8 @@ class Watchdog:
             return _LOOK_EVERY_S
 
     def _leave(self, why: str) -> None:
-        self._within_a_second(lambda: _dump(why))
+        if not self._silent:
+            self._within_a_second(lambda: _dump(why))
         self._hands.leave(self._exit_code)
 
     def _within_a_second(self, work: Callable[[], None]) -> None:

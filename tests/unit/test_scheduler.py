@@ -6,11 +6,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, tzinfo
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.supervisor.scheduler import Scheduler
+from miner_guard.supervisor.scheduler import Scheduler, _Due
 from miner_guard.system.clock import FakeClock, SystemClock
 from tests.support.waiting import until
 
@@ -80,19 +83,76 @@ def test_a_failing_job_is_told_once_and_its_recovery_too(made: Make) -> None:
     scheduler.start()
     scheduler.every("shaky", 0.03, work)
     until(lambda: runs[0] >= 4)
-    assert [f.event for f in told] == ["sampler_failed", "sampler_recovered"]
+    assert [f.event for f in told] == ["job_failed", "job_recovered"]
     assert "no answer" in told[0].fields["reason"]
 
 
-@pytest.mark.parametrize("step", [-3600.0, 3600.0])
-def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(made: Make, step: float) -> None:
+@pytest.mark.parametrize("step", [-3600.0, 3600.0, 26 * 365 * 86400.0])
+def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
+    made: Make, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    """Guards against a clock set from 2000 to today: every run since then was enumerated, under a
+    lock, for ever."""
     clock = Stepped()
+
+    class Now(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime.fromtimestamp(clock.wall(), tz)
+
+    monkeypatch.setattr("apscheduler.schedulers.base.datetime", Now)
+    runs: dict[str, int] = {"often": 0, "hourly": 0}
+
+    def count(name: str) -> Callable[[], None]:
+        def work() -> None:
+            runs[name] += 1
+
+        return work
+
     scheduler, told = made(clock)
     scheduler.start()
-    scheduler.every("hourly", 3600.0, lambda: None)
-    before = scheduler._scheduler.get_jobs()[0].next_run_time.timestamp() - clock.wall()
+    scheduler.every("often", 0.05, count("often"))
+    scheduler.every("hourly", 3600.0, count("hourly"))
+    until(lambda: runs["often"] >= 2)
     clock.offset += step
-    scheduler.tick()
-    after = scheduler._scheduler.get_jobs()[0].next_run_time.timestamp() - clock.wall()
-    assert after == pytest.approx(before, abs=5.0)
+    seen, begin = runs["often"], time.monotonic()
+    until(lambda: runs["often"] >= seen + 10)
+    took = time.monotonic() - begin
+    assert runs["often"] <= seen + 10 + took / 0.05 + 2, "no run is made up for"
+    assert runs["hourly"] == 0
+    hourly = scheduler._scheduler.get_job("hourly").next_run_time.timestamp() - clock.wall()
+    assert 3500 < hourly <= 3600
     assert not [f for f in told if f.event == "job_late"]
+
+
+def test_asking_for_a_job_never_waits_for_the_plan(made: Make) -> None:
+    """Guards against a supervisor that stands still while APScheduler works under its lock."""
+    scheduler, _ = made(SystemClock())
+    scheduler.start()
+    ran = threading.Event()
+    asked = threading.Event()
+
+    def ask() -> None:
+        scheduler.every("repeated", 60.0, lambda: None)
+        scheduler.once("single", ran.set)
+        scheduler.close()
+        asked.set()
+
+    with scheduler._scheduler._jobstores_lock:
+        threading.Thread(target=ask, daemon=True).start()
+        assert asked.wait(10)
+
+
+@given(
+    st.floats(0.01, 1e4),
+    st.floats(0.0, 1e4),
+    st.lists(st.floats(0.0, 1e5), min_size=1, max_size=20),
+)
+def test_a_job_is_never_planned_into_the_past_nor_an_interval_too_late(
+    interval: float, first: float, pauses: list[float]
+) -> None:
+    clock = FakeClock()
+    due = _Due(clock, interval, first)
+    for pause in pauses:
+        clock.advance(pause)
+        assert 0.0 < due.wait_s() <= max(first, interval * 1.1) + 1e-6
