@@ -91,7 +91,7 @@ def _preflight(folder: Path, fake: FakeNvml | None) -> list[Row]:
     if fake is None:
         return [*rows, Row("the same with 8 fake GPUs", None, "s", note="no C compiler")]
     python = folder / "python3"
-    stand_in = Path(__file__).parent.parent / "fakes" / "torch_with_cuda"
+    stand_in = Path(__file__).parent.parent / "support" / "fakes" / "torch_with_cuda"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={stand_in} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     on_gpus = _first_line_s(folder, fake.env, str(python))

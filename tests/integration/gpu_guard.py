@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.fake_nvml import FakeNvml
 
-TORCH = Path(__file__).parent.parent / "fakes" / "torch_with_cuda"
+TORCH = Path(__file__).parent.parent / "support" / "fakes" / "torch_with_cuda"
 GUARD = [sys.executable, "-c", "from miner_guard.cli.main import main; main()"]
 CRITICAL = 69
 

@@ -94,7 +94,7 @@ def test_a_phase_with_an_allowance_may_take_it_and_no_more(
 class Shown:
     """What the hook shows of a rank's phases, as the detector reads it."""
 
-    def phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
+    def show_phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
         known = None if math.isnan(allowance_s) else allowance_s
         self.now = rank(name.decode(), since, allowance=known, heartbeat=heartbeat)
 
