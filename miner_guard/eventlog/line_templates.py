@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import islice
 
+from miner_guard.eventlog.literal_search import literal_search
+
 _LOWER = bytes(range(256)).lower()
 _NUMBERS = b"0123456789+-."
 _MAX_SHAPES = 4096
@@ -45,11 +47,12 @@ class TemplateFilter:
     def __init__(self, words: Iterable[bytes]) -> None:
         """`words` are shapes themselves (see `shape`), without newlines."""
         self._words = tuple(words)
+        self._search = literal_search(self._words)
         self._quiet: set[bytes] = set()
 
     def holds(self, text: bytes) -> bool:
         """Whether the shape `text` holds a word."""
-        return any(word in text for word in self._words)
+        return bool(self._search.find(text))
 
     def loud(self, lines: LineChunk) -> set[bytes]:
         """Those of the shapes that hold a word."""
@@ -57,7 +60,7 @@ class TemplateFilter:
         if not new:
             return set()
         together = b"\n".join(new)
-        words = [word for word in self._words if word in together]
+        words = self._search.find(together)
         loud = {text for text in new if any(word in text for word in words)}
         self._remember(new - loud)
         return loud

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from typing import Any
 
@@ -21,7 +21,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from miner_guard.incidents.wordindex import WordIndex
+from miner_guard.eventlog.literal_search import literal_search
+from miner_guard.incidents import regexes
 
 ROLES = ("cause", "uncaught", "remark", "ending", "report", "symptom", "warned")
 """What a line can be in the course of events, the nearest to the cause first.
@@ -107,11 +108,34 @@ class Pattern:
     least: int = 1
     """Lines like this that must be seen before they count."""
 
-    def matches(self, text: str) -> re.Match[str] | bool:
-        """Whether `text`, lower-cased and cleaned, shows it; the match where there is a regex."""
-        if any(word in text for word in self.excludes):
+    @cached_property
+    def needs(self) -> regexes.Requirement:
+        """Words without which `regex` cannot match."""
+        return regexes.NOTHING if self.regex is None else regexes.requirement(self.regex.pattern)
+
+    @cached_property
+    def any_of(self) -> frozenset[bytes]:
+        """`has`, as a search finds it."""
+        return frozenset(word.encode() for word in self.has)
+
+    @cached_property
+    def none_of(self) -> frozenset[bytes]:
+        """`excludes`, as a search finds it."""
+        return frozenset(word.encode() for word in self.excludes)
+
+    @property
+    def literals(self) -> frozenset[bytes]:
+        """The words that decide whether the regex is searched for."""
+        return self.any_of | self.none_of | frozenset(regexes.words_of(self.needs))
+
+    def matches(self, text: str, words: Set[bytes]) -> bool:
+        """Whether `text`, lower-cased and cleaned, shows it; `words` are those of its literals that
+        stand in it."""
+        if self.any_of.isdisjoint(words) or not self.none_of.isdisjoint(words):
             return False
-        return True if self.regex is None else self.regex.search(text) or False
+        return regexes.met(self.needs, words) and (
+            self.regex is None or self.regex.search(text) is not None
+        )
 
     def first_word(self, text: str) -> int:
         """Where in a long line the first of `has` stands; 0 where it is near the beginning."""
@@ -196,11 +220,14 @@ class Knowledge:
             for event in labels[name].events:
                 self.causes_by_event.setdefault(event, []).append(name)
         self._framed = sorted((p for p in patterns if p.frames), key=lambda p: "" in p.frames)
-        self._index: WordIndex[Pattern | Benign] = WordIndex(
-            [(word, p) for p in patterns if not p.frames for word in p.has]
-            + [(word, b) for b in benign for word in b.pattern.has]
-        )
-        self._order = {entry: n for n, entry in enumerate((*benign, *patterns))}
+        self._search = literal_search(word for entry in self.entries for word in entry.literals)
+        self._by_word: dict[bytes, list[Pattern | Benign]] = {}
+        entries: list[Pattern | Benign] = [*benign, *patterns]
+        for entry in entries:
+            pattern = entry.pattern if isinstance(entry, Benign) else entry
+            for word in () if pattern.frames else pattern.any_of:
+                self._by_word.setdefault(word, []).append(entry)
+        self._order = {entry: n for n, entry in enumerate(entries)}
         self._answers: dict[str, list[Pattern] | Benign] = {}
         """Of recent lines: ranks and restarts print the same ones."""
 
@@ -217,24 +244,23 @@ class Knowledge:
         return answer
 
     def _look_up(self, text: str) -> list[Pattern] | Benign:
+        words = self._search.find(text.encode(errors="replace"))
+        entries = {entry for word in words for entry in self._by_word.get(word, ())}
         found: dict[str, Pattern] = {}
-        for entry in sorted(self._index.find(text), key=self._order.__getitem__):
+        for entry in sorted(entries, key=self._order.__getitem__):
             if isinstance(entry, Benign):
-                if entry.pattern.matches(text):
+                if entry.pattern.matches(text, words):
                     return entry
-            elif entry.label not in found and entry.matches(text):
+            elif entry.label not in found and entry.matches(text, words):
                 found[entry.label] = entry
         return sorted(found.values(), key=lambda p: ROLES.index(p.role))
 
     def match_in(self, frames: str, text: str) -> list[Pattern]:
         """The patterns that an exception shows by the files of its traceback, where its own words
         say too little."""
+        words = self._search.find(text.encode(errors="replace"))
         return [
-            p
-            for p in self._framed
-            if any(f in frames for f in p.frames)
-            and any(word in text for word in p.has)
-            and p.matches(text)
+            p for p in self._framed if any(f in frames for f in p.frames) and p.matches(text, words)
         ][:1]
 
 
@@ -339,6 +365,8 @@ def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pat
         regex = re.compile(entry["regex"]) if "regex" in entry else None
     except re.error as error:
         raise BadKnowledge(f"{where}: regex {entry['regex']!r}: {error}") from error
+    if regex is not None and (problem := regexes.superlinear(regex.pattern)):
+        raise BadKnowledge(f"{where}: regex {regex.pattern!r} holds {problem}")
     restart = entry.get("restart", "")
     if restart and restart not in RESTARTS:
         raise BadKnowledge(f"{where}: restart is {restart!r}; allowed: {', '.join(RESTARTS)}")

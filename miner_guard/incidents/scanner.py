@@ -24,6 +24,10 @@ _EXCEPTION = re.compile(
 _QUALIFIED = re.compile(r"(?:\w+\.)+(?:exc|exceptions?|errors?)\.(?P<name>[A-Z]\w*)(?::\s|\s*$)")
 """One whose module says so, such as `torch._dynamo.exc.Unsupported`."""
 
+_MAX_NAME = 400
+"""Characters within which a line names an exception: what is longer is no name, and costs the
+search its square."""
+
 _IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*)(?::\s|$)")
 """An exception whose name does not say so, such as `queue.Empty`."""
 
@@ -428,11 +432,8 @@ class Scanner:
         """The exception that this line ends a traceback with, or names without one."""
         opened = self._open.get(rank)
         inside = opened is not None and 0 <= number - opened.line < _TRACEBACK_LINES
-        match = (
-            _EXCEPTION.match(text)
-            or _QUALIFIED.match(text)
-            or (_IN_TRACEBACK.match(text) if inside else None)
-        )
+        kinds = (_EXCEPTION, _QUALIFIED, _IN_TRACEBACK) if inside else (_EXCEPTION, _QUALIFIED)
+        match = next((found for kind in kinds if (found := kind.match(text, 0, _MAX_NAME))), None)
         if match is None:
             return None
         self._open.pop(rank, None)

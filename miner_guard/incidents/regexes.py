@@ -1,0 +1,161 @@
+"""What can be known of a regular expression before it is searched for: the words it needs, and
+whether it is linear."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Union
+
+if sys.version_info >= (3, 11):
+    from re import _constants as ops
+    from re import _parser as parser
+else:
+    import sre_constants as ops
+    import sre_parse as parser
+
+_MIN_WORD_LENGTH = 3
+"""Shorter words stand in nearly every line."""
+
+_REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
+_ASSERTIONS = (ops.ASSERT, ops.ASSERT_NOT)
+_ONE_CHARACTER = (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.ANY)
+
+
+@dataclass(frozen=True)
+class AllOf:
+    """Every one of these is needed. Nothing is needed where it is empty."""
+
+    of: tuple[Requirement, ...]
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """At least one of these is needed."""
+
+    of: tuple[Requirement, ...]
+
+
+Requirement = Union[bytes, AllOf, AnyOf]
+NOTHING = AllOf(())
+
+
+def requirement(regex: str) -> Requirement:
+    """The words without which `regex` cannot match: a search for words is far cheaper than one for
+    the expression."""
+    return _sequence(_items(regex))
+
+
+def met(needed: Requirement, words: Collection[bytes]) -> bool:
+    """Whether a text that holds `words`, and no other word that a requirement names, may match."""
+    if isinstance(needed, bytes):
+        return needed in words
+    return (all if isinstance(needed, AllOf) else any)(met(inner, words) for inner in needed.of)
+
+
+def words_of(needed: Requirement) -> Iterator[bytes]:
+    """Every word that the requirement names."""
+    if isinstance(needed, bytes):
+        yield needed
+    else:
+        for inner in needed.of:
+            yield from words_of(inner)
+
+
+def superlinear(regex: str) -> str | None:
+    """Why a search for `regex` may take more than linear time; None where it cannot.
+
+    A search tries every position of the text. Where each repeat has a bound, each try costs a
+    constant at most. An expression that begins with `^` is tried once and may hold one repeat
+    without a bound, of one character.
+    """
+    for branch in _branches(_items(regex)):
+        anchored = (
+            bool(branch)
+            and branch[0][0] is ops.AT
+            and branch[0][1] in (ops.AT_BEGINNING, ops.AT_BEGINNING_STRING)
+        )
+        for loops in (
+            list(_unbounded(branch)),
+            *(list(_unbounded(inner)) for inner in _asserted(branch)),
+        ):
+            if loops and not anchored:
+                return (
+                    "a repeat without a bound; give it one, such as {0,40}, or begin the "
+                    "expression with ^"
+                )
+            if len(loops) > 1:
+                return "two repeats without a bound; give one of them a bound, such as {0,40}"
+            if loops and (len(loops[0]) != 1 or loops[0][0][0] not in _ONE_CHARACTER):
+                return "a group is repeated without a bound; give it one, such as {0,8}"
+    return None
+
+
+def _items(regex: str) -> list[Any]:
+    parsed: Any = parser.parse(regex)
+    return list(parsed)
+
+
+def _sequence(items: Iterable[Any]) -> Requirement:
+    needed: list[Requirement] = []
+    word = ""
+    for op, argument in items:
+        if op is ops.LITERAL:
+            word += chr(argument)
+            continue
+        needed += _word(word)
+        word = ""
+        if (inner := _item(op, argument)) != NOTHING:
+            needed.append(inner)
+    needed += _word(word)
+    return needed[0] if len(needed) == 1 else AllOf(tuple(needed))
+
+
+def _word(word: str) -> list[Requirement]:
+    return [word.encode()] if len(word) >= _MIN_WORD_LENGTH else []
+
+
+def _item(op: Any, argument: Any) -> Requirement:
+    if op is ops.BRANCH:
+        choices = tuple(_sequence(branch) for branch in argument[1])
+        return NOTHING if NOTHING in choices else AnyOf(choices)
+    if op is ops.SUBPATTERN:
+        return _sequence(argument[3])
+    if op in _REPEATS and argument[0] > 0:
+        return _sequence(argument[2])
+    return NOTHING
+
+
+def _branches(items: list[Any]) -> list[list[Any]]:
+    if len(items) == 1 and items[0][0] is ops.BRANCH:
+        return [list(branch) for branch in items[0][1][1]]
+    return [items]
+
+
+def _unbounded(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """What is repeated without a bound in a sequence, its assertions apart."""
+    for op, argument in items:
+        if op in _REPEATS:
+            if argument[1] == ops.MAXREPEAT:
+                yield list(argument[2])
+            yield from _unbounded(argument[2])
+        elif op is ops.SUBPATTERN:
+            yield from _unbounded(argument[3])
+        elif op is ops.BRANCH:
+            yield from max((list(_unbounded(branch)) for branch in argument[1]), key=len)
+
+
+def _asserted(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """What the assertions of a sequence hold, at any depth."""
+    for op, argument in items:
+        if op in _ASSERTIONS:
+            yield list(argument[1])
+            yield from _asserted(argument[1])
+        elif op in _REPEATS:
+            yield from _asserted(argument[2])
+        elif op is ops.SUBPATTERN:
+            yield from _asserted(argument[3])
+        elif op is ops.BRANCH:
+            for branch in argument[1]:
+                yield from _asserted(branch)

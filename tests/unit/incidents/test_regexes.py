@@ -1,0 +1,81 @@
+"""What is read off an expression holds for every text that it matches."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from miner_guard.incidents import knowledge
+from miner_guard.incidents.log_text import clean
+from miner_guard.incidents.regexes import (
+    NOTHING,
+    AllOf,
+    AnyOf,
+    met,
+    requirement,
+    superlinear,
+    words_of,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+EXCERPTS = Path(__file__).with_name("excerpts.toml")
+
+
+@pytest.mark.parametrize(
+    ("regex", "needed"),
+    [
+        ("out of memory", b"out of memory"),
+        (r"\bout of.{0,9}memory", AllOf((b"out of", b"memory"))),
+        ("connection (?:refused|reset)", AllOf((b"connection re", AnyOf((b"fused", b"set"))))),
+        ("nccl|gloo", AnyOf((b"nccl", b"gloo"))),
+        ("(?:lost )?link", b"link"),
+        ("(?:lost ){2}link", AllOf((b"lost ", b"link"))),
+        ("lost(?! link)", b"lost"),
+        (r"\d{3}", NOTHING),
+        ("nccl|[a-z]", NOTHING),
+    ],
+)
+def test_the_words_that_an_expression_needs(regex: str, needed: object) -> None:
+    assert requirement(regex) == needed
+
+
+def test_no_known_error_is_lost_by_the_words_that_its_pattern_needs() -> None:
+    matched = 0
+    for row in tomllib.loads(EXCERPTS.read_text(encoding="utf-8"))["excerpt"]:
+        for line in row["text"].splitlines():
+            lowered = clean(line.encode())[1].lower()
+            for entry in knowledge.load().entries:
+                if entry.regex is not None and entry.regex.search(lowered):
+                    matched += 1
+                    words = {word for word in words_of(entry.needs) if word in lowered.encode()}
+                    assert met(entry.needs, words), (entry.regex.pattern, lowered)
+    assert matched > 500
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r"wallet\S*.{0,120}denied",
+        "a.*b",
+        "x|(?:lost )+link",
+        r"^killed\s*.*x",
+        "^(?:ab?)*x",
+        "a(?=.*b)",
+        "^a|b+c",
+    ],
+)
+def test_what_may_take_more_than_linear_time_is_refused(regex: str) -> None:
+    assert superlinear(regex)
+
+
+@pytest.mark.parametrize(
+    "regex", [r"a\w{0,40}.{0,80}b", "^(?!.*lost).*found", r"^error: \S+ x|b{1,9}", "plain"]
+)
+def test_what_is_linear_is_not(regex: str) -> None:
+    assert superlinear(regex) is None
