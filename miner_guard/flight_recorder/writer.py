@@ -117,6 +117,12 @@ class FlightWriter:
             words[STEPS] = number + 1
             words[LOCK] += 1
 
+    def last(self) -> StepRecord | None:
+        """The step that was appended last, by whichever path."""
+        return (
+            StepRecord.unpack_from(self.map, self._words[STEPS] - 1) if self._words[STEPS] else None
+        )
+
     def journal(self, document: Mapping[str, Any]) -> bool:
         """Append an entry that must not be lost. False where 64 unstored ones wait already, or it
         is too large."""

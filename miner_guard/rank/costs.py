@@ -42,11 +42,11 @@ class RankCosts:
         self._sums[key] = (total + seconds, count + 1)
         self._perhaps_flush()
 
-    def own(self, seconds: float) -> None:
-        """Account for a step's share of the hook itself."""
+    def own(self, seconds: float, steps: int = 1) -> None:
+        """Account for what the hook itself took of some steps."""
         self._own_seconds += seconds
-        self._own_count += 1
-        if not self._own_count & 63:
+        self._own_count += steps
+        if steps > 1 or not self._own_count & 63:
             self._perhaps_flush()
 
     def _perhaps_flush(self) -> None:

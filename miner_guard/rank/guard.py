@@ -31,7 +31,6 @@ from miner_guard.rank.consensus.collective_queries import CollectiveQueries
 from miner_guard.rank.costs import RankCosts
 from miner_guard.rank.introspection import collectives, stacks
 from miner_guard.rank.introspection.compiled import compiling
-from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import CLOSED, FINISHED, Recorder, describe
 from miner_guard.rank.steps import Stepper
 from miner_guard.rank.upload import UploadRecorder
@@ -94,12 +93,12 @@ class Guard:
         self.place = place
         self._monotonic = monotonic
         self._recorder = Recorder(place, monotonic)
-        self._phases = Phases(self._recorder.flight, monotonic, place.settings.hang.allowances)
         self._gate = gating.Gate(place, monotonic)
         self._costs = RankCosts(self._recorder, monotonic)
-        self._stepper = Stepper(place, self._recorder, self._phases, self._degraded)
+        self._stepper = Stepper(place, self._recorder, self._degraded)
+        self._hot = self._stepper.hot
         self._questions = CollectiveQueries(
-            place, self._gate, self._recorder, self._phases, self._stepper, self._degraded
+            place, self._gate, self._recorder, self._stepper, report=self._degraded
         )
         self._closed = False
         self._stacks: IO[bytes] | None = None
@@ -145,12 +144,12 @@ class Guard:
         if compiling():
             return nullcontext()
         try:
-            return self._phases.known.get((name, allowance_s)) or self._phases.named(
+            return self._hot.names.known.get((name, allowance_s)) or self._hot.names.named(
                 name, allowance_s
             )
         except Exception as error:  # noqa: BLE001 - the miner's step is sacred; said as guard_degraded
             self._degraded("phase", error)
-            return self._phases.named("other")
+            return self._hot.names.named("other")
 
     @_harmless(_nothing)
     def step(
@@ -172,6 +171,17 @@ class Guard:
         """
         if self._closed:
             return
+        if self._hot.step is not None and not self._recorder.bell.alone:
+            done = self._hot.step(
+                outer_step, inner_step, total_steps, loss, lr, grad_norm, eval_loss, tokens
+            )
+            if done:
+                if done > 1:
+                    self._stepper.notify()
+                    self._costs.own(*self._hot.take_own())
+                if self._stacks is not None and stacks.taken():
+                    self._yield_signal(self._stacks)
+                return
         started, stepper = self._monotonic(), self._stepper
         record = stepper.record
         record.outer_step, record.inner_step, record.tokens = outer_step, inner_step, tokens
@@ -265,7 +275,7 @@ class Guard:
             )
             given = self._gate.blocked(Candidate("gradient", -1, -1), "no decision was given")
         return UploadRecorder(
-            self._recorder, self._phases.named("upload"), given, self._gate.uploaded, tag
+            self._recorder, self._hot.names.named("upload"), given, self._gate.uploaded, tag
         )
 
     @_harmless(lambda: False)
@@ -398,9 +408,10 @@ class Guard:
             self._recorder.trouble(
                 "close", f"close(finished=True) with {describe(error)} in flight is not a finish"
             )
+        self._costs.own(*self._hot.take_own())
         self._costs.flush()
         self._closed = True
-        self._phases.live = False
+        self._hot.phases.live = False
         environment.unmark()
         self._recorder.close(FINISHED if finished and error is None else CLOSED)
 
@@ -412,7 +423,7 @@ class Guard:
 
     def _forked(self) -> None:
         self._closed = True
-        self._phases.live = False
+        self._hot.phases.live = False
         self._recorder.detach_after_fork()
 
     def _begin(self, agree: bool) -> None:

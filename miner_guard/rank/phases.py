@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from miner_guard.flight_recorder.layout import NAN, PHASES
 
-_COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
+COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
+"""The column of `layout.PHASES` that a phase is counted in; any other is `other`."""
+
 _MAX_NAMES = 256
 """Names that are remembered; for a program that makes up new ones the rest are made each time."""
 
@@ -33,12 +35,15 @@ class Phases:
     the one that steps (a background upload) take no time of the step and are not shown.
     """
 
-    def __init__(
-        self, header: Header | None, monotonic: Callable[[], float], allowances: Mapping[str, float]
-    ) -> None:
-        """`allowances`: how long a phase may last by the settings, seconds, by name."""
+    def __init__(self, header: Header | None, monotonic: Callable[[], float]) -> None:
         self.header = header
         self.monotonic = monotonic
+        self.started = monotonic()
+        """When the current step began."""
+
+        self.count = 0
+        """Steps of this process."""
+
         self.seconds: dict[str, float] = {}
         """By name of `layout.PHASES`, since the last `take`."""
 
@@ -51,24 +56,10 @@ class Phases:
         self.failed: Exception | None = None
         """The first error inside a phase since the last step; phases keep working."""
 
-        self.known: dict[tuple[str, float | None], Phase] = {}
-        """Phases by name and declared allowance, those that `named` remembers."""
-
-        self._allowances = allowances
-
-    def named(self, name: str, allowance_s: float | None = None) -> Phase:
-        """The context manager of a phase; the same object each time, entered as often as wanted."""
-        key = (name, allowance_s)
-        phase = self.known.get(key)
-        if phase is None:
-            declared = NAN if allowance_s is None else float(allowance_s)
-            longest = (
-                self._allowances.get(str(name), -math.inf) if allowance_s is None else declared
-            )
-            phase = Phase(self, str(name), declared, longest)
-            if len(self.known) < _MAX_NAMES:
-                self.known[key] = phase
-        return phase
+    @property
+    def open(self) -> int:
+        """Phases that were entered and not left."""
+        return len(self.stack)
 
     def adopt_thread(self) -> None:
         """The thread that calls this between phases is the one that trains, wherever the guard was
@@ -80,14 +71,14 @@ class Phases:
         """The seconds since the last call, and those nested in monitor; open phases are counted up
         to now."""
         for depth, frame in enumerate(self.stack):
-            self.count(frame, depth, now)
+            self.account(frame, depth, now)
             frame.counted_to = now
         seconds, nested = self.seconds, self.nested_in_monitor
         if seconds:
             self.seconds, self.nested_in_monitor = {}, 0.0
         return seconds, nested
 
-    def count(self, frame: Open, depth: int, now: float) -> None:
+    def account(self, frame: Open, depth: int, now: float) -> None:
         """Account for an open phase, the `depth`-th, up to now."""
         elapsed = now - frame.counted_to
         column = frame.phase.column
@@ -103,9 +94,57 @@ class Phases:
         if not any(frame.phase is phase for frame in self.stack):
             return
         while True:
-            self.count(self.stack[-1], len(self.stack) - 1, now)
+            self.account(self.stack[-1], len(self.stack) - 1, now)
             if self.stack.pop().phase is phase:
                 return
+
+
+class AnyPhase(Protocol):
+    """A phase of either hot path. Entering and leaving never raise."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class PhaseNames:
+    """Phases by name, each made once."""
+
+    def __init__(
+        self, make: Callable[[str, float, float], AnyPhase], allowances: Mapping[str, float]
+    ) -> None:
+        """`make(name, allowance_s, longest_s)`; `allowances`: how long one may last by the
+        settings, s, by name."""
+        self.known: dict[tuple[str, float | None], AnyPhase] = {}
+        """By name and declared allowance."""
+
+        self._make = make
+        self._allowances = allowances
+
+    def named(self, name: str, allowance_s: float | None = None) -> AnyPhase:
+        """The context manager of a phase; the same object each time, entered as often as wanted."""
+        key = (name, allowance_s)
+        phase = self.known.get(key)
+        if phase is None:
+            declared = NAN if allowance_s is None else float(allowance_s)
+            longest = (
+                self._allowances.get(str(name), -math.inf) if allowance_s is None else declared
+            )
+            phase = self._make(str(name), declared, longest)
+            if len(self.known) < _MAX_NAMES:
+                self.known[key] = phase
+        return phase
+
+
+def packed(name: str) -> bytes:
+    """The name as the header has room for it."""
+    return name.encode("utf-8", "replace")[:24]
 
 
 class Open:
@@ -134,9 +173,9 @@ class Phase:
         """`allowance_s`: as declared, else NaN; `longest_s`: that, else the settings' of this name,
         else -inf."""
         self._phases = phases
-        self._packed = name.encode("utf-8", "replace")[:24]
+        self._packed = packed(name)
         self.name = name
-        self.column = _COLUMNS.get(name, "other")
+        self.column = COLUMNS.get(name, "other")
         self.allowance_s = allowance_s
         self.longest_s = longest_s
 

@@ -18,7 +18,9 @@ from miner_guard.rank.standalone_log import StandaloneLog
 
 STARTING, RUNNING, CLOSED, FINISHED = layout.STATES
 
-_RING_EVERY_S = 0.05
+NOTIFY_EVERY_S = 0.05
+"""The least time between two notifications of the supervisor about steps."""
+
 _MAX_TROUBLES = 20
 """Different troubles that are said; the rest are counted."""
 
@@ -76,7 +78,7 @@ class Recorder:
         """Append a step record, and tell the supervisor of it at most every 50 ms."""
         if self.flight is not None:
             self.flight.append(record)
-        if record.end - self._rung >= _RING_EVERY_S:
+        if record.end - self._rung >= NOTIFY_EVERY_S:
             self.ring(record.end)
 
     def ring(self, now: float) -> None:

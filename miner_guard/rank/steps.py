@@ -14,17 +14,13 @@ from miner_guard.flight_recorder.layout import NAN
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.rank import numbers, standalone_log
 from miner_guard.rank.environment import RankContext
+from miner_guard.rank.hot import PHASE_FLAGS, hot_path
 from miner_guard.rank.numbers import MAX_INT
-from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import Recorder
 
 T = TypeVar("T")
 
 _RECENT_LOSSES = 64
-_PHASE_FLAGS = {
-    **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
-    **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
-}
 
 Report = Callable[[str, BaseException], None]
 
@@ -33,50 +29,64 @@ class Stepper:
     """Makes a record of each step. `report` hears of what could not be read; the rest is
     recorded."""
 
-    def __init__(
-        self, place: RankContext, recorder: Recorder, phases: Phases, report: Report
-    ) -> None:
+    def __init__(self, place: RankContext, recorder: Recorder, report: Report) -> None:
         self.record = StepRecord()
         """Filled at each step: what was given by the hook, what was measured by `end`."""
 
+        self.losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
         self._recorder = recorder
-        self._phases = phases
         self._report = report
         self._lines = standalone_log.StepLines(place.settings.steps) if place.rank == 0 else None
         self._memory = numbers.CudaMemory()
-        self._started = recorder.monotonic()
         expect = place.settings.gpu.expect
         self._cuda_expected = isinstance(expect, int) and expect > 0
-        self.losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
-        self.count = 0
+        self.hot = hot_path(
+            recorder, place.settings.hang.allowances, self.losses.append, self._memory.read
+        )
+        self._phases = self.hot.phases
+
+    @property
+    def count(self) -> int:
         """Steps of this process."""
+        return self._phases.count
 
     def end(self) -> None:
         """Record the step whose given values are in `record`; it ends now. They may be anything at
         all."""
-        now, record = self._recorder.monotonic(), self.record
-        record.flags = 0 if self.count else layout.FLAG_FIRST
+        record, phases = self.record, self._phases
+        now = self._recorder.monotonic()
+        record.flags = 0 if phases.count else layout.FLAG_FIRST
         self._read(record)
-        self._phases.adopt_thread()
-        record.phases, record.nested_in_monitor_s = self._phases.take(now)
+        phases.adopt_thread()
+        record.phases, record.nested_in_monitor_s = phases.take(now)
         for name, seconds in record.phases.items():
             if seconds:
-                record.flags |= _PHASE_FLAGS.get(name, 0)
-        self.count += 1
-        record.start, record.end, record.wall = self._started, now, time.time()
-        self._started = now
+                record.flags |= PHASE_FLAGS.get(name, 0)
+        phases.count += 1
+        record.start, record.end, record.wall = phases.started, now, time.time()
+        phases.started = now
         try:
             record.allocated_bytes, record.reserved_bytes = self._memory.read()
         except Exception as error:  # noqa: BLE001 - CUDA may be broken; it is reported
             record.allocated_bytes = record.reserved_bytes = None
             self._report("cuda_memory", error)
         self._recorder.step(record)
+        self._log_if_alone(record)
+        if (failed := phases.failed) is not None:
+            phases.failed = None
+            self._report("phase", failed)
+
+    def notify(self) -> None:
+        """Tell the supervisor of steps that the compiled path has recorded."""
+        self._recorder.ring(self._phases.started)
+        flight = self._recorder.flight
+        if self._recorder.bell.alone and flight is not None and (last := flight.last()) is not None:
+            self._log_if_alone(last)
+
+    def _log_if_alone(self, record: StepRecord) -> None:
         if self._lines is not None and self._recorder.bell.alone:
             for finding in self._lines.of(record):
                 self._recorder.own_log.say(finding)
-        if (failed := self._phases.failed) is not None:
-            self._phases.failed = None
-            self._report("phase", failed)
 
     def _read(self, record: StepRecord) -> None:
         """Make numbers of what was given; what is a plain number already, as almost always, costs

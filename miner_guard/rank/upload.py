@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from miner_guard.rank.phases import Phase
+from miner_guard.rank.phases import AnyPhase
 from miner_guard.rank.recorder import Recorder, describe
 from uploads.decision import GateDecision
 
@@ -17,7 +17,7 @@ class UploadRecorder:
     def __init__(
         self,
         recorder: Recorder,
-        phase: Phase,
+        phase: AnyPhase,
         decision: GateDecision,
         finished: Callable[[], None],
         tag: str | None = None,

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from miner_guard.rank import environment
 from miner_guard.rank.consensus import agree, gating
-from miner_guard.rank.phases import Phases
 from miner_guard.rank.recorder import Recorder
 from miner_guard.rank.steps import Report, Stepper
 from uploads.decision import GateDecision
@@ -23,15 +22,14 @@ class CollectiveQueries:
         place: environment.RankContext,
         gate: gating.Gate,
         recorder: Recorder,
-        phases: Phases,
         stepper: Stepper,
+        *,
         report: Report,
     ) -> None:
         """`report` hears why rank 0 had no answer of its own."""
         self._place = place
         self._gate = gate
         self._recorder = recorder
-        self._phases = phases
         self._stepper = stepper
         self._report = report
         self._agreement: gating.Agreement | None = None
@@ -144,7 +142,7 @@ class CollectiveQueries:
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         try:
-            with self._phases.named("collective"):
+            with self._stepper.hot.names.named("collective"):
                 yield
         finally:
             if isinstance(self._agreement, agree.Group) and self._agreement.late:

@@ -364,7 +364,7 @@ def test_what_is_handed_to_the_guard_by_mistake_is_said_and_raises_nothing(
     ):
         assert part in words
     assert "64 phases are open" in words
-    assert len(guard._phases.stack) == 64
+    assert guard._hot.phases.open == 64
 
 
 def test_a_finding_that_cannot_be_shown_does_not_silence_a_rank_that_logs_for_itself(

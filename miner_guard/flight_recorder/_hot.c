@@ -1,0 +1,665 @@
+/* The hot path of the hook: entering and leaving a phase, and the record of a step.
+ *
+ * It does what rank/phases.py, StepRecord.pack_into and FlightWriter.append do, byte for byte, for the values that
+ * almost every step has: ints, floats and None. Anything else it leaves to them. One test suite runs against both.
+ *
+ * The layout is flight_recorder/layout.py's; LAYOUT below lets Python refuse a module built from another version.
+ * All calls hold the GIL and run no Python code while the header's sequence lock is odd, so they are atomic to every
+ * other thread of the rank; counts live in the file, where FlightWriter keeps them too.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+enum {
+    HEADER_OFFSET = 192,
+    RING_OFFSET = 4096,
+    RING_SLOTS = 4096,
+    STEP_SIZE = 256,
+    FILE_SIZE = 1314816,
+    PHASE_COUNT = 14,
+    NAME_SIZE = 24,
+    MAX_OPEN = 64,
+    STATE_RUNNING = 1,
+};
+enum {
+    FLAG_FIRST = 1 << 1,
+    FLAG_LOSS_GIVEN = 1 << 16,
+    FLAG_GRAD_NORM_GIVEN = 1 << 17,
+    FLAG_EVAL_LOSS_GIVEN = 1 << 18,
+};
+
+/* layout.NOW */
+typedef struct {
+    uint64_t lock;
+    uint8_t state;
+    uint8_t padding[7];
+    char phase[NAME_SIZE];
+    double since, heartbeat;
+    int64_t outer_step, inner_step, total_steps;
+    double loss, lr, allocated, allowance;
+    uint64_t steps, entries, dropped, lost;
+} Header;
+
+/* layout.STEP */
+typedef struct {
+    uint64_t sequence;
+    int64_t outer_step, inner_step, total_steps;
+    double start, end, wall, loss, lr, grad_norm, eval_loss, allocated, reserved;
+    int64_t tokens;
+    uint32_t flags, check;
+    float phases[PHASE_COUNT];
+    float nested_in_monitor;
+} StepRow;
+
+enum { STEP_BYTES = offsetof(StepRow, nested_in_monitor) + sizeof(float) };
+_Static_assert(sizeof(Header) == 144 && offsetof(Header, steps) == 112, "layout.NOW");
+_Static_assert(STEP_BYTES == 180 && offsetof(StepRow, phases) == 120, "layout.STEP");
+
+typedef struct Phase Phase;
+
+typedef struct {
+    Phase *phase;
+    double since, counted_to, until, allowance;
+} Open;
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer map;            /* map.obj is NULL where there is no flight record */
+    PyObject *monotonic;      /* NULL: CLOCK_MONOTONIC, else a callable */
+    PyObject *remember, *memory; /* called with each loss; called for bytes of CUDA memory */
+    PyObject *failed;         /* the first error inside a phase since the last step, or NULL */
+    PyObject *modules, *cuda; /* sys.modules and the name under which torch.cuda is there */
+    unsigned long owner;
+    char live;
+    int depth, monitor;
+    Open open[MAX_OPEN];
+    double seconds[PHASE_COUNT], nested;
+    uint32_t flags[PHASE_COUNT];
+    double started, notified, notify_every, own;
+    long long count, own_count;
+} Phases;
+
+struct Phase {
+    PyObject_HEAD
+    Phases *phases;
+    int column;
+    double allowance, longest;
+    char name[NAME_SIZE];
+};
+
+static PyObject *phase_names; /* the columns' names, given by Python */
+
+/* time and header */
+
+static double clock_seconds(clockid_t clock)
+{
+    struct timespec t;
+    clock_gettime(clock, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* Seconds, or -1 with an exception set. */
+static double now_of(Phases *self)
+{
+    if (self->monotonic == NULL)
+        return clock_seconds(CLOCK_MONOTONIC);
+    PyObject *answer = PyObject_CallNoArgs(self->monotonic);
+    if (answer == NULL)
+        return -1.0;
+    double now = PyFloat_AsDouble(answer);
+    Py_DECREF(answer);
+    return now;
+}
+
+static Header *header_of(Phases *self)
+{
+    return self->map.obj == NULL ? NULL : (Header *)((char *)self->map.buf + HEADER_OFFSET);
+}
+
+/* Make the lock odd. Where another thread was interrupted while it wrote, it is odd, and stays so until that one ends. */
+static int begin_write(Header *header)
+{
+    int mine = !(header->lock & 1);
+    if (mine)
+        __atomic_store_n(&header->lock, header->lock + 1, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    return mine;
+}
+
+static void end_write(Header *header, int mine)
+{
+    if (mine)
+        __atomic_store_n(&header->lock, header->lock + 1, __ATOMIC_RELEASE);
+}
+
+static void show_phase(Phases *self, const char *name, double since, double heartbeat, double allowance)
+{
+    Header *header = header_of(self);
+    if (header == NULL)
+        return;
+    int mine = begin_write(header);
+    memcpy(header->phase, name, NAME_SIZE);
+    header->since = since;
+    header->heartbeat = heartbeat;
+    header->allowance = allowance;
+    end_write(header, mine);
+}
+
+/* phases */
+
+static void count_phase(Phases *self, int depth, double now)
+{
+    Open *open = &self->open[depth];
+    int column = open->phase->column;
+    for (int outer = 0; outer < depth; outer++)
+        if (self->open[outer].phase->column == column)
+            return;
+    self->seconds[column] += now - open->counted_to;
+    if (depth && self->open[depth - 1].phase->column == self->monitor)
+        self->nested += now - open->counted_to;
+}
+
+/* Keep the exception that is set for the next step to report; the miner's step must not see it. */
+static void keep_error(Phases *self)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (self->failed == NULL && value != NULL)
+        self->failed = Py_NewRef(value);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+}
+
+static int is_mine(Phases *self)
+{
+    return self != NULL && self->live && self->owner == PyThread_get_thread_ident();
+}
+
+static PyObject *phase_enter(Phase *phase, PyObject *Py_UNUSED(unused))
+{
+    Phases *self = phase->phases;
+    Py_INCREF(phase);
+    if (!is_mine(self))
+        return (PyObject *)phase;
+    if (self->depth >= MAX_OPEN) {
+        PyErr_Format(PyExc_OverflowError, "%d phases are open, none is left; %.24s is not counted", MAX_OPEN, phase->name);
+        keep_error(self);
+        return (PyObject *)phase;
+    }
+    double now = now_of(self);
+    if (PyErr_Occurred()) {
+        keep_error(self);
+        return (PyObject *)phase;
+    }
+    Open *open = &self->open[self->depth];
+    open->phase = (Phase *)Py_NewRef((PyObject *)phase);
+    open->since = open->counted_to = now;
+    open->until = now + phase->longest;
+    open->allowance = phase->allowance;
+    /* A long phase stays long inside: a validation goes through data and forward phases of its own. */
+    if (self->depth && open[-1].until > open->until) {
+        open->until = open[-1].until;
+        open->allowance = open->until - now;
+    }
+    self->depth++;
+    show_phase(self, phase->name, now, now, open->allowance);
+    return (PyObject *)phase;
+}
+
+static const char between_phases[NAME_SIZE];
+
+static PyObject *phase_exit(Phase *phase, PyObject *const *Py_UNUSED(error), Py_ssize_t Py_UNUSED(count))
+{
+    Phases *self = phase->phases;
+    if (!is_mine(self))
+        Py_RETURN_NONE;
+    double now = now_of(self);
+    if (PyErr_Occurred()) {
+        keep_error(self);
+        Py_RETURN_NONE;
+    }
+    int depth = self->depth - 1;
+    while (depth >= 0 && self->open[depth].phase != phase)
+        depth--;
+    if (depth >= 0) {
+        /* What was entered inside it and never left is left with it. */
+        for (int top = self->depth - 1; top >= depth; top--)
+            count_phase(self, top, now);
+        int entered = self->depth;
+        self->depth = depth;
+        for (int top = entered - 1; top >= depth; top--)
+            Py_DECREF(self->open[top].phase);
+    }
+    if (self->depth) {
+        Open *outer = &self->open[self->depth - 1];
+        show_phase(self, outer->phase->name, outer->since, now, outer->allowance);
+    } else {
+        show_phase(self, between_phases, now, now, NAN);
+    }
+    Py_RETURN_NONE;
+}
+
+/* steps */
+
+/* Whether `value` is None, as *number -1, or an int that a record has room for. */
+static int plain_int(PyObject *value, int64_t *number)
+{
+    *number = -1;
+    if (value == Py_None)
+        return 1;
+    if (!PyLong_CheckExact(value))
+        return 0;
+    int overflow;
+    *number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    return !overflow;
+}
+
+/* Whether `value` is None, as *number NaN, or a float. */
+static int plain_float(PyObject *value, double *number)
+{
+    *number = NAN;
+    if (value == Py_None)
+        return 1;
+    if (!PyFloat_CheckExact(value))
+        return 0;
+    *number = PyFloat_AS_DOUBLE(value);
+    return 1;
+}
+
+/* Allocated and reserved bytes, NaN where CUDA is not in use. False where reading them failed; no exception is set. */
+static int read_memory(Phases *self, double *allocated, double *reserved)
+{
+    *allocated = *reserved = NAN;
+    if (PyDict_GetItem(self->modules, self->cuda) == NULL)
+        return 1;
+    PyObject *pair = PyObject_CallNoArgs(self->memory);
+    int read = pair != NULL && PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2
+        && plain_float(PyTuple_GET_ITEM(pair, 0), allocated) && plain_float(PyTuple_GET_ITEM(pair, 1), reserved);
+    Py_XDECREF(pair);
+    PyErr_Clear();
+    return read;
+}
+
+static int remember_loss(Phases *self, PyObject *given, const StepRow *row)
+{
+    PyObject *value = Py_NewRef(given);
+    /* HF Trainer shows a NaN loss as 0.0: the gate must not take it for a number. */
+    if (row->loss == 0.0 && (row->flags & FLAG_GRAD_NORM_GIVEN) && !isfinite(row->grad_norm))
+        Py_SETREF(value, PyFloat_FromDouble(NAN));
+    PyObject *done = value == NULL ? NULL : PyObject_CallOneArg(self->remember, value);
+    Py_XDECREF(value);
+    Py_XDECREF(done);
+    PyErr_Clear();
+    return done != NULL;
+}
+
+static void take_phases(Phases *self, double now, StepRow *row)
+{
+    for (int depth = 0; depth < self->depth; depth++) {
+        count_phase(self, depth, now);
+        self->open[depth].counted_to = now;
+    }
+    for (int column = 0; column < PHASE_COUNT; column++) {
+        row->phases[column] = (float)self->seconds[column];
+        if (self->seconds[column] > 0)
+            row->flags |= self->flags[column];
+    }
+    row->nested_in_monitor = (float)self->nested;
+    memset(self->seconds, 0, sizeof self->seconds);
+    self->nested = 0;
+}
+
+static void append_row(Phases *self, StepRow *row)
+{
+    Header *header = header_of(self);
+    if (header == NULL)
+        return;
+    uint64_t number = header->steps;
+    row->sequence = number + 1;
+    row->check = (uint32_t)(number * 2654435761ULL) ^ (uint32_t)row->inner_step ^ (uint32_t)(int64_t)(row->end * 1000);
+    memcpy((char *)self->map.buf + RING_OFFSET + number % RING_SLOTS * STEP_SIZE, row, STEP_BYTES);
+    int mine = begin_write(header);
+    header->state = STATE_RUNNING;
+    if (!header->phase[0])
+        header->since = row->end;
+    header->heartbeat = row->end;
+    header->outer_step = row->outer_step;
+    header->inner_step = row->inner_step;
+    header->total_steps = row->total_steps;
+    header->loss = row->loss;
+    header->lr = row->lr;
+    header->allocated = row->allocated;
+    header->steps = number + 1;
+    end_write(header, mine);
+}
+
+PyDoc_STRVAR(step_doc,
+"step(outer_step, inner_step, total_steps, loss, lr, grad_norm, eval_loss, tokens)\n\n"
+"Record the step that ends now. 0: not done, since a value is neither None nor a plain number, or an error waits to be\n"
+"reported; 1: done; 2: done, and the supervisor is due to be notified.");
+
+static PyObject *phases_step(Phases *self, PyObject *const *given, Py_ssize_t count)
+{
+    StepRow row;
+    if (count != 8 || self->failed != NULL)
+        return PyLong_FromLong(0);
+    if (!(plain_int(given[0], &row.outer_step) && plain_int(given[1], &row.inner_step)
+          && plain_int(given[2], &row.total_steps) && plain_float(given[3], &row.loss) && plain_float(given[4], &row.lr)
+          && plain_float(given[5], &row.grad_norm) && plain_float(given[6], &row.eval_loss)
+          && plain_int(given[7], &row.tokens) && read_memory(self, &row.allocated, &row.reserved)))
+        return PyLong_FromLong(0);
+    double now = now_of(self);
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        return PyLong_FromLong(0);
+    }
+    row.flags = (self->count ? 0 : FLAG_FIRST) | (given[3] == Py_None ? 0 : FLAG_LOSS_GIVEN)
+        | (given[5] == Py_None ? 0 : FLAG_GRAD_NORM_GIVEN) | (given[6] == Py_None ? 0 : FLAG_EVAL_LOSS_GIVEN);
+    if (given[3] != Py_None && !remember_loss(self, given[3], &row))
+        return PyLong_FromLong(0);
+    if (self->depth == 0)
+        self->owner = PyThread_get_thread_ident();
+    take_phases(self, now, &row);
+    self->count++;
+    if (given[2] == Py_None)
+        row.total_steps = self->count;
+    row.start = self->started;
+    row.end = now;
+    row.wall = clock_seconds(CLOCK_REALTIME);
+    append_row(self, &row);
+    self->started = now;
+    int due = now - self->notified >= self->notify_every;
+    if (due)
+        self->notified = now;
+    double ended = now_of(self);
+    PyErr_Clear();
+    self->own += ended > now ? ended - now : 0.0;
+    self->own_count++;
+    return PyLong_FromLong(due ? 2 : 1);
+}
+
+PyDoc_STRVAR(take_doc, "take(now)\n\nSeconds by phase since the last call, and those nested in monitor, as a tuple.");
+
+static PyObject *phases_take(Phases *self, PyObject *argument)
+{
+    double now = PyFloat_AsDouble(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    StepRow row = {0};
+    double seconds[PHASE_COUNT], nested;
+    for (int depth = 0; depth < self->depth; depth++) {
+        count_phase(self, depth, now);
+        self->open[depth].counted_to = now;
+    }
+    memcpy(seconds, self->seconds, sizeof seconds);
+    nested = self->nested;
+    take_phases(self, now, &row);
+    PyObject *by_name = PyDict_New();
+    for (int column = 0; by_name != NULL && column < PHASE_COUNT; column++) {
+        if (seconds[column] <= 0)
+            continue;
+        PyObject *value = PyFloat_FromDouble(seconds[column]);
+        if (value == NULL || PyDict_SetItem(by_name, PyTuple_GET_ITEM(phase_names, column), value) < 0)
+            Py_CLEAR(by_name);
+        Py_XDECREF(value);
+    }
+    return by_name == NULL ? NULL : Py_BuildValue("(Nd)", by_name, nested);
+}
+
+static PyObject *phases_adopt_thread(Phases *self, PyObject *Py_UNUSED(unused))
+{
+    if (self->depth == 0)
+        self->owner = PyThread_get_thread_ident();
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(own_doc, "take_own()\n\nSeconds that the steps recorded here took since the last call, and their number.");
+
+static PyObject *phases_take_own(Phases *self, PyObject *Py_UNUSED(unused))
+{
+    double seconds = self->own;
+    long long count = self->own_count;
+    self->own = 0;
+    self->own_count = 0;
+    return Py_BuildValue("(dL)", seconds, count);
+}
+
+static PyObject *phases_get_open(Phases *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLong(self->depth);
+}
+
+static PyObject *phases_get_failed(Phases *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->failed == NULL ? Py_None : self->failed);
+}
+
+static int phases_set_failed(Phases *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    PyObject *kept = value == NULL || value == Py_None ? NULL : Py_NewRef(value);
+    Py_XSETREF(self->failed, kept);
+    return 0;
+}
+
+/* types */
+
+static int phases_traverse(Phases *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->map.obj);
+    Py_VISIT(self->monotonic);
+    Py_VISIT(self->remember);
+    Py_VISIT(self->memory);
+    Py_VISIT(self->failed);
+    for (int depth = 0; depth < self->depth; depth++)
+        Py_VISIT(self->open[depth].phase);
+    return 0;
+}
+
+static int phases_clear(Phases *self)
+{
+    int entered = self->depth;
+    self->depth = 0;
+    self->live = 0;
+    for (int depth = 0; depth < entered; depth++)
+        Py_CLEAR(self->open[depth].phase);
+    Py_CLEAR(self->monotonic);
+    Py_CLEAR(self->remember);
+    Py_CLEAR(self->memory);
+    Py_CLEAR(self->failed);
+    Py_CLEAR(self->modules);
+    Py_CLEAR(self->cuda);
+    if (self->map.obj != NULL)
+        PyBuffer_Release(&self->map);
+    return 0;
+}
+
+static void phases_dealloc(Phases *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    phases_clear(self);
+    type->tp_free((PyObject *)self);
+    if (type->tp_flags & Py_TPFLAGS_HEAPTYPE)
+        Py_DECREF(type);
+}
+
+PyDoc_STRVAR(phases_doc,
+"HotPhases(map, monotonic, remember, memory, columns, notify_every_s)\n\n"
+"map: the flight record's mmap, or None. monotonic: None for CLOCK_MONOTONIC, else a callable. remember: called with\n"
+"each loss. memory: called for (allocated, reserved) where torch.cuda is imported. columns: (name, flag of a step\n"
+"that has it) for each of layout.PHASES.");
+
+static int phases_init(Phases *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"map", "monotonic", "remember", "memory", "columns", "notify_every_s", NULL};
+    PyObject *map, *monotonic, *remember, *memory, *columns;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO!d:HotPhases", names, &map, &monotonic, &remember, &memory,
+                                     &PyTuple_Type, &columns, &self->notify_every))
+        return -1;
+    if (PyTuple_GET_SIZE(columns) != PHASE_COUNT) {
+        PyErr_Format(PyExc_ValueError, "%zd columns of phases, this module was built for %d", PyTuple_GET_SIZE(columns), PHASE_COUNT);
+        return -1;
+    }
+    PyObject *by_column = PyTuple_New(PHASE_COUNT);
+    if (by_column == NULL)
+        return -1;
+    for (int column = 0; column < PHASE_COUNT; column++) {
+        PyObject *name;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(columns, column), "UI", &name, &self->flags[column])) {
+            Py_DECREF(by_column);
+            return -1;
+        }
+        PyTuple_SET_ITEM(by_column, column, Py_NewRef(name));
+        if (PyUnicode_CompareWithASCIIString(name, "monitor") == 0)
+            self->monitor = column;
+    }
+    Py_XSETREF(phase_names, by_column);
+    if (map != Py_None && PyObject_GetBuffer(map, &self->map, PyBUF_WRITABLE) < 0)
+        return -1;
+    if (self->map.obj != NULL && self->map.len != FILE_SIZE) {
+        PyErr_Format(PyExc_ValueError, "a flight record of %zd bytes, this module was built for %d", self->map.len, FILE_SIZE);
+        return -1;
+    }
+    self->monotonic = monotonic == Py_None ? NULL : Py_NewRef(monotonic);
+    self->remember = Py_NewRef(remember);
+    self->memory = Py_NewRef(memory);
+    self->modules = Py_NewRef(PyImport_GetModuleDict());
+    self->cuda = PyUnicode_InternFromString("torch.cuda");
+    self->owner = PyThread_get_thread_ident();
+    self->live = 1;
+    self->notified = -INFINITY;
+    self->started = now_of(self);
+    return PyErr_Occurred() || self->cuda == NULL ? -1 : 0;
+}
+
+static PyMethodDef phases_methods[] = {
+    {"step", (PyCFunction)(void *)phases_step, METH_FASTCALL, step_doc},
+    {"take", (PyCFunction)phases_take, METH_O, take_doc},
+    {"take_own", (PyCFunction)phases_take_own, METH_NOARGS, own_doc},
+    {"adopt_thread", (PyCFunction)phases_adopt_thread, METH_NOARGS, "The thread that calls this between phases trains."},
+    {0},
+};
+
+static PyGetSetDef phases_properties[] = {
+    {"open", (getter)phases_get_open, NULL, "Phases that were entered and not left.", NULL},
+    {"failed", (getter)phases_get_failed, (setter)phases_set_failed, "The first error inside a phase.", NULL},
+    {0},
+};
+
+static PyMemberDef phases_members[] = {
+    {"live", T_BOOL, offsetof(Phases, live), 0, "Phases are timed; false after close and in a forked child."},
+    {"owner", T_ULONG, offsetof(Phases, owner), 0, "The thread that trains."},
+    {"count", T_LONGLONG, offsetof(Phases, count), 0, "Steps of this process."},
+    {"started", T_DOUBLE, offsetof(Phases, started), 0, "When the current step began, monotonic seconds."},
+    {0},
+};
+
+static PyTypeObject PhasesType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "miner_guard.flight_recorder._hot.HotPhases",
+    .tp_basicsize = sizeof(Phases),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = phases_doc,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)phases_init,
+    .tp_dealloc = (destructor)phases_dealloc,
+    .tp_traverse = (traverseproc)phases_traverse,
+    .tp_clear = (inquiry)phases_clear,
+    .tp_methods = phases_methods,
+    .tp_getset = phases_properties,
+    .tp_members = phases_members,
+};
+
+static int phase_traverse(Phase *phase, visitproc visit, void *arg)
+{
+    Py_VISIT(phase->phases);
+    return 0;
+}
+
+static int phase_clear(Phase *phase)
+{
+    /* Its phases stay until it is freed: it may be entered by whoever holds it. */
+    (void)phase;
+    return 0;
+}
+
+static void phase_dealloc(Phase *phase)
+{
+    PyObject_GC_UnTrack(phase);
+    Py_XDECREF(phase->phases);
+    Py_TYPE(phase)->tp_free((PyObject *)phase);
+}
+
+static int phase_init(Phase *phase, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"phases", "name", "column", "allowance_s", "longest_s", NULL};
+    PyObject *phases;
+    const char *name;
+    Py_ssize_t length;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!y#idd:HotPhase", names, &PhasesType, &phases, &name, &length,
+                                     &phase->column, &phase->allowance, &phase->longest))
+        return -1;
+    if (phase->column < 0 || phase->column >= PHASE_COUNT || length > NAME_SIZE) {
+        PyErr_SetString(PyExc_ValueError, "no such column, or a name of more than 24 bytes");
+        return -1;
+    }
+    memcpy(phase->name, name, (size_t)length);
+    Py_XSETREF(phase->phases, (Phases *)Py_NewRef(phases));
+    return 0;
+}
+
+static PyMethodDef phase_methods[] = {
+    {"__enter__", (PyCFunction)phase_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void *)phase_exit, METH_FASTCALL, NULL},
+    {0},
+};
+
+static PyTypeObject PhaseType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "miner_guard.flight_recorder._hot.HotPhase",
+    .tp_basicsize = sizeof(Phase),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "HotPhase(phases, name, column, allowance_s, longest_s)",
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)phase_init,
+    .tp_dealloc = (destructor)phase_dealloc,
+    .tp_traverse = (traverseproc)phase_traverse,
+    .tp_clear = (inquiry)phase_clear,
+    .tp_methods = phase_methods,
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_hot",
+    .m_doc = "The hot path of the hook, compiled. LAYOUT: what it was built for.",
+    .m_size = -1,
+};
+
+PyMODINIT_FUNC PyInit__hot(void)
+{
+    if (PyType_Ready(&PhasesType) < 0 || PyType_Ready(&PhaseType) < 0)
+        return NULL;
+    PyObject *made = PyModule_Create(&module);
+    PyObject *layout = Py_BuildValue(
+        "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "header_offset", HEADER_OFFSET, "header_size", (int)sizeof(Header),
+        "ring_offset", RING_OFFSET, "ring_slots", RING_SLOTS, "step_size", STEP_SIZE, "step_bytes", (int)STEP_BYTES,
+        "file_size", FILE_SIZE, "phases", PHASE_COUNT);
+    if (made == NULL || layout == NULL || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0
+        || PyModule_AddObjectRef(made, "HotPhases", (PyObject *)&PhasesType) < 0
+        || PyModule_AddObjectRef(made, "HotPhase", (PyObject *)&PhaseType) < 0) {
+        Py_XDECREF(made);
+        made = NULL;
+    }
+    Py_XDECREF(layout);
+    return made;
+}

@@ -1,0 +1,100 @@
+"""Which hot path of the hook runs: the compiled one where it was built for this layout, else the
+Python one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.layout import PHASES
+from miner_guard.rank.phases import COLUMNS, Phase, PhaseNames, Phases, packed
+from miner_guard.rank.recorder import NOTIFY_EVERY_S, Recorder
+
+if TYPE_CHECKING:
+    from miner_guard.flight_recorder import _hot
+
+PYTHON_HOOK = "_MINER_GUARD_PYTHON_HOOK"
+"""In the environment: use the Python path although the compiled one is there."""
+
+PHASE_FLAGS = {
+    **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
+    **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
+}
+"""What a step is marked with where some of it went to these phases."""
+
+_LAYOUT = {
+    "header_offset": layout.NOW_OFFSET,
+    "header_size": layout.NOW.size,
+    "ring_offset": layout.RING_OFFSET,
+    "ring_slots": layout.RING_SLOTS,
+    "step_size": layout.STEP_SIZE,
+    "step_bytes": layout.STEP.size,
+    "file_size": layout.FILE_SIZE,
+    "phases": len(PHASES),
+}
+
+Remember = Callable[[float], None]
+Memory = Callable[[], tuple[float | None, float | None]]
+
+
+def compiled() -> tuple[Any | None, str]:
+    """The compiled module, or None; and why it is not used, or where it lies."""
+    if os.environ.get(PYTHON_HOOK):
+        return None, f"{PYTHON_HOOK} is set"
+    try:
+        from miner_guard.flight_recorder import _hot
+    except ImportError as error:
+        return None, f"not built: {error}"
+    if _hot.LAYOUT != _LAYOUT:
+        return None, f"{_hot.__file__} was built for another layout; install the package again"
+    return _hot, str(_hot.__file__)
+
+
+@dataclass
+class HotPath:
+    """What runs at every phase and step."""
+
+    phases: Phases | _hot.HotPhases
+    names: PhaseNames
+    step: Callable[..., int] | None
+    """The whole of a step, where all that was given is plain numbers (`HotPhases.step`); None: the
+    Python path."""
+
+    take_own: Callable[[], tuple[float, int]]
+    """Seconds that steps recorded by `step` took since the last call, and their number."""
+
+
+def hot_path(
+    recorder: Recorder, allowances: Mapping[str, float], remember: Remember, memory: Memory
+) -> HotPath:
+    """The hot path of a rank. `remember` is called with each loss, `memory` for allocated and
+    reserved bytes.
+
+    `allowances`: how long a phase may last by the settings, seconds, by name.
+    """
+    module, _ = compiled()
+    if module is None:
+        phases = Phases(recorder.flight, recorder.monotonic)
+        return HotPath(
+            phases, PhaseNames(partial(Phase, phases), allowances), None, lambda: (0.0, 0)
+        )
+    hot = module.HotPhases(
+        None if recorder.flight is None else recorder.flight.map,
+        None if recorder.monotonic is time.monotonic else recorder.monotonic,
+        remember,
+        memory,
+        tuple((name, PHASE_FLAGS.get(name, 0)) for name in PHASES),
+        NOTIFY_EVERY_S,
+    )
+
+    def phase(name: str, allowance_s: float, longest_s: float) -> _hot.HotPhase:
+        column = PHASES.index(COLUMNS.get(name, "other"))
+        made: _hot.HotPhase = module.HotPhase(hot, packed(name), column, allowance_s, longest_s)
+        return made
+
+    return HotPath(hot, PhaseNames(phase, allowances), hot.step, hot.take_own)

@@ -1,0 +1,15 @@
+"""The compiled hot path of the hook; without a compiler the package is built and works without
+it."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "miner_guard.flight_recorder._hot",
+            ["miner_guard/flight_recorder/_hot.c"],
+            extra_compile_args=["-O2", "-std=c11", "-Wall", "-Wextra"],
+            optional=True,
+        )
+    ]
+)
