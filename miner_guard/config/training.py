@@ -40,6 +40,10 @@ class MinerSettings:
     """How long the miner may take to stop after SIGTERM before SIGKILL. Above torchrun's own 30
     s."""
 
+    cgroup: bool = True
+    """Keep the miner's processes in a cgroup (v2) of their own where this is permitted, so that
+    none of them escapes. False where something else manages the cgroups of this host."""
+
     batch_size: AtLeastOne | None = None
     """Samples per micro-batch and rank; used where the hook does not report it."""
 

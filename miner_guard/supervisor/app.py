@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -38,6 +39,7 @@ from miner_guard.supervisor.process import environment, orphan_cleanup
 from miner_guard.supervisor.process.child import become_subreaper
 from miner_guard.supervisor.process.deathwatch import Deathwatch
 from miner_guard.supervisor.process.gpu_memory_wait import GpuMemoryWait
+from miner_guard.supervisor.process.last_resort import RunToEnd
 from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.supervisor.scheduler import Scheduler
 from miner_guard.supervisor.startup.lock import Lock
@@ -46,6 +48,7 @@ from miner_guard.supervisor.startup.state_dir_check import check_state_dir
 from miner_guard.supervisor.supervisor import Supervisor
 from miner_guard.supervisor.watchdog import Hands, Watchdog
 from miner_guard.system import inherited
+from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.clock import SystemClock
 from miner_guard.system.processes import HELPER
 from uploads.repos.credentials import beside
@@ -146,12 +149,7 @@ class GuardApp:
         launch = self.supervisor.launch
         if launch is None:
             return None
-        return Teardown(
-            self.clock,
-            launch.leftovers,
-            launch.child.process,
-            self.request.config.miner.stop_timeout_s,
-        )
+        return launch.new_teardown(self.request.config.miner.stop_timeout_s)
 
     def _stopping(self) -> None:
         self.watchdog.stop_asked()
@@ -227,7 +225,7 @@ class GuardApp:
                 )
             )
         orphan_cleanup.end_orphans(self.request.state, _SWEEP_GRACE_S, self.log)
-        self._try("reaper", self._start_reaper)
+        self._contain()
         # Only now: what is left of an earlier run would be seen. Its children work while the parts
         # are made.
         self.startup.look()
@@ -290,9 +288,26 @@ class GuardApp:
                 )
             )
 
-    def _start_reaper(self) -> None:
-        reaper = Deathwatch(self.run_id, self.request.config.miner.stop_timeout_s, self.env)
-        self._closers.append(reaper.dismiss)
+    def _contain(self) -> None:
+        """Whatever the miner starts ends with it, and with the guard, however that ends."""
+        family = self.supervisor.family
+        self._closers.append(family.close)
+        cgroup = None
+        # Most containers refuse it; `doctor` tells. Parentage finds the processes there.
+        if self.request.config.miner.cgroup:
+            with contextlib.suppress(OSError):
+                cgroup = Cgroup.create(self.run_id)
+                family.use_cgroup(cgroup)
+        run = RunToEnd(
+            self.run_id,
+            str(self.request.state.root),
+            self.request.config.miner.stop_timeout_s,
+            None if cgroup is None else str(cgroup.path),
+        )
+        self.deathwatch = Deathwatch(run, self.env, self.clock, self.report)
+        self._closers.append(self.deathwatch.dismiss)
+        family.on_listed = self.deathwatch.listed
+        self.deathwatch.tick()
 
     def _open_notify_socket(self) -> None:
         bell = NotifySocket(
@@ -341,6 +356,7 @@ class GuardApp:
     def _pulse(self) -> None:
         if not self._ended:
             self._restore_sockets()
+            self.deathwatch.tick()
         document = self._document()
         self.status.update(document)
         if not self._ready and self.supervisor.launches:

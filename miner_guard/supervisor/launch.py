@@ -4,15 +4,14 @@ come."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from miner_guard.monitors.base import Exit
 from miner_guard.supervisor.launch_spec import StopRequest, Then
 from miner_guard.supervisor.process.child import Child
+from miner_guard.supervisor.process.process_tree import ProcessTree
 from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.system.clock import Clock
-from miner_guard.system.processes import Process
 
 RETRY_INSPECT_S = 1.0
 """Until processes that could not be inspected are inspected again."""
@@ -29,8 +28,8 @@ class ActiveLaunch:
     """Monotonic."""
 
     clock: Clock
-    leftovers: Callable[[], set[Process]]
-    """Living processes of this launch other than the launcher."""
+    family: ProcessTree
+    """Knows which processes belong to this launch."""
 
     wish: StopRequest | None = None
     """Why the guard ends it; None while nobody asked."""
@@ -51,19 +50,27 @@ class ActiveLaunch:
     def ask_to_end(self, grace_s: float) -> None:
         """SIGTERM to the launcher with the next `step`, SIGKILL to whatever is left after the
         grace."""
-        self.teardown = self._new_teardown(grace_s)
+        self.teardown = self.new_teardown(grace_s)
         self.teardown.ask()
         self._next_step = 0.0
 
     def launcher_ended(self) -> None:
         """The launcher is reaped: end what it left behind, beginning with the next `step`."""
         if self.teardown is None:
-            self.teardown = self._new_teardown(0.0)
+            self.teardown = self.new_teardown(0.0)
         self.teardown.ended()
         self._next_step = 0.0
 
-    def _new_teardown(self, grace_s: float) -> Teardown:
-        return Teardown(self.clock, self.leftovers, self.child.process, grace_s)
+    def new_teardown(self, grace_s: float) -> Teardown:
+        """What ends this launch; not begun."""
+        launcher = self.child.process
+        return Teardown(
+            self.clock,
+            lambda: self.family.leftovers(launcher),
+            launcher,
+            grace_s,
+            self.family.kill_all,
+        )
 
     def step(self) -> float | None:
         """Do what is due of the teardown. Seconds until the next step, None when nothing is left or

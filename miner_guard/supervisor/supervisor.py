@@ -227,9 +227,7 @@ class Supervisor:
             return
         self.launches += 1
         now = self.clock.monotonic()
-        self.launch = ActiveLaunch(
-            child, attempt, now, self.clock, lambda: self.family.leftovers(child.process)
-        )
+        self.launch = ActiveLaunch(child, attempt, now, self.clock, self.family)
         self._enter(Event.LAUNCHED)
         words = shlex.join(self.order.command).replace("\n", "\\n")
         for work in (
@@ -246,7 +244,13 @@ class Supervisor:
     def _start_child(self, attempt: int) -> Child:
         stdout, stderr = self.relay.open()
         try:
-            return Child(self.order.command, self.order.environment(attempt), stdout, stderr)
+            return Child(
+                self.order.command,
+                self.order.environment(attempt),
+                stdout,
+                stderr,
+                self.family.open_to_join(),
+            )
         finally:
             for end in {stdout, stderr}:
                 os.close(end)
@@ -344,20 +348,9 @@ class Supervisor:
         return answers == [True]
 
     def _report_teardown(self, teardown: Teardown | None) -> None:
-        if teardown is None:
-            return
-        for process, command in teardown.killed:
-            self.host.finding(
-                make_finding(
-                    "orphan_killed", pid=process.pid, command=command, of_run=self.order.run_id
-                )
-            )
-        for process in teardown.stuck:
-            what = (
-                f"pid {process.pid} does not end, not even by SIGKILL: it waits in the "
-                "kernel (D state)"
-            )
-            self.host.finding(make_finding("guard_degraded", what=what))
+        if teardown is not None:
+            for finding in teardown.report(self.order.run_id):
+                self.host.finding(finding)
 
     def _say_exit(self, end: Exit, wish: StopRequest | None) -> None:
         runtime = round(end.runtime_s, 3)

@@ -114,6 +114,16 @@ class Guarded:
     def named(self, event: str) -> list[dict[str, Any]]:
         return [e for e in self.events if e["event"] == event]
 
+    def listed(self) -> list[tuple[int, int]]:
+        """The run's processes by the guard's own list, as (pid, start)."""
+        try:
+            return [
+                (pid, start)
+                for pid, start in json.loads(self.state.roster.read_text())["processes"]
+            ]
+        except OSError:
+            return []
+
     def wait_for(self, event: str, count: int = 1, seconds: float = 60.0) -> dict[str, Any]:
         """The `count`th event of this name."""
         found: list[dict[str, Any]] = until(

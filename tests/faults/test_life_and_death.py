@@ -3,7 +3,6 @@ be."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -30,7 +29,7 @@ def wait_until_listed(guarded: Guarded) -> None:
             if guarded.token in words and "miner_guard" not in words
         ]
     )
-    until(lambda: _listed(guarded) >= whole, 60, "the list of the run's processes")
+    until(lambda: len(guarded.listed()) >= whole, 60, "the list of the run's processes")
 
 
 def test_a_stop_ends_every_kind_of_descendant(guarded: Guarded) -> None:
@@ -122,7 +121,7 @@ def _marked(guarded: Guarded) -> list[tuple[int, str]]:
     """Those that carry the run's marker; a process with an empty environment is found by parentage
     only."""
     needle = f"_MINER_GUARD_STATE_DIR={guarded.state.root}"
-    return [p for p in living(needle) if "miner-guard-reaper" not in p[1]]
+    return [p for p in living(needle) if "last-resort" not in p[1]]
 
 
 def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> None:
@@ -130,9 +129,7 @@ def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> N
     wait_for_family(guarded)
     wait_until_listed(guarded)
     reaper = [
-        pid
-        for pid, words in living("miner-guard-reaper")
-        if f"{os.getpid()}" and _child_of(pid, guarded)
+        pid for pid, words in living("last-resort") if f"{os.getpid()}" and _child_of(pid, guarded)
     ]
     for pid in reaper:
         os.kill(pid, signal.SIGKILL)
@@ -156,13 +153,6 @@ def test_the_next_guard_also_ends_what_shed_its_environment(guarded: Guarded) ->
     guarded.processes[0].kill()
     guarded.processes[0].wait()
     _next_guard_ends_the_rest(guarded)
-
-
-def _listed(guarded: Guarded) -> int:
-    try:
-        return len(json.loads((guarded.state.root / "run.json").read_text())["processes"])
-    except OSError:
-        return 0
 
 
 def _child_of(pid: int, guarded: Guarded) -> bool:

@@ -125,7 +125,8 @@ def launcher(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Launche
     """A launch that runs, with nothing below its launcher."""
     launcher = Launcher()
     now = supervisor.clock.monotonic()
-    supervisor.launch = ActiveLaunch(cast(Any, launcher), 0, now, supervisor.clock, set)
+    nothing: Any = SimpleNamespace(leftovers=lambda _launcher: set(), kill_all=lambda: None)
+    supervisor.launch = ActiveLaunch(cast(Any, launcher), 0, now, supervisor.clock, nothing)
     supervisor.state = State.RUNNING
     return launcher
 

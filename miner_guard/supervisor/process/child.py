@@ -3,6 +3,7 @@ dies."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -41,28 +42,44 @@ class Child:
     """One launch of the miner."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        stdout: int,
+        stderr: int,
+        join: int | None = None,
     ) -> None:
         """Start it. From the main thread: the death signal is bound to the thread that forks.
-        Raises OSError."""
+        Raises OSError.
+
+        `join`: a cgroup that it shall be a member of (`Cgroup.open_to_join`); closed here.
+        """
         guard = os.getpid()
 
         def in_child() -> None:
+            if join is not None:
+                # Refused: found by parentage, as everywhere where there is no cgroup.
+                with contextlib.suppress(OSError):
+                    os.write(join, b"0")
             _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != guard:
                 # The guard died between fork and prctl: nobody would ever end us.
                 os._exit(1)
 
-        self._popen = subprocess.Popen(
-            list(command),
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-            preexec_fn=in_child,
-            umask=-1 if _given_umask is None else _given_umask,
-        )
+        try:
+            self._popen = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=in_child,
+                umask=-1 if _given_umask is None else _given_umask,
+            )
+        finally:
+            if join is not None:
+                os.close(join)
         self.pid = self._popen.pid
         try:
             seen = stat(self.pid)

@@ -1,61 +1,129 @@
-"""If the guard is killed in the middle of something, a tiny shell finishes the stop in its place.
+"""If the guard is killed in the middle of something, a small process finishes the stop in its
+place.
 
-It waits for the end of a pipe that only the guard holds open. It is `sh`, not Python, because the
-miner's own updater runs `pkill -9 python`, and because it costs 1 MB.
+It waits for the end of a pipe that only the guard holds open, and reads who belongs to the run from
+memory that the guard keeps up to date, so that neither a dead disk nor a cleared environment hides
+anybody (`last_resort`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
 
-from miner_guard.state_dir import MARKER
-from miner_guard.system.processes import HELPER
+import miner_guard
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.supervisor.process.last_resort import RunToEnd
+from miner_guard.system.clock import Clock
+from miner_guard.system.processes import HELPER, Process
 
-_SCRIPT = r"""
-read -r word <&0 && exit 0
-left() { grep -lzxF "$1" /proc/[0-9]*/environ 2>/dev/null | sed 's,/proc/\([0-9]*\)/environ,\1,'; }
-end() { for pid in $(left "$2"); do kill -"$1" "$pid" 2>/dev/null; done; }
-waited=0
-while [ "$waited" -lt "$2" ] && [ -n "$(left "$1")" ]; do sleep 1; waited=$((waited + 1)); done
-end TERM "$1"; sleep 2
-for round in 1 2 3; do end KILL "$1"; sleep 0.2; done
-"""
-"""$1 the marker of the run, $2 seconds to stop. A word before the end of the pipe means: not
-needed."""
+_PACKAGES = Path(miner_guard.__file__).resolve().parents[1]
+
+_BOOT = """import json, sys
+order = json.loads(sys.stdin.readline())
+sys.path.insert(0, order.pop("packages"))
+from miner_guard.supervisor.process.last_resort import main
+main(order)"""
+"""What is passed on the command line names neither this program nor its folder, for `pkill -f`."""
+
+_FIRST_WAIT_S = 1.0
+_MAX_WAIT_S = 60.0
 
 
 class Deathwatch:
-    """The shell that outlives the guard. Making one raises OSError where there is no /bin/sh."""
+    """Starts that process, and again when somebody kills it. For the supervisor's thread."""
 
-    def __init__(self, run_id: str, grace_s: float, env: Mapping[str, str]) -> None:
-        reading, self._writing = os.pipe2(os.O_CLOEXEC)
+    def __init__(
+        self, run: RunToEnd, env: Mapping[str, str], clock: Clock, report: Callable[[Finding], None]
+    ) -> None:
+        self._env, self._clock, self._report = env, clock, report
+        self._list = os.memfd_create("miner-guard-run", os.MFD_CLOEXEC)
+        self._run = replace(run, list_fd=self._list)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._wait_s, self._retry_at = _FIRST_WAIT_S, 0.0
+        self._reported = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Raises OSError."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            self._popen = subprocess.Popen(
-                [
-                    "/bin/sh",
-                    "-c",
-                    _SCRIPT,
-                    "miner-guard-reaper",
-                    f"{MARKER}={run_id}",
-                    str(int(grace_s) + 1),
-                ],
+            # The interpreter itself, not the link in a virtual environment, whose path may name
+            # this program.
+            self._process = subprocess.Popen(
+                [os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 cwd="/",
-                env={"PATH": env.get("PATH", "/usr/bin:/bin"), HELPER: "reaper"},
+                pass_fds=(self._list,),
+                env={"PATH": self._env.get("PATH", os.defpath), HELPER: "reaper"},
             )
+        except OSError:
+            os.close(writing)
+            raise
         finally:
             os.close(reading)
+        self._writing = writing
+        order = {**asdict(self._run), "packages": str(_PACKAGES)}
+        os.write(writing, json.dumps(order).encode() + b"\n")
+
+    def listed(self, run: Iterable[Process]) -> None:
+        """Who belongs to the run now."""
+        lines = b"".join(b"%d %d\n" % (process.pid, process.start) for process in run)
+        # Overwritten, then cut: whenever the guard is killed, a whole list stands there, or nearly
+        # one.
+        os.pwrite(self._list, lines, 0)
+        os.ftruncate(self._list, len(lines))
+
+    def tick(self) -> None:
+        """Start it again where it ended; to be called about once a second."""
+        now = self._clock.monotonic()
+        if self._process is not None and (code := self._process.poll()) is not None:
+            os.close(self._writing)
+            self._process = None
+            self._retry_at = now + self._wait_s
+            self._wait_s = min(2 * self._wait_s, _MAX_WAIT_S)
+            self._say(
+                "the process that ends the miner if the guard is killed has ended "
+                f"itself (code {code})"
+            )
+        if self._process is None and now >= self._retry_at:
+            try:
+                self.start()
+            except OSError as error:
+                self._retry_at = now + self._wait_s
+                self._wait_s = min(2 * self._wait_s, _MAX_WAIT_S)
+                self._say(
+                    "the process that ends the miner if the guard is killed can't "
+                    f"start ({error.strerror})"
+                )
+
+    def _say(self, what: str) -> None:
+        if not self._reported:
+            self._reported = True
+            self._report(
+                make_finding(
+                    "guard_degraded", what=f"{what}; it is started again, with growing pauses"
+                )
+            )
 
     def dismiss(self) -> None:
         """The guard ends in order; nothing is left to do."""
-        with contextlib.suppress(OSError):
-            os.write(self._writing, b"done\n")
-        os.close(self._writing)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout=2.0)
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._writing, b"done\n")
+            os.close(self._writing)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=2.0)
+        os.close(self._list)

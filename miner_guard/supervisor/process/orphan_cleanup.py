@@ -8,53 +8,75 @@ import signal
 import time
 from collections.abc import Callable
 
-from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.process.pid_registry import PidRegistry
+from miner_guard.supervisor.process.pid_registry import left_behind
+from miner_guard.supervisor.process.teardown import orphans_killed
 from miner_guard.system import processes
+from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.processes import Process
 
 _GIVE_UP_AFTER_S = 8.0
+_LOOK_EVERY_S = 0.05
+_LIST = "an earlier guard's list"
 
 
 def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], None]) -> None:
     """End every process of an earlier run.
 
-    They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. Found by the
-    marker in their environment together with this state directory, or in the list that the earlier
-    guard kept; never by name.
+    They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. Found in the list
+    and the cgroup that the earlier guard kept, below those, and by the marker in their environment
+    together with this state directory; never by name.
     """
-    spared = processes.ancestors(os.getpid())
-    left = _left(state, spared)
-    if not left:
-        return
-    commands = {process: processes.command(process.pid) for process in left}
-    for process in left:
-        processes.send(process, signal.SIGTERM)
-        processes.send(process, signal.SIGCONT)
-    remaining = _wait(state, spared, grace_s)
-    deadline = time.monotonic() + _GIVE_UP_AFTER_S
-    while remaining and time.monotonic() < deadline:
-        for process in remaining:
-            processes.send(process, signal.SIGKILL)
-        remaining = _wait(state, spared, 0.1)
-    for process, run in left.items():
-        report(
-            make_finding("orphan_killed", pid=process.pid, command=commands[process], of_run=run)
-        )
+    search = _Search(state)
+    if left := search.living():
+        commands = {process: processes.command(process.pid) for process in left}
+        for process in left:
+            processes.send(process, signal.SIGTERM)
+            processes.send(process, signal.SIGCONT)
+        remaining = search.wait(grace_s)
+        deadline = time.monotonic() + _GIVE_UP_AFTER_S
+        while remaining and time.monotonic() < deadline:
+            if search.cgroup is not None:
+                search.cgroup.kill()
+            for process in remaining:
+                processes.send(process, signal.SIGKILL)
+            remaining = search.wait(2 * _LOOK_EVERY_S)
+        for finding in orphans_killed(
+            (process, commands[process], run) for process, run in left.items()
+        ):
+            report(finding)
+    if search.cgroup is not None:
+        search.cgroup.remove()
 
 
-def _left(state: StateDir, spared: set[int]) -> dict[Process, str]:
-    listed = dict.fromkeys(PidRegistry(state).left(), "an earlier guard's list")
-    return {
-        p: run
-        for p, run in {**listed, **processes.marked(str(state.root))}.items()
-        if p.pid not in spared
-    }
+class _Search:
+    """The processes of the earlier run, as long as they live; what they start meanwhile is
+    added."""
 
+    def __init__(self, state: StateDir) -> None:
+        self._state = state
+        self._spared = processes.ancestors(os.getpid())
+        left = left_behind(state)
+        self.cgroup: Cgroup | None = left.cgroup
+        self._runs: dict[Process, str] = dict.fromkeys(left.processes, _LIST)
 
-def _wait(state: StateDir, spared: set[int], seconds: float) -> dict[Process, str]:
-    deadline = time.monotonic() + seconds
-    while (left := _left(state, spared)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
+    def living(self) -> dict[Process, str]:
+        """Each with the id of its run, where its environment names one."""
+        table = processes.table()
+        roots = {p.pid for p in self._runs if p.pid in table and table[p.pid].process == p}
+        if self.cgroup is not None:
+            roots |= self.cgroup.pids()
+        self._runs = dict.fromkeys(processes.descendants(roots - self._spared, table), _LIST)
+        self._runs |= processes.marked(str(self._state.root), table)
+        self._runs = {
+            process: run for process, run in self._runs.items() if process.pid not in self._spared
+        }
+        return self._runs
+
+    def wait(self, seconds: float) -> dict[Process, str]:
+        """What is left when nothing is, or after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (left := self.living()) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+        return left

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.system import processes
 from miner_guard.system.clock import Clock
 from miner_guard.system.processes import Process
@@ -18,11 +20,16 @@ SETTLE_S = 0.25
 """Children of a process that just ended end a moment later; they are no orphans yet."""
 
 UNKILLABLE_S = 5.0
-"""What is still there so long after SIGKILL waits in the kernel; it is said and no longer waited
+"""What still lives this long after SIGKILL is reported, with the reason, and no longer waited
 for."""
 
 _LOOK_EVERY_S = 0.02
+_COST_TO_PAUSE = 4.0
+"""A search that took long is repeated after this many times as long: 3,000 processes must not cost
+a whole CPU."""
+
 _SAY_EVERY_S = 1.0
+_MAX_LINES = 50
 
 
 @dataclass
@@ -35,6 +42,9 @@ class Teardown:
 
     launcher: Process
     grace_s: float
+    kill_all: Callable[[], None] = lambda: None
+    """SIGKILL to all of them at once, where there is a way; each gets one of its own too."""
+
     killed: list[tuple[Process, str]] = field(default_factory=list)
     """What had to be signalled after the launcher had ended, with its command line."""
 
@@ -99,19 +109,28 @@ class Teardown:
                 return self.grace_s - waited
             self._enter("term", signal.SIGTERM, {self.launcher} | self.leftovers())
             return _LOOK_EVERY_S
+        began = time.monotonic()
         left = self.leftovers() | ({self.launcher} if processes.alive(self.launcher) else set())
         if not left:
             return None
         if self._stage == "settle" and waited >= SETTLE_S:
             self._enter("term", signal.SIGTERM, left)
         elif self._stage == "term" and waited >= TERM_TO_KILL_S:
+            self.kill_all()
             self._enter("kill", signal.SIGKILL, left)
         elif self._stage == "kill":
             self._tell(signal.SIGKILL, left - self._told)
             if waited >= UNKILLABLE_S:
                 self.stuck = sorted(left, key=lambda p: p.pid)
                 return None
-        return _LOOK_EVERY_S
+        return max(_LOOK_EVERY_S, _COST_TO_PAUSE * (time.monotonic() - began))
+
+    def report(self, run_id: str) -> Iterator[Finding]:
+        """What there is to say of it when it is over."""
+        yield from orphans_killed((process, command, run_id) for process, command in self.killed)
+        for process in self.stuck:
+            what = f"pid {process.pid} does not end, not even by SIGKILL: {why_stuck(process)}"
+            yield make_finding("guard_degraded", what=what)
 
     def _enter(self, stage: str, number: int, targets: set[Process]) -> None:
         self._stage, self._since, self._told = stage, self.clock.monotonic(), set()
@@ -132,3 +151,31 @@ class Teardown:
             if number == signal.SIGTERM:
                 processes.send(process, signal.SIGCONT)
             self._told.add(process)
+
+
+def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Finding]:
+    """A line for each (process, command, run id); of thousands the first ones, and how many more
+    there were."""
+    each = list(killed)
+    for process, command, run_id in each[:_MAX_LINES]:
+        yield make_finding("orphan_killed", pid=process.pid, command=command, of_run=run_id)
+    if more := each[_MAX_LINES:]:
+        process, _, run_id = more[0]
+        yield make_finding(
+            "orphan_killed", pid=process.pid, command=f"and {len(more) - 1} more", of_run=run_id
+        )
+
+
+def why_stuck(process: Process) -> str:
+    """Why a process outlived its SIGKILL, as far as /proc tells, for people."""
+    try:
+        seen = processes.stat(process.pid)
+    except OSError as error:
+        return f"its state can't be read ({error.strerror})"
+    if seen is None or seen.process != process:
+        return "it ended later"
+    if seen.state == "D":
+        return "it waits in the kernel (D state)"
+    if not processes.send(process, 0):
+        return f"this user may not signal it (state {seen.state})"
+    return f"the signal was sent, and it is in state {seen.state}"

@@ -1,0 +1,145 @@
+"""The process that ends the miner when the guard was killed. Run by `reaper.Reaper`; standard
+library only.
+
+It hides its name: a miner's updater runs `pkill -9 python`, and people run `pkill -9 -f
+miner-guard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miner_guard.system import processes
+from miner_guard.system.cgroup import Cgroup
+from miner_guard.system.processes import Process
+
+NAME = b"last-resort"
+
+_TERM_TO_KILL_S = 2.0
+_GIVE_UP_AFTER_S = 20.0
+_LOOK_EVERY_S = 0.2
+_COST_TO_PAUSE = 4.0
+
+
+@dataclass(frozen=True)
+class RunToEnd:
+    """What has to be ended if the guard is killed."""
+
+    run_id: str
+    state_dir: str
+    grace_s: float
+    """The launcher got SIGTERM from the kernel when the guard died; this long it may write its
+    checkpoints."""
+
+    cgroup: str | None
+    list_fd: int = -1
+    """Lines `PID START` of the run's processes, as the guard saw them last."""
+
+
+def main(order: Mapping[str, Any]) -> None:
+    """Wait for the guard's end; a word on stdin before it means that nothing is left to do."""
+    for number in (
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGQUIT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):
+        # A service manager that stops the whole group must not take this process before the guard.
+        signal.signal(number, signal.SIG_IGN)
+    hide()
+    if sys.stdin.readline() == "":
+        finish(RunToEnd(**order))
+
+
+def hide() -> None:
+    """Another name in `ps`, and for `pkill` with and without `-f`."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_bytes(NAME)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        # arg_start and arg_end, fields 48 and 49 of proc(5).
+        start, end = int(fields[45]), int(fields[46])
+        if 0 < start < end:
+            ctypes.memset(start, 0, end - start)
+            ctypes.memmove(start, NAME, min(len(NAME), end - start))
+
+
+def finish(run: RunToEnd) -> None:
+    """End everything of the run: the launcher's grace, SIGTERM, SIGKILL."""
+    search = Search(run)
+    search.wait(run.grace_s)
+    search.signal(signal.SIGTERM)
+    search.signal(signal.SIGCONT)
+    search.wait(_TERM_TO_KILL_S)
+    deadline = time.monotonic() + _GIVE_UP_AFTER_S
+    while search.living() and time.monotonic() < deadline:
+        search.kill()
+        search.wait(_LOOK_EVERY_S)
+    if search.cgroup is not None:
+        search.cgroup.remove()
+
+
+class Search:
+    """The run's processes as long as they live: those listed, what is below them, the cgroup's, the
+    marked ones."""
+
+    def __init__(self, run: RunToEnd) -> None:
+        self._run = run
+        self.cgroup = Cgroup.of_earlier_guard(run.cgroup)
+        self._known = _listed(run.list_fd)
+
+    def living(self) -> set[Process]:
+        """What still lives; what it starts is added. Empty only when a search by the marker finds
+        nothing either."""
+        table = processes.table()
+        roots = {p.pid for p in self._known if p.pid in table and table[p.pid].process == p}
+        if self.cgroup is not None:
+            with contextlib.suppress(OSError):
+                roots |= self.cgroup.pids()
+        found = processes.descendants(roots, table)
+        marked = processes.marked(self._run.state_dir, table)
+        found |= {process for process, run_id in marked.items() if run_id == self._run.run_id}
+        self._known = {process for process in found if process.pid != os.getpid()}
+        return self._known
+
+    def wait(self, seconds: float) -> None:
+        """Until nothing is left, at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            began = time.monotonic()
+            left = self.living()
+            now = time.monotonic()
+            if not left or now >= deadline:
+                return
+            time.sleep(min(max(_LOOK_EVERY_S, _COST_TO_PAUSE * (now - began)), deadline - now))
+
+    def signal(self, number: int) -> None:
+        for process in self._known:
+            with contextlib.suppress(OSError):
+                processes.send(process, number)
+
+    def kill(self) -> None:
+        if self.cgroup is not None:
+            self.cgroup.kill()
+        self.signal(signal.SIGKILL)
+
+
+def _listed(fd: int) -> set[Process]:
+    listed: set[Process] = set()
+    for line in os.pread(fd, os.fstat(fd).st_size, 0).splitlines():
+        # The guard may have been killed while it wrote this line.
+        with contextlib.suppress(ValueError):
+            pid, start = line.split()
+            listed.add(Process(int(pid), int(start)))
+    return listed

@@ -1,0 +1,91 @@
+"""A cgroup (v2) of the miner's own, where the kernel and the container let us make one.
+
+Membership is inherited and can't be shed: no double fork, new session or cleared environment leaves
+it. Reading the members and `cgroup.kill` (Linux 5.14) replace every search. Only v2 has this; a v1
+hierarchy is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX = "miner-guard-"
+
+
+class Cgroup:
+    """One group below the guard's own. It has no controllers: the limits of the guard's group hold
+    for both."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, run_id: str) -> Cgroup:
+        """Make the group of this run. Raises OSError with the reason where that is not possible."""
+        path = _own_group() / f"{_PREFIX}{run_id}"
+        path.mkdir(exist_ok=True)
+        group = cls(path)
+        try:
+            os.close(group.open_to_join())
+        except OSError:
+            group.remove()
+            raise
+        return group
+
+    @classmethod
+    def of_earlier_guard(cls, path: object) -> Cgroup | None:
+        """The group that run.json names, where it still exists; None for anything that is not one
+        of ours."""
+        if not isinstance(path, str) or not Path(path).name.startswith(_PREFIX):
+            return None
+        return cls(Path(path)) if (Path(path) / "cgroup.procs").is_file() else None
+
+    def open_to_join(self) -> int:
+        """A descriptor; whoever writes `0` to it is a member, and so is what it starts. Raises
+        OSError."""
+        return os.open(self.path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+
+    def pids(self) -> set[int]:
+        """The members, those of groups that the miner made below it too. Raises OSError."""
+        found: set[int] = set()
+        for group in self._groups():
+            # A group may be removed during the walk.
+            with contextlib.suppress(FileNotFoundError):
+                found.update(map(int, (group / "cgroup.procs").read_bytes().split()))
+        return found
+
+    def kill(self) -> bool:
+        """SIGKILL to all members at once, also to those that fork meanwhile. False before Linux
+        5.14."""
+        try:
+            (self.path / "cgroup.kill").write_text("1")
+        except OSError:
+            return False
+        return True
+
+    def remove(self) -> None:
+        """Remove it where it is empty; the kernel refuses otherwise, and the next guard tries
+        again."""
+        for group in sorted(self._groups(), key=lambda path: len(path.parts), reverse=True):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+
+    def _groups(self) -> Iterator[Path]:
+        yield self.path
+        for where, folders, _ in os.walk(self.path):
+            yield from (Path(where, name) for name in folders)
+
+
+def _own_group() -> Path:
+    """This process's own group in the v2 hierarchy. Raises OSError where there is none."""
+    with open("/proc/self/cgroup", encoding="utf-8") as file:
+        own = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), None)
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        mounts = [line.split() for line in file]
+    for fields in mounts:
+        if own is not None and fields[fields.index("-") + 1] == "cgroup2":
+            return Path(fields[4]) / os.path.relpath(own, fields[3])
+    raise FileNotFoundError("no cgroup v2 hierarchy is mounted")

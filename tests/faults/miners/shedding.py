@@ -1,0 +1,37 @@
+"""Children that hide: shedding.py TOKEN. One clears its environment by `env -i`, one overwrites it
+in place.
+
+Both leave parent, session and process group behind first, so that only membership or a list finds
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+token = sys.argv[1]
+SLEEP = f"import time; time.sleep(600) # {token}"
+OVERWRITE = f"""
+import ctypes, time
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+start, end = int(fields[47]), int(fields[48])  # env_start, env_end: what setproctitle writes over
+ctypes.memset(start, 0, end - start)
+{SLEEP}
+"""
+
+
+def daemon(command: list[str]) -> None:
+    if os.fork() == 0:
+        os.setsid()
+        subprocess.Popen(command)
+        os._exit(0)
+    os.wait()
+
+
+daemon(["env", "-i", sys.executable, "-S", "-c", SLEEP])
+daemon([sys.executable, "-S", "-c", OVERWRITE])
+print("all hidden", flush=True)
+time.sleep(600)

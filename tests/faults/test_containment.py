@@ -1,0 +1,193 @@
+"""Whatever the miner starts ends with it, and with the guard, however that ends: with a cgroup, and
+without."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.state_dir import StateDir
+from miner_guard.system.cgroup import Cgroup
+from tests.faults.guarded import Guarded, living, until
+from tests.faults.seccomp import refuse_pidfds
+
+FAST = {"miner.stop_timeout_s": 1, "restart.backoff_s": 0.1}
+
+
+@pytest.fixture(params=["with a cgroup", "without a cgroup"])
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "without a cgroup":
+        return {**FAST, "miner.cgroup": "false"}
+    try:
+        Cgroup.create("test").remove()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    return FAST
+
+
+def started(
+    guarded: Guarded, miner: str, words: bytes, settings: dict[str, Any], **popen: Any
+) -> None:
+    """A guard whose miner has all its children, in the guard's list too."""
+    guarded.start(
+        guarded.miner(miner, *(["stay"] if miner == "family" else [])), settings=settings, **popen
+    )
+    until(lambda: words in guarded.output.read_bytes(), 60, guarded.tail)
+    expected = {pid for pid, _ in _miners(guarded)}
+    until(
+        lambda: expected <= {pid for pid, _ in guarded.listed()},
+        60,
+        "the list of the run's processes",
+    )
+
+
+def _miners(guarded: Guarded) -> list[tuple[int, str]]:
+    """By the token on the command line: the guard itself has it in its environment alone."""
+    return [
+        (pid, words)
+        for pid, words in living(guarded.token)
+        if guarded.token in words and "--" not in words
+    ]
+
+
+def _last_resorts(guarded: Guarded) -> list[int]:
+    children = Path(
+        f"/proc/{guarded.processes[-1].pid}/task/{guarded.processes[-1].pid}/children"
+    ).read_text()
+    return [
+        int(p) for p in children.split() if Path(f"/proc/{p}/comm").read_text() == "last-resort\n"
+    ]
+
+
+def _kill_guard(guarded: Guarded, number: int = signal.SIGKILL) -> None:
+    guarded.processes[-1].send_signal(number)
+    guarded.processes[-1].wait(60)
+
+
+def test_a_killed_guard_takes_every_kind_of_descendant_with_it(
+    guarded: Guarded, settings: dict[str, Any]
+) -> None:
+    """SIGKILL, and what the OOM killer sends: no handler of the guard runs."""
+    started(guarded, "family", b"family complete", settings)
+    _kill_guard(guarded)
+    guarded.assert_nothing_left(15)
+
+
+def test_children_that_shed_their_environment_end_with_a_killed_guard(
+    guarded: Guarded, settings: dict[str, Any]
+) -> None:
+    """`env -i` and setproctitle: no marker is left to find them by, nor a parent."""
+    started(guarded, "shedding", b"all hidden", settings)
+    _kill_guard(guarded)
+    guarded.assert_nothing_left(15)
+
+
+def test_sigquit_leaves_nothing(guarded: Guarded, settings: dict[str, Any]) -> None:
+    started(guarded, "shedding", b"all hidden", settings)
+    _kill_guard(guarded, signal.SIGQUIT)
+    guarded.assert_nothing_left(15)
+
+
+def test_the_process_of_last_resort_is_started_again_when_it_is_killed(
+    guarded: Guarded, settings: dict[str, Any]
+) -> None:
+    """Nobody noticed that it was gone, and a SIGKILL of the guard then left six processes."""
+    started(guarded, "shedding", b"all hidden", settings)
+    for _ in range(2):
+        (killed,) = until(lambda: _last_resorts(guarded), 60, "the process of last resort")
+        os.kill(killed, signal.SIGKILL)
+        until(lambda before=killed: _last_resorts(guarded) not in ([], [before]), 60, "another one")
+    assert (
+        len([e for e in guarded.named("guard_degraded") if "if the guard is killed" in e["what"]])
+        == 1
+    )
+    _kill_guard(guarded)
+    guarded.assert_nothing_left(15)
+
+
+@pytest.mark.parametrize("pattern", ["miner.guard", "python"])
+def test_pkill_by_the_guards_name_leaves_nothing(
+    guarded: Guarded, settings: dict[str, Any], pattern: str
+) -> None:
+    """`pkill -9 -f PATTERN`, over this test's processes: it took the guard and the process of last
+    resort together."""
+    started(guarded, "shedding", b"all hidden", settings)
+    run = [guarded.processes[-1].pid, *_last_resorts(guarded)]
+    run += [pid for pid, _ in (*living(guarded.token), *living(str(guarded.state.root)))]
+    for pid in dict.fromkeys(run):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        if re.search(pattern, words):
+            os.kill(pid, signal.SIGKILL)
+    guarded.processes[-1].wait(60)
+    guarded.assert_nothing_left(15)
+
+
+def test_guard_and_last_resort_killed_at_once_leave_the_rest_to_the_next_guard(
+    guarded: Guarded, settings: dict[str, Any]
+) -> None:
+    started(guarded, "shedding", b"all hidden", settings)
+    (last,) = _last_resorts(guarded)
+    os.kill(last, signal.SIGKILL)
+    _kill_guard(guarded)
+    guarded.start(["true"], settings={**settings, "miner.finite": "true"})
+    assert guarded.processes[-1].wait(60) == 0
+    guarded.assert_nothing_left(1)
+
+
+def test_a_state_directory_behind_a_symlink_is_the_same_one(
+    guarded: Guarded, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Started by one name and swept by another, two processes were missed."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    guarded.state = StateDir(tmp_path / "link" / "state")
+    started(guarded, "family", b"family complete", settings)
+    (last,) = _last_resorts(guarded)
+    os.kill(last, signal.SIGKILL)
+    _kill_guard(guarded)
+    guarded.state = StateDir(tmp_path / "disk" / "state")
+    guarded.start(["true"], settings={**settings, "miner.finite": "true"})
+    assert guarded.processes[-1].wait(60) == 0
+    guarded.assert_nothing_left(1)
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
+def test_without_pidfds_the_miner_is_signalled_all_the_same(
+    guarded: Guarded, settings: dict[str, Any], error: int
+) -> None:
+    """Before Linux 5.3, and in old containers, it was never signalled, and the log told of a D
+    state."""
+    started(
+        guarded,
+        "family",
+        b"family complete",
+        settings,
+        preexec_fn=functools.partial(refuse_pidfds, error),
+    )
+    assert guarded.stop(signal.SIGTERM) == 0
+    guarded.assert_nothing_left(0.5)
+    assert not [e for e in guarded.named("guard_degraded") if "does not end" in e["what"]]
+
+
+@pytest.mark.parametrize("children", [300, pytest.param(3000, marks=pytest.mark.long)])
+def test_many_deaf_children_are_stopped_soon_after_the_grace(
+    guarded: Guarded, settings: dict[str, Any], children: int
+) -> None:
+    """3,000 took 24 to 50 s: every environment of the host was read 50 times a second."""
+    guarded.start(guarded.miner("deaf", children), settings=settings)
+    until(lambda: b"all deaf" in guarded.output.read_bytes(), 60, guarded.tail)
+    began = time.monotonic()
+    assert guarded.stop(signal.SIGTERM) == 0
+    took = time.monotonic() - began
+    guarded.assert_nothing_left(0.5)
+    # 1 s of grace, 2 s to SIGKILL; the rest is for a machine that does something else too.
+    assert took < 3.0 + 2.0 + children / 300
+    assert len(guarded.named("orphan_killed")) == 51
