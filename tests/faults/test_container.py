@@ -128,7 +128,7 @@ def test_the_containers_exit_code_is_the_guards(
 
 
 def test_nothing_outlives_a_killed_container(guarded: Guarded) -> None:
-    container = Container(guarded, *guarded.miner("family", "stay"))
+    container = Container(guarded, *guarded.miner("process_tree", "stay"))
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, "the miner")
     assert len(living(guarded.token)) >= 8
     # `docker kill`.

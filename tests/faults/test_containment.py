@@ -38,7 +38,9 @@ def started(
 ) -> None:
     """A guard whose miner has all its children, in the guard's list too."""
     guarded.start(
-        guarded.miner(miner, *(["stay"] if miner == "family" else [])), settings=settings, **popen
+        guarded.miner(miner, *(["stay"] if miner == "process_tree" else [])),
+        settings=settings,
+        **popen,
     )
     until(lambda: words in guarded.output.read_bytes(), 60, guarded.tail)
     expected = {pid for pid, _ in _miners(guarded)}
@@ -76,7 +78,7 @@ def test_a_killed_guard_takes_every_kind_of_descendant_with_it(
     guarded: Guarded, settings: dict[str, Any]
 ) -> None:
     """SIGKILL, and what the OOM killer sends: no handler of the guard runs."""
-    started(guarded, "family", b"family complete", settings)
+    started(guarded, "process_tree", b"family complete", settings)
     _kill_guard(guarded)
     guarded.assert_nothing_left(15)
 
@@ -149,7 +151,7 @@ def test_a_state_directory_behind_a_symlink_is_the_same_one(
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     guarded.state = StateDir(tmp_path / "link" / "state")
-    started(guarded, "family", b"family complete", settings)
+    started(guarded, "process_tree", b"family complete", settings)
     (last,) = _last_resorts(guarded)
     os.kill(last, signal.SIGKILL)
     _kill_guard(guarded)
@@ -167,7 +169,7 @@ def test_without_pidfds_the_miner_is_signalled_all_the_same(
     state."""
     started(
         guarded,
-        "family",
+        "process_tree",
         b"family complete",
         settings,
         preexec_fn=functools.partial(refuse_pidfds, error),

@@ -21,7 +21,7 @@ def ctl(guarded: Guarded, *words: str) -> str:
 
 
 def test_a_restart_by_hand_is_at_once_and_not_counted(guarded: Guarded) -> None:
-    guarded.start(guarded.miner("family", "stay"), "--max-restarts", "0", settings=FAST)
+    guarded.start(guarded.miner("process_tree", "stay"), "--max-restarts", "0", settings=FAST)
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, "the miner")
     ctl(guarded, "ctl", "restart")
     guarded.wait_for("miner_started", 2)

@@ -33,7 +33,7 @@ def wait_until_listed(guarded: Guarded) -> None:
 
 
 def test_a_stop_ends_every_kind_of_descendant(guarded: Guarded) -> None:
-    guarded.start(guarded.miner("family", "stay"), settings=FAST)
+    guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     wait_for_family(guarded)
     assert len(living(guarded.token)) >= 8
     assert guarded.stop(signal.SIGTERM) == 0
@@ -44,7 +44,7 @@ def test_a_stop_ends_every_kind_of_descendant(guarded: Guarded) -> None:
 def test_descendants_of_a_launcher_that_just_exits_are_ended_before_the_restart(
     guarded: Guarded,
 ) -> None:
-    guarded.start(guarded.miner("family", "leave"), "--max-restarts", "1", settings=FAST)
+    guarded.start(guarded.miner("process_tree", "leave"), "--max-restarts", "1", settings=FAST)
     assert guarded.processes[0].wait(60) == 75
     guarded.assert_nothing_left(0.5)
     assert len(guarded.named("orphan_killed")) == 2 * 6
@@ -88,7 +88,9 @@ def test_a_launcher_that_ignores_the_signal_is_alive_before_its_time_and_dead_af
 def test_the_miner_ends_when_the_guard_is_killed_and_the_reaper_ends_the_rest(
     guarded: Guarded,
 ) -> None:
-    guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 1})
+    guarded.start(
+        guarded.miner("process_tree", "stay"), settings={**FAST, "miner.stop_timeout_s": 1}
+    )
     wait_for_family(guarded)
     wait_until_listed(guarded)
     guarded.processes[0].kill()
@@ -98,7 +100,9 @@ def test_the_miner_ends_when_the_guard_is_killed_and_the_reaper_ends_the_rest(
 
 
 def test_the_reaper_finishes_a_stop_in_which_the_guard_is_killed(guarded: Guarded) -> None:
-    guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 2})
+    guarded.start(
+        guarded.miner("process_tree", "stay"), settings={**FAST, "miner.stop_timeout_s": 2}
+    )
     wait_for_family(guarded)
     wait_until_listed(guarded)
     guarded.processes[0].send_signal(signal.SIGINT)
@@ -125,7 +129,9 @@ def _marked(guarded: Guarded) -> list[tuple[int, str]]:
 
 
 def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> None:
-    guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 30})
+    guarded.start(
+        guarded.miner("process_tree", "stay"), settings={**FAST, "miner.stop_timeout_s": 30}
+    )
     wait_for_family(guarded)
     wait_until_listed(guarded)
     reaper = [
@@ -147,7 +153,9 @@ def test_the_next_guard_ends_what_is_left_of_the_last_run(guarded: Guarded) -> N
 
 
 def test_the_next_guard_also_ends_what_shed_its_environment(guarded: Guarded) -> None:
-    guarded.start(guarded.miner("family", "stay"), settings={**FAST, "miner.stop_timeout_s": 1})
+    guarded.start(
+        guarded.miner("process_tree", "stay"), settings={**FAST, "miner.stop_timeout_s": 1}
+    )
     wait_for_family(guarded)
     wait_until_listed(guarded)
     guarded.processes[0].kill()

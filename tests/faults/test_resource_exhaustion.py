@@ -55,7 +55,7 @@ def test_a_miner_that_dies_while_no_descriptor_is_left_is_ended_and_started_when
     guarded: Guarded,
 ) -> None:
     """The guard once took what it could not look at for gone, and then waited for ever."""
-    guard = guarded.start(guarded.miner("family", "stay"), settings=FAST)
+    guard = guarded.start(guarded.miner("process_tree", "stay"), settings=FAST)
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
     _limit(guard.pid, 3)
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
