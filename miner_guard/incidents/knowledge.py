@@ -194,6 +194,9 @@ class Label:
     moot_when_finished: bool = False
     """After training has said that it is finished it is no incident: somebody cleans up."""
 
+    role: str = "cause"
+    """Of its patterns that name none."""
+
 
 class Knowledge:
     """All labels and patterns. Safe from any thread."""
@@ -337,6 +340,7 @@ def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
         table.get("overcome_by_steps", False),
         table.get("undone_by_losses", False),
         table.get("moot_when_finished", False),
+        table.get("role", "cause"),
     )
 
 

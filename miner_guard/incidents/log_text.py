@@ -87,6 +87,7 @@ _WORDS = frozenset(
         "traceback",
     }
 )
+_OWN = {"event", "msg", "run_id"}
 _MAX_TRACEBACK_LINES = 500
 """Lines that one JSON line may hold."""
 
@@ -99,6 +100,11 @@ def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
         return
     teller = record.get("rank")
     rank = teller if rank is None and isinstance(teller, int) else rank
+    if record.keys() >= _OWN:
+        # The guard's own record: its line says all of it, and the other fields quote what they
+        # explain.
+        yield rank, str(record["msg"])
+        return
     level = (
         " [warning]"
         if str(record.get("level", record.get("levelname", ""))).lower().startswith("warn")

@@ -21,6 +21,10 @@ _SOUND_STEPS = 4
 """The same where the loss itself was the trouble: the other ranks may print finite ones for a
 while."""
 
+_MANY_STEPS = 10
+"""The same after an error: ranks that work together take no more than a few steps without the one
+that it ended."""
+
 _AWAITED = 500
 """Lines after a trouble in which the steps that overcome it are looked for."""
 
@@ -46,6 +50,15 @@ class PendingError(NamedTuple):
     loss: bool = False
     """The loss itself was the trouble, also where nobody tried again. A loss of 0 after it is no
     better than NaN."""
+
+    raised: bool = False
+    """An error, and not a warning or another try: one that a program may catch, or that may end a
+    rank."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps must follow."""
+        return _SOUND_STEPS if self.loss else _MANY_STEPS if self.raised else _STEPS
 
 
 class RecoveryTracker:
@@ -108,11 +121,7 @@ class RecoveryTracker:
         for trouble, steps in self._tried.items():
             if not (trouble.loss and _ZERO.search(line)):
                 steps.add(step)
-        past = tuple(
-            t
-            for t, steps in self._tried.items()
-            if len(steps) >= (_SOUND_STEPS if t.loss else _STEPS)
-        )
+        past = tuple(t for t, steps in self._tried.items() if len(steps) >= t.steps)
         for trouble in past:
             del self._tried[trouble]
         return past

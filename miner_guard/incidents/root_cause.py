@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from miner_guard.incidents.knowledge import ROLES, Knowledge
-from miner_guard.incidents.scanner import Retraction, Seen, Sighting, Superseded
+from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
 
 _KEPT = 4
 """Sightings kept of each label and role; further ones are counted."""
@@ -90,29 +90,40 @@ class RootCauseAnalyzer:
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge
         self._trails: dict[tuple[str, str], SightingHistory] = {}
+        self._before: dict[tuple[str, str], SightingHistory] = {}
+        """Of the latest launch that showed something, where the log tells of launches."""
+
         self._last = 0
 
     def add(self, seen: Iterable[Seen]) -> None:
         """Take in what a scanner saw, in its order."""
         for item in seen:
             self._last = max(self._last, item.line)
+            if isinstance(item, Launched):
+                self._launched()
+                continue
             if isinstance(item, Retraction):
                 for (label, role), trail in self._trails.items():
                     if label in item.labels and (not item.roles or role in item.roles):
                         trail.retract(item.line, item.within)
-            elif isinstance(item, Superseded):
+            elif isinstance(item, Passed):
                 for (label, role), trail in self._trails.items():
                     if label in item.labels and role in ("remark", "warned"):
                         trail.passed = item.line
             else:
                 self._trails.setdefault((item.label, item.role), SightingHistory()).add(item)
 
+    def _launched(self) -> None:
+        """What was seen of the launch before no longer counts once this one shows something."""
+        self._before = self._trails or self._before
+        self._trails = {}
+
     def incidents(self, lines: int) -> list[Incident]:
         """One entry a label in the order of the log, at most one of them the root; `lines` is the
         log's length."""
         trails = {
             key: trail
-            for key, trail in self._trails.items()
+            for key, trail in (self._trails or self._before).items()
             if trail.kept
             and trail.count >= min(s.least for s in trail.kept)
             and not self._came_back(key[0], trail)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Union
 
 from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, template
+from miner_guard.incidents import own
 from miner_guard.incidents.knowledge import Benign, Knowledge, Pattern
 from miner_guard.incidents.log_text import MAX_LINE, OVERLAP, clean, excerpt, unwrapped
 from miner_guard.incidents.recovery import PendingError, RecoveryTracker
+from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
 
 _EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
@@ -80,54 +81,6 @@ _TAIL_LINES = 3
 """Lines after an out-of-memory error in which its numbers may stand."""
 
 
-@dataclass(frozen=True)
-class Sighting:
-    """A line that shows a label."""
-
-    label: str
-    role: str
-    line: int
-    """From 1, as an editor counts."""
-
-    text: str
-    rank: int | None
-    cause: str = ""
-    """Of the pattern, where it says something else than the label."""
-
-    more: str = ""
-    """The lines after it, where the message goes on there."""
-
-    fix: str = ""
-    """Of the pattern, like `restart`, `source` and `least`."""
-
-    restart: str = ""
-    source: str = ""
-    least: int = 1
-
-
-@dataclass(frozen=True)
-class Retraction:
-    """A line that takes back what was seen just before: the program coped with it, or raised
-    something else."""
-
-    labels: tuple[str, ...]
-    line: int
-    within: int | None = 30
-    """Lines that it reaches back; None: to the beginning."""
-
-    roles: tuple[str, ...] = ()
-    """Only sightings in these roles; in any, where there is none."""
-
-
-@dataclass(frozen=True)
-class Superseded:
-    """Training went on after these labels were tried again or warned of: whatever ends it later,
-    they don't."""
-
-    labels: tuple[str, ...]
-    line: int
-
-
 @dataclass
 class _Traceback:
     line: int
@@ -148,8 +101,6 @@ class _Ended:
 
 _UNCAUGHT = Pattern("code_bug", "uncaught", (), (), None)
 _LAUNCHED = Pattern("code_bug", "symptom", (), (), None)
-
-Seen = Union[Sighting, Retraction, Superseded]
 
 
 class Scanner:
@@ -246,9 +197,13 @@ class Scanner:
                 seen += self._relevant(found, shapes, index)
         for troubles, number in self._course.overcome(lines, shapes, self.line, self._tried(seen)):
             for trouble in troubles:
-                roles = ("cause", "remark", "warned") if trouble.loss else ("remark", "warned")
+                roles = (
+                    ("cause", "remark", "warned")
+                    if trouble.loss or trouble.raised
+                    else ("remark", "warned")
+                )
                 past = Retraction((trouble.label,), number, None, roles)
-                seen.append(past if trouble.needed else Superseded((trouble.label,), number))
+                seen.append(past if trouble.needed else Passed((trouble.label,), number))
         self._course.pass_by(shapes)
         self.line += len(shapes) - 1
         return seen
@@ -285,13 +240,13 @@ class Scanner:
                 if label.overcome_by_steps or label.restart == "outage"
                 else None
             )
-        # An exception is how a run ends, whatever the other ranks still print.
-        printed = sighting.role == "cause" and not _EXCEPTION.match(sighting.text)
-        return (
-            PendingError(label.name, loss=True)
-            if label.undone_by_losses and printed and _NAN.search(text)
-            else None
-        )
+        if sighting.role != "cause":
+            return None
+        if label.undone_by_losses:
+            # An exception is how a run ends, whatever the other ranks still print.
+            printed = not _EXCEPTION.match(sighting.text)
+            return PendingError(label.name, loss=True) if printed and _NAN.search(text) else None
+        return PendingError(label.name, raised=True) if label.overcome_by_steps else None
 
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
         """Which lines may go on with an out-of-memory message."""
@@ -321,6 +276,12 @@ class Scanner:
     def _text(self, rank: int | None, text: str, number: int, seen: list[Seen]) -> None:
         lowered = text.lower()
         if self._follow(rank, text, lowered, number):
+            return
+        if own.launches(lowered):
+            seen.append(Launched(number))
+            return
+        if (incident := own.named(lowered, self._knowledge)) is not None:
+            seen.append(Sighting(incident[0].name, incident[1], number, excerpt(text, _TOLD), rank))
             return
         if any(words in lowered for words in _CHAINED):
             self._chain(rank, number, seen)
@@ -408,11 +369,11 @@ class Scanner:
             self._open[rank] = opened = _Traceback(number, ignored)
         if frame and opened is not None and len(opened.frames) < _MAX_FRAMES:
             opened.frames += frame[1] + " "
-        own = lowered.lstrip()
-        if opened is not None and own.startswith("raise "):
+        inner = lowered.lstrip()
+        if opened is not None and inner.startswith("raise "):
             opened.raises = text.strip()
             return True
-        return frame is not None and own.startswith("file ")
+        return frame is not None and inner.startswith("file ")
 
     def _chain(self, rank: int | None, number: int, seen: list[Seen]) -> None:
         """The first exception of a chain counts, unless what follows from it is known and it is

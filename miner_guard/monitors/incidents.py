@@ -15,7 +15,8 @@ from miner_guard.incidents import knowledge, log_text, report
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained
 from miner_guard.incidents.root_cause import Incident, RootCauseAnalyzer
-from miner_guard.incidents.scanner import Retraction, Scanner, Seen, Sighting
+from miner_guard.incidents.scanner import Scanner
+from miner_guard.incidents.sightings import Retraction, Seen, Sighting
 from miner_guard.monitors import evidence_folders
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.monitors.tail import Tail
@@ -97,7 +98,20 @@ class IncidentsMonitor(Monitor):
             now = self.context.clock.monotonic()
             self._take(seen, now)
             self._first_s = now if self._first_s is None else self._first_s
-        return ()
+        return self._overcome(seen)
+
+    def _overcome(self, seen: Iterable[Seen]) -> list[Finding]:
+        """What was named as an incident, and training then went on after."""
+        past = {
+            label
+            for item in seen
+            if isinstance(item, Retraction) and item.within is None
+            for label in item.labels
+        }
+        passed = sorted(past & self._said.keys())
+        for label in passed:
+            del self._said[label]
+        return [make_finding("incident_overcome", label=label) for label in passed]
 
     def _take(self, seen: list[Seen], now: float) -> None:
         """Into the case, or a new one after a long quiet."""

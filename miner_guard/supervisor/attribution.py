@@ -30,6 +30,12 @@ class Attribution:
         before."""
         if finding.event == "incident":
             self._incident, self._incident_at = finding, self._clock.monotonic()
+        elif (
+            finding.event == "incident_overcome"
+            and self._incident is not None
+            and finding.fields["label"] == self._incident.fields["label"]
+        ):
+            self._incident = None
 
     def failure(self, end: Exit) -> Failure:
         """What the restart policy is told of an end that nobody asked for."""

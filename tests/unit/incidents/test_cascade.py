@@ -363,3 +363,18 @@ def test_a_trouble_that_the_rank_logged_and_went_on_after_is_not_why_it_misses_a
 def test_a_wait_or_a_connection_that_ended_is_no_defect_of_the_code(last: str) -> None:
     [found] = incidents(WAITED.replace("asyncio.exceptions.TimeoutError", last).encode())
     assert (found.label, found.root) == ("connection_failed", True)
+
+
+def test_an_import_error_that_the_program_got_over_is_nothing() -> None:
+    """`miner ended: version_mismatch, exit code 0` after 50 steps: the miner had caught it and gone
+    on."""
+    caught = (
+        'Traceback (most recent call last):\n  File "/srv/miner.py", line 3, in <module>\n '
+        "   import flash_attn\n"
+    )
+    caught += "ModuleNotFoundError: No module named 'flash_attn'\n"
+    assert root(caught) == "version_mismatch"
+    assert root(caught + steps(5)) == "version_mismatch", "the other ranks' last steps"
+    assert root(caught + steps(12)) is None
+    assert root(caught + steps(12) + "failed (exitcode: -9) local_rank: 0\n") == "host_oom_kill"
+    assert root(caught + steps(12) + caught) == "version_mismatch"

@@ -333,3 +333,19 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
     live.prints(OOM)
     live.ends()
     assert live.labels == []
+
+
+def test_an_incident_that_training_went_on_after_is_taken_back(tmp_path: Path) -> None:
+    """`miner ended: version_mismatch, exit code 0` named an import error that the miner had caught
+    hours before."""
+    live = Live(tmp_path)
+    live.prints(b"ModuleNotFoundError: No module named 'flash_attn'\n")
+    live.after(SETTLE_S)
+    assert live.labels == ["version_mismatch"]
+    for n in range(12):
+        live.prints(b"Outer Step: 3 | Inner Step: %d | Loss: 3.40\n" % n)
+    assert [f.fields["label"] for f in live.said if f.event == "incident_overcome"] == [
+        "version_mismatch"
+    ]
+    live.ends(code=1)
+    assert live.labels == ["version_mismatch"], "why it ended is another matter"

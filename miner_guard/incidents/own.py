@@ -1,0 +1,28 @@
+"""The guard's own lines in a log: what it found is evidence, and a launch ends what came before
+it."""
+
+from __future__ import annotations
+
+from miner_guard.incidents.knowledge import Knowledge, Label
+
+_INCIDENT = "incident "
+_FIX = " fix: "
+_LAUNCH = "miner started"
+_LEVEL = 80
+"""Characters within which a console line has its level."""
+
+
+def named(lowered: str, knowledge: Knowledge) -> tuple[Label, str] | None:
+    """The incident that the guard itself named in this line, and the role in which it counts."""
+    start = lowered.find(_INCIDENT)
+    if start < 0 or _FIX not in lowered[start:]:
+        return None
+    label = knowledge.labels.get(lowered[start + len(_INCIDENT) :].partition(":")[0])
+    if label is None:
+        return None
+    return label, "remark" if "warning" in lowered[: min(start, _LEVEL)] else label.role
+
+
+def launches(lowered: str) -> bool:
+    """Whether the guard says in this line that it started the miner."""
+    return _LAUNCH in lowered[:_LEVEL]

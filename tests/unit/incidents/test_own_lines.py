@@ -1,0 +1,61 @@
+"""A log that holds the guard's own lines: its findings are evidence, its signals are its own
+doing."""
+
+from __future__ import annotations
+
+import json
+
+from tests.unit.incidents.helpers import root
+
+HANG = (
+    "2026-01-02 03:04:05 CRITICAL ERROR ❌ HANG DETECTED: rank 1 in data for 912s, ranks 0,2,3 "
+    "waiting in allreduce\n"
+    "2026-01-02 03:04:05 INFO MINER STOPPING: hang: rank 1, 30s to stop\n"
+    "W1121 torch.distributed.elastic.agent.server.api: Received Signals.SIGTERM death signal, "
+    "shutting down workers\n"
+    "[rank0]: torch.distributed.elastic.multiprocessing.api.SignalException: Process 12 got "
+    "signal: 15\n"
+    "2026-01-02 03:04:09 ERROR ❌ MINER EXITED: signal SIGTERM after 912s\n"
+)
+OOM = (
+    "2026-01-02 03:04:05 ERROR ❌ INCIDENT cuda_oom: The GPU had no room. Seen: CUDA out of "
+    "memory Fix: a smaller batch\n"
+)
+STARTED = "2026-01-02 03:05:05 INFO 🚀 MINER STARTED: pid 71: python neurons/miner.py\n"
+STEPS = "".join(f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in range(5))
+
+
+def test_a_hang_that_the_guard_found_is_the_cause_and_its_own_sigterm_is_not() -> None:
+    """It answered `user_interrupt: not a fault of the run`."""
+    assert root(HANG) == "hang"
+    assert root("[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n" + HANG) == "cuda_oom", (
+        "the rank that stood still"
+    )
+
+
+def test_an_incident_that_the_guard_named_counts_and_the_words_of_its_fix_do_not() -> None:
+    assert root(OOM) == "cuda_oom"
+    assert root(OOM.replace("cuda_oom", "of_nobody")) is None
+    assert (
+        root("failed (exitcode: -9) local_rank: 0\n" + OOM.replace("cuda_oom", "nccl_timeout"))
+        == "host_oom_kill"
+    )
+
+
+def test_the_latest_launch_that_showed_something_counts() -> None:
+    assert root(OOM + STARTED + HANG) == "hang"
+    assert root(OOM + STARTED + STEPS) == "cuda_oom", "why it was started again"
+
+
+def test_a_record_of_the_guard_is_judged_by_its_line_alone() -> None:
+    record = {
+        "ts": "2026-01-02T03:04:05Z",
+        "level": "error",
+        "event": "incident",
+        "run_id": "r",
+        "host": "h",
+        "rank": 1,
+        "msg": "INCIDENT hf_auth: The Hub refused. Seen: 401 Fix: Log in.",
+        "fixes": ["CUDA out of memory", "No space left"],
+    }
+    assert root(json.dumps(record) + "\n") == "hf_auth"
