@@ -1,7 +1,8 @@
-"""Lines without their numbers: a miner prints the same few shapes of line over and over.
+"""Log templates: lines without their numbers, since a miner prints the same few over and over.
 
-What a line of a known shape does not hold, no line of that shape holds. So ordinary output is cut
-into shapes once, and only a new shape is searched for words.
+A word that one line of a template lacks, every line of that template lacks. So output is split into
+templates once, and only a new template is searched for words (the idea of Drain, He et al. 2017,
+reduced to dropping digits).
 """
 
 from __future__ import annotations
@@ -14,60 +15,60 @@ from miner_guard.eventlog.literal_search import literal_search
 
 _LOWER = bytes(range(256)).lower()
 _NUMBERS = b"0123456789+-."
-_MAX_SHAPES = 4096
-_MAX_SHAPE_LENGTH = 1024
+_MAX_TEMPLATES = 4096
+_MAX_TEMPLATE_LENGTH = 1024
 
 
 def template(text: bytes) -> bytes:
-    """`text` in small letters, without digits, signs and points."""
+    """`text` in lower case, without digits, signs and points."""
     return text.translate(_LOWER, _NUMBERS)
 
 
 class LineChunk(bytes):
-    """Output cut at line ends. What is computed of it is computed once, for all who look at it."""
+    """Output that ends at a line end. Its templates are computed once, for every reader."""
 
     @cached_property
-    def shapes(self) -> list[bytes]:
-        """The shape of each line; one more than there are newlines."""
+    def templates(self) -> list[bytes]:
+        """The template of each line; one more than there are newlines."""
         return template(self).split(b"\n")
 
     @cached_property
     def distinct(self) -> frozenset[bytes]:
-        """Each shape once."""
-        return frozenset(self.shapes)
+        """Each template once."""
+        return frozenset(self.templates)
 
     def forget(self) -> None:
-        """Free what was computed: who keeps the text should not keep its shapes."""
+        """Free the templates: a reader that keeps the text must not keep them alive."""
         self.__dict__.clear()
 
 
 class TemplateFilter:
-    """Finds lines that hold a word, and remembers the shapes that hold none. Memory is bounded."""
+    """Finds lines that hold a word, and remembers templates that hold none. Memory is bounded."""
 
     def __init__(self, words: Iterable[bytes]) -> None:
-        """`words` are shapes themselves (see `shape`), without newlines."""
+        """`words` are templates themselves (see `template`), without newlines."""
         self._words = tuple(words)
         self._search = literal_search(self._words)
         self._quiet: set[bytes] = set()
 
     def holds(self, text: bytes) -> bool:
-        """Whether the shape `text` holds a word."""
+        """Whether the template `text` holds a word."""
         return bool(self._search.find(text))
 
-    def loud(self, lines: LineChunk) -> set[bytes]:
-        """Those of the shapes that hold a word."""
+    def matching(self, lines: LineChunk) -> set[bytes]:
+        """The templates of `lines` that hold a word."""
         new = lines.distinct - self._quiet
         if not new:
             return set()
         together = b"\n".join(new)
         words = self._search.find(together)
-        loud = {text for text in new if any(word in text for word in words)}
-        self._remember(new - loud)
-        return loud
+        found = {text for text in new if any(word in text for word in words)}
+        self._remember(new - found)
+        return found
 
     def _remember(self, quiet: Iterable[bytes]) -> None:
-        if len(self._quiet) > _MAX_SHAPES:
+        if len(self._quiet) > _MAX_TEMPLATES:
             self._quiet.clear()
         self._quiet.update(
-            text for text in islice(quiet, _MAX_SHAPES) if len(text) <= _MAX_SHAPE_LENGTH
+            text for text in islice(quiet, _MAX_TEMPLATES) if len(text) <= _MAX_TEMPLATE_LENGTH
         )

@@ -185,7 +185,7 @@ class Scanner:
         stays the same."""
         seen: list[Seen] = []
         known = block if isinstance(block, LineChunk) else LineChunk(block)
-        shapes, loud = known.shapes, self._sieve.loud(known)
+        shapes, loud = known.templates, self._sieve.matching(known)
         hits = {index for index, text in enumerate(shapes) if text in loud} if loud else set()
         wanted = hits | self._tails(shapes, hits)
         lines = block.split(b"\n") if wanted or self._course.waits else []

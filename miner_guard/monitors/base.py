@@ -115,8 +115,8 @@ class Monitor:
     name = "part"
 
     words: frozenset[bytes] | None = None
-    """Where `on_output` looks for nothing but lines that hold one of these, it is spared the
-    others. Each is a `shapes.shape`; None: the part wants every byte."""
+    """The monitor is shown lines that hold one of these and is spared nearly all others. Each is a
+    `line_templates.template`. None: it wants all output; empty: none."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -131,6 +131,14 @@ class Monitor:
 
     def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
         """A new journal entry of one rank; acknowledged after all parts have returned."""
+        return ()
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+        """Whole lines of the miner's output, oldest first, without their line ends; see `words`.
+
+        None is empty or longer than `line_router.MAX_LINE_BYTES`; each redraw of a progress bar
+        (carriage return) is a line of its own.
+        """
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:

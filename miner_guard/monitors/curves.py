@@ -10,7 +10,7 @@ from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.loss import LossWatch, OverfitWatch, hidden_nan, hides_nan, not_finite
 from miner_guard.detectors.memory import MemoryWatch
-from miner_guard.detectors.trace.reading import EVALUATION_WORDS, evaluates, evaluation_in
+from miner_guard.detectors.trace.reading import EVALUATION_WORDS, evaluation_in
 from miner_guard.detectors.window import SortedWindow
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.formatters import gb
@@ -24,9 +24,6 @@ _EVENTS = {
     "memory_leak": "memory_leak",
     "memory_drop": "memory_drop",
 }
-
-
-_MAX_LINE_LENGTH = 4096
 
 
 class CurvesMonitor(Monitor):
@@ -54,7 +51,6 @@ class CurvesMonitor(Monitor):
         self._evaluations_come = False
         """With the steps; the miner's lines say nothing new then."""
 
-        self._carry = b""
         self._memory: dict[int, MemoryWatch] = {}
         self._lead: int | None = None
         self._not_finite: set[int] = set()
@@ -81,14 +77,11 @@ class CurvesMonitor(Monitor):
             self._not_finite &= ranks.keys()
         return ()
 
-    def on_output(self, chunk: bytes) -> Iterable[Finding]:
-        data = self._carry + chunk
-        self._carry = data[data.rfind(b"\n") + 1 :][-_MAX_LINE_LENGTH:]
-        # Looked for in the whole chunk: nearly all output has no such line and is not split.
-        if self._evaluations_come or self._last_step is None or not evaluates(data):
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+        if self._evaluations_come or self._last_step is None:
             return
         rank, step = self._last_step
-        for line in data[: data.rfind(b"\n") + 1].splitlines():
+        for line in lines:
             value = evaluation_in(line)
             anomaly = None if value is None else self._judge_evaluation(step, value)
             if anomaly is not None:

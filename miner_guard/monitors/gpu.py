@@ -52,7 +52,6 @@ class GpuMonitor(Monitor):
         self._launch: Launch | None = None
         self._due: float | None = None
         self._first = True
-        self._carry = b""
         self._printed: Printed | None = None
         self._totals: dict[int, float] = {}
 
@@ -73,15 +72,10 @@ class GpuMonitor(Monitor):
             }
         return ()
 
-    def on_output(self, chunk: bytes) -> Iterable[Finding]:
-        data = self._carry + chunk
-        lines, newline, rest = data.rpartition(b"\n")
-        self._carry = rest[-_MAX_LINE_LENGTH:]
-        # Looked for in the whole chunk: nearly all output has no such line and is not split.
-        if newline and any(words in lines for words in _PRINTED):
-            for line in lines.decode("utf-8", "replace").splitlines():
-                if len(line) <= _MAX_LINE_LENGTH and ("GPU" in line or "Model: " in line):
-                    self._read(parse(line))
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+        for line in lines:
+            if len(line) <= _MAX_LINE_LENGTH and any(words in line for words in _PRINTED):
+                self._read(parse(line.decode("utf-8", "replace")))
         return ()
 
     def _read(self, printed: Printed | None) -> None:

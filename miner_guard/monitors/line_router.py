@@ -1,66 +1,124 @@
-"""Which part is shown which output: cut at line ends where that is possible, and only what may
-concern it."""
+"""Routes the miner's output to the monitors: raw bytes or whole lines, and only what may concern
+each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
-from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter
+from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, template
 from miner_guard.monitors.base import Monitor
 
+MAX_LINE_BYTES = 64 * 1024
+"""Monitors see this much of a longer line: a log line is shorter, and memory stays bounded."""
+
 _MORE_TO_COME = 4096
-"""A read of a page or more was cut by chance: its last line is about to go on. The end of a shorter
-one is shown at once, since a progress bar ends its lines with a carriage return."""
+"""A read of a page or more was cut by chance: its last line is about to continue. The end of a
+shorter one is shown at once, since a progress bar ends its lines with a carriage return."""
 
 _MAX_REST_LENGTH = 16384
 
-Piece = tuple[Monitor, bytes]
+
+class Delivery(NamedTuple):
+    """What one monitor is shown next, by which of its methods."""
+
+    monitor: Monitor
+    method: Literal["on_output", "on_lines"]
+    argument: bytes | Sequence[bytes]
 
 
 class LineRouter:
-    """The output of one launch on its way to the parts: in order, no byte twice."""
+    """The output of one launch on its way to the monitors: in order, no byte twice."""
 
-    def __init__(self, parts: Sequence[Monitor]) -> None:
-        self._parts = [part for part in parts if type(part).on_output is not Monitor.on_output]
-        self._sieve = TemplateFilter({word for part in self._parts for word in part.words or ()})
+    def __init__(self, monitors: Sequence[Monitor]) -> None:
+        self._raw = [m for m in monitors if type(m).on_output is not Monitor.on_output]
+        self._by_line = [
+            m
+            for m in monitors
+            if type(m).on_lines is not Monitor.on_lines and m.words != frozenset()
+        ]
+        self._sieve = TemplateFilter(
+            {word for m in (*self._raw, *self._by_line) for word in m.words or ()}
+        )
         self._rest = b""
         self._begun = False
-        """The beginning of the line that comes next was shown."""
+        """The beginning of the line that comes next was shown to the raw readers."""
 
-    def pieces(self, chunk: bytes) -> Iterator[Piece]:
-        """What to show to whom, now that `chunk` has come."""
+        self._line = b""
+        """That beginning, for those who read whole lines."""
+
+    def pieces(self, chunk: bytes) -> Iterator[Delivery]:
+        """What to show to which monitor, now that `chunk` has come."""
         data = self._rest + chunk if self._rest else chunk
         begin = data.find(b"\n") + 1 if self._begun else 0
         end = data.rfind(b"\n") + 1
         self._rest = data[end:]
         if begin:
-            yield from self._to_all(data[:begin])
+            yield from self._to_raw(data[:begin])
+            yield from self._unrouted([*self._redraws(data[: begin - 1]), self._take_line()])
             self._begun = False
         if end > begin:
-            yield from self._lines(LineChunk(data[begin:end] if begin or end < len(data) else data))
+            yield from self._block(LineChunk(data[begin:end] if begin or end < len(data) else data))
         if self._begun or len(chunk) < _MORE_TO_COME or len(self._rest) > _MAX_REST_LENGTH:
             yield from self.rest()
 
-    def rest(self) -> Iterator[Piece]:
+    def rest(self) -> Iterator[Delivery]:
         """The unfinished line that was kept back."""
         if self._rest:
             rest, self._rest, self._begun = self._rest, b"", True
-            yield from self._to_all(rest)
+            yield from self._to_raw(rest)
+            yield from self._unrouted(self._redraws(rest))
 
-    def _to_all(self, text: bytes) -> Iterator[Piece]:
-        return ((part, text) for part in self._parts)
+    def end(self) -> Iterator[Delivery]:
+        """No more output will come: the last line is whole as it is."""
+        yield from self.rest()
+        yield from self._unrouted([self._take_line()])
 
-    def _lines(self, lines: LineChunk) -> Iterator[Piece]:
-        loud = self._sieve.loud(lines)
-        found = b""
-        if loud:
-            texts = lines.split(b"\n")
-            found = b"".join(
-                texts[index] + b"\n" for index, shape in enumerate(lines.shapes) if shape in loud
-            )
-        for part in self._parts:
-            if part.words is None:
-                yield part, lines
+    def _redraws(self, text: bytes) -> list[bytes]:
+        """The lines that a carriage return ends; the unfinished one is kept."""
+        *redraws, last = (self._line + text).split(b"\r")
+        self._line = last[:MAX_LINE_BYTES]
+        return redraws
+
+    def _take_line(self) -> bytes:
+        line, self._line = self._line, b""
+        return line
+
+    def _to_raw(self, text: bytes) -> Iterator[Delivery]:
+        return (Delivery(monitor, "on_output", text) for monitor in self._raw)
+
+    def _unrouted(self, lines: Iterable[bytes]) -> Iterator[Delivery]:
+        """Lines that came in fragments: few, so each is searched for words by itself."""
+        every = [line[:MAX_LINE_BYTES] for line in lines if line]
+        matching = [line for line in every if self._sieve.holds(template(line))]
+        return self._to_line_readers(every, matching)
+
+    def _to_line_readers(
+        self, every: Sequence[bytes], matching: Sequence[bytes]
+    ) -> Iterator[Delivery]:
+        for monitor in self._by_line:
+            lines = every if monitor.words is None else matching
+            if lines:
+                yield Delivery(monitor, "on_lines", lines)
+
+    def _block(self, block: LineChunk) -> Iterator[Delivery]:
+        wanted = self._sieve.matching(block)
+        found: list[bytes] = []
+        if wanted:
+            texts = block.split(b"\n")
+            found = [texts[at] for at, shape in enumerate(block.templates) if shape in wanted]
+        for monitor in self._raw:
+            if monitor.words is None:
+                yield Delivery(monitor, "on_output", block)
             elif found:
-                yield part, found
-        lines.forget()
+                yield Delivery(monitor, "on_output", b"\n".join([*found, b""]))
+        # Splitting all of it is worth its time only where a monitor reads all lines.
+        everything = any(monitor.words is None for monitor in self._by_line)
+        every = _lines_of(block.split(b"\n")) if everything else []
+        yield from self._to_line_readers(every, _lines_of(found))
+        block.forget()
+
+
+def _lines_of(texts: Iterable[bytes]) -> list[bytes]:
+    """Each redraw of a progress bar is a line of its own; empty lines are left out."""
+    return [line[:MAX_LINE_BYTES] for text in texts for line in text.split(b"\r") if line]

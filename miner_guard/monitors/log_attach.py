@@ -4,7 +4,7 @@ part sees steps."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.attach.patterns import patterns
@@ -29,7 +29,6 @@ _NUMBERED = {"step", "inner"}
 """A pattern without one of these groups never makes a step."""
 
 STARTING, RUNNING, CLOSED, _ = layout.STATES
-_MAX_PARTIAL_LINE_LENGTH = 64 * 1024
 
 
 class LogAttachMonitor(Monitor):
@@ -40,8 +39,8 @@ class LogAttachMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._active = context.config.miner.attach == "log"
+        self.words = None if self._active else frozenset()
         self._flight: FlightWriter | None = None
-        self._rest = b""
         self._findings: list[Finding] = []
         self._blind = ""
         """Why there is no flight record; said at the first launch of a row, not at each."""
@@ -79,7 +78,6 @@ class LogAttachMonitor(Monitor):
         if not self._active:
             return ()
         self._begin(launch.started)
-        self._rest = b""
         said, self._findings = self._findings, []
         try:
             self._flight = FlightWriter(
@@ -101,13 +99,10 @@ class LogAttachMonitor(Monitor):
         self._show(self._flight, STARTING, launch.started)
         return said
 
-    def on_output(self, chunk: bytes) -> Iterable[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
         if self._flight is None:
             return ()
         now = self.context.clock.monotonic()
-        *lines, self._rest = (self._rest + chunk).replace(b"\r", b"\n").split(b"\n")
-        if len(self._rest) > _MAX_PARTIAL_LINE_LENGTH:
-            self._rest = b""
         for raw in lines:
             evaluated = evaluation_in(raw)
             self._evaluated = self._evaluated if evaluated is None else evaluated

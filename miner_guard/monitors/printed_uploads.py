@@ -3,15 +3,13 @@ looked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard.attach.patterns import patterns
 from miner_guard.detectors.log_lines import Patterns, PushLine, read_push
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.monitors.base import Context, Monitor
-
-_MAX_PARTIAL_LINE_LENGTH = 64 * 1024
 
 
 class PrintedUploadsMonitor(Monitor):
@@ -29,19 +27,15 @@ class PrintedUploadsMonitor(Monitor):
             context.config.miner.attach == "log" or repo.kind == "none" or not repo.verify_uploads
         )
         self._patterns = Patterns(()) if self._silent else patterns(context.config.miner.profile)
-        self._rest = b""
         self._last: PushLine | None = None
 
     def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
         self._silent = self._silent or entry.get("kind") == "upload"
         return ()
 
-    def on_output(self, chunk: bytes) -> Iterator[Finding]:
+    def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:
         if self._silent:
             return
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if len(self._rest) > _MAX_PARTIAL_LINE_LENGTH:
-            self._rest = b""
         for raw in lines:
             push = read_push(raw.decode("utf-8", "replace"), self._patterns)
             if push is None or (push == self._last and push.tag is not None):

@@ -10,7 +10,7 @@ from typing import Any
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Exit, Launch, Monitor
-from miner_guard.monitors.line_router import LineRouter, Piece
+from miner_guard.monitors.line_router import Delivery, LineRouter
 
 _MAX_DEPTH = 4
 """A finding may lead to another part's finding, and so on; not for ever."""
@@ -49,17 +49,18 @@ class MonitorRunner:
         if self._output is not None:
             self._show(self._output.rest())
 
-    def _show(self, pieces: Iterable[Piece]) -> None:
-        for part, text in pieces:
-            for finding in self._call(part, "on_output", text):
-                self.finding(finding, part)
+    def _show(self, deliveries: Iterable[Delivery]) -> None:
+        for monitor, method, argument in deliveries:
+            for finding in self._call(monitor, method, argument):
+                self.finding(finding, monitor)
 
     def tick(self, now: float, ranks: Mapping[int, Now]) -> None:
         self._rest_of_output()
         self._each("on_tick", now, ranks)
 
     def exit(self, end: Exit) -> None:
-        self._rest_of_output()
+        if self._output is not None:
+            self._show(self._output.end())
         self._each("on_exit", end)
 
     def stop(self) -> None:

@@ -13,6 +13,7 @@ from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Launch, Monitor
 from miner_guard.monitors.curves import CurvesMonitor
+from miner_guard.monitors.line_router import LineRouter
 from miner_guard.monitors.ranks import RanksMonitor
 from miner_guard.monitors.steps import StepsMonitor
 from miner_guard.system.clock import FakeClock
@@ -44,6 +45,7 @@ class Run:
         self.launch()
 
     def launch(self) -> None:
+        self.router = LineRouter(self.parts)
         for part in self.parts:
             self._take(part.on_launch(Launch((), 1, 0, self.clock.monotonic())))
 
@@ -58,8 +60,8 @@ class Run:
             self._take(part.on_entry(0, entry))
 
     def output(self, chunk: bytes) -> None:
-        for part in self.parts:
-            self._take(part.on_output(chunk))
+        for monitor, method, argument in self.router.pieces(chunk):
+            self._take(getattr(monitor, method)(argument))
 
     def renumber(self, *ranks: int) -> None:
         """The nodes meet anew, and this one's workers get other ranks."""

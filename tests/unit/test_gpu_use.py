@@ -19,6 +19,7 @@ from miner_guard.monitors.base import Launch
 from miner_guard.monitors.gpu import GpuMonitor
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context
+from tests.support.output import show
 
 SETTINGS = GpuSettings()
 
@@ -271,8 +272,7 @@ def test_the_miners_lines_count_before_nvml_and_the_hook_before_both(tmp_path: P
     bench = Bench(tmp_path)
     bench.launch()
     bench.sample(23.0)
-    bench.part.on_output(b"Model: EfficientNet-B4\nEpoch 3: Loss=0.542, GPU=18")
-    bench.part.on_output(b".1GB (75.4%)\n")
+    show(bench.part, b"Model: EfficientNet-B4\nEpoch 3: Loss=0.542, GPU=18", b".1GB (75.4%)\n")
     (usage,) = bench.tick(61)
     assert usage.fields["source"] == "printed"
     assert usage.fields["share_pct"] == pytest.approx(75.4, abs=0.1)

@@ -4,14 +4,15 @@ can't concern it."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.monitors.base import Context, Monitor
+from miner_guard.monitors.base import Context, Exit, Monitor
+from miner_guard.monitors.line_router import MAX_LINE_BYTES
 from miner_guard.monitors.runner import MonitorRunner
 
 
@@ -26,6 +27,20 @@ class Everything(Monitor):
 
 
 class Seeker(Everything):
+    words = frozenset({b"val_loss"})
+
+
+class LineReader(Monitor):
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.lines: list[bytes] = []
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+        self.lines += lines
+        return ()
+
+
+class LineSeeker(LineReader):
     words = frozenset({b"val_loss"})
 
 
@@ -78,3 +93,43 @@ def test_the_unfinished_end_of_a_long_piece_waits_no_longer_than_a_tick() -> Non
     assert not b"".join(everything.shown).endswith(b"words")
     host.tick(0.0, {})
     assert b"".join(everything.shown).endswith(b"the last words")
+
+
+PIECES = st.sampled_from(
+    [b"step 1 | loss 3.4\n", b"VAL_LOSS: 3.1\n", b"\r 5%", b"x" * 9000, b"\n", b"\r\n"]
+)
+
+
+@given(st.lists(PIECES, max_size=40), st.randoms(use_true_random=False))
+def test_lines_arrive_whole_and_once_however_the_output_is_cut(
+    pieces: list[bytes], cut: random.Random
+) -> None:
+    """Guards against five buffers that each cut long, redrawn or split lines by a rule of their
+    own."""
+    host, reader, seeker = MonitorRunner(lambda _f: None), *_line_readers()
+    host.parts = [reader, seeker]
+    stream, at = b"".join(pieces), 0
+    while at < len(stream):
+        size = cut.choice((1, 80, 4096, 10000, 65536))
+        host.output(stream[at : at + size])
+        if cut.random() < 0.2:
+            host.tick(0.0, {})
+        at += size
+    host.exit(Exit(0, None, True, False, 1.0))
+    lines = [line for line in stream.replace(b"\r", b"\n").split(b"\n") if line]
+    assert reader.lines == [line[:MAX_LINE_BYTES] for line in lines]
+    wanted = [line for line in lines[:] if b"VAL_LOSS" in line]
+    assert [line for line in seeker.lines if b"VAL_LOSS" in line] == wanted
+
+
+def test_a_line_without_an_end_is_cut_and_takes_no_more_memory() -> None:
+    host, reader, _ = MonitorRunner(lambda _f: None), *_line_readers()
+    host.parts = [reader]
+    for _ in range(100):
+        host.output(b"x" * 65536)
+    host.output(b"\nnext\n")
+    assert [len(line) for line in reader.lines] == [MAX_LINE_BYTES, len(b"next")]
+
+
+def _line_readers() -> tuple[LineReader, LineSeeker]:
+    return LineReader(cast(Context, None)), LineSeeker(cast(Context, None))

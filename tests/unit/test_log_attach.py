@@ -18,6 +18,7 @@ from miner_guard.monitors.log_attach import LogAttachMonitor
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context
+from tests.support.output import show
 
 TODAY = (
     "\x1b[34m2025-12-20 10:00:00\x1b[0m |\x1b[1m     INFO     \x1b[0m| \x1b[1mRank 0\x1b[0m | 🏋️  "
@@ -39,7 +40,7 @@ class Log:
 
     def line(self, text: str, after_s: float = 10.0) -> None:
         self.clock.advance(after_s)
-        list(self.part.on_output(f"{text}\n".encode()))
+        show(self.part, f"{text}\n".encode())
 
     @property
     def reader(self) -> FlightReader:
@@ -218,8 +219,8 @@ def test_a_line_of_another_rank_or_twice_is_one_step(tmp_path: Path) -> None:
 
 def test_lines_cut_anywhere_are_whole_again(tmp_path: Path) -> None:
     log = Log(tmp_path)
-    for byte in "bär\niter 1: loss 2.0, time 1.00ms\riter 2: loss 1.5, time 1.00ms\n".encode():
-        list(log.part.on_output(bytes([byte])))
+    text = "bär\niter 1: loss 2.0, time 1.00ms\riter 2: loss 1.5, time 1.00ms\n".encode()
+    show(log.part, *(bytes([byte]) for byte in text))
     assert [s.inner_step for s in log.steps] == [1, 2]
 
 

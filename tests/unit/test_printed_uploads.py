@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from miner_guard.config import Config, MinerSettings, RepoSettings
-from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.eventlog.catalog import message
 from miner_guard.monitors.printed_uploads import PrintedUploadsMonitor
 from tests.support.contexts import context
+from tests.support.output import show
 
 PUSHED = (
     b"2026-01-02 03:04:05 | INFO | Successfully pushed new model state with tag 5.56.51 to "
@@ -30,7 +31,7 @@ def part(
 
 
 def said(part: PrintedUploadsMonitor, *chunks: bytes) -> list[str]:
-    findings: list[Finding] = [finding for chunk in chunks for finding in part.on_output(chunk)]
+    findings = show(part, *chunks)
     assert all(finding.fields["source"] == "log" for finding in findings)
     return [message(finding) for finding in findings]
 

@@ -1,0 +1,18 @@
+"""Shows output to a monitor as the supervisor does: through the line router."""
+
+from __future__ import annotations
+
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.monitors.base import Monitor
+from miner_guard.monitors.line_router import LineRouter
+
+
+def show(monitor: Monitor, *chunks: bytes) -> list[Finding]:
+    """What the monitor finds in these chunks, the last of which ends the output."""
+    router = LineRouter([monitor])
+    deliveries = [delivery for chunk in chunks for delivery in router.pieces(chunk)]
+    return [
+        finding
+        for delivery in (*deliveries, *router.end())
+        for finding in getattr(monitor, delivery.method)(delivery.argument)
+    ]
