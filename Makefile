@@ -10,7 +10,7 @@ PARALLEL := -n 3 --dist loadfile
 # Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
 AGAIN := --reruns 1
 
-.PHONY: demo test check unit faults bench soak screens clean
+.PHONY: demo test check unit faults bench soak screens dist clean
 
 demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
@@ -38,6 +38,11 @@ bench: $(VENV)/.dev
 
 screens: $(VENV)/.dev
 	$(BIN)/python -m tests.support.screens
+
+# The same bytes for the same commit and compiler, wherever and whenever it is built.
+dist: $(VENV)/.dev
+	rm -rf dist && mkdir dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m tests.support.distribution . dist
 
 clean:
 	rm -rf $(VENV) .demo build dist *.egg-info

@@ -37,6 +37,7 @@ COMMANDS = (
     "ctl",
     "config",
     "init",
+    "ops",
     "demo",
 )
 """Modules of `miner_guard.cli`, in the order of `--help`."""

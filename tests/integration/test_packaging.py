@@ -1,0 +1,149 @@
+"""sdist and wheel: what is in them, that they are reproducible, that the wheel alone is enough."""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from miner_guard import __version__
+from miner_guard.config.loading import read_toml
+from tests.support import distribution, requires
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Built:
+    sdist: Path
+    wheel: Path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOURCE_DATE_EPOCH", "1767323045")
+        return Built(*distribution.build(requires.REPO, tmp_path_factory.mktemp("dist")))
+
+
+def tracked(*folders: str) -> set[str]:
+    listed = ["git", "ls-files", *folders]
+    answer = subprocess.run(listed, cwd=requires.REPO, capture_output=True, text=True, check=True)
+    return set(answer.stdout.split())
+
+
+def test_a_second_build_elsewhere_has_the_same_bytes(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1767323045")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    again = Built(*distribution.build(requires.REPO, tmp_path))
+    assert again.wheel.read_bytes() == built.wheel.read_bytes()
+    assert again.sdist.read_bytes() == built.sdist.read_bytes()
+
+
+def test_the_sdist_is_the_whole_source(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {name for name in tracked() if not name.startswith(".")}
+    assert wanted - names == set()
+
+
+def test_the_wheel_holds_the_packages_and_ops_and_nothing_else(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        names = set(archive.namelist())
+    packages = tracked("miner_guard", "uploads", "validators")
+    data = f"miner_guard-{__version__}.data/data/share/miner-guard/"
+    assert packages - names == set()
+    assert {name for name in names if "/ops/" in name} == {data + name for name in tracked("ops")}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {
+        "miner_guard",
+        "uploads",
+        "validators",
+    }
+
+
+def test_the_metadata_is_ready_for_an_index(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        text = archive.read(f"miner_guard-{__version__}.dist-info/METADATA").decode()
+    metadata = email.message_from_string(text)
+    assert metadata["Version"] == __version__
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata["License-File"] == "LICENSE"
+    assert not [c for c in metadata.get_all("Classifier") or () if c.startswith("License ::")]
+    assert {url.split(",")[0] for url in metadata.get_all("Project-URL") or ()} >= {
+        "Homepage",
+        "Source",
+        "Issues",
+        "Changelog",
+    }
+    assert "numpy" not in str(metadata.get_all("Requires-Dist"))
+
+
+def test_ci_runs_every_python_that_the_metadata_promises() -> None:
+    project = read_toml(requires.REPO / "pyproject.toml")["project"]
+    promised = {c.rpartition(" ")[2] for c in project["classifiers"] if " :: 3." in c}
+    for workflow in ("ci", "release"):
+        text = (requires.REPO / ".github" / "workflows" / f"{workflow}.yml").read_text()
+        (matrix,) = re.findall(r"python: (\[.*\])", text)
+        assert set(json.loads(matrix)) == promised
+
+
+@pytest.mark.parametrize("way", ["venv", "target"])
+def test_the_installed_wheel_writes_the_files_of_ops(
+    built: Built, tmp_path: Path, way: str
+) -> None:
+    """Without a source tree: what pip installed is all there is."""
+    python, env = _installed(built.wheel, tmp_path, way)
+
+    def ops(folder: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python, "-m", "miner_guard", "ops", folder],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    done = ops("mine")
+    assert done.returncode == 0, done.stderr
+    written = {str(p.relative_to(tmp_path)) for p in (tmp_path / "mine").rglob("*") if p.is_file()}
+    assert written == {name.replace("ops/", "mine/", 1) for name in tracked("ops")}
+    again = ops("mine")
+    assert (again.returncode, "is not an empty folder" in again.stderr) == (64, True)
+    (share,) = tmp_path.rglob("share/miner-guard")
+    shutil.rmtree(share)
+    without = ops("other")
+    assert (without.returncode, "has no ops/ files" in without.stderr) == (69, True)
+
+
+def _installed(wheel: Path, folder: Path, way: str) -> tuple[str, dict[str, str]]:
+    """The wheel in a place of its own; its dependencies come from the environment of the tests."""
+    pip = [sys.executable, "-m", "pip"]
+    install = ["install", "--quiet", "--no-deps", "--no-index"]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    if way == "target":
+        subprocess.run([*pip, *install, "--target", str(folder / "site"), str(wheel)], check=True)
+        return sys.executable, {**env, "PYTHONPATH": str(folder / "site")}
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True
+    )
+    python = str(folder / "venv" / "bin" / "python")
+    subprocess.run([*pip, "--python", python, *install, str(wheel)], check=True, timeout=120)
+    (site,) = (folder / "venv" / "lib").glob("python3*/site-packages")
+    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return python, env
