@@ -7,7 +7,7 @@ reduced to dropping digits).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import islice
 
@@ -17,6 +17,8 @@ _LOWER = bytes(range(256)).lower()
 _NUMBERS = b"0123456789+-."
 _MAX_TEMPLATES = 4096
 _MAX_TEMPLATE_LENGTH = 1024
+_MANY = 64
+"""Lines with one word, from which on it pays to search for the next word in the others only."""
 
 
 def template(text: bytes) -> bytes:
@@ -42,6 +44,15 @@ class LineChunk(bytes):
         self.__dict__.clear()
 
 
+def _lines_with(word: bytes, text: bytes) -> Iterator[bytes]:
+    at = text.find(word)
+    while at >= 0:
+        end = text.find(b"\n", at)
+        end = len(text) if end < 0 else end
+        yield text[text.rfind(b"\n", 0, at) + 1 : end]
+        at = text.find(word, end)
+
+
 class TemplateFilter:
     """Finds lines that hold a word, and remembers templates that hold none. Memory is bounded."""
 
@@ -61,10 +72,14 @@ class TemplateFilter:
         if not new:
             return set()
         together = b"\n".join(new)
-        words = self._search.find(together)
-        found = {text for text in new if any(word in text for word in words)}
-        self._remember(new - found)
-        return found
+        matching: set[bytes] = set()
+        for word in self._search.find(together):
+            holding = set(_lines_with(word, together))
+            matching |= holding
+            if len(holding) > _MANY:
+                together = b"\n".join(new - matching)
+        self._remember(new - matching)
+        return matching
 
     def _remember(self, quiet: Iterable[bytes]) -> None:
         if len(self._quiet) > _MAX_TEMPLATES:

@@ -66,6 +66,9 @@ APPLIES = ("rank", "node", "job")
 _NEAR = 300
 """Characters of a line that are shown with what comes after them."""
 
+_LONG = 1024
+"""Characters from which on an expression is searched for only around the words that it needs."""
+
 _MAX_ANSWERS = 4096
 _MAX_ANSWERED_LENGTH = 400
 
@@ -133,9 +136,26 @@ class Pattern:
         stand in it."""
         if self.any_of.isdisjoint(words) or not self.none_of.isdisjoint(words):
             return False
-        return regexes.met(self.needs, words) and (
-            self.regex is None or self.regex.search(text) is not None
+        return regexes.met(self.needs, words) and self._stands_in(text, words)
+
+    def _stands_in(self, text: str, words: Set[bytes]) -> bool:
+        if self.regex is None:
+            return True
+        if len(text) < _LONG or self._marks is None or self._width is None:
+            return self.regex.search(text) is not None
+        marks = (word.decode() for word in self._marks & words)
+        return any(
+            self.regex.search(text, start, end) is not None
+            for start, end in regexes.windows(text, marks, self._width)
         )
+
+    @cached_property
+    def _marks(self) -> frozenset[bytes] | None:
+        return regexes.marks(self.needs)
+
+    @cached_property
+    def _width(self) -> int | None:
+        return None if self.regex is None else regexes.width(self.regex.pattern)
 
     def first_word(self, text: str) -> int:
         """Where in a long line the first of `has` stands; 0 where it is near the beginning."""

@@ -13,11 +13,12 @@ OVERLAP = 1024
 """Bytes that two pieces of one line share, so that no message is cut in two."""
 
 _ANSI = re.compile(
-    r"\x1b(?:_[^\x07\x1b]*(?:\x07|\x1b\\)|\[[0-?]*[ "
-    r"-/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
-    r"|\[(?:\d{1,3}(?:;\d{1,3})*)?m(?![a-z])"  # the ESC is often lost on the way
+    rb"\x1b(?:_[^\x07\x1b]*(?:\x07|\x1b\\)|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_ANSI_WITHOUT_ESC = re.compile(rb"\[(?:\d{1,3}(?:;\d{1,3})*)?m(?![a-z])")
+"""The ESC is often lost on the way."""
+
+_CONTROL = bytes(set(range(32)) - set(b"\t\n") | {127})
 
 _PREFIX = re.compile(
     r"""
@@ -42,19 +43,19 @@ _PREFIX = re.compile(
 )
 _RANK_INSIDE = re.compile(r"\[rank\s?(\d{1,5})\]|\brank:?\s(\d{1,5})\s\|", re.IGNORECASE)
 _MAX_PREFIXES = 8
+_MAX_PREFIX = 400
+"""Characters of a line in which a prefix ends."""
 
 
 def clean(raw: bytes) -> tuple[int | None, str]:
     """The rank that a line names in its prefix, and its text; leading blanks after the prefix are
     kept."""
-    return _clean(raw.decode("utf-8", "replace"))
-
-
-def _clean(text: str) -> tuple[int | None, str]:
-    text = _CONTROL.sub("", _ANSI.sub("", text))
+    # Two searches that begin with a fixed byte are several times as fast as one with a choice.
+    raw = _ANSI_WITHOUT_ESC.sub(b"", _ANSI.sub(b"", raw)).translate(None, _CONTROL)
+    text = raw.decode("utf-8", "replace")
     rank: int | None = None
     for _ in range(_MAX_PREFIXES):
-        prefix = _PREFIX.match(text)
+        prefix = _PREFIX.match(text, 0, _MAX_PREFIX)
         if prefix is None:
             break
         named = next((value for value in prefix.groups() if value is not None), None)
@@ -116,7 +117,7 @@ def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
     yield rank, json.dumps({key: value for key, value in record.items() if key not in told})
     for value in told.values():
         for line in value.splitlines()[:_MAX_TRACEBACK_LINES]:
-            named, inner = _clean(line)
+            named, inner = clean(line.encode(errors="replace"))
             yield rank if named is None else named, inner + level
 
 

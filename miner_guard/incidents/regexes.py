@@ -18,6 +18,9 @@ else:
 _MIN_WORD_LENGTH = 3
 """Shorter words stand in nearly every line."""
 
+_SEEN_BESIDE = 100
+"""Characters that an assertion without a repeat sees beside a match, at most."""
+
 _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
 _ASSERTIONS = (ops.ASSERT, ops.ASSERT_NOT)
 _ONE_CHARACTER = (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.ANY)
@@ -51,7 +54,11 @@ def met(needed: Requirement, words: Collection[bytes]) -> bool:
     """Whether a text that holds `words`, and no other word that a requirement names, may match."""
     if isinstance(needed, bytes):
         return needed in words
-    return (all if isinstance(needed, AllOf) else any)(met(inner, words) for inner in needed.of)
+    every = isinstance(needed, AllOf)
+    for inner in needed.of:
+        if met(inner, words) is not every:
+            return not every
+    return every
 
 
 def words_of(needed: Requirement) -> Iterator[bytes]:
@@ -61,6 +68,38 @@ def words_of(needed: Requirement) -> Iterator[bytes]:
     else:
         for inner in needed.of:
             yield from words_of(inner)
+
+
+def marks(needed: Requirement) -> frozenset[bytes] | None:
+    """Words, as long as possible, of which every match holds one; None where there are none."""
+    if isinstance(needed, bytes):
+        return frozenset({needed})
+    inner = [marks(part) for part in needed.of]
+    if isinstance(needed, AnyOf):
+        known = [words for words in inner if words is not None]
+        return frozenset().union(*known) if len(known) == len(inner) else None
+    return max(filter(None, inner), key=lambda words: min(map(len, words)), default=None)
+
+
+def width(regex: str) -> int | None:
+    """How many characters a match and what its assertions see can have; None without a bound."""
+    items = _items(regex)
+    if any(any(_unbounded(part)) for part in (items, *_asserted(items))):
+        return None
+    return parser.parse(regex).getwidth()[1] + _SEEN_BESIDE
+
+
+def windows(text: str, words: Iterable[str], reach: int) -> Iterator[tuple[int, int]]:
+    """Where in `text` a match of at most `reach` characters that holds one of `words` can stand."""
+    start = end = -1
+    for at, length in sorted((at, len(word)) for word in words for at in _places(text, word)):
+        if at - reach > end:
+            if end >= 0:
+                yield start, end
+            start = max(at - reach, 0)
+        end = max(end, at + length + reach)
+    if end >= 0:
+        yield start, end
 
 
 def superlinear(regex: str) -> str | None:
@@ -90,6 +129,13 @@ def superlinear(regex: str) -> str | None:
             if loops and (len(loops[0]) != 1 or loops[0][0][0] not in _ONE_CHARACTER):
                 return "a group is repeated without a bound; give it one, such as {0,8}"
     return None
+
+
+def _places(text: str, word: str) -> Iterator[int]:
+    at = text.find(word)
+    while at >= 0:
+        yield at
+        at = text.find(word, at + 1)
 
 
 def _items(regex: str) -> list[Any]:

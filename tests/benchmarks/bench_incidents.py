@@ -3,6 +3,7 @@ whole log takes."""
 
 from __future__ import annotations
 
+import base64
 import random
 import shutil
 import subprocess
@@ -36,6 +37,10 @@ def run() -> list[Row]:
             Row("scanner, ordinary output", scan, "MB/s"),
             Row("scanner, every line of a new shape", _rate(ever_new(40_000)), "MB/s"),
             Row("scanner, tracebacks only", _rate(tracebacks(2_000)), "MB/s"),
+            *(
+                Row(f"scanner, {name}", _rate(text), "MB/s", ">= 50 MB/s")
+                for name, text in hostile().items()
+            ),
         ]
         cat = megabytes / _seconds(lambda: _run("cat", str(log)))
         rows.append(Row("`cat` of the same file", cat, "MB/s"))
@@ -78,6 +83,26 @@ def tracebacks(count: int) -> bytes:
         + f"ValueError: case {n} failed with error {n}\n"
         for n in range(count)
     ).encode()
+
+
+def hostile() -> dict[str, bytes]:
+    """Text that holds no error and once held the guard up."""
+    chance = random.Random(5)
+    raw = chance.randbytes(3_000_000)
+    neuron = '{"uid":%d,"hotkey":"5F%030x","coldkey":"5G%030x","stake":%f,"axon":"10.0.0.1:8091"}'
+    metagraph = ",".join(
+        neuron % (uid, chance.getrandbits(120), chance.getrandbits(120), chance.random())
+        for uid in range(256)
+    ).encode()
+    return {
+        "base64 on one line": base64.b64encode(raw) + b"\n",
+        "base64 in lines": base64.encodebytes(raw),
+        "random bytes": raw,
+        "NULs": bytes(4_000_000),
+        "a metagraph of 256 neurons a line": (b'{"neurons":[' + metagraph + b"]}\n") * 100,
+        "metagraphs on one line": metagraph * 100 + b"\n",
+        "one word of a pattern over and over": b"hotkey " * 500_000 + b"\n",
+    }
 
 
 def _scan(log: Path) -> None:

@@ -23,6 +23,7 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+from tests.unit.incidents.adversaries import adversaries
 
 EXCERPTS = Path(__file__).with_name("excerpts.toml")
 
@@ -79,3 +80,14 @@ def test_what_may_take_more_than_linear_time_is_refused(regex: str) -> None:
 )
 def test_what_is_linear_is_not(regex: str) -> None:
     assert superlinear(regex) is None
+
+
+@pytest.mark.parametrize("entry", [e for e in knowledge.load().entries if e.regex is not None])
+def test_a_long_line_shows_what_a_short_one_shows(entry: knowledge.Pattern) -> None:
+    """An expression is searched for around its words only where a line is long."""
+    assert entry.regex is not None
+    for text in adversaries(entry.regex.pattern, 80):
+        line = ". " * 600 + text + " ." * 600
+        words = {word for word in entry.literals if word in line.encode()} | entry.any_of
+        there = entry.regex.search(line) is not None
+        assert entry.matches(line, words - entry.none_of) == there, line
