@@ -1,0 +1,1 @@
+"""What people grep, script and configure, compared with a committed listing."""

@@ -1,0 +1,82 @@
+"""The names that people grep, script and configure: events, settings, commands, codes and files.
+
+`python -m tests.contract.listing` writes `public.json` from the code. A change of an existing row
+breaks somebody's script: say so in CHANGELOG.md. New rows are welcome.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from miner_guard import exits
+from miner_guard.cli.main import COMMANDS, build
+from miner_guard.config.loading import describe, sections
+from miner_guard.eventlog.catalog import CATALOGUE, RESERVED, Spec
+from miner_guard.state_dir import StateDir
+
+PUBLIC = Path(__file__).with_name("public.json")
+
+
+def listing() -> dict[str, Any]:
+    """Every public name with what its users rely on, as JSON can hold it."""
+    return {
+        "events": {name: _event(spec) for name, spec in sorted(CATALOGUE.items())},
+        "json_line": sorted(RESERVED),
+        "settings": dict(sorted(_settings())),
+        "commands": {name: _command(name) for name in sorted(COMMANDS)},
+        "exit_codes": {
+            name: code for name, code in sorted(vars(exits).items()) if isinstance(code, int)
+        },
+        "state_files": _state_files(),
+    }
+
+
+def _event(spec: Spec) -> dict[str, Any]:
+    line = spec.line if isinstance(spec.line, str) else "(a block)"
+    return {"level": spec.level, "line": line, "fields": sorted(spec.fields)}
+
+
+def _settings() -> list[tuple[str, dict[str, str]]]:
+    rows = []
+    for section, cls in sections().items():
+        hints = inspect.get_annotations(cls, eval_str=True)
+        for field in fields(cls):
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            row = {"type": describe(hints[field.name]), "default": repr(default)}
+            rows.append((f"{section}.{field.name}", row))
+    return rows
+
+
+def _command(name: str) -> dict[str, Any]:
+    group: Any = typer.main.get_command(build([name]))
+    return _parameters(group.commands[name])
+
+
+def _parameters(command: Any) -> dict[str, Any]:
+    rows: dict[str, Any] = {
+        "options": sorted(flag for p in command.params for flag in (*p.opts, *p.secondary_opts))
+    }
+    if hasattr(command, "commands"):
+        rows["commands"] = {n: _parameters(c) for n, c in sorted(command.commands.items())}
+    return rows
+
+
+def _state_files() -> list[str]:
+    root = Path("/state")
+    named = inspect.getmembers(StateDir, lambda member: isinstance(member, property))
+    return sorted(str(getattr(StateDir(root), name).relative_to(root)) for name, _ in named)
+
+
+def text() -> str:
+    """The listing as it is committed."""
+    return json.dumps(listing(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    PUBLIC.write_text(text(), encoding="utf-8")
