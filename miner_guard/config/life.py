@@ -46,6 +46,10 @@ class HangSettings:
     that is lost.
     """
 
+    gone_s: Positive = 45.0
+    """How long a launcher may take to end the other ranks after one died. Above torchrun's 30 s for
+    their SIGTERM."""
+
     phases: dict[str, float] = field(default_factory=dict)
     """Allowances of other phases, by name, in seconds."""
 

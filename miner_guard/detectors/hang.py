@@ -4,24 +4,31 @@ monotonic seconds.
 A step is progress, nothing else is: a data phase that is entered again and again is not. The limit
 is max(`min_s`, `factor` x the longest recent step), as NVRx calculates its timeouts; phases that
 declare a longer allowance (AllReduce, upload, load, evaluation, checkpoint) have that one instead,
-and while one rank is within such an allowance the others may wait for it.
+and while one rank is within such an allowance the others may wait for it. Before any rank has
+reported, output and CPU time are progress.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from miner_guard.config import HangSettings
+from miner_guard.eventlog.formatters import rank_list
+from miner_guard.flight_recorder.layout import ENDED_STATES
 from miner_guard.flight_recorder.records import Now
 
 _RECENT_STEPS = 64
 _UNOBSERVED_S = 15.0
-"""Between two looks, about a second apart, so much time passed: this process or machine was
+"""Two looks, about a second apart, lie so far from each other: this process or machine was
 suspended."""
 
 _SAME_TIME_S = 0.01
+
+_IDLE_CPU_SHARE = 0.05
+"""Of one core. A launcher that polls its workers uses about 1 %; whatever loads, compiles or
+tokenizes uses more."""
 
 _COLLECTIVE = ("collective", "allreduce")
 _ORDER = {
@@ -36,7 +43,6 @@ _ORDER = {
 collectives."""
 
 _OTHER_PHASE = 4
-_ENDED = ("closed", "finished")
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,27 @@ class Hang:
     idle_s: float
     limit_s: float
     lasting: bool = False
-    """Steps that follow don't mend it."""
+    """Steps that follow do not end it."""
+
+    finished: bool = False
+    """Every rank had said that its training is finished: only its end hangs."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """What the kernel says of the ranks' processes."""
+
+    gone: Collection[int] = ()
+    """Ranks whose process does not exist any more."""
+
+    stopped: Collection[int] = ()
+    """Ranks whose process is in state T: SIGSTOP, or a debugger."""
+
+    absent: Collection[int] = ()
+    """Ranks that have not called `init`."""
+
+
+NOTHING_KNOWN = Processes()
 
 
 class HangDetector:
@@ -60,20 +86,20 @@ class HangDetector:
         self._settings = settings
         self._allowances = settings.allowances
         self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._looked_at: float | None = None
         self._reset(0.0)
 
     def _reset(self, now: float) -> None:
         self._progress = now
+        self._observed_at: float | None = None
+        self._cpu: tuple[float, float] | None = None
         self._stepped = False
         self._busy_until_now: set[int] = set()
         self._granted: dict[int, float] = {}
-        self._said = False
+        self._reported = False
 
     def launched(self, now: float) -> None:
         """A new launch: nothing has progressed yet. What was learned of step times stays."""
         self._reset(now)
-        self._looked_at = None
 
     def stepped(
         self, end: float, seconds: float, phases: Mapping[str, float] | None = None
@@ -88,13 +114,20 @@ class HangDetector:
         self._progress = max(self._progress, end)
         self._stepped = True
         # A second stall is reported like the first.
-        self._said = False
+        self._reported = False
 
     def printed(self, now: float) -> None:
-        """A miner that is known by its lines alone wrote some: before its first step that is all
-        its progress."""
+        """The miner printed something: before its first step, and where nothing else is known of
+        it, progress."""
         if not self._stepped:
             self._progress = max(self._progress, now)
+
+    def used_cpu(self, now: float, cpu_s: float) -> None:
+        """CPU seconds that the miner's processes have used so far: progress while no rank has
+        reported."""
+        before, self._cpu = self._cpu, (now, cpu_s)
+        if before is not None and cpu_s - before[1] > _IDLE_CPU_SHARE * (now - before[0]):
+            self.printed(now)
 
     @property
     def has_stepped(self) -> bool:
@@ -112,20 +145,21 @@ class HangDetector:
         """Seconds since the last progress."""
         return now - self._progress
 
-    def look(self, now: float, ranks: Mapping[int, Now], gone: Collection[int] = ()) -> Hang | None:
-        """Judge the ranks as they are; a hang is answered once, until there is progress again.
-
-        `gone` are ranks whose process does not exist any more.
-        """
+    def look(
+        self, now: float, ranks: Mapping[int, Now], processes: Processes = NOTHING_KNOWN
+    ) -> Hang | None:
+        """Judge the ranks as they are; a hang is answered once, until there is progress again."""
         self._forgive_suspension(now)
-        if not ranks or self._said:
+        if self._reported:
             return None
-        if all(rank.state in _ENDED for rank in ranks.values()):
+        if not ranks:
+            return self._before_init(now)
+        if all(rank.state in ENDED_STATES for rank in ranks.values()):
             return self._after_the_end(now, ranks)
         busy = {
             number
             for number, rank in ranks.items()
-            if self._within_allowance(now, number, rank) and number not in gone
+            if self._within_allowance(now, number, rank) and number not in processes.gone
         }
         if busy:
             self._busy_until_now = busy
@@ -134,14 +168,23 @@ class HangDetector:
             self._end_of_long_phase(now, ranks)
         if self.idle_s(now) <= self.limit_s:
             return None
-        self._said = True
-        culprits = name_culprits(ranks, gone)
-        return Hang(
-            culprits,
-            describe(now, ranks, culprits, gone),
-            self.idle_s(now),
-            self._limit_in_force(ranks),
-        )
+        return self._hang(now, ranks, processes, self._limit_in_force(ranks))
+
+    def lost(
+        self, now: float, ranks: Mapping[int, Now], processes: Processes, allowed_s: float
+    ) -> Hang | None:
+        """A rank died, and its launcher did not end the others within `allowed_s`: they would wait
+        in vain."""
+        if self._reported:
+            return None
+        return self._hang(now, ranks, processes, allowed_s)
+
+    def _hang(
+        self, now: float, ranks: Mapping[int, Now], processes: Processes, limit_s: float
+    ) -> Hang:
+        self._reported = True
+        culprits = name_culprits(ranks, processes)
+        return Hang(culprits, describe(now, ranks, culprits, processes), self.idle_s(now), limit_s)
 
     def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float) -> Hang:
         """Ranks that waited for the others' answer waited longer than allowed: uploads are blocked
@@ -161,17 +204,30 @@ class HangDetector:
         )
 
     def _forgive_suspension(self, now: float) -> None:
-        if self._looked_at is not None and now - self._looked_at > _UNOBSERVED_S:
-            self._progress += now - self._looked_at
-        self._looked_at = now
+        if self._observed_at is not None and now - self._observed_at > _UNOBSERVED_S:
+            self._progress += now - self._observed_at
+        self._observed_at = now
+
+    def _before_init(self, now: float) -> Hang | None:
+        """No rank has reported. Without a reading of its CPU time a silent miner may be busy."""
+        if self._cpu is None or self.idle_s(now) <= self.limit_s:
+            return None
+        self._reported = True
+        idle = self.idle_s(now)
+        detail = (
+            "no rank has called init(), and the miner printed nothing and used no CPU for "
+            f"{idle:.0f}s"
+        )
+        return Hang((), detail, idle, self.limit_s)
 
     def _after_the_end(self, now: float, ranks: Mapping[int, Now]) -> Hang | None:
         idle = now - max(rank.heartbeat for rank in ranks.values())
         if idle <= self._settings.exit_s:
             return None
-        self._said = True
+        self._reported = True
         detail = f"all ranks ended their training {idle:.0f}s ago, but the miner's process lives on"
-        return Hang((), detail, idle, self._settings.exit_s)
+        finished = all(rank.state == "finished" for rank in ranks.values())
+        return Hang((), detail, idle, self._settings.exit_s, finished=finished)
 
     def _within_allowance(self, now: float, number: int, rank: Now) -> bool:
         allowance = self._allowance_s(rank)
@@ -209,37 +265,38 @@ class HangDetector:
         return max([self.limit_s, *declared])
 
 
-def name_culprits(ranks: Mapping[int, Now], gone: Collection[int] = ()) -> tuple[int, ...]:
-    """The ranks that hold the others up: those that are gone, else behind in steps, else earliest
+def name_culprits(
+    ranks: Mapping[int, Now], processes: Processes = NOTHING_KNOWN
+) -> tuple[int, ...]:
+    """The ranks that hold the others up: gone, stopped or absent ones, else behind in steps, else
     within the step.
 
-    Empty where all are at the same place, or where only one rank is known.
+    Empty where all are at the same place.
     """
-    if gone:
-        return tuple(sorted(gone))
+    for condition in (processes.gone, processes.stopped, processes.absent):
+        if condition:
+            return tuple(sorted(condition))
     if len(ranks) < 2:
         return tuple(ranks)
     places = {number: (rank.total_steps, _place(rank)) for number, rank in ranks.items()}
-    least = min(places.values())
-    behind = tuple(sorted(number for number, place in places.items() if place == least))
+    first = min(places.values())
+    behind = tuple(sorted(number for number, place in places.items() if place == first))
     return behind if len(behind) < len(ranks) else ()
 
 
 def _place(rank: Now) -> int:
-    # A rank that ended its training waits for nobody; the others wait for it.
-    return -1 if rank.state in _ENDED else _ORDER.get(rank.phase, _OTHER_PHASE)
+    # A rank that ended its training waits for no other rank; the others wait for it.
+    return -1 if rank.state in ENDED_STATES else _ORDER.get(rank.phase, _OTHER_PHASE)
 
 
 def describe(
-    now: float, ranks: Mapping[int, Now], culprits: Collection[int], gone: Collection[int] = ()
+    now: float,
+    ranks: Mapping[int, Now],
+    culprits: Collection[int],
+    processes: Processes = NOTHING_KNOWN,
 ) -> str:
     """`rank 2 in data for 912s, ranks 0,1,3 waiting in allreduce`."""
-    words = [
-        f"rank {number} is gone"
-        if number in gone
-        else f"rank {number} {_where(ranks[number])} for {now - ranks[number].phase_since:.0f}s"
-        for number in sorted(culprits)
-    ]
+    words = [_culprit(now, number, ranks.get(number), processes) for number in sorted(culprits)]
     if not culprits:
         words.append("no rank stands out")
     waiting: dict[str, list[int]] = {}
@@ -248,16 +305,22 @@ def describe(
             waiting.setdefault(_where(rank), []).append(number)
     for where, numbers in waiting.items():
         doing = "waiting " if culprits else ""
-        words.append(f"{_ranks(numbers)} {doing}{where}")
+        words.append(f"{rank_list(numbers)} {doing}{where}")
     return ", ".join(words)
 
 
+def _culprit(now: float, number: int, rank: Now | None, processes: Processes) -> str:
+    if rank is None:
+        return f"rank {number} has not called init()"
+    if number in processes.gone:
+        return f"rank {number} is gone"
+    words = f"rank {number} {_where(rank)} for {now - rank.phase_since:.0f}s"
+    return f"{words}: its process is stopped (state T)" if number in processes.stopped else words
+
+
 def _where(rank: Now) -> str:
-    if rank.state in _ENDED:
+    if rank.state in ENDED_STATES:
         return "with its training ended"
-    return f"in {rank.phase}" if rank.phase else "between phases"
-
-
-def _ranks(numbers: Iterable[int]) -> str:
-    listed = [str(number) for number in numbers]
-    return f"rank {listed[0]}" if len(listed) == 1 else f"ranks {','.join(listed)}"
+    if rank.phase:
+        return f"in {rank.phase}"
+    return "before its first step" if rank.total_steps == 0 else "between phases"

@@ -3,7 +3,7 @@ missing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _RULE = "=" * 80
@@ -19,6 +19,19 @@ def known(value: Any, spec: str = "") -> str:
 def gb(size_bytes: float | None) -> float | None:
     """Bytes as GiB, which torch and the documents call GB."""
     return None if size_bytes is None else size_bytes / 1024**3
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """`rank 2`, `ranks 0,1,3`, `ranks 0-6,9`: three in a row and more become a range."""
+    numbers = sorted(set(ranks))
+    parts: list[str] = []
+    while numbers:
+        count = 1
+        while count < len(numbers) and numbers[count] == numbers[0] + count:
+            count += 1
+        row, numbers = numbers[:count], numbers[count:]
+        parts += [f"{row[0]}-{row[-1]}"] if count > 2 else [str(number) for number in row]
+    return f"rank{'' if len(parts) == 1 and '-' not in parts[0] else 's'} {','.join(parts)}"
 
 
 def inner_step(fields: Mapping[str, Any]) -> str:

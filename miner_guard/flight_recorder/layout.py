@@ -105,9 +105,13 @@ SLOT = struct.Struct("<QII")
 """sequence number + 1, length of the JSON that follows, its crc32."""
 SLOT_PAYLOAD = SLOT_SIZE - SLOT.size
 
-STATES = ("starting", "running", "closed", "finished")
+STATES = ("starting", "running", "closed", "finished", "ended", "failed")
 """`closed`: the hook was closed without a claim to have finished; `finished`:
-`close(finished=True)`."""
+`close(finished=True)`; `ended`: the process ended through the interpreter and said nothing,
+`failed`: the same with an exception that nothing caught."""
+
+ENDED_STATES = frozenset(STATES[2:])
+"""The rank trains no more."""
 
 
 def known(number: float) -> float | None:

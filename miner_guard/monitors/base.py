@@ -75,6 +75,11 @@ class SupervisorControl(Protocol):
         """Stop the miner and start it again by the restart policy."""
         ...
 
+    def finish(self, cause: str) -> None:
+        """Stop what is left of a miner whose ranks have finished, and end the guard as after any
+        finish."""
+        ...
+
     def use_command(self, command: Sequence[str]) -> None:
         """The miner's command from the next launch on."""
         ...

@@ -1,6 +1,7 @@
 """What is kept of a hang before it is ended: stacks, kernel states, flight tails, the last output.
 
-Gathering runs in a job's thread and has a deadline; what can't be had is said in the folder itself.
+Gathering runs in a job's thread and has a deadline; the folder itself says what could not be
+collected.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.detectors.collectives import Late, late
+from miner_guard.detectors.stack_frames import innermost_user_frame
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.flight_recorder.reader import BadFlight, FlightReader
 from miner_guard.flight_recorder.records import Identity, Now
@@ -63,67 +65,91 @@ class Subject:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What was had."""
+    """Evidence that could be collected."""
 
     stacks_of: tuple[int, ...]
     late: Late | None
     """Who is late to a collective, by torch's Flight Recorder."""
 
 
+def identity_of(state: StateDir, rank: int) -> Identity | None:
+    """Whose flight record the rank's is now; None where it cannot be read."""
+    try:
+        flight = FlightReader(state.flight_of(rank))
+    except (OSError, BadFlight):
+        return None
+    identity = flight.identity
+    flight.close()
+    return identity
+
+
 def subjects(state: StateDir, ranks: Mapping[int, Now]) -> list[Subject]:
     """Who the ranks are, from their flight records."""
     found: list[Subject] = []
     for rank, now in sorted(ranks.items()):
-        try:
-            flight = FlightReader(state.flight_of(rank))
-        except (OSError, BadFlight):
-            continue
-        identity = flight.identity
-        flight.close()
-        process = processes.Process(identity.pid, identity.process_start)
-        found.append(Subject(rank, identity, now, not processes.alive(process)))
+        identity = identity_of(state, rank)
+        if identity is not None:
+            process = processes.Process(identity.pid, identity.process_start)
+            found.append(Subject(rank, identity, now, not processes.alive(process)))
     return found
 
 
-def gather(
-    state: StateDir,
-    folder: Path,
-    who: list[Subject],
-    story: Mapping[str, Any],
-    output: bytes,
-    redactor: Redactor,
-    timeout_s: float,
-) -> Gathered:
-    """Write everything into `folder`. Raises OSError where it can't write."""
-    make_folder(folder)
-    deadline = time.monotonic() + timeout_s
-    kernel = {subject.rank: _kernel_view(subject) for subject in who}
-    traces = _collectives(state, folder, who)
-    behind = late(traces)
-    stacks = _stacks(state, folder, who, deadline)
-    for subject in who:
-        _flight_tail(state, folder, subject)
-    write_private(
-        folder / "output.log",
-        redactor.text(output.decode("utf-8", "replace")).encode("utf-8", "replace"),
-    )
-    document = {
-        **story,
-        "late_in_collective": None if behind is None else asdict(behind),
-        "ranks": {
-            subject.rank: {
-                "pid": subject.identity.pid,
-                "gone": subject.gone,
-                "kernel": kernel[subject.rank],
-                "now": None if subject.now is None else asdict(subject.now),
-                "stacks": stacks[subject.rank],
-            }
-            for subject in who
-        },
-    }
-    write_json(folder / "hang.json", redactor.value(finite(document)))
-    had = [rank for rank, source in stacks.items() if source in ("py-spy", "faulthandler")]
-    return Gathered(tuple(had), behind)
+class Scene:
+    """A hang while it lasts, and the folder that keeps what can be learned of it."""
+
+    def __init__(self, state: StateDir, folder: Path, who: list[Subject], timeout_s: float) -> None:
+        """Raises OSError where the folder cannot be made."""
+        make_folder(folder)
+        self._state, self._folder, self._who = state, folder, who
+        self._deadline = time.monotonic() + timeout_s
+        self._sources: dict[int, str] = {}
+        self._frames: dict[int, str] = {}
+
+    def frames(self) -> Mapping[int, str]:
+        """Store every rank's stacks; answers the innermost frame of its own program, `loops.py:14`,
+        by rank."""
+        self._sources = _stacks(self._state, self._folder, self._who, self._deadline)
+        for subject in self._who:
+            frame = _frame(_stack_file(self._folder, subject))
+            if frame is not None:
+                self._frames[subject.rank] = frame
+        return self._frames
+
+    def store(self, story: Mapping[str, Any], output: bytes, redactor: Redactor) -> Gathered:
+        """Write all the rest into the folder. Raises OSError where it cannot write."""
+        kernel = {subject.rank: _kernel_view(subject) for subject in self._who}
+        behind = late(_collectives(self._state, self._folder, self._who))
+        for subject in self._who:
+            _flight_tail(self._state, self._folder, subject)
+        text = redactor.text(output.decode("utf-8", "replace"))
+        write_private(self._folder / "output.log", text.encode("utf-8", "replace"))
+        document = {
+            **story,
+            "late_in_collective": None if behind is None else asdict(behind),
+            "ranks": {
+                subject.rank: {
+                    "pid": subject.identity.pid,
+                    "gone": subject.gone,
+                    "kernel": kernel[subject.rank],
+                    "now": None if subject.now is None else asdict(subject.now),
+                    "stacks": self._sources.get(subject.rank),
+                    "frame": self._frames.get(subject.rank),
+                }
+                for subject in self._who
+            },
+        }
+        write_json(self._folder / "hang.json", redactor.value(finite(document)))
+        had = [
+            rank for rank, source in self._sources.items() if source in ("py-spy", "faulthandler")
+        ]
+        return Gathered(tuple(had), behind)
+
+
+def _frame(stacks: Path) -> str | None:
+    try:
+        return innermost_user_frame(stacks.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
 
 
 def _kernel_view(subject: Subject) -> dict[str, Any]:

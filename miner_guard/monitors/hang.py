@@ -3,22 +3,30 @@ action` says."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from miner_guard.detectors.hang import Hang, HangDetector
+from miner_guard.detectors.hang import Hang, HangDetector, Processes
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.exits import CRASH_LOOP
+from miner_guard.flight_recorder.layout import ENDED_STATES
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors import evidence, evidence_folders
-from miner_guard.monitors.base import Context, Launch, Monitor
+from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.monitors.evidence import Subject
+from miner_guard.monitors.rank_processes import RankProcesses
 from miner_guard.monitors.tail import Tail
 from miner_guard.rank.consensus.agree import LATE
 from miner_guard.state_dir import is_full
+from miner_guard.system.processes import cpu_s
+
+_CPU_EVERY_S = 10.0
+"""Between two readings of the CPU time of a miner of which no rank has reported."""
 
 _WHY_NO_STEP = {
-    None: "the miner does not call the hook; start it with --attach sn38, auto or log",
+    None: "no rank has called miner_guard.init(). It waits before that, or it never calls the "
+    "hook: then start it with --attach sn38, auto or log",
     "sn38": "--attach sn38 found nothing that it knows in this miner; try --attach auto or log",
     "auto": (
         "--attach auto found no training loop of torch in this miner; try --attach log, or "
@@ -30,7 +38,8 @@ _WHY_NO_STEP = {
 
 
 class HangMonitor(Monitor):
-    """Feeds the detector and acts on its answer."""
+    """Feeds the detector and acts on its answer; quiet from the moment at which the miner is being
+    ended."""
 
     name = "hang"
 
@@ -38,20 +47,33 @@ class HangMonitor(Monitor):
         super().__init__(context)
         self._settings = context.config.hang
         self._detector = HangDetector(self._settings)
+        self._begin(None)
+
+    def _begin(self, launch: Launch | None) -> None:
+        """What begins with each launch."""
         self._tail = Tail()
+        self._processes = RankProcesses(self.context.state)
         self._last_incident: str | None = None
         self._ranks: Mapping[int, Now] = {}
         """As they were at the last tick."""
 
         self._hang: Hang | None = None
-        self._launched = 0.0
-        self._said_blind = False
+        self._launch = launch
+        """None while none runs, and once it is being ended."""
+
+        self._died: float | None = None
+        """Since when a rank is known to have died."""
+
+        self._cpu_read = float("-inf")
+        self._blind_reported = False
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._detector.launched(launch.started)
-        self._tail = Tail()
-        self._last_incident, self._ranks, self._hang = None, {}, None
-        self._launched, self._said_blind = launch.started, False
+        self._begin(launch)
+        return ()
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        self._launch = self._hang = None
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
@@ -63,83 +85,94 @@ class HangMonitor(Monitor):
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
         self._tail.add(chunk)
-        if self.context.config.miner.attach == "log":
+        if self.context.config.miner.attach == "log" or not self._ranks:
             self._detector.printed(self.context.clock.monotonic())
         return ()
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         if finding.event == "incident":
             self._last_incident = str(finding.fields.get("label"))
+        if finding.event == "miner_stopping":
+            # A rank that waits for one that has ended already is no hang any more.
+            self._launch = self._hang = None
         lasting = self._hang is not None and self._hang.lasting
-        if finding.fields.get("where") == LATE and not lasting:
+        if finding.fields.get("where") == LATE and not lasting and self._launch is not None:
             now, allowed_s = (
                 self.context.clock.monotonic(),
                 self.context.config.gate.broadcast_timeout_s,
             )
-            hang = self._detector.late(now, self._ranks, allowed_s)
-            return self._said(hang, evidence.subjects(self.context.state, self._ranks))
+            self._found(self._detector.late(now, self._ranks, allowed_s))
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         self._ranks = ranks
-        suspected = self._detector.idle_s(now) > min(self._detector.limit_s, self._settings.min_s)
-        who = (
-            evidence.subjects(self.context.state, ranks) if suspected and self._hang is None else []
-        )
-        hang = self._detector.look(
-            now, ranks, gone={subject.rank for subject in who if subject.gone}
-        )
-        return self._blind(now, ranks) if hang is None else self._said(hang, who)
-
-    def _said(self, hang: Hang, who: list[Subject]) -> Iterable[Finding]:
-        self._hang = hang
-        detail = hang.detail + (
-            f"; before it: INCIDENT {self._last_incident}" if self._last_incident else ""
-        )
-        story: dict[str, Any] = {
-            "detail": detail,
-            "culprits": list(hang.culprits),
-            "idle_s": hang.idle_s,
-            "limit_s": hang.limit_s,
-        }
-        output = self._tail.text()
-        self.context.jobs.once(
-            "hang evidence", lambda: self._gather_and_act(hang, who, story, output)
-        )
-        return [
-            make_finding(
-                "hang_detected", rank=hang.culprits[0] if len(hang.culprits) == 1 else None, **story
-            )
-        ]
-
-    def _blind(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
-        """A miner that lives and shows no step is watched by nobody: said once a launch."""
-        attach, waited = self.context.config.miner.attach, now - self._launched
-        seen = self._detector.has_stepped or self._hang is not None or (ranks and attach != "log")
-        if seen or self._said_blind or waited <= self._settings.first_step_s:
+        if self._launch is None:
             return ()
-        self._said_blind = True
+        processes = self._processes.observe(now, ranks)
+        if not ranks:
+            self._read_cpu(now, self._launch.pid)
+        hang = self._lost(now, ranks, processes) or self._detector.look(now, ranks, processes)
+        if hang is None:
+            return self._blind(now, self._launch, ranks)
+        self._found(hang)
+        return ()
+
+    def _read_cpu(self, now: float, pid: int) -> None:
+        if now - self._cpu_read < _CPU_EVERY_S:
+            return
+        self._cpu_read = now
+        with contextlib.suppress(OSError):
+            # Without a descriptor to look with nothing is known, and then nothing is called a hang.
+            self._detector.used_cpu(now, cpu_s(pid))
+
+    def _lost(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> Hang | None:
+        """A rank died and its launcher leaves the others waiting."""
+        died = [
+            rank
+            for rank in processes.gone
+            if rank in ranks and ranks[rank].state not in ENDED_STATES
+        ]
+        if not died:
+            self._died = None
+            return None
+        self._died = now if self._died is None else self._died
+        if now - self._died <= self._settings.gone_s:
+            return None
+        return self._detector.lost(now, ranks, processes, self._settings.gone_s)
+
+    def _found(self, hang: Hang) -> None:
+        """Reported with where the culprit stands, which takes a job a moment to learn."""
+        self._hang = hang
+        who = evidence.subjects(self.context.state, self._ranks)
+        output = self._tail.text()
+        self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who, output))
+
+    def _blind(self, now: float, launch: Launch, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        """A miner that lives and shows no step is watched by no detector: reported once a
+        launch."""
+        attach, waited = self.context.config.miner.attach, now - launch.started
+        seen = self._detector.has_stepped or self._hang is not None or (ranks and attach != "log")
+        if seen or self._blind_reported or waited <= self._settings.first_step_s:
+            return ()
+        self._blind_reported = True
         what = (
             f"no step seen for {waited / 60:.0f} min, so slow steps and hangs are not "
             f"either: {_WHY_NO_STEP[attach]}"
         )
         return [make_finding("guard_degraded", what=what)]
 
-    def _gather_and_act(
-        self, hang: Hang, who: list[Subject], story: dict[str, Any], output: bytes
-    ) -> None:
-        """In a job's thread."""
+    # in a job's thread
+
+    def _gather_and_act(self, hang: Hang, who: list[Subject], output: bytes) -> None:
         folder = evidence_folders.folder(self.context.state, self.context.clock.wall(), "hang")
+        story = self._story(hang, {})
+        reported = False
         try:
-            told = {**story, "status": dict(self.context.status())}
-            had = evidence.gather(
-                self.context.state,
-                folder,
-                who,
-                told,
-                output,
-                self.context.redactor,
-                self._settings.stack_timeout_s,
+            scene = evidence.Scene(self.context.state, folder, who, self._settings.stack_timeout_s)
+            story = self._story(hang, scene.frames())
+            reported = self._report(hang, story)
+            had = scene.store(
+                {**story, "status": dict(self.context.status())}, output, self.context.redactor
             )
             if had.late is not None:
                 self.context.emit(
@@ -156,14 +189,48 @@ class HangMonitor(Monitor):
             what = f"the evidence of the hang could not be stored: {error.strerror or error}"
             self.context.emit(make_finding("guard_degraded", what=what, disk_full=is_full(error)))
         finally:
-            self._act(hang, str(story["detail"]))
+            if reported or self._report(hang, story):
+                self._act(hang, str(story["detail"]))
+
+    def _story(self, hang: Hang, frames: Mapping[int, str]) -> dict[str, Any]:
+        """The hang as its event and hang.json have it; `frames` is where each rank's own program
+        stands."""
+        named = {
+            rank: frames[rank] for rank in hang.culprits or sorted(frames)[:1] if rank in frames
+        }
+        where = ", ".join(
+            frame if len(hang.culprits) == 1 else f"rank {rank}: {frame}"
+            for rank, frame in named.items()
+        )
+        detail = hang.detail + (f"; at {where}" if where else "")
+        if self._last_incident:
+            detail += f"; before it: INCIDENT {self._last_incident}"
+        return {
+            "detail": detail,
+            "culprits": list(hang.culprits),
+            "idle_s": hang.idle_s,
+            "limit_s": hang.limit_s,
+            "frames": {str(rank): frame for rank, frame in frames.items()},
+        }
+
+    def _report(self, hang: Hang, story: Mapping[str, Any]) -> bool:
+        """False where it is none any more: it ended by itself, or the miner is being ended."""
+        if self._launch is None or self._hang is not hang:
+            return False
+        rank = hang.culprits[0] if len(hang.culprits) == 1 else None
+        self.context.emit(make_finding("hang_detected", rank=rank, **story))
+        return True
 
     def _act(self, hang: Hang, detail: str) -> None:
+        if self._launch is None:
+            return
         if self._hang is not hang:
             # Gathering takes seconds: ranks that step again, or a launch that is another one, must
             # not pay for it.
             what = "it ended by itself while its evidence was gathered; the miner is left alone"
             self.context.emit(make_finding("hang_evidence", level="info", detail=what, ranks=[]))
+        elif hang.finished:
+            self.context.control.finish(f"hang at exit: {detail}")
         elif self._settings.action == "restart":
             self.context.control.restart(f"hang: {detail}")
         elif self._settings.action == "stop":

@@ -28,7 +28,7 @@ from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 _NUMBERED = {"step", "inner"}
 """A pattern without one of these groups never makes a step."""
 
-STARTING, RUNNING, CLOSED, _ = layout.STATES
+STARTING, RUNNING, CLOSED, *_ = layout.STATES
 
 
 class LogAttachMonitor(Monitor):

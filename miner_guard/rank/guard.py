@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import IO, Any, ParamSpec, TypeVar
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.rank import environment
+from miner_guard.rank import ending, environment
 from miner_guard.rank.consensus import gating
 from miner_guard.rank.consensus.collective_queries import CollectiveQueries
 from miner_guard.rank.costs import RankCosts
 from miner_guard.rank.introspection import collectives, stacks
 from miner_guard.rank.introspection.compiled import compiling
-from miner_guard.rank.recorder import CLOSED, FINISHED, Recorder, describe
+from miner_guard.rank.recorder import CLOSED, ENDED, FAILED, FINISHED, Recorder, describe
 from miner_guard.rank.steps import Stepper
 from miner_guard.rank.upload import UploadRecorder
 from miner_guard.state_dir import StateDir
@@ -408,12 +408,15 @@ class Guard:
             self._recorder.trouble(
                 "close", f"close(finished=True) with {describe(error)} in flight is not a finish"
             )
+        self._end(FINISHED if finished and error is None else CLOSED)
+        environment.unmark()
+
+    def _end(self, state: str) -> None:
         self._costs.own(*self._hot.take_own())
         self._costs.flush()
         self._closed = True
         self._hot.phases.live = False
-        environment.unmark()
-        self._recorder.close(FINISHED if finished and error is None else CLOSED)
+        self._recorder.close(state)
 
     def _degraded(self, where: str, error: BaseException) -> None:
         try:
@@ -429,6 +432,7 @@ class Guard:
     def _begin(self, agree: bool) -> None:
         """What needs the others, or may fail without harm, each by itself."""
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
+        ending.at_exit(functools.partial(_ended, weakref.ref(self)))
         if self.world_size > 1 and agree:
             self._attempt("agreement", self._questions.agreement)
         if self.place.state is not None:
@@ -460,6 +464,12 @@ class Guard:
 def _forget(guard: weakref.ref[Guard]) -> None:
     if (own := guard()) is not None:
         own._forked()
+
+
+def _ended(guard: weakref.ref[Guard], failed: bool) -> None:
+    """The process ends, and the program has not closed the guard."""
+    if (own := guard()) is not None and not own._closed:
+        own._attempt("exit", own._end, FAILED if failed else ENDED)
 
 
 _current: Guard | None = None

@@ -16,7 +16,7 @@ from miner_guard.rank.environment import RankContext
 from miner_guard.rank.notify import Notifier
 from miner_guard.rank.standalone_log import StandaloneLog
 
-STARTING, RUNNING, CLOSED, FINISHED = layout.STATES
+STARTING, RUNNING, CLOSED, FINISHED, ENDED, FAILED = layout.STATES
 
 NOTIFY_EVERY_S = 0.05
 """The least time between two notifications of the supervisor about steps."""

@@ -95,7 +95,8 @@ class ActiveLaunch:
             # It waits in the kernel and will never be reaped: SIGKILL was all that could be done.
             code = 128 + signal.SIGKILL
         asked = self.wish is not None
-        finished = code == 0 and not asked and said_finished
+        by_itself = code == 0 and not asked
+        finished = said_finished and (by_itself or self.asked_to(Then.FINISH))
         return Exit(code, self.child.signal, asked, finished, self.clock.monotonic() - self.started)
 
     def asked_to(self, then: Then) -> bool:

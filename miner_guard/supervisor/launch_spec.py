@@ -34,6 +34,10 @@ class Then(Enum):
     RESTART = "restart"
     """The next launch, when the restart policy allows it."""
 
+    FINISH = "finish"
+    """Nothing, as after a miner that finished by itself: its ranks said so, and only their exit
+    hangs."""
+
     RELAUNCH = "relaunch"
     """The next launch at once; not counted as a failure, since a person or a setting asked for
     it."""

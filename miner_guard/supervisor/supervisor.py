@@ -161,7 +161,7 @@ class Supervisor:
         if self._must_stop():
             self._say_ending(wish)
             return
-        if wish.then is Then.RESTART and self.state is not State.RUNNING:
+        if wish.then in (Then.RESTART, Then.FINISH) and self.state is not State.RUNNING:
             # It was meant for a launch that has ended since: what comes next is the policy's, with
             # its wait.
             return
@@ -357,7 +357,7 @@ class Supervisor:
         if end.finished:
             self.host.finding(
                 make_finding(
-                    "miner_finished", how=f"code {end.code}", code=end.code, runtime_s=runtime
+                    "miner_finished", how=how_it_ended(end), code=end.code, runtime_s=runtime
                 )
             )
             return

@@ -99,6 +99,20 @@ def descendants(roots: Iterable[int], among: Table) -> set[Process]:
     return found
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds that `pid` and its living descendants have used so far. Raises OSError where they
+    cannot be examined."""
+    ticks = 0
+    for process in descendants([pid], table()):
+        try:
+            with open(f"/proc/{process.pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except _GONE:
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def alive(process: Process) -> bool:
     """Whether it still runs; a zombie does not."""
     seen = stat(process.pid)

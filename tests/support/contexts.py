@@ -87,6 +87,9 @@ class JobsAtOnce:
 class IdleControl:
     """Asking it to steer is the failure."""
 
+    def finish(self, cause: str) -> None:
+        raise AssertionError("not used")
+
     def restart(self, cause: str) -> None:
         raise AssertionError("not used")
 

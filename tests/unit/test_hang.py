@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import partial
 
 import pytest
 
 from miner_guard.config import HangSettings
-from miner_guard.detectors.hang import Hang, HangDetector, name_culprits
+from miner_guard.detectors.hang import Hang, HangDetector, Processes, name_culprits
+from miner_guard.eventlog.formatters import rank_list
 from miner_guard.flight_recorder.records import Now
-from miner_guard.rank.phases import Phases
+from miner_guard.rank.phases import Phase, PhaseNames, Phases
 
 SETTINGS = HangSettings(
     min_s=300.0, factor=5.0, first_step_s=1800.0, allreduce_s=840.0, upload_s=1800.0
@@ -107,7 +110,8 @@ def test_what_is_nested_in_a_long_phase_has_its_time_and_no_more(
 ) -> None:
     """A validation that fetches data and goes forward, over and over."""
     now, shown = 101.0, Shown()
-    phases = Phases(shown, lambda: now, SETTINGS.allowances)
+    open_phases = Phases(shown, lambda: now)
+    phases = PhaseNames(partial(Phase, open_phases), SETTINGS.allowances)
     with phases.named(outer, allowance):
         while now < 3000.0:
             with phases.named("data"):
@@ -125,7 +129,8 @@ def test_short_phases_that_declare_an_allowance_again_and_again_are_no_progress(
     detector: HangDetector,
 ) -> None:
     now, shown = 101.0, Shown()
-    phases = Phases(shown, lambda: now, SETTINGS.allowances)
+    open_phases = Phases(shown, lambda: now)
+    phases = PhaseNames(partial(Phase, open_phases), SETTINGS.allowances)
     while now < 3000.0:
         with phases.named("data", 10.0):
             now += 5.0
@@ -216,15 +221,15 @@ def test_torchruns_wait_for_the_other_nodes_at_its_end_is_no_hang() -> None:
 
 
 def test_a_rank_that_is_gone_is_the_culprit(detector: HangDetector) -> None:
-    hang = detector.look(101.0, {}) or detector.look(
-        102.0, {0: rank("backward"), 1: rank("backward")}, gone={1}
+    hang = detector.look(101.0, {0: rank("backward")}) or detector.look(
+        102.0, {0: rank("backward"), 1: rank("backward")}, Processes(gone={1})
     )
     assert hang is None
     detector.stepped(102.0, 1.0)
     now = 103.0
     while hang is None:
         hang = detector.look(
-            now, {0: rank("backward", 102.0), 1: rank("backward", 102.0)}, gone={1}
+            now, {0: rank("backward", 102.0), 1: rank("backward", 102.0)}, Processes(gone={1})
         )
         now += 1.0
     assert hang.culprits == (1,)
@@ -244,3 +249,84 @@ def test_a_rank_that_is_gone_is_the_culprit(detector: HangDetector) -> None:
 )
 def test_the_culprit_is_behind(ranks: dict[int, Now], culprits: tuple[int, ...]) -> None:
     assert name_culprits(ranks) == culprits
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ((2,), "rank 2"),
+        ((0, 1, 3), "ranks 0,1,3"),
+        ((0, 1, 2), "ranks 0-2"),
+        ((0, 1, 2, 3, 5, 7, 8), "ranks 0-3,5,7,8"),
+        (range(1024), "ranks 0-1023"),
+    ],
+)
+def test_many_ranks_are_listed_as_ranges(ranks: Iterable[int], words: str) -> None:
+    assert rank_list(ranks) == words
+
+
+def test_a_stopped_process_is_named_whatever_its_place_in_the_step(detector: HangDetector) -> None:
+    """Guards against `rank 0 in data` for a rank that merely waits, while rank 1 has had a
+    SIGSTOP."""
+    ranks = {0: rank("data", 101.0), 1: rank("backward", 101.0)}
+    hang = detector.look(460.0, ranks, Processes(stopped={1})) or detector.look(
+        461.0, ranks, Processes(stopped={1})
+    )
+    assert hang is not None
+    assert hang.culprits == (1,)
+    assert "rank 1 in backward for" in hang.detail
+    assert "its process is stopped (state T), rank 0 waiting in data" in hang.detail
+
+
+def test_ranks_that_wait_in_init_for_one_that_never_comes_name_it() -> None:
+    detector = HangDetector(SETTINGS)
+    detector.launched(0.0)
+    ranks = {0: rank(since=5.0, steps=0, state="starting")}
+    now, hang = 5.0, None
+    while hang is None and now < 3000.0:
+        now += 1.0
+        hang = detector.look(now, ranks, Processes(absent={1}))
+    assert hang is not None
+    assert now == pytest.approx(1800.0, abs=2)
+    assert hang.culprits == (1,)
+    assert hang.detail == "rank 1 has not called init(), rank 0 waiting before its first step"
+
+
+def before_init(cpu_share: float, prints: bool) -> float | None:
+    """When a miner of which no rank reports is called a hang, within two hours."""
+    detector = HangDetector(SETTINGS)
+    detector.launched(0.0)
+    for now in range(1, 7200):
+        if now % 10 == 0:
+            detector.used_cpu(now, cpu_share * now)
+        if prints:
+            detector.printed(now)
+        if detector.look(now, {}) is not None:
+            return now
+    return None
+
+
+def test_silence_without_cpu_time_before_init_is_a_hang_and_work_is_not() -> None:
+    """Guards against a miner that waits for a lock before `init` for ever, and one that tokenizes
+    for hours."""
+    assert before_init(cpu_share=0.01, prints=False) == pytest.approx(1800.0, abs=12)
+    assert before_init(cpu_share=0.9, prints=False) is None
+    assert before_init(cpu_share=0.0, prints=True) is None
+
+
+def test_an_exit_that_hangs_after_all_ranks_have_finished_is_told_from_one_that_failed(
+    detector: HangDetector,
+) -> None:
+    for state, finished in (("finished", True), ("closed", False)):
+        detector.launched(0.0)
+        seen = watch(detector, 152.0, 2000.0, {0: rank(state=state, heartbeat=150.0)})
+        assert seen is not None
+        assert seen[1].finished is finished
+
+
+def test_a_rank_that_died_is_named_before_the_usual_limit(detector: HangDetector) -> None:
+    ranks = {0: rank("backward", 101.0), 1: rank("backward", 101.0)}
+    hang = detector.lost(150.0, ranks, Processes(gone={1}), 45.0)
+    assert hang is not None
+    assert (hang.culprits, hang.limit_s) == ((1,), 45.0)
+    assert detector.lost(151.0, ranks, Processes(gone={1}), 45.0) is None, "once"

@@ -3,24 +3,37 @@ hanging."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from miner_guard.config import Config, HangSettings, MinerSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.records import Now
-from miner_guard.monitors.base import Launch
+from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.hang import HangMonitor
 from miner_guard.rank.consensus.agree import LATE
 from miner_guard.system.clock import FakeClock
-from tests.support.contexts import IdleControl, JobsNever, context
+from tests.support.contexts import IdleControl, JobsAtOnce, JobsNever, context
 
 HANG = HangSettings(min_s=10.0, first_step_s=60.0)
 STARTING = Now("starting", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0)
+
+
+def hang_watch(folder: Path, **given: Any) -> tuple[HangMonitor, FakeClock, list[Finding]]:
+    """The part after a launch, its clock, and what it emits from its jobs."""
+    clock, emitted = FakeClock(), []  # type: ignore[var-annotated]
+    defaults: dict[str, Any] = {
+        "config": replace(Config(), hang=HANG), "jobs": JobsAtOnce(), "control": Steered(),
+    }  # fmt: skip
+    part = HangMonitor(context(folder, clock=clock, emit=emitted.append, **{**defaults, **given}))
+    # Its pid is this process's: one that uses CPU time is no silent one.
+    part.on_launch(Launch(("miner",), os.getpid(), 0, clock.monotonic()))
+    return part, clock, emitted
 
 
 def watch(
@@ -31,17 +44,15 @@ def watch(
     printing: bool,
 ) -> list[Finding]:
     """What is found in five minutes of a miner that shows no step."""
-    clock = FakeClock()
     config = replace(Config(), hang=HANG, miner=MinerSettings(attach=attach))
-    part = HangMonitor(context(folder, config=config, clock=clock, jobs=JobsNever()))
-    part.on_launch(Launch(("miner",), 1, 0, clock.monotonic()))
+    part, clock, emitted = hang_watch(folder, config=config)
     found: list[Finding] = []
     for _ in range(300):
         clock.advance(1.0)
         if printing:
             part.on_output(b"outer 1 inner 3 loss 2.5\n")
         found += part.on_tick(clock.monotonic(), ranks)
-    return found
+    return [*found, *emitted]
 
 
 def test_lines_that_are_not_understood_are_no_hang(tmp_path: Path) -> None:
@@ -53,15 +64,14 @@ def test_lines_that_are_not_understood_are_no_hang(tmp_path: Path) -> None:
 
 
 def test_a_program_known_by_its_lines_that_prints_nothing_hangs(tmp_path: Path) -> None:
-    assert [f.event for f in watch(tmp_path, "log", {0: STARTING}, printing=False)] == [
-        "hang_detected"
-    ]
+    seen = [f.event for f in watch(tmp_path, "log", {0: STARTING}, printing=False)]
+    assert seen[0] == "hang_detected"
 
 
 @pytest.mark.parametrize(
     ("attach", "advice"),
     [
-        (None, "does not call the hook; start it with --attach"),
+        (None, "no rank has called miner_guard.init()"),
         ("sn38", "--attach auto or log"),
         ("auto", "--attach log"),
     ],
@@ -86,35 +96,80 @@ class JobsLater(JobsNever):
         self.waiting.append(work)
 
 
-class Restarts(IdleControl):
-    """Keeps why a restart was asked for."""
+class Steered(IdleControl):
+    """Keeps what was asked for, and why."""
 
     def __init__(self) -> None:
-        self.causes: list[str] = []
+        self.asked: list[tuple[str, str]] = []
 
     def restart(self, cause: str) -> None:
-        self.causes.append(cause)
+        self.asked.append(("restart", cause))
+
+    def finish(self, cause: str) -> None:
+        self.asked.append(("finish", cause))
 
 
 def test_ranks_that_have_lost_their_common_answer_are_ended_though_they_step_on(
     tmp_path: Path,
 ) -> None:
-    clock, jobs, control = FakeClock(), JobsLater(), Restarts()
-    part = HangMonitor(
-        context(
-            tmp_path, config=replace(Config(), hang=HANG), clock=clock, jobs=jobs, control=control
-        )
-    )
-    part.on_launch(Launch(("miner",), 1, 0, clock.monotonic()))
+    jobs, control = JobsLater(), Steered()
+    part, clock, emitted = hang_watch(tmp_path, jobs=jobs, control=control)
     waiting = replace(
         STARTING, state="running", phase="collective", phase_since=clock.monotonic() - 60.0
     )
     part.on_tick(clock.monotonic(), {0: waiting, 1: replace(waiting, phase="data")})
     late = make_finding("guard_degraded", rank=0, what="a rank did not come in time", where=LATE)
-    (hang,) = part.on_finding(late)
-    assert hang.fields["culprits"] == [1]
-    assert not list(part.on_finding(late)), "said once, though each rank that waited tells of it"
+    part.on_finding(late)
+    part.on_finding(late)
     part.on_steps(0, [])
+    (work,) = jobs.waiting
+    work()
+    hang = emitted[0]
+    assert hang.fields["culprits"] == [1]
+    assert control.asked == [("restart", f"hang: {hang.fields['detail']}")]
+
+
+RUNNING = replace(STARTING, state="running", total_steps=15)
+
+
+def idle(part: HangMonitor, clock: FakeClock, ranks: Mapping[int, Now], seconds: int) -> None:
+    for _ in range(seconds):
+        clock.advance(1.0)
+        part.on_tick(clock.monotonic(), ranks)
+
+
+def test_while_the_miner_is_ended_no_hang_is_reported(tmp_path: Path) -> None:
+    """Guards against HANG DETECTED, and an alert at night, for ranks that wait for those that a
+    stop has ended."""
+    jobs, control = JobsLater(), Steered()
+    part, clock, emitted = hang_watch(tmp_path, jobs=jobs, control=control)
+    part.on_steps(0, [])
+    idle(part, clock, {0: RUNNING}, 70)
+    assert jobs.waiting, "it hangs, and its stacks are being gathered when the stop comes"
+    part.on_finding(make_finding("miner_stopping", reason="SIGTERM", grace_s=45.0))
     for work in jobs.waiting:
         work()
-    assert control.causes == [f"hang: {hang.fields['detail']}"]
+    idle(part, clock, {0: RUNNING}, 300)
+    assert not [f for f in emitted if f.event == "hang_detected"]
+    assert len(jobs.waiting) == 1
+    assert not control.asked
+
+
+def test_after_the_end_of_a_launch_its_ranks_are_watched_no_more(tmp_path: Path) -> None:
+    """Guards against a hang in a miner that is paused, by the flight records of its last launch."""
+    part, clock, emitted = hang_watch(tmp_path)
+    part.on_exit(Exit(1, None, False, False, 60.0))
+    idle(part, clock, {0: RUNNING}, 300)
+    assert not emitted
+
+
+def test_a_finished_miner_that_does_not_exit_is_ended_as_finished(tmp_path: Path) -> None:
+    """Guards against a training that is done and begins from scratch, again and again."""
+    control = Steered()
+    part, clock, emitted = hang_watch(tmp_path, control=control)
+    done = replace(RUNNING, state="finished", heartbeat=clock.monotonic())
+    idle(part, clock, {0: done}, 400)
+    assert [f.event for f in emitted].count("hang_detected") == 1
+    ((verb, cause),) = control.asked
+    assert verb == "finish"
+    assert "the miner's process lives on" in cause

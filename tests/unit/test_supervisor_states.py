@@ -15,9 +15,7 @@ from miner_guard.config import Config, HangSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.flight_recorder.records import Now
-from miner_guard.monitors import evidence
 from miner_guard.monitors.base import Launch
-from miner_guard.monitors.evidence import Gathered
 from miner_guard.monitors.hang import HangMonitor
 from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.state_dir import StateDir
@@ -307,15 +305,10 @@ class _Orders:
     ("meanwhile", "restarts"), [("nothing", 1), ("a step", 0), ("another launch", 0)]
 )
 def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: list[Finding],
-    meanwhile: str,
-    restarts: int,
+    tmp_path: Path, said: list[Finding], meanwhile: str, restarts: int
 ) -> None:
     """Guards against a launch that pays for the one before it: gathering stacks takes up to half a
     minute."""
-    monkeypatch.setattr(evidence, "gather", lambda *_arguments: Gathered((), None))
     clock, jobs, orders = FakeClock(), _Later(), _Orders()
     config = replace(Config(), hang=HangSettings(min_s=5.0, first_step_s=5.0, action="restart"))
     watch = HangMonitor(
@@ -337,6 +330,4 @@ def test_a_hang_that_is_over_when_its_evidence_is_there_is_left_alone(
         watch.on_launch(Launch(("true",), 2, 1, clock.monotonic()))
     gather()
     assert len(orders.restarts) == restarts
-    assert any("left alone" in str(finding.fields.get("detail")) for finding in said) == (
-        restarts == 0
-    )
+    assert [f.event for f in said].count("hang_detected") == restarts

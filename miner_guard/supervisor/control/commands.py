@@ -54,6 +54,11 @@ class CommandHandler:
         """Stop the miner and start it again by the restart policy."""
         self._supervisor.want(StopRequest(cause, Then.RESTART))
 
+    def finish(self, cause: str) -> None:
+        """Stop what is left of a miner whose ranks have finished, and end the guard as after any
+        finish."""
+        self._supervisor.want(StopRequest(cause, Then.FINISH))
+
     def relaunch(self, cause: str) -> None:
         """Stop the miner and start it again at once, not counted as a failure."""
         self._supervisor.want(StopRequest(cause, Then.RELAUNCH))

@@ -1,0 +1,99 @@
+"""Where a rank stands: the innermost frame of its own program in a dump of stacks. Pure."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+
+_THREAD = re.compile(r"^(?:Thread|Current thread) ")
+_PY_SPY = re.compile(r"^ {2,}.+ \((?P<file>[^()]+\.pyx?):(?P<line>\d+)\)$")
+_FAULTHANDLER = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
+
+_LIBRARIES = frozenset(
+    {
+        "torch",
+        "torchvision",
+        "transformers",
+        "accelerate",
+        "lightning",
+        "lightning_fabric",
+        "pytorch_lightning",
+        "deepspeed",
+        "datasets",
+        "numpy",
+        "miner_guard",
+        "uploads",
+        "validators",
+        "boto3",
+        "botocore",
+        "urllib3",
+        "requests",
+        "huggingface_hub",
+        "aiohttp",
+        "websockets",
+        "websocket",
+        "bittensor",
+        "async_substrate_interface",
+        "substrateinterface",
+        "tqdm",
+        "fsspec",
+        "s3transfer",
+        "httpx",
+        "httpcore",
+    }
+)
+"""py-spy shortens file names to the package's: what the path no longer shows, its first part
+does."""
+
+
+def innermost_user_frame(dump: str) -> str | None:
+    """`loops.py:14`, from what py-spy or faulthandler wrote of the thread that trains; None where
+    it shows no frame.
+
+    The main thread, and the innermost frame that is neither the standard library's nor a known
+    library's; where all are, the innermost of all.
+    """
+    frames = [
+        match
+        for line in _training_thread(dump)
+        if (match := _PY_SPY.match(line) or _FAULTHANDLER.match(line))
+    ]
+    for match in frames:
+        if not _library(match["file"]):
+            return _name(match)
+    return _name(frames[0]) if frames else None
+
+
+def _training_thread(dump: str) -> list[str]:
+    threads: list[list[str]] = []
+    for line in dump.splitlines():
+        if _THREAD.match(line):
+            threads.append([line])
+        elif threads:
+            threads[-1].append(line)
+    if not threads:
+        return dump.splitlines()
+    return next(iter(_of_main(threads)), threads[0])
+
+
+def _of_main(threads: Iterable[list[str]]) -> Iterable[list[str]]:
+    # faulthandler names no thread; the signal is handled by the main one.
+    return (
+        thread
+        for thread in threads
+        if '"MainThread"' in thread[0] or thread[0].startswith("Current thread")
+    )
+
+
+def _library(file: str) -> bool:
+    if "site-packages/" in file or "dist-packages/" in file or file.startswith("<"):
+        return True
+    if re.search(r"/lib/python3\.\d+/", file):
+        return True
+    first = file.partition("/")[0].removesuffix(".py")
+    return first in sys.stdlib_module_names or first in _LIBRARIES
+
+
+def _name(match: re.Match[str]) -> str:
+    return f"{match['file'].rpartition('/')[2]}:{match['line']}"

@@ -1,0 +1,34 @@
+"""How a rank's process ends: seen from inside, since the launcher keeps exit codes to itself."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+
+
+def at_exit(ended: Callable[[bool], None]) -> None:
+    """Call `ended(failed)` when this process ends through the interpreter: not after `os._exit` or
+    a signal.
+
+    `failed`: an exception ended it. A code given to `sys.exit` is known in a process of
+    multiprocessing only.
+    """
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None and processes.parent_process() is not None:
+        from multiprocessing import util
+
+        # Such a process ends with os._exit; its own list of last actions runs with the exception in
+        # flight.
+        util.Finalize(None, lambda: ended(_failing(sys.exc_info()[1])), exitpriority=0)
+    else:
+        atexit.register(lambda: ended(_uncaught()))
+
+
+def _failing(error: BaseException | None) -> bool:
+    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def _uncaught() -> bool:
+    """Whether the interpreter has reported an exception that reached the top level."""
+    return hasattr(sys, "last_exc") or hasattr(sys, "last_value")

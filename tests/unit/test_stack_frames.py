@@ -1,0 +1,48 @@
+"""Which line of its own program a rank stands at, from py-spy's dump and from faulthandler's."""
+
+from __future__ import annotations
+
+import pytest
+
+from miner_guard.detectors.stack_frames import innermost_user_frame
+
+PY_SPY = """Process 4242: python -u loops.py
+Python v3.11.9 (/usr/bin/python3.11)
+
+Thread 4250 (idle): "pin_memory"
+    wait (threading.py:320)
+    _pin_memory_loop (torch/utils/data/_utils/pin_memory.py:51)
+Thread 4242 (idle): "MainThread"
+    select (selectors.py:415)
+    all_reduce (torch/distributed/distributed_c10d.py:2501)
+    fetch (loops.py:14)
+    <module> (loops.py:30)
+"""
+
+FAULTHANDLER = """pid 4242
+
+Thread 0x00007f00 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+
+Current thread 0x00007f11 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/x.py", line 2501 in all_reduce
+  File "/home/miner/neurons/miner.py", line 812 in fetch
+  File "/home/miner/neurons/miner.py", line 1200 in <module>
+"""
+
+
+@pytest.mark.parametrize(
+    ("dump", "frame"),
+    [
+        (PY_SPY, "loops.py:14"),
+        (FAULTHANDLER, "miner.py:812"),
+        (
+            'Thread 1 (idle): "MainThread"\n    wait (threading.py:320)\n    run (torch/x.py:7)\n',
+            "threading.py:320",
+        ),
+        ("", None),
+        ("Error: Permission Denied (os error 13)\n", None),
+    ],
+)
+def test_the_innermost_line_of_the_program_itself(dump: str, frame: str | None) -> None:
+    assert innermost_user_frame(dump) == frame
