@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +122,21 @@ def _newest(repo: Repo, key: str) -> ObjectInfo | None:
     return min(found, key=lambda entry: entry.age_s, default=None)
 
 
-def main() -> None:
-    """Answer with what `fetch` says; `damaged` where a document is unreadable, `refused` where the
-    bucket is."""
-    request = probe.request()
-    settings = request["repo"]
+def answer(request: dict[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What `fetch` says; `damaged` where no validator can read a document, `refused` where none
+    with these keys can open the bucket. Raises RepoError where it may be otherwise next time."""
     try:
-        probe.reply(fetch(open_repo(RepoSettings(**settings)), request))
+        return fetch(open_repo(RepoSettings(**request["repo"]), env), request)
     except Damaged as damage:
-        probe.reply({"damaged": str(damage)})
+        return {"damaged": str(damage)}
     except Refused as refusal:
-        probe.reply({"refused": str(refusal)})
+        return {"refused": str(refusal)}
+
+
+def main() -> None:
+    """Answer as `answer` does."""
+    try:
+        probe.reply(answer(probe.request()))
     except RepoError as error:
         probe.reply(error=str(error))
 

@@ -19,6 +19,8 @@ from validators.verdict import Verdict
 
 RULE = "block_list"
 
+_NEVER_OLD = 10**15
+
 
 def age_limit(limits: Limits) -> float | None:
     """Blocks that the newest may be old: half of those between two AllReduces (R:320)."""
@@ -49,14 +51,19 @@ def reduced(config: Mapping[str, Any] | None, uid: int | None = None) -> Mapping
     return {"block_list": None if (newest := _newest(blocks, uid)) is None else [newest]}
 
 
-def _newest(blocks: Sequence[Any], uid: int | None) -> float | None:
+def _newest(blocks: Sequence[Any], uid: int | None) -> int | None:
     """The newest block; None where validators can't compare the blocks or use the one that they
     draw."""
     if not set(map(type, blocks)) <= {int, float, bool}:
         return None
     drawn = blocks if uid is None else random.Random(uid).sample(list(blocks), 1)
-    newest = max(blocks) if all(isinstance(block, int) for block in drawn) else None
-    return None if newest is None or not math.isfinite(newest) else newest
+    if not all(isinstance(block, int) for block in drawn):
+        return None
+    newest = max(blocks)
+    if isinstance(newest, int):
+        return int(newest)
+    # No block is NaN or infinitely far from the current one, so neither is ever too old there.
+    return math.floor(newest) if math.isfinite(newest) else _NEVER_OLD
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
@@ -83,9 +90,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         why = facts.network.reason or "the block was not read"
         return Verdict(RULE, "unknown", max(blocks), limit, f"the current block is unknown: {why}")
     age = block - max(blocks)
-    old = (
-        f"newest block of block_list is {age if isinstance(age, int) else round(age, 1)} blocks old"
-    )
+    old = f"newest block of block_list is {age} blocks old"
     if limit is not None and age > limit:
         return Verdict(
             RULE, "block", age, limit, f"{old} > {limit:.0f}: rejected. Is the chain frozen here?"

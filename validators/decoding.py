@@ -15,9 +15,10 @@ from typing import Any
 
 from validators.chunks import scattered_into
 
-SQUARE_OVERFLOWS = 1.8e19
-"""Square root of the largest float32: a norm of larger weights is infinite, and the loss after it
-NaN."""
+ENORMOUS = 5e18
+"""Values about here, times the learning rates of an evaluation (0.7 · 0.5), have squares and
+products that float32 can't hold. Measured with the validators' own code: with half of all values
+at 1e19 the loss is NaN, at 1e18 it is not; one such value or parameter leaves it finite."""
 
 _DENSE_ELEMENTS = 1 << 22
 """Elements of a decoded gradient that are held at a time (16 MiB of float32)."""
@@ -61,10 +62,11 @@ class Decoded:
     """What applying it would do."""
 
     something: bool
-    """At least one value is not zero."""
+    """At least one value is neither zero nor denormal: the model would not be the same after it."""
 
-    enormous: float
-    """Share of the values beyond `SQUARE_OVERFLOWS`."""
+    values: int
+    enormous: int
+    """How many of the values are beyond `ENORMOUS`."""
 
     warning: str | None = None
 
@@ -96,8 +98,12 @@ def decode(
     _check_bounds(whole, None if target is None else target[-1])
     used = _computable(values[tuple(slice(length) for length in whole.shape)])
     _check_finite(torch, whole, used, target)
-    enormous = float((used.abs() > SQUARE_OVERFLOWS).float().mean()) if used.numel() else 0.0
-    return Decoded(bool(used.any()), enormous, _partial(whole, target))
+    magnitude = used.abs()
+    something = bool(
+        (magnitude > (torch.finfo(used.dtype).tiny if used.is_floating_point() else 0)).any()
+    )
+    enormous = int((magnitude > ENORMOUS).sum())
+    return Decoded(something, used.numel(), enormous, _partial(whole, target))
 
 
 def _plain(torch: Any, value: Any, what: str, size: int) -> Any:
@@ -122,7 +128,7 @@ def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
             "table and dtype"
         )
     shift, _, _, table, dtype = parameters
-    if not isinstance(dtype, torch.dtype):
+    if dtype is not None and not isinstance(dtype, torch.dtype):
         raise Unusable(
             f"the quantisation names its type as a {type(dtype).__name__}, not as a torch.dtype"
         )
@@ -130,7 +136,8 @@ def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
         shift = _plain(torch, shift, "quantisation shifts", size)
     table = _plain(torch, table, "quantisation table entries", size)
     try:
-        return (table[values.long()] + shift).to(dtype)
+        decoded = table[values.long()] + shift
+        return decoded if dtype is None else decoded.to(dtype)
     except (IndexError, RuntimeError, TypeError) as error:
         raise Unusable(
             f"the quantised values do not decode: {' '.join(str(error).split())[:100]}"

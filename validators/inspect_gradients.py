@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard.system import probe
-from validators.decoding import SQUARE_OVERFLOWS, Decoded, Format, Unusable, decode, stored
+from validators.decoding import ENORMOUS, Decoded, Format, Unusable, decode, stored
 from validators.gradients import ALL_ZERO
 from validators.shapes import Shapes, plain_name
 
@@ -234,11 +234,8 @@ def _worthless(
         )
     elif not any(decoded.something for decoded in applied.values()):
         yield ALL_ZERO
-    elif beyond := [name for name, decoded in applied.items() if decoded.enormous > 0.5]:
-        yield (
-            f"{beyond[0]}: values beyond {SQUARE_OVERFLOWS:.1e}: the loss after them is "
-            "NaN, which scores zero"
-        )
+    elif 2 * sum(d.enormous for d in applied.values()) >= sum(d.values for d in applied.values()):
+        yield f"values beyond {ENORMOUS:.0e}: the loss after them is NaN, which scores zero"
 
 
 def _compared(

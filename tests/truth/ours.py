@@ -1,0 +1,91 @@
+"""Our own verdict on a state: the audit, with its children's work done in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from miner_guard.config import GateSettings, RepoSettings
+from miner_guard.system import probe
+from tests.truth import states
+from tests.truth.server import Server
+from uploads import audit, audit_probe
+from uploads.repos.base import RepoError
+from validators.commitment import fingerprint
+from validators.facts import Network
+from validators.inspect_gradients import examine
+from validators.limits import Limits
+from validators.profiles import load_profile
+from validators.shapes import Shapes
+
+SHAPES = Shapes({name: list(shape) for name, shape in states.SHAPES.items()})
+_KEYS = {
+    "R2_ACCOUNT_ID": states.ACCOUNT,
+    "R2_READ_ACCESS_KEY_ID": states.READ_KEY,
+    "R2_READ_SECRET_ACCESS_KEY": states.READ_SECRET,
+}
+
+
+def _ask(module: str, request: Mapping[str, Any], deadline_s: float, **how: Any) -> probe.Answer:
+    assert module == "uploads.audit_probe"
+    try:
+        value = audit_probe.answer(dict(request), how.get("env"))
+    except RepoError as error:
+        return probe.Answer(None, str(error), 0.0)
+    return probe.Answer(json.loads(json.dumps(value)), None, 0.0)
+
+
+def _inspect(path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any) -> dict[str, Any]:
+    numbers = dataclasses.asdict(limits)
+    return examine(torch, str(path), path.stat().st_size, numbers, shapes, None, 60.0)
+
+
+class Ours:
+    """Asks the audit about states, each served as validators would find it."""
+
+    def __init__(self, server: Server, patch: pytest.MonkeyPatch) -> None:
+        self._server = server
+        patch.setattr(audit.probe, "ask", _ask)
+        patch.setattr(audit, "inspect_file", _inspect)
+        for name, value in _KEYS.items():
+            patch.setenv(name, value)
+        numbers = {**load_profile("sn38").limits, "endpoint": server.endpoint}
+        self._limits = Limits.of(GateSettings(), numbers)
+
+    def audit(self, state: states.State) -> audit.Report:
+        """What we say of it; the network is what validators of that state would be in."""
+        self._server.set(state)
+        limits = self._limits
+        if state.max_upload_interval is not None:
+            # No public place tells of failed AllReduces; whoever knows the limit can set it.
+            limits = dataclasses.replace(limits, validator_repo_age_s=state.max_upload_interval)
+        network = Network(
+            block=state.block,
+            outer_step=state.network_epoch,
+            blocks_since_allreduce=state.blocks_since_allreduce,
+            blocks_per_allreduce=state.blocks_per_allreduce,
+            commitment=fingerprint(state.commitment or ""),
+            registered=True,
+            uid=states.UID,
+            reason=None,
+            seen_at=time.monotonic(),
+        )
+        repo = RepoSettings(
+            kind="s3",
+            bucket=state.bucket,
+            region="us-east-1",
+            endpoint=self._server.endpoint.format(account=states.ACCOUNT),
+        )
+        return audit.run(repo, limits, network, state.commitment, model=SHAPES)
+
+
+def expected(real: Mapping[str, Any]) -> str:
+    """`accepted` where the real validator scores it and the score can be more than zero."""
+    return "accepted" if real["accepts"] and real["worth"] == "something" else "rejected"

@@ -1,0 +1,67 @@
+"""What subnet 38's real validators say of 447 states, and that our audit says the same.
+
+The verdicts were taken by running the validators' own code: `python -m tests.truth.take_verdicts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import requires
+
+requires.module("moto")
+requires.module("boto3")
+torch = pytest.importorskip("torch", reason="gradients.pt is torch's format")
+
+from tests.truth import states  # noqa: E402 - needs torch
+from tests.truth.ours import Ours, expected  # noqa: E402
+from tests.truth.server import Server  # noqa: E402
+from validators.profiles import load_profile  # noqa: E402
+
+TABLE = Path(__file__).parents[1] / "truth" / "sn38.jsonl"
+LINES = states.lines(TABLE)
+VERSION = "1.2.7"
+"""The version that the profile speaks for."""
+
+pytestmark = pytest.mark.slow
+
+DIFFERENT: dict[str, str] = {}
+"""States of which we say something else on purpose, and why."""
+
+
+@pytest.fixture(scope="module")
+def ours() -> Iterator[Ours]:
+    server = Server()
+    with pytest.MonkeyPatch.context() as patch:
+        yield Ours(server, patch)
+    server.close()
+
+
+def groups() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in LINES:
+        found.setdefault(line["group"], []).append(line)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("group", groups())
+def test_the_audit_says_what_the_real_validator_says(ours: Ours, group: str) -> None:
+    wrong = []
+    for line in groups()[group]:
+        report = ours.audit(states.build(line))
+        same = report.outcome == expected(line["real"][VERSION])
+        if same == (line["case"] in DIFFERENT):
+            wrong.append(f"{line['case']}: {report.outcome}, {report.detail}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_is_of_the_version_that_the_profile_names() -> None:
+    assert f"v{VERSION}" in load_profile("sn38").read_from
+    assert len(LINES) >= 440
+    assert DIFFERENT.keys() <= {line["case"] for line in LINES}
+    assert all(DIFFERENT.values())
