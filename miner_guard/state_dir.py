@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,10 +212,34 @@ def tighten(fd: int, mode: int) -> int | None:
     return before
 
 
+FileWriter = Callable[[Path, bytes | None, int], None]
+"""Replaces a file (path, content, mode), or removes it where the content is None. Raises
+OSError."""
+
+_diverted: FileWriter | None = None
+
+
+def divert_writes(write: FileWriter | None) -> None:
+    """From now on `write` writes and removes this process's files in the state directory.
+
+    For the guard, none of whose threads may wait for a disk; None takes it back.
+    """
+    global _diverted
+    _diverted = write
+
+
 def write_private(path: Path, data: bytes) -> None:
     """Write a new or existing file of the guard's own. Raises OSError as `open_private`."""
+    if _diverted is not None:
+        _diverted(path, data, PRIVATE_FILE)
+        return
     with open(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(data)
+
+
+def remove(path: Path) -> None:
+    """Remove a file of the guard's own, if it is there. Raises OSError."""
+    (_diverted or replace_file)(path, None, PRIVATE_FILE)
 
 
 def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
@@ -224,14 +248,22 @@ def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
     `mode` 0o666 leaves it to the umask who may read it: for files that people ask for by their
     path.
     """
+    # A path or an argument may hold bytes that are no UTF-8; Python carries them as lone
+    # surrogates.
+    (_diverted or replace_file)(path, text.encode("utf-8", "replace"), mode)
+
+
+def replace_file(path: Path, data: bytes | None, mode: int) -> None:
+    """What `FileWriter` promises, at once."""
+    if data is None:
+        path.unlink(missing_ok=True)
+        return
     make_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with open(fd, "wb") as file:
-            # A path or an argument may hold bytes that are no UTF-8; Python carries them as lone
-            # surrogates.
-            file.write(text.encode("utf-8", "replace"))
+            file.write(data)
         os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)

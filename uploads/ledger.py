@@ -30,7 +30,7 @@ MAX_DECISIONS = 200_000
 """The newest decisions are kept, about 0.5 GB of them: a miner may ask at every step."""
 
 _FORGET_EVERY = 4096
-"""Decisions."""
+"""Rows."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS decisions (
@@ -82,7 +82,8 @@ _MAX_WAITING = 4096
 
 _FULL, _STUCK = "full", "stuck"
 
-_Work = Callable[[sqlite3.Connection], Any]
+_Row = tuple[str, Sequence[Any]]
+"""A statement and its values."""
 
 _TROUBLES = (sqlite3.Error, OSError, OverflowError, ValueError)
 """The last two: a whole number of more than 64 bits, and text that is no Unicode."""
@@ -114,12 +115,12 @@ class Ledger:
         self._monotonic = monotonic
         self._mutex = threading.RLock()
         self._connection: sqlite3.Connection | None = None
-        self._waiting: deque[_Work] = deque()
+        self._waiting: deque[_Row] = deque()
         self._retry_at = float("-inf")
         self._trouble: str | None = None
         self._lost = 0
-        self._decisions = 0
-        """Written by this object."""
+        self._written = 0
+        """Rows, by this object."""
 
         self.unread: str | None = None
         """Why the last question found nothing, where the file is there and cannot be read."""
@@ -132,11 +133,11 @@ class Ledger:
         rest = {name: value for name, value in document.items() if name not in _OWN_COLUMNS}
         wall = document.get("decided_at") or 0.0
         if inputs is not None and record.get("inputs"):
-            self._write(
+            self.write(
                 "INSERT OR IGNORE INTO inputs (id, wall, document) VALUES (?,?,?)",
                 (record["inputs"], wall, json.dumps(inputs)),
             )
-        self._write(
+        self.write(
             "INSERT OR IGNORE INTO decisions (id, wall, outer_step, inner_step, kind, allowed, "
             "shadow, reason,"
             " verdicts, record, document) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
@@ -154,9 +155,6 @@ class Ledger:
                 json.dumps(rest),
             ),
         )
-        self._decisions += 1
-        if self._decisions % _FORGET_EVERY == 0:
-            self._do(self._forget_old)
 
     def upload(self, wall: float, outcome: str, **fields: Any) -> None:
         """Store an upload's end: `reported`, `verified`, `superseded`, `refuted` or `failed`."""
@@ -175,7 +173,7 @@ class Ledger:
         )
         columns = ", ".join(names)
         marks = ",".join("?" * (len(names) + 2))
-        self._write(
+        self.write(
             f"INSERT INTO uploads (wall, outcome, {columns}) VALUES ({marks})",
             (wall, outcome, *(fields.get(name) for name in names)),
         )
@@ -192,7 +190,7 @@ class Ledger:
         reason: str | None = None,
     ) -> None:
         """Store one look at the repo; a null age has its reason."""
-        self._write(
+        self.write(
             "INSERT INTO repo_age (wall, age_s, outer_step, inner_step, size_bytes, checksum, "
             "reason)"
             " VALUES (?,?,?,?,?,?,?)",
@@ -203,14 +201,14 @@ class Ledger:
         self, wall: float, label: str, cause: str, fix: str, excerpt: str, rank: int | None
     ) -> None:
         """Store an incident."""
-        self._write(
+        self.write(
             "INSERT INTO incidents (wall, label, cause, fix, excerpt, rank) VALUES (?,?,?,?,?,?)",
             (wall, label, cause, fix, excerpt, rank),
         )
 
     def restart(self, wall: float, cause: str, attempt: int | None, wait_s: float | None) -> None:
         """Store a restart of the miner."""
-        self._write(
+        self.write(
             "INSERT INTO restarts (wall, cause, attempt, wait_s) VALUES (?,?,?,?)",
             (wall, cause, attempt, wait_s),
         )
@@ -267,16 +265,20 @@ class Ledger:
             self._connection.close()
             self._connection = None
 
-    def _write(self, statement: str, values: Sequence[Any]) -> None:
-        self._do(lambda db: db.execute(statement, values))
-
-    def _do(self, work: _Work) -> None:
+    def write(self, statement: str, values: Sequence[Any]) -> None:
+        """Write one row, now or when the file takes it."""
         with self._mutex:
             if len(self._waiting) == _MAX_WAITING:
                 self._waiting.popleft()
                 self._lost += 1
-            self._waiting.append(work)
-            finding = self._write_waiting(_HOLD_S) if self._monotonic() >= self._retry_at else None
+            self._waiting.append((statement, values))
+        self.retry()
+
+    def retry(self) -> None:
+        """Write what waits, where it is time to."""
+        with self._mutex:
+            due = bool(self._waiting) and self._monotonic() >= self._retry_at
+            finding = self._write_waiting(_HOLD_S) if due else None
         if finding is not None:
             self._report(finding)
 
@@ -297,12 +299,20 @@ class Ledger:
             return self._failed(error)
         return self._recovered() if self._trouble is not None and not self._waiting else None
 
-    def _write_one(self, work: _Work) -> None:
+    def _write_one(self, row: _Row) -> None:
         try:
-            self._trying(work)
+            self._trying(lambda db: db.execute(*row))
         except (sqlite3.OperationalError, OSError):
-            self._waiting.appendleft(work)
+            self._waiting.appendleft(row)
             raise
+        except _TROUBLES:
+            # This very row is no good.
+            self._lost += 1
+            raise
+        self._written += 1
+        if self._written % _FORGET_EVERY == 0:
+            # What fails here costs no row.
+            self._trying(self._forget_old)
 
     def _failed(self, error: Exception) -> Finding | None:
         """Rows that no room is left for are lost, those that the file refuses for now wait; said
@@ -319,9 +329,6 @@ class Ledger:
             )
         self._trouble = before or _STUCK
         self._retry_at = self._monotonic() + _RETRY_S
-        if not isinstance(error, (sqlite3.OperationalError, OSError)):
-            # This very row is no good.
-            self._lost += 1
         return make_finding("ledger_stuck", reason=str(error)) if before is None else None
 
     def _recovered(self) -> Finding:
@@ -436,6 +443,18 @@ class ReadOnlyLedger(Ledger):
 
     def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
         return work(self._opened())
+
+
+class RemoteLedger(ReadOnlyLedger):
+    """For the guard: rows are handed to whoever writes its files; what is read is read here."""
+
+    def __init__(self, path: Path, send: Callable[[str, Sequence[Any]], None]) -> None:
+        super().__init__(path)
+        self._send = send
+
+    def write(self, statement: str, values: Sequence[Any]) -> None:
+        """Hand one row over."""
+        self._send(statement, values)
 
 
 def read(path: Path, table: str, *, since: str = "", limit: int = 1000) -> list[dict[str, Any]]:

@@ -239,6 +239,7 @@ _SPECS = (
     Spec("alert_sent", "info", "", "ALERT SENT: {alert} to {targets:~target}", ("alert", "targets")),
     Spec("alert_failed", "warning", _WARN, "ALERT FAILED: {alert}: {reason}", ("alert", "reason")),
     Spec("disk_full", "critical", _BAD, "DISK FULL: {what} stopped writing ({reason}); the miner goes on", ("what", "reason")),
+    Spec("disk_stuck", "critical", _BAD, "DISK STUCK: {what} has taken nothing for {seconds:.0f}s; the miner keeps running", ("what", "seconds")),
     Spec("disk_recovered", "info", _OK, "DISK RECOVERED: {what} writes again, {lost:~line} lost", ("what", "lost")),
     Spec("ledger_stuck", "warning", _WARN, "LEDGER STUCK: ledger.sqlite3: {reason}; the miner goes on", ("reason",)),
     Spec("ledger_recovered", "info", _OK, "LEDGER RECOVERED: ledger.sqlite3 is written again, {lost:~row} lost", ("lost",)),

@@ -113,6 +113,10 @@ class Context:
     """Knows the secrets of the guard and of the miner; what is logged through `emit` passes it
     anyhow."""
 
+    write_row: Callable[[str, Sequence[Any]], None] | None = None
+    """Takes rows for the ledger (SQL and its values) and never waits for the disk; None: whoever
+    has rows writes them."""
+
 
 class Monitor:
     """Does nothing; parts override what concerns them. Times are monotonic seconds."""

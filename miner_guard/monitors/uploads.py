@@ -18,7 +18,7 @@ from uploads import audit, remembered_settings
 from uploads import inputs as gate_inputs
 from uploads.commitments import commitment_of, configured
 from uploads.inputs import GateInputs
-from uploads.ledger import Ledger
+from uploads.ledger import Ledger, RemoteLedger
 from uploads.repos import look_at
 from uploads.verify import Reported, verify
 from uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch
@@ -65,6 +65,12 @@ class _Push:
     looks: int = 0
 
 
+def _ledger(context: Context) -> Ledger:
+    if context.write_row is not None:
+        return RemoteLedger(context.state.ledger, context.write_row)
+    return Ledger(context.state.ledger, context.emit, context.clock.monotonic)
+
+
 class UploadsMonitor(Monitor):
     """Watches the repo, writes gate-inputs.json, keeps the ledger, verifies pushes."""
 
@@ -83,7 +89,7 @@ class UploadsMonitor(Monitor):
         self._network = Network(
             reason="no [chain] configured" if config.chain.network is None else "not looked at yet"
         )
-        self._ledger = Ledger(context.state.ledger, context.emit, context.clock.monotonic)
+        self._ledger = _ledger(context)
         self._written: dict[str, Mapping[str, Any]] = {}
         self._written_at = self._newest_look = float("-inf")
         self._write_failed = False

@@ -56,7 +56,7 @@ _ENDS = {
     "job_recovered": frozenset({"job_failed"}),
     "straggler_cleared": frozenset({"straggler"}),
     "network_recovered": frozenset({"network_unreachable"}),
-    "disk_recovered": frozenset({"disk_full"}),
+    "disk_recovered": frozenset({"disk_full", "disk_stuck"}),
     "ledger_recovered": frozenset({"ledger_stuck"}),
     "checkpoint_saved": frozenset({"checkpoint_stale"}),
 }

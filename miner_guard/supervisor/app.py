@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miner_guard import __version__
+from miner_guard import __version__, state_dir
 from miner_guard.config import Config
 from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.emitter import ConsoleSink, Emitter, JsonlSink
+from miner_guard.eventlog.emitter import ConsoleSink, Emitter
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.exits import CRASH_LOOP, UNAVAILABLE
 from miner_guard.monitors import registry
@@ -30,6 +30,7 @@ from miner_guard.supervisor.control.commands import CommandHandler
 from miner_guard.supervisor.control.control_socket import ControlSocket
 from miner_guard.supervisor.control.service_manager import ServiceManager, service_managers
 from miner_guard.supervisor.control.status import Status, run_status
+from miner_guard.supervisor.disk.writer import DiskWriter
 from miner_guard.supervisor.flights import Flights
 from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest, Then
 from miner_guard.supervisor.loop import Loop
@@ -104,6 +105,7 @@ class GuardApp:
         self.host = MonitorRunner(self.log)
         self.relay = Relay(self.loop, self.host.output)
         self.redactor = Redactor.for_guard(beside(self.env, request.config.repo), request.config)
+        self.disk = DiskWriter(request.state, request.config.logs, self.log)
         self.emitter = self._emitter()
         self.flights = Flights(request.state, self.run_id, self.log)
         order = LaunchSpec(
@@ -154,16 +156,14 @@ class GuardApp:
     def _stopping(self) -> None:
         self.watchdog.stop_asked()
         self.startup.cancel()
-        self.lock.stopping()
+        self.lock.stopping(self.disk.overwrite)
         for manager in self.managers:
             manager.stopping()
 
     def _emitter(self) -> Emitter:
         logs = self.request.config.logs
-        jsonl = JsonlSink(self.request.state.log, logs, self.log)
-        return Emitter(
-            self.clock, self.run_id, self.redactor, [ConsoleSink(self.relay.say, logs), jsonl]
-        )
+        console = ConsoleSink(self.relay.say, logs)
+        return Emitter(self.clock, self.run_id, self.redactor, [console, self.disk])
 
     def _defect(self, error: Exception) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -201,6 +201,8 @@ class GuardApp:
         )
         for finding in misplaced:
             self.log(finding)
+        self.disk.start()
+        state_dir.divert_writes(self.disk.replace)
         self._prepare()
         try:
             code = self.supervisor.run()
@@ -208,11 +210,19 @@ class GuardApp:
             self._shutdown()
         self.watchdog.leaving(code, _LEAVE_S)
         self.log(make_finding("guard_stopped", exit_code=code, reason=self.supervisor.reason))
+        self._finish_writing()
         self.relay.finish(_LAST_WORDS_S)
         self.supervisor.pulse.say_drops()
         self.lock.release()
         self.watchdog.left()
         return code
+
+    def _finish_writing(self) -> None:
+        left = self.disk.close(_LAST_WORDS_S)
+        state_dir.divert_writes(None)
+        if left:
+            what = f"not written within {_LAST_WORDS_S:g} s of the end: {', '.join(left)}"
+            self.log(make_finding("guard_degraded", what=f"{what}; the disk does not answer"))
 
     def _prepare(self) -> None:
         self._hear_signals()
@@ -274,6 +284,7 @@ class GuardApp:
             self.steering,
             lambda: self.status.latest,
             self.redactor,
+            self.disk.row,
         )
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
@@ -377,16 +388,18 @@ class GuardApp:
         self._ended = True
         # The parts' last words, the final HEALTH line among them, are of how it ended, not of the
         # last pulse.
-        for work in (
+        steps: tuple[Callable[[], object], ...] = (
             lambda: self.status.update(self._document()),
             self.host.stop,
             self._linger,
             lambda: self.status.update(self._document()),
             self.jobs.close,
             *(close for _, close in self._sockets.values()),
+            *(functools.partial(state_dir.remove, path) for path in self._sockets),
             *reversed(self._closers),
             self.flights.close,
-        ):
+        )
+        for work in steps:
             self.loop.attempt(work)
             self.loop.alive()
         self.loop.keep_signals()

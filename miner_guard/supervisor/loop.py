@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 import os
 import selectors
 import signal
@@ -58,8 +59,9 @@ class Loop:
         self._before: dict[int, object] = {}
         self._resting: dict[int, Timer] = {}
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
-        self.turned_at = clock.monotonic()
-        """When the latest turn ended, or its thread last gave a sign of life. For the watchdog."""
+        self.turned_at = math.inf
+        """When the latest turn ended, or its thread last gave a sign of life; for the watchdog.
+        Infinite before the first."""
 
     def watch(self, fd: int, call: Callable[[], None]) -> None:
         """Call when `fd` is readable or at its end."""

@@ -63,4 +63,3 @@ class NotifySocket:
 
     def close(self) -> None:
         self._socket.close()
-        self._path.unlink(missing_ok=True)

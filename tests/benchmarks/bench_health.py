@@ -12,7 +12,8 @@ from typing import Any
 
 from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.emitter import Emitter
+from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.health.host import HostSampler, figures

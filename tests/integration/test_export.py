@@ -10,7 +10,8 @@ import pytest
 from miner_guard.cli.main import run
 from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.emitter import Emitter
+from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.query import search
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.reporting.export import QUERY, points

@@ -10,7 +10,8 @@ from typing import Any
 
 from miner_guard.config import Config, LogSettings
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.eventlog.emitter import ConsoleSink, Emitter, JsonlSink
+from miner_guard.eventlog.emitter import ConsoleSink, Emitter
+from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Jobs

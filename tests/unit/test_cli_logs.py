@@ -13,7 +13,8 @@ import pytest
 from miner_guard.cli.main import run
 from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.emitter import Emitter
+from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.query import Hit
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.system.clock import FakeClock

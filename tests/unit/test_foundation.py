@@ -9,7 +9,8 @@ import pytest
 
 from miner_guard.config import LogSettings, loading
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.emitter import ConsoleSink, Emitter, JsonlSink
+from miner_guard.eventlog.emitter import ConsoleSink, Emitter
+from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.flight_recorder.layout import JOURNAL_SLOTS
 from miner_guard.flight_recorder.reader import BadFlight, FlightReader

@@ -41,7 +41,7 @@ def test_a_lock_that_stands_is_left_alone(state: StateDir, held: Lock) -> None:
 def test_a_removed_lock_is_taken_back_and_keeps_a_second_guard_out(
     state: StateDir, held: Lock
 ) -> None:
-    held.stopping()
+    held.stopping(Path.write_bytes)
     state.lock.unlink()
     assert held.keep() is None
     assert json.loads(state.lock.read_text())["stopping"]

@@ -11,7 +11,8 @@ import pytest
 from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog import query as logquery
-from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.emitter import Emitter
+from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.query import Follower, Query, Seen
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.system.clock import FakeClock

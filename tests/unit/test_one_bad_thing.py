@@ -19,7 +19,8 @@ from miner_guard.config import LogSettings
 from miner_guard.costs import get_global_tracker, set_global_tracker
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.emitter import Emitter, JsonlSink
+from miner_guard.eventlog.emitter import Emitter
+from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.query import Hit
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.eventlog.rendering import console_line

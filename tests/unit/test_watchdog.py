@@ -34,6 +34,7 @@ class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = FakeClock()
         self.loop = Loop(self.clock, lambda _error: None)
+        self.loop.alive()
         self.said: list[Finding] = []
         self.signals: list[int] = []
         self.lives = True

@@ -48,6 +48,8 @@ class ControlSocket:
         try:
             client, _ = self._socket.accept()
         except OSError:
+            # No descriptor is left (EMFILE): the client waits, and would keep the loop spinning.
+            self._loop.rest(self._socket.fileno())
             return
         client.setblocking(False)
         fd = client.fileno()
@@ -110,7 +112,6 @@ class ControlSocket:
             self._drop(fd, client)
         self._loop.unwatch(self._socket.fileno())
         self._socket.close()
-        self._path.unlink(missing_ok=True)
 
 
 def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> Answer:

@@ -3,12 +3,15 @@ dies."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.state_dir import StateDir, is_at, make_folder, open_private
@@ -124,10 +127,11 @@ class Lock:
     def _file(self) -> int:
         return open_private(self._state.lock, os.O_RDWR | os.O_CREAT)
 
-    def stopping(self) -> None:
-        """Tell a successor that it is worth waiting."""
+    def stopping(self, overwrite: Callable[[Path, bytes], None]) -> None:
+        """Tell a successor that it is worth waiting; `overwrite` never waits for the disk."""
         self._stopping = True
-        self._write()
+        if self._fd is not None:
+            overwrite(self._state.lock, self._content())
 
     def release(self) -> None:
         """Give the lock back."""
@@ -135,21 +139,22 @@ class Lock:
             os.close(self._fd)
             self._fd = None
 
-    def _write(self) -> None:
-        if self._fd is None:
-            return
+    def _content(self) -> bytes:
         says = {
             "pid": os.getpid(),
             "stopping": self._stopping,
             "stop_timeout_s": self._stop_timeout_s,
         }
-        text = json.dumps(says).encode()
-        try:
-            os.pwrite(self._fd, text.ljust(256) + b"\n", 0)
-            os.ftruncate(self._fd, 257)
-        except OSError:
-            # A full disk takes the successor's patience, not the lock itself.
+        return json.dumps(says).encode().ljust(256) + b"\n"
+
+    def _write(self) -> None:
+        if self._fd is None:
             return
+        # A full disk takes the successor's patience, not the lock itself.
+        with contextlib.suppress(OSError):
+            content = self._content()
+            os.pwrite(self._fd, content, 0)
+            os.ftruncate(self._fd, len(content))
 
 
 def _try(fd: int) -> bool:

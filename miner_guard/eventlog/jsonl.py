@@ -1,0 +1,97 @@
+"""guard.jsonl: whole lines, rotated by size, on a disk that may be full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import LogSettings
+from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.eventlog.rendering import json_line, rotate
+from miner_guard.state_dir import has_room, is_at, make_folder, open_private
+
+
+class JsonlSink:
+    """guard.jsonl, rotated by size; a line is in exactly one file, whole.
+
+    Where the disk refuses, lines are counted as lost and writing is tried again with each line: the
+    miner's life does not depend on it. `say` is told when it stops and when it works again.
+    """
+
+    def __init__(
+        self, path: Path, settings: LogSettings, say: Callable[[Finding], None] = lambda _f: None
+    ) -> None:
+        self._path = path
+        self._settings = settings
+        self._say = say
+        self._mutex = threading.Lock()
+        self._fd: int | None = None
+        self._size = 0
+        self._lost = 0
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write one record."""
+        self.append(json_line(record))
+
+    def append(self, line: str) -> None:
+        """Write one line of JSON; never raises OSError."""
+        data = (line + "\n").encode("utf-8", "replace")
+        said: Finding | None = None
+        with self._mutex:
+            try:
+                self._append(data)
+                if self._lost:
+                    said = make_finding("disk_recovered", what=self._path.name, lost=self._lost)
+                    self._lost = 0
+            except OSError as error:
+                if self._lost == 0:
+                    said = write_failed(self._path.name, error)
+                self._lost += 1
+        if said is not None:
+            self._say(said)
+
+    def _append(self, data: bytes) -> None:
+        if self._fd is not None and not is_at(self._path, self._fd):
+            # Removed to make room on a full disk, or moved: what is written into it now nobody
+            # would find.
+            os.close(self._fd)
+            self._fd = None
+        if self._fd is None:
+            self._open()
+        elif self._size + len(data) > self._settings.max_bytes:
+            self._rotate()
+        assert self._fd is not None
+        if self._lost and not has_room(self._fd):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.write(self._fd, data)
+        if written != len(data):
+            # Half a line on a full disk: take it back, so that every line of the file parses.
+            os.ftruncate(self._fd, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += written
+
+    def _open(self) -> None:
+        make_folder(self._path.parent)
+        self._fd = open_private(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._size = os.fstat(self._fd).st_size
+        if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
+            # A guard that was killed in mid-line: end that line, so that ours starts on its own.
+            self._size += os.write(self._fd, b"\n")
+
+    def _rotate(self) -> None:
+        assert self._fd is not None
+        os.close(self._fd)
+        self._fd = None
+        rotate(self._path, self._settings.keep)
+        self._open()
+
+    def close(self) -> None:
+        """Close the file; a later write opens it again."""
+        with self._mutex:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None

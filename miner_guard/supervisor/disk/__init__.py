@@ -1,0 +1,1 @@
+"""What the guard writes into its state directory, through a process of its own."""

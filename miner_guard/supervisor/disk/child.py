@@ -1,0 +1,208 @@
+"""`python -m miner_guard.supervisor.disk.child`: the process that writes the guard's files.
+
+A process, not a thread: a thread that a dead disk holds in the kernel (D state) keeps its whole
+process from ending, SIGKILL included, and with it whoever waits for the guard. It ends with its
+standard input.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import LogSettings
+from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.eventlog.jsonl import JsonlSink
+from miner_guard.state_dir import StateDir, replace_file
+from miner_guard.supervisor.disk.messages import FILES, LOG, ROWS, line_of
+
+_RETRY_S = 1.0
+
+Say = Callable[[Finding], None]
+Message = dict[str, Any]
+
+
+class Log:
+    """guard.jsonl."""
+
+    def __init__(self, state: StateDir, settings: LogSettings, say: Say) -> None:
+        self._sink = JsonlSink(state.log, settings, say)
+
+    def write(self, message: Message) -> None:
+        """Append the line."""
+        self._sink.append(message["line"])
+
+    def idle(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """The last line is written."""
+        self._sink.close()
+
+
+class Files:
+    """Files that are replaced as a whole. What can't be written is tried again until it can, or is
+    outdated."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._waiting: dict[Path, Message] = {}
+        self._outdated = 0
+
+    def write(self, message: Message) -> None:
+        """Replace, overwrite or remove the file."""
+        path = Path(message["path"])
+        self._outdated += self._waiting.pop(path, None) is not None
+        first = not self._waiting
+        try:
+            _do(path, message)
+        except OSError as error:
+            self._waiting[path] = message
+            if first:
+                self._say(write_failed(path.name, error))
+
+    def idle(self) -> None:
+        """Try again what could not be written."""
+        for path, message in list(self._waiting.items()):
+            with contextlib.suppress(OSError):
+                _do(path, message)
+                del self._waiting[path]
+                if not self._waiting:
+                    lost, self._outdated = self._outdated, 0
+                    self._say(make_finding("disk_recovered", what=path.name, lost=lost))
+
+    def close(self) -> None:
+        """Once more."""
+        self.idle()
+
+
+def _do(path: Path, message: Message) -> None:
+    data = None if message["data"] is None else base64.b64decode(message["data"])
+    if data is None or message["mode"] is not None:
+        replace_file(path, data, message["mode"])
+        return
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, data, 0)
+        os.ftruncate(fd, len(data))
+    finally:
+        os.close(fd)
+
+
+class Rows:
+    """The ledger."""
+
+    def __init__(self, state: StateDir, say: Say) -> None:
+        # Late: a run without uploads needs no SQLite.
+        from uploads.ledger import Ledger
+
+        self._ledger = Ledger(state.ledger, say)
+
+    def write(self, message: Message) -> None:
+        """Write the row; the ledger keeps what it can't write now."""
+        self._ledger.write(message["statement"], message["values"])
+
+    def idle(self) -> None:
+        """Write what waits."""
+        self._ledger.retry()
+
+    def close(self) -> None:
+        """Once more, then close the file."""
+        self._ledger.close()
+
+
+class Lane(threading.Thread):
+    """Writes the messages of one kind, in their order."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Log | Files | Rows],
+        say: Say,
+        answer: Callable[[Message], None],
+    ) -> None:
+        super().__init__(name=name)
+        self._make, self._say, self._answer = make, say, answer
+        self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Until the message None."""
+        writer: Log | Files | Rows | None = None
+        while True:
+            try:
+                message = self.messages.get(timeout=_RETRY_S)
+            except queue.Empty:
+                if writer is not None:
+                    writer.idle()
+                continue
+            if message is None:
+                break
+            try:
+                writer = self._make() if writer is None else writer
+                writer.write(message)
+            except Exception as error:  # noqa: BLE001 - the next message must be written; it is reported
+                self._say(
+                    make_finding("guard_degraded", what=f"{self.name} can't be written: {error!r}")
+                )
+            self._answer({"done": self.name})
+        if writer is not None:
+            writer.close()
+
+
+def main() -> None:
+    """Read messages until the guard closes the pipe; then write what is left and end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Whoever stops the whole group, as systemd does, wants the guard's last lines too.
+        signal.signal(number, signal.SIG_IGN)
+    order = json.loads(sys.stdin.buffer.readline())
+    state, settings = StateDir(Path(order["state"])), LogSettings(**order["logs"])
+    out, mutex = os.dup(1), threading.Lock()
+    # Nothing but answers goes where the guard reads them.
+    os.dup2(2, 1)
+
+    def answer(document: Message) -> None:
+        data = line_of(document)
+        with mutex:
+            while data:
+                data = data[os.write(out, data) :]
+
+    def say(finding: Finding) -> None:
+        fields = dict(finding.fields)
+        answer(
+            {
+                "say": {
+                    "event": finding.event,
+                    "level": finding.level,
+                    "rank": finding.rank,
+                    "fields": fields,
+                }
+            }
+        )
+
+    lanes = {
+        LOG: Lane(LOG, lambda: Log(state, settings, say), say, answer),
+        FILES: Lane(FILES, lambda: Files(say), say, answer),
+        ROWS: Lane(ROWS, lambda: Rows(state, say), say, answer),
+    }
+    for lane in lanes.values():
+        lane.start()
+    for line in sys.stdin.buffer:
+        message = json.loads(line)
+        lanes[message["lane"]].messages.put(message)
+    for lane in lanes.values():
+        lane.messages.put(None)
+    for lane in lanes.values():
+        lane.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""The guard's side of its files: queues that never block, and the process that writes them.
+
+No thread of the guard waits for the disk of the state directory. What the process has not confirmed
+is kept, up to 8 MiB for each kind of file; beyond that the oldest is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config import LogSettings
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.rendering import json_line
+from miner_guard.state_dir import StateDir
+from miner_guard.supervisor.disk import messages
+from miner_guard.supervisor.disk.messages import FILES, LANES, LOG, ROWS
+from miner_guard.system.backoff import Backoff
+
+STUCK_S = 5.0
+"""A write that lasts longer is reported: the disk does not answer."""
+
+MAX_WAITING_BYTES = 8 * 1024 * 1024
+"""Of each kind; an hour of log at a line a second is 1 MiB."""
+
+_IN_FLIGHT = 64
+"""Messages of each kind that the process may hold: what it has, the guard can't drop."""
+
+_LOOK_EVERY_S = 0.5
+_FILE_OF = {LOG: "guard.jsonl", ROWS: "ledger.sqlite3"}
+
+
+@dataclass
+class _Message:
+    data: bytes
+    file: str
+    path: Path | None = None
+    """Of a file that is replaced: a later one makes this one needless."""
+
+    settled: bool = False
+    """It was written, or is outdated."""
+
+
+@dataclass
+class _Lane:
+    """The messages of one kind."""
+
+    waiting: deque[_Message] = field(default_factory=deque)
+    sent: deque[_Message] = field(default_factory=deque)
+    size: int = 0
+    since: float = 0.0
+    """When the oldest of `sent` became that."""
+
+    lost: int = 0
+    stuck: bool = False
+
+    def add(self, message: _Message) -> None:
+        if message.path is not None:
+            for older in [each for each in self.waiting if each.path == message.path]:
+                older.settled = True
+                self.waiting.remove(older)
+                self.size -= len(older.data)
+        self.waiting.append(message)
+        self.size += len(message.data)
+        while self.size > MAX_WAITING_BYTES and len(self.waiting) > 1:
+            self.size -= len(self.waiting.popleft().data)
+            self.lost += 1
+
+    def next(self, now: float) -> _Message | None:
+        if not self.waiting or len(self.sent) >= _IN_FLIGHT:
+            return None
+        message = self.waiting.popleft()
+        if not self.sent:
+            self.since = now
+        self.sent.append(message)
+        return message
+
+    def done(self, now: float) -> None:
+        message = self.sent.popleft()
+        message.settled = True
+        self.size -= len(message.data)
+        self.since = now
+
+    def take_back(self) -> None:
+        """The process ended: what it did not confirm goes to the next one."""
+        self.waiting.extendleft(reversed(self.sent))
+        self.sent.clear()
+
+
+class DiskWriter:
+    """All methods are safe from any thread, and none waits for the disk but `close`, for so
+    long."""
+
+    def __init__(
+        self,
+        state: StateDir,
+        logs: LogSettings,
+        report: Callable[[Finding], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`report` is called from a thread of this object, and may put what it is told into the
+        log."""
+        self._order = {"state": str(state.root), "logs": dataclasses.asdict(logs)}
+        self._report = report
+        self._monotonic = monotonic
+        self._changed = threading.Condition()
+        self._lanes = {name: _Lane() for name in LANES}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._start_at = 0.0
+        self._backoff = Backoff()
+        self._closing = False
+
+    def start(self) -> None:
+        """Begin to write; what came before waits."""
+        threading.Thread(target=self._read_answers, name="disk-answers", daemon=True).start()
+        threading.Thread(target=self._send, name="disk-sender", daemon=True).start()
+
+    # --- what is to be written ---
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """A record of the event log: this is a sink."""
+        self._put(LOG, _Message(messages.log_line(json_line(record)), _FILE_OF[LOG]))
+
+    def replace(self, path: Path, data: bytes | None, mode: int) -> None:
+        """Replace a file as a whole, or remove it where `data` is None: a `state_dir.FileWriter`.
+
+        A thread of a job waits until it is done, `STUCK_S` at most, and raises TimeoutError then.
+        The main thread, which supervises, never waits.
+        """
+        message = _Message(messages.file(path, data, mode), path.name, path)
+        self._put(FILES, message)
+        if threading.current_thread() is not threading.main_thread():
+            self._wait_for(message)
+
+    def overwrite(self, path: Path, data: bytes) -> None:
+        """Write into a file that is there, as a lock is: another file in its place would be no
+        lock."""
+        self._put(FILES, _Message(messages.file(path, data, None), path.name, path))
+
+    def _wait_for(self, message: _Message) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: message.settled, STUCK_S):
+                raise TimeoutError(errno.ETIMEDOUT, "the disk does not answer", message.file)
+
+    def row(self, statement: str, values: Sequence[Any]) -> None:
+        """Write a row of the ledger."""
+        self._put(ROWS, _Message(messages.row(statement, values), _FILE_OF[ROWS]))
+
+    def _put(self, lane: str, message: _Message) -> None:
+        with self._changed:
+            self._lanes[lane].add(message)
+            self._changed.notify_all()
+
+    def close(self, within_s: float) -> list[str]:
+        """Wait until all is written, for so long at most; end the process. The files that were not
+        written."""
+        deadline = self._monotonic() + within_s
+        with self._changed:
+            while self._left() and (left := deadline - self._monotonic()) > 0:
+                self._changed.wait(left)
+            left_out = self._left()
+            self._closing = True
+            child, self._child = self._child, None
+            self._changed.notify_all()
+        if child is not None:
+            _end(child, wait=not left_out)
+        return left_out
+
+    def _left(self) -> list[str]:
+        lanes = self._lanes.values()
+        return sorted({each.file for lane in lanes for each in (*lane.sent, *lane.waiting)})
+
+    # --- the process ---
+
+    def _send(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closing and (self._child is None or (data := self._next()) is None):
+                    self._changed.wait()
+                child = self._child
+                if child is None or self._closing:
+                    return
+            assert child.stdin is not None
+            # A process that ended is noticed by its answers' end; what it did not confirm is sent
+            # again.
+            with contextlib.suppress(OSError, ValueError):
+                while data:
+                    data = data[os.write(child.stdin.fileno(), data) :]
+
+    def _next(self) -> bytes | None:
+        now = self._monotonic()
+        found = (lane.next(now) for lane in self._lanes.values())
+        return next((message.data for message in found if message is not None), None)
+
+    def _read_answers(self) -> None:
+        rest = b""
+        while not self._closing:
+            child = self._child
+            if child is None:
+                rest = b""
+                self._start_child()
+                continue
+            assert child.stdout is not None
+            readable, _, _ = select.select([child.stdout], [], [], _LOOK_EVERY_S)
+            if readable:
+                data = os.read(child.stdout.fileno(), 65536)
+                if not data:
+                    self._ended(child)
+                    continue
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._understand(json.loads(line))
+            self._look_for_stuck()
+
+    def _start_child(self) -> None:
+        wait_s = self._start_at - self._monotonic()
+        if wait_s > 0:
+            time.sleep(min(wait_s, _LOOK_EVERY_S))
+            return
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "miner_guard.supervisor.disk.child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+                cwd="/",
+                env=dict(os.environ),
+            )
+        except OSError as error:
+            self._wait_again(0.0, f"could not be started ({error.strerror})")
+            return
+        assert child.stdin is not None
+        with contextlib.suppress(OSError):
+            child.stdin.write(json.dumps(self._order).encode() + b"\n")
+        with self._changed:
+            self._child, self._started_at = child, self._monotonic()
+            self._changed.notify_all()
+
+    def _ended(self, child: subprocess.Popen[bytes]) -> None:
+        with self._changed:
+            if self._child is not child:
+                return
+            self._child = None
+            for lane in self._lanes.values():
+                lane.take_back()
+        _end(child, wait=True)
+        self._wait_again(self._monotonic() - self._started_at, f"ended (code {child.returncode})")
+
+    def _wait_again(self, lived_s: float, how: str) -> None:
+        wait_s = self._backoff.ended(lived_s)
+        self._start_at = self._monotonic() + wait_s
+        if self._backoff.first:
+            what = (
+                f"the process that writes the guard's files {how}; it is started again in "
+                f"{wait_s:g} s"
+            )
+            self._report(make_finding("guard_degraded", what=what))
+
+    def _understand(self, document: Mapping[str, Any]) -> None:
+        if "done" in document:
+            self._confirmed(document["done"])
+        elif (finding := Finding.from_dict(document.get("say") or {})) is not None:
+            self._report(finding)
+
+    def _confirmed(self, name: str) -> None:
+        lane = self._lanes[name]
+        with self._changed:
+            if not lane.sent:
+                return
+            file = lane.sent[0].file
+            lane.done(self._monotonic())
+            recovered, lost = lane.stuck or lane.lost > 0, lane.lost
+            lane.stuck, lane.lost = False, 0
+            self._changed.notify_all()
+        if recovered:
+            self._report(make_finding("disk_recovered", what=file, lost=lost))
+
+    def _look_for_stuck(self) -> None:
+        now = self._monotonic()
+        for lane in self._lanes.values():
+            with self._changed:
+                if not lane.sent or lane.stuck or now - lane.since < STUCK_S:
+                    continue
+                lane.stuck = True
+                file, seconds = lane.sent[0].file, now - lane.since
+            self._report(make_finding("disk_stuck", what=file, seconds=round(seconds, 1)))
+
+
+def _end(child: subprocess.Popen[bytes], *, wait: bool) -> None:
+    """It ends by itself with its standard input, unless the disk holds it: then nobody waits."""
+    assert child.stdin is not None
+    with contextlib.suppress(OSError):
+        child.stdin.close()
+    if wait:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=1.0)
+    if child.poll() is None:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=0.2)

@@ -1,0 +1,116 @@
+"""A state directory on a disk that does not answer: training, its output and a stop do not wait."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from miner_guard.state_dir import StateDir
+from tests.faults.guarded import Guarded, until
+
+MINER = """
+import time
+for n in range(10**6):
+    print('line', n, flush=True)
+    time.sleep(0.02)
+"""
+
+
+class Disk:
+    """An ext4 file system in a file, which can be frozen."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = folder / "disk"
+        self.frozen = False
+        image = folder / "image"
+        image.write_bytes(b"")
+        self.place.mkdir()
+        for command in (
+            ["truncate", "-s", "32M", str(image)],
+            ["mkfs.ext4", "-q", str(image)],
+            ["mount", "-o", "loop", str(image), str(self.place)],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True)
+            except FileNotFoundError:
+                pytest.skip(f"{command[0]} is not installed")
+            if done.returncode != 0:
+                pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+
+    def freeze(self) -> None:
+        """From now on whoever writes waits in the kernel, and not even SIGKILL ends it."""
+        subprocess.run(["fsfreeze", "-f", str(self.place)], check=True)
+        self.frozen = True
+
+    def thaw(self) -> None:
+        if self.frozen:
+            self.frozen = False
+            subprocess.run(["fsfreeze", "-u", str(self.place)], check=True)
+
+    def close(self) -> None:
+        self.thaw()
+        subprocess.run(["umount", "-l", str(self.place)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, guarded: Guarded) -> Iterator[Disk]:
+    made = Disk(tmp_path)
+    guarded.state = StateDir(made.place / "state")
+    yield made
+    made.close()
+
+
+def start(guarded: Guarded) -> None:
+    settings = {
+        "miner.stop_timeout_s": 3,
+        "health.snapshot_every_s": 0.5,
+        "health.sample_every_s": 0.5,
+        "costs.write_every_s": 1,
+    }
+    settings.pop("costs.write_every_s")
+    guarded.start([sys.executable, "-c", f"{MINER} # {guarded.token}"], settings=settings)
+    guarded.wait_for("health_snapshot", 2)
+
+
+def printed(guarded: Guarded) -> int:
+    return guarded.output.read_bytes().count(b"\nline ")
+
+
+def test_a_frozen_disk_neither_slows_the_miner_nor_keeps_a_stop(
+    guarded: Guarded, disk: Disk
+) -> None:
+    """Guards against training that stops silently with the guard's log: 0 steps in 8 s."""
+    start(guarded)
+    disk.freeze()
+    before, begin = printed(guarded), time.monotonic()
+    until(lambda: b"DISK STUCK: " in guarded.output.read_bytes(), 30, guarded.tail)
+    rate = (printed(guarded) - before) / (time.monotonic() - begin)
+    assert rate > 20, "of 50 lines a second"
+    asked = time.monotonic()
+    assert guarded.stop(seconds=30) == 0
+    assert time.monotonic() - asked < 15
+    assert b"the disk does not answer" in guarded.output.read_bytes()
+    disk.thaw()
+    guarded.assert_nothing_left()
+
+
+def test_what_was_logged_while_the_disk_was_frozen_is_there_after_the_thaw(
+    guarded: Guarded, disk: Disk
+) -> None:
+    start(guarded)
+    disk.freeze()
+    until(lambda: b"DISK STUCK: " in guarded.output.read_bytes(), 30, guarded.tail)
+    time.sleep(1.0)
+    disk.thaw()
+    guarded.wait_for("disk_recovered")
+    assert guarded.named("disk_recovered")[0]["lost"] == 0
+    assert guarded.named("disk_stuck")
+    times = [event["ts"] for event in guarded.named("health_snapshot")]
+    assert len(times) > 10, "none is missing"
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()

@@ -1,0 +1,201 @@
+"""The guard's files are written by a process of its own: nothing waits for the disk, and what was
+not confirmed is written again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from miner_guard.config import LogSettings
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.state_dir import StateDir
+from miner_guard.supervisor.disk import writer as writer_module
+from miner_guard.supervisor.disk.writer import DiskWriter
+from tests.support.waiting import until
+from uploads.ledger import ReadOnlyLedger, RemoteLedger
+
+LEDGER_ROW = {"reason": None, "age_s": 12.0}
+
+
+@pytest.fixture
+def said() -> list[Finding]:
+    return []
+
+
+@pytest.fixture
+def writer(tmp_path: Path, said: list[Finding]) -> Iterator[DiskWriter]:
+    made = DiskWriter(StateDir(tmp_path / "state"), LogSettings(), said.append)
+    yield made
+    made.close(0.0)
+
+
+def lines(folder: Path) -> list[int]:
+    try:
+        text = (folder / "state" / "guard.jsonl").read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line)["n"] for line in text.splitlines()]
+
+
+def running(writer: DiskWriter) -> int:
+    """The pid of its process, once it runs."""
+    pid: int = until(lambda: writer._child and writer._child.pid, 30, "the process")
+    return pid
+
+
+def test_everything_is_written_in_order_before_the_end(writer: DiskWriter, tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    for n in range(300):
+        writer.write({"n": n})
+    writer.start()
+    for n in range(300, 600):
+        writer.write({"n": n})
+        writer.replace(state.status, f'{{"n": {n}}}'.encode(), 0o600)
+    RemoteLedger(state.ledger, writer.row).repo_age(1e9, 12.0)
+    assert writer.close(30.0) == []
+    assert lines(tmp_path) == list(range(600))
+    assert json.loads(state.status.read_text()) == {"n": 599}
+    assert state.status.stat().st_mode & 0o777 == 0o600
+    assert ReadOnlyLedger(state.ledger).rows("repo_age")[0]["age_s"] == 12.0
+
+
+def test_a_file_can_be_removed_and_another_overwritten_in_its_place(
+    writer: DiskWriter, tmp_path: Path
+) -> None:
+    """Guards against a lock file that is replaced: whoever holds the old one would hold nothing."""
+    gone, lock = tmp_path / "gone", tmp_path / "lock"
+    gone.write_text("x")
+    lock.write_text("a long content")
+    inode = lock.stat().st_ino
+    writer.start()
+    writer.replace(gone, None, 0o600)
+    writer.overwrite(lock, b"short")
+    assert writer.close(30.0) == []
+    assert not gone.exists()
+    assert lock.read_text() == "short"
+    assert lock.stat().st_ino == inode
+
+
+def test_nothing_is_lost_when_the_process_is_killed(
+    writer: DiskWriter, tmp_path: Path, said: list[Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against `pkill -9 -f miner-guard`; reported once, however often it happens."""
+    monkeypatch.setattr("miner_guard.system.backoff._MAX_S", 0.05)
+    writer.start()
+    killed: list[int] = []
+    for n in range(300):
+        writer.write({"n": n})
+        if n % 100 == 50:
+            until(lambda: writer._child and writer._child.pid not in killed, 30, "a new process")
+            killed.append(running(writer))
+            os.kill(killed[-1], signal.SIGKILL)
+    assert writer.close(30.0) == []
+    assert sorted(set(lines(tmp_path))) == list(range(300))
+    assert [finding.event for finding in said] == ["guard_degraded"]
+
+
+def test_a_disk_that_does_not_answer_costs_memory_within_bounds_and_is_reported(
+    writer: DiskWriter, tmp_path: Path, said: list[Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a log that stops the guard, or grows without bound; the drops are counted."""
+    monkeypatch.setattr(writer_module, "STUCK_S", 0.2)
+    monkeypatch.setattr(writer_module, "MAX_WAITING_BYTES", 64 * 1024)
+    writer.start()
+    writer.write({"n": -1})
+    until(lambda: lines(tmp_path) == [-1], 30, "the first line")
+    pid = running(writer)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        for n in range(5000):
+            writer.write({"n": n, "text": "x" * 80})
+        assert time.monotonic() - begin < 5.0
+        until(lambda: [finding.event for finding in said] == ["disk_stuck"], 30, "the report")
+        assert said[0].fields["what"] == "guard.jsonl"
+        assert writer._lanes["log"].size < 80 * 1024
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: [finding.event for finding in said][1:] == ["disk_recovered"], 30, "the end")
+    assert writer.close(30.0) == []
+    written = lines(tmp_path)
+    assert written[-1] == 4999
+    assert said[1].fields["lost"] == 5001 - len(written) > 0
+
+
+def test_an_end_does_not_wait_for_a_dead_disk(writer: DiskWriter, tmp_path: Path) -> None:
+    writer.start()
+    writer.write({"n": 0})
+    until(lambda: lines(tmp_path) == [0], 30, "the first line")
+    pid = running(writer)
+    os.kill(pid, signal.SIGSTOP)
+    writer.write({"n": 1})
+    begin = time.monotonic()
+    assert writer.close(0.3) == ["guard.jsonl"]
+    assert time.monotonic() - begin < 5.0
+    until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), 10, "the process's end")
+
+
+def _is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_the_thread_of_a_job_learns_that_its_file_was_not_written(
+    writer: DiskWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against evidence that is reported as stored and is not there; the main thread never
+    waits."""
+    monkeypatch.setattr(writer_module, "STUCK_S", 0.2)
+    errors: list[OSError] = []
+
+    def job() -> None:
+        try:
+            writer.replace(tmp_path / "evidence", b"x", 0o600)
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=job)
+    thread.start()
+    thread.join(30)
+    assert isinstance(errors[0], TimeoutError)
+    writer.replace(tmp_path / "status.json", b"{}", 0o600)
+
+
+def test_a_file_that_could_not_be_written_is_there_once_it_can(
+    writer: DiskWriter, tmp_path: Path, said: list[Finding]
+) -> None:
+    """Guards against a status.json that stays as it was before the disk was full."""
+    folder = tmp_path / "folder"
+    folder.write_text("in the way")
+    writer.start()
+    for n in range(3):
+        writer.replace(folder / "status.json", b"%d" % n, 0o600)
+    until(lambda: said, 30, "the report")
+    folder.unlink()
+    until(lambda: (folder / "status.json").exists(), 30, "the file")
+    assert (folder / "status.json").read_bytes() == b"2"
+    until(lambda: len(said) == 2, 30, "the recovery")
+    assert [finding.event for finding in said] == ["guard_degraded", "disk_recovered"]
+
+
+def test_a_locked_ledger_holds_up_no_line_of_the_log(writer: DiskWriter, tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    writer.start()
+    ledger = RemoteLedger(state.ledger, writer.row)
+    ledger.repo_age(1e9, 1.0)
+    until(lambda: ReadOnlyLedger(state.ledger).rows("repo_age"), 30, "the first row")
+    held = sqlite3.connect(state.ledger)
+    held.execute("BEGIN EXCLUSIVE")
+    ledger.repo_age(1e9, 2.0)
+    writer.write({"n": 1})
+    until(lambda: lines(tmp_path) == [1], 30, "the line")
+    held.rollback()
+    held.close()
+    until(lambda: len(ReadOnlyLedger(state.ledger).rows("repo_age")) == 2, 30, "the second row")
