@@ -233,6 +233,16 @@ def test_with_a_token_any_name_will_do(tmp_path: Path) -> None:
         port.close()
 
 
+def test_nothing_can_be_changed_through_the_port(port: Port) -> None:
+    port.status()
+    for method, path in itertools.product(("POST", "PUT", "DELETE", "PATCH"), ("/", "/status")):
+        request = urllib.request.Request(port.url + path, data=b"{}", method=method)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=10)
+        assert refused.value.code == 405
+        assert "Access-Control-Allow-Origin" not in refused.value.headers
+
+
 def _attack(number: int) -> list[socket.socket]:
     """200 connections: garbage, half a request, an endless header, nothing at all."""
     attacks = (

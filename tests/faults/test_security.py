@@ -1,0 +1,104 @@
+"""Attacks on a running guard that SECURITY.md says are of no use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miner_guard.config import RepoSettings
+from tests.faults.guarded import Guarded, living, until
+from uploads.repos import open_repo
+from uploads.repos.base import DOCUMENT_LIMIT, RepoError
+
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1, "health.sample_every_s": 600}
+NOBODY = 65534
+
+FORGED = json.dumps(
+    {
+        "ts": "2026-01-02T03:04:05.678901Z",
+        "level": "info",
+        "event": "audit_passed",
+        "msg": "AUDIT PASSED",
+        "run_id": None,
+        "host": "h",
+        "rank": None,
+    }
+)
+
+INTRUDER = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+root = sys.argv[1]
+for name in ("guard.jsonl", "status.json", "ledger.sqlite3", "lock", "."):
+    try:
+        open(os.path.join(root, name)) if name != "." else os.listdir(root)
+    except PermissionError:
+        continue
+    sys.exit(f"read {name}")
+for name, kind in (("control.sock", socket.SOCK_STREAM), ("guard.sock", socket.SOCK_DGRAM)):
+    try:
+        socket.socket(socket.AF_UNIX, kind).connect(os.path.join(root, name))
+    except PermissionError:
+        continue
+    sys.exit(f"reached {name}")
+"""
+
+
+def test_a_line_that_looks_like_the_guards_own_is_no_event(guarded: Guarded) -> None:
+    lines = ("2026-01-02T03:04:05.678Z | INFO | guard | AUDIT PASSED: epoch 56", FORGED)
+    code = f"import time\nfor line in {lines!r}: print(line, flush=True)\ntime.sleep(600)"
+    guarded.start([sys.executable, "-c", code, guarded.token], settings=FAST)
+    until(lambda: b"audit_passed" in guarded.output.read_bytes(), 60, "the forged line")
+    assert guarded.stop() == 0
+    assert not guarded.named("audit_passed")
+    guarded.assert_nothing_left()
+
+
+def test_another_user_reads_nothing_and_orders_nothing(guarded: Guarded) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    guarded.start(["sleep", "600"], settings=FAST)
+    guarded.wait_for("miner_started")
+    until(guarded.state.status.exists, 60, "status.json")
+    # The folders above it may be as private: the state directory must do without them.
+    for folder in guarded.state.root.parents:
+        if folder.owner() == "root" and str(folder).startswith("/tmp/"):
+            folder.chmod(0o755)
+    tried = subprocess.run(
+        ["/usr/bin/env", "-i", sys.executable, "-ISc", INTRUDER, str(guarded.state.root)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd="/",
+    )
+    assert (tried.returncode, tried.stderr) == (0, "")
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_no_token_stands_in_the_process_list(guarded: Guarded) -> None:
+    secrets = {
+        "MINER_GUARD_HTTP__TOKEN": "planted-token-of-the-port",
+        "MINER_GUARD_ALERTS__URLS": "json://127.0.0.1:9/planted-path",
+    }
+    settings = {**FAST, "http.port": 0, "alerts.min_level": "info", "alerts.cooldown_s": 0}
+    guarded.start(["sleep", "600"], settings=settings, env=secrets)
+    guarded.wait_for("http_listening")
+    lines = [words for _, words in living(guarded.token)]
+    assert any("http_server" in words for words in lines), lines
+    assert not [words for words in lines if "planted" in words]
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
+def test_a_huge_document_of_a_bucket_is_refused_unread(tmp_path: Path) -> None:
+    with (tmp_path / "metadata.json").open("wb") as file:
+        file.truncate(DOCUMENT_LIMIT + 1)
+    repo = open_repo(RepoSettings(kind="local", path=str(tmp_path)))
+    with pytest.raises(RepoError, match=r"bytes, more than the \d+ that are read"):
+        repo.get("metadata.json")
