@@ -104,7 +104,7 @@ class Systemd:
 
     def _edited(self, miner: str) -> str:
         """What a person edits, and times that a test can wait for; every line must be there."""
-        text = UNIT.read_text()
+        text, writable = UNIT.read_text(), f"{self.folder} {self.guarded.state.root.parent}"
         output = f"StandardOutput=append:{self.guarded.output}\nStandardError=inherit\nLimitCORE=0"
         for pattern, new in (
             (r"^User=.*$", output),
@@ -113,6 +113,9 @@ class Systemd:
             (r"^ExecStart=/opt/miner/.venv/bin", f"ExecStart={BIN}"),
             (r"(?<= -- )torchrun .*$", miner),
             (r"^Environment=PATH=/opt/miner/.venv/bin:", f"Environment=PATH={BIN}:"),
+            # This test's folders are in /tmp, and the others are its user's to read.
+            (r"^ReadWritePaths=.*$", f"ReadWritePaths={writable}"),
+            (r"^PrivateTmp=yes$", "PrivateTmp=no"),
             (r"^TimeoutStopSec=.*$", "TimeoutStopSec=20"),
             (r"^WatchdogSec=.*$", "WatchdogSec=6"),
             (r"^RestartSec=.*$", "RestartSec=1"),
@@ -218,6 +221,18 @@ def test_the_unit_is_well_formed(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_unit_leaves_an_intruder_little(tmp_path: Path) -> None:
+    """A miner runs what its dependencies bring: it should find as little as it can train with."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not installed")
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=yes", "--threshold=40", "--no-pager", str(UNIT)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-400:]
 
 
 @pytest.mark.slow
