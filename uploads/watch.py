@@ -181,11 +181,11 @@ class DecisionNotifier:
     def say(self, decision: Mapping[str, Any], now: float) -> Finding | None:
         """The decision's event, or None for a block that was said already."""
         verdicts = decision.get("verdicts") or []
-        fields = {
+        fields: dict[str, Any] = {
             "reason": decision.get("reason"),
             "outer_step": decision.get("outer_step"),
             "inner_step": decision.get("inner_step"),
-            "kind": decision.get("upload_kind", decision.get("kind")),
+            "kind": decision.get("kind"),
             "verdicts": verdicts,
             "decision_id": decision.get("decision_id"),
             "due": decision.get("due"),

@@ -3,11 +3,11 @@ outer step come."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from miner_guard.config import GateSettings, MinerSettings
+from miner_guard.flight_recorder.journal import Training
 
 _FROM_ENTRY = (
     "batch_size",
@@ -47,9 +47,9 @@ class TrainingFacts:
             min_inner_step=gate.min_inner_step,
         )
 
-    def with_entry(self, entry: Mapping[str, Any]) -> TrainingFacts:
+    def with_entry(self, entry: Training) -> TrainingFacts:
         """The same with what the hook's `training` entry says."""
-        known = {name: entry[name] for name in _FROM_ENTRY if _is_count(entry.get(name))}
+        known = {name: value for name in _FROM_ENTRY if _is_count(value := getattr(entry, name))}
         return replace(self, **known)
 
     def samples_per_s(self, step_time_s: float | None) -> float | None:

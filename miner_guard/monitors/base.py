@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.redact import Redactor
+from miner_guard.flight_recorder.journal import JournalEntry
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import Clock
@@ -138,7 +139,7 @@ class Monitor:
         """New step records of one rank, oldest first."""
         return ()
 
-    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
         """A new journal entry of one rank; acknowledged after all parts have returned."""
         return ()
 

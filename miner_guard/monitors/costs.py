@@ -8,6 +8,7 @@ from typing import Any
 
 from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.flight_recorder.journal import Cost, JournalEntry
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 
@@ -58,15 +59,12 @@ class CostsMonitor(Monitor):
         running = 0.0 if self._launched is None else self.context.clock.monotonic() - self._launched
         return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
 
-    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
         # Ranks wait for each other: what one of them pays, all pay. The lead's account is the
         # run's.
-        if entry.get("kind") == "cost" and rank == (self._lead or 0):
+        if isinstance(entry, Cost) and rank == (self._lead or 0):
             self.tracker.record(
-                str(entry["operation"]),
-                float(entry["seconds"]),
-                blocking=bool(entry.get("blocking", True)),
-                calls=int(entry.get("count", 1)),
+                entry.operation, entry.seconds, blocking=entry.blocking, calls=entry.count
             )
         return ()
 

@@ -9,6 +9,7 @@ from typing import Any
 from miner_guard.diagnosis import across_ranks
 from miner_guard.diagnosis.request import PreflightRequest, expectation_of
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.flight_recorder.journal import Diagnosis, JournalEntry
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.rank.introspection.diagnosis_codec import unpack
 
@@ -31,10 +32,10 @@ class DiagnosisMonitor(Monitor):
         self._reports = None
         return ()
 
-    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
-        if entry.get("kind") != "diagnosis":
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if not isinstance(entry, Diagnosis):
             return ()
-        part = entry.get("report") or {}
+        part = entry.report
         if part.get("part", 0) == 0:
             self._gathered = []
         self._gathered.append(dict(part))

@@ -12,6 +12,7 @@ from miner_guard.detectors.model_sizes import size_of
 from miner_guard.diagnosis.faults import Faults
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.line_templates import template
+from miner_guard.flight_recorder.journal import Diagnosis, JournalEntry, Training
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Launch, Monitor
 from miner_guard.rank.introspection.diagnosis_codec import unpack
@@ -61,12 +62,12 @@ class GpuMonitor(Monitor):
         self._due = launch.started + self._settings.first_check_s
         return ()
 
-    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
-        if entry.get("kind") == "training":
-            self._params = entry.get("params") or self._params
-            self._model = self._settings.model_name or entry.get("model_name") or self._model
-        elif entry.get("kind") == "diagnosis" and entry.get("report"):
-            reports = unpack([entry["report"]])
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if isinstance(entry, Training):
+            self._params = entry.params or self._params
+            self._model = self._settings.model_name or entry.model_name or self._model
+        elif isinstance(entry, Diagnosis) and entry.report:
+            reports = unpack([entry.report])
             self._totals |= {
                 int(r["rank"]): float(r["total_bytes"]) for r in reports if r.get("total_bytes")
             }

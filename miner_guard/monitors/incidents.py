@@ -10,6 +10,8 @@ from typing import Any
 from miner_guard import state_dir
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder import journal
+from miner_guard.flight_recorder.journal import JournalEntry
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.incidents import knowledge, log_text, report
 from miner_guard.incidents.oom import Training
@@ -82,10 +84,10 @@ class IncidentsMonitor(Monitor):
         self._begin()
         return ()
 
-    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
-        if entry.get("kind") == "training":
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if isinstance(entry, journal.Training):
             self._training = Training(
-                entry.get("batch_size"), entry.get("effective_batch_size"), entry.get("world_size")
+                entry.batch_size, entry.effective_batch_size, entry.world_size
             )
         return ()
 

@@ -20,6 +20,7 @@ from miner_guard.detectors.log_lines import (
 from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.journal import Upload
 from miner_guard.flight_recorder.layout import NAN
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter
@@ -112,7 +113,7 @@ class LogAttachMonitor(Monitor):
     def _line(self, flight: FlightWriter, text: str, now: float) -> None:
         said = read(text, self._patterns)
         if isinstance(said, PushLine):
-            flight.journal(self._upload_entry(said, now))
+            flight.journal(self._upload(said, now).to_json())
         elif isinstance(said, StepLine):
             if self._line_at is not None and self._allreduce_at is None:
                 self._longest_gap = max(self._longest_gap, now - self._line_at)
@@ -161,21 +162,16 @@ class LogAttachMonitor(Monitor):
         flight.show_state(state, now)
         flight.show_phase(b"allreduce" if inside else b"", now, now, allowance or NAN)
 
-    def _upload_entry(self, push: PushLine, now: float) -> dict[str, Any]:
+    def _upload(self, push: PushLine, now: float) -> Upload:
         line = self._last.line if self._last is not None else None
-        return {
-            "kind": "upload",
-            "t": now,
-            "phase": "finished" if push.error is None else "failed",
-            "decision_id": "",
-            "outer_step": line.outer if line else None,
-            "inner_step": line.inner if line else None,
-            "upload_kind": "gradient",
-            "tag": push.tag,
-            "seconds": None,
-            "bytes": None,
-            "error": push.error,
-        }
+        return Upload(
+            t=now,
+            phase="finished" if push.error is None else "failed",
+            outer_step=line.outer if line else None,
+            inner_step=line.inner if line else None,
+            tag=push.tag,
+            error=push.error,
+        )
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         if self._flight is not None:

@@ -3,12 +3,12 @@ looked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from miner_guard.attach.patterns import patterns
 from miner_guard.detectors.log_lines import Patterns, PushLine, read_push
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.journal import JournalEntry, Upload
 from miner_guard.monitors.base import Context, Monitor
 
 
@@ -29,8 +29,8 @@ class PrintedUploadsMonitor(Monitor):
         self._patterns = Patterns(()) if self._silent else patterns(context.config.miner.profile)
         self._last: PushLine | None = None
 
-    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
-        self._silent = self._silent or entry.get("kind") == "upload"
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        self._silent = self._silent or isinstance(entry, Upload)
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from miner_guard.detectors.slow_cause import explain
 from miner_guard.detectors.straggler import Straggler, StragglerWatch
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.formatters import gb
+from miner_guard.flight_recorder.journal import Diagnosis, JournalEntry, Training
 from miner_guard.flight_recorder.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
@@ -52,11 +53,11 @@ class RanksMonitor(Monitor):
         self._reset()
         return ()
 
-    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
-        if entry.get("kind") == "training":
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if isinstance(entry, Training):
             self._facts = self._facts.with_entry(entry)
-        if entry.get("kind") == "diagnosis":
-            for report in diagnosis_codec.unpack([entry["report"]]):
+        if isinstance(entry, Diagnosis):
+            for report in diagnosis_codec.unpack([entry.report]):
                 device = report.get("model_device")
                 if device and isinstance(report.get("rank"), int):
                     kind = str(device).partition(":")[0]

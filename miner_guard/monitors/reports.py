@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.journal import Checkpoint, JournalEntry, Reported
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Launch, Monitor
 
@@ -18,7 +19,7 @@ class ReportsMonitor(Monitor):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._newest: Mapping[str, Any] | None = None
+        self._newest: Checkpoint | None = None
         self._at: float | None = None
         self._stale_said = False
 
@@ -29,36 +30,36 @@ class ReportsMonitor(Monitor):
             self._at, self._stale_said = launch.started, False
         return ()
 
-    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
-        if entry.get("kind") == "finding":
-            finding = Finding.from_dict(dict(entry), rank)
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if isinstance(entry, Reported):
+            finding = Finding.from_dict(entry.to_json(), rank)
             if finding is None:
                 what = (
-                    f"rank {rank} reported {entry.get('event')!r}, which is no event of the "
+                    f"rank {rank} reported {entry.event!r}, which is no event of the "
                     "catalogue with its fields"
                 )
                 return (make_finding("guard_degraded", what=what),)
             return (finding,)
-        if entry.get("kind") == "checkpoint":
+        if isinstance(entry, Checkpoint):
             return self._saved(rank, entry)
         return ()
 
-    def _saved(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
-        path, size = entry.get("path"), entry.get("size_bytes")
-        if not entry.get("complete", True):
+    def _saved(self, rank: int, entry: Checkpoint) -> Iterable[Finding]:
+        path, size = entry.path, entry.size_bytes
+        if not entry.complete:
             return (
                 make_finding(
                     "checkpoint_stale", rank=rank, detail=f"{path} was reported as incomplete"
                 ),
             )
-        before = self._newest and self._newest.get("size_bytes")
+        before = self._newest and self._newest.size_bytes
         self._newest, self._at, self._stale_said = entry, self.context.clock.monotonic(), False
         saved = make_finding(
             "checkpoint_saved",
             rank=rank,
             path=path,
-            step=entry.get("step"),
-            seconds=entry.get("seconds"),
+            step=entry.step,
+            seconds=entry.seconds,
             size_bytes=size,
         )
         if before and size is not None and size < before / 2:
@@ -75,8 +76,8 @@ class ReportsMonitor(Monitor):
             return ()
         self._stale_said = True
         detail = (
-            f"the newest checkpoint ({self._newest.get('path')}, step "
-            f"{self._newest.get('step')}) is "
+            f"the newest checkpoint ({self._newest.path}, step "
+            f"{self._newest.step}) is "
             f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose as much"
         )
         return (make_finding("checkpoint_stale", detail=detail),)
@@ -86,4 +87,5 @@ class ReportsMonitor(Monitor):
             return {"checkpoint": None, "checkpoint_age_s": None}
         keys = ("path", "step", "size_bytes", "seconds")
         age = self.context.clock.monotonic() - self._at
-        return {"checkpoint": {key: self._newest.get(key) for key in keys}, "checkpoint_age_s": age}
+        newest = {key: getattr(self._newest, key) for key in keys}
+        return {"checkpoint": newest, "checkpoint_age_s": age}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.journal import parse
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Exit, Launch, Monitor
 from miner_guard.monitors.line_router import Delivery, LineRouter
@@ -36,7 +37,10 @@ class MonitorRunner:
         self._each("on_steps", rank, steps)
 
     def entry(self, rank: int, entry: Mapping[str, Any]) -> None:
-        self._each("on_entry", rank, entry)
+        """Show the monitors a journal entry of the file; a kind of another version is skipped."""
+        parsed = parse(entry)
+        if parsed is not None:
+            self._each("on_entry", rank, parsed)
 
     def output(self, chunk: bytes) -> None:
         """Show output of the miner to the parts; the unfinished end of a long piece waits for the

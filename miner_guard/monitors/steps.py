@@ -11,6 +11,7 @@ from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.goodput import Goodput
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.formatters import gb
+from miner_guard.flight_recorder.journal import JournalEntry, Training
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
@@ -58,8 +59,8 @@ class StepsMonitor(Monitor):
         self._goodput.launched(launch.started)
         return ()
 
-    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
-        if entry.get("kind") == "training":
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if isinstance(entry, Training):
             self._facts = self._facts.with_entry(entry)
         return ()
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.flight_recorder.journal import Decision, JournalEntry, Upload
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Monitor
@@ -47,7 +48,7 @@ three times."""
 class _Begun:
     """A push of which the end was not reported yet."""
 
-    entry: Mapping[str, Any]
+    entry: Upload
     at: float | None
     before: Published
 
@@ -56,7 +57,7 @@ class _Begun:
 class _Push:
     """A push that was reported and is to be looked for."""
 
-    entry: Mapping[str, Any]
+    entry: Upload
     began: float | None
     """Monotonic; None where only the end was reported."""
 
@@ -96,7 +97,7 @@ class UploadsMonitor(Monitor):
         self._watched_written = False
         self._began: dict[str, _Begun] = {}
         self._pushes: list[_Push] = []
-        self._unsettled: list[Mapping[str, Any]] = []
+        self._unsettled: list[Upload] = []
         self._last: dict[str, Any] = dict.fromkeys(
             ("decision", "upload", "audit", "incident", "restart")
         )
@@ -214,54 +215,45 @@ class UploadsMonitor(Monitor):
                 now=step.end,
             )
 
-    def on_entry(self, rank: int, entry: Mapping[str, Any]) -> Iterable[Finding]:
-        if entry.get("kind") == "decision":
-            return self._decided(entry)
-        if entry.get("kind") == "upload":
+    def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
+        if isinstance(entry, Decision):
+            return self._decided(entry.decision)
+        if isinstance(entry, Upload):
             return self._uploaded(rank, entry)
         return ()
 
-    def _decided(self, entry: Mapping[str, Any]) -> Iterator[Finding]:
-        document = {k: v for k, v in entry.items() if k not in ("t", "upload_kind")} | {
-            "kind": entry.get("upload_kind")
-        }
-        digest = str((entry.get("record") or {}).get("inputs"))
+    def _decided(self, document: Mapping[str, Any]) -> Iterator[Finding]:
+        digest = str((document.get("record") or {}).get("inputs"))
         with self._mutex:
             known = self._written.get(digest)
         self._ledger.decision(document, known)
         self._last["decision"] = {name: document.get(name) for name in _SHOWN["decision"][1]}
-        finding = self._voice.say(entry, self.context.clock.monotonic())
+        finding = self._voice.say(document, self.context.clock.monotonic())
         if finding is not None:
             yield finding
 
-    def _uploaded(self, rank: int, entry: Mapping[str, Any]) -> Iterator[Finding]:
-        decision = str(entry.get("decision_id"))
+    def _uploaded(self, rank: int, entry: Upload) -> Iterator[Finding]:
+        decision = entry.decision_id
         now = self.context.clock.monotonic()
-        if entry.get("phase") == "started":
+        if entry.phase == "started":
             with self._mutex:
-                self._began[decision] = _Begun(
-                    entry, float(entry.get("t") or now), self._watch.latest
-                )
+                self._began[decision] = _Begun(entry, entry.t or now, self._watch.latest)
             yield make_finding("upload_started", rank=rank or None, tag=_tag(entry))
             return
-        seconds = entry.get("seconds")
+        seconds = entry.seconds
         with self._mutex:
-            guessed = _Begun(
-                entry, None if seconds is None else now - float(seconds), self._watch.latest
-            )
+            guessed = _Begun(entry, None if seconds is None else now - seconds, self._watch.latest)
         begun = self._began.pop(decision, guessed) if decision else guessed
-        if entry.get("phase") == "failed":
-            self._store(entry, "failed", error=entry.get("error"))
+        if entry.phase == "failed":
+            self._store(entry, "failed", error=entry.error)
             yield make_finding(
-                "upload_failed",
-                rank=rank or None,
-                reason=f"tag {_tag(entry)}: {entry.get('error')}",
+                "upload_failed", rank=rank or None, reason=f"tag {_tag(entry)}: {entry.error}"
             )
             return
         yield from self._reported(entry, begun.at, begun.before)
 
     def _reported(
-        self, entry: Mapping[str, Any], began: float | None, before: Published | None
+        self, entry: Upload, began: float | None, before: Published | None
     ) -> Iterator[Finding]:
         if self._repo.kind == "none" or not self._repo.verify_uploads:
             why = (
@@ -314,7 +306,7 @@ class UploadsMonitor(Monitor):
 
     def _printed(self, finding: Finding) -> Iterable[Finding]:
         """A push of which the miner's own line alone tells."""
-        entry = {"upload_kind": "gradient", "tag": finding.fields.get("tag")}
+        entry = Upload(phase="finished", tag=finding.fields.get("tag"))
         if finding.event == "upload_failed":
             self._store(entry, "failed", error=finding.fields.get("reason"))
         elif finding.event == "upload_reported":
@@ -345,9 +337,7 @@ class UploadsMonitor(Monitor):
         published = self._look()
         entry, now = push.entry, self.context.clock.monotonic()
         since = None if push.began is None else now - push.began
-        reported = Reported(
-            *_steps(entry), since, _tag(entry), entry.get("bytes"), entry.get("checksum")
-        )
+        reported = Reported(*_steps(entry), since, _tag(entry), entry.bytes, entry.checksum)
         seen = verify(push.before, published, reported)
         looks = push.looks + 1
         if (
@@ -385,7 +375,7 @@ class UploadsMonitor(Monitor):
             reason = f"reported as pushed, but {seen.detail} (tag {tag}). Upload again"
             self.context.emit(make_finding("upload_failed", reason=reason))
 
-    def _store(self, entry: Mapping[str, Any], outcome: str, **more: Any) -> None:
+    def _store(self, entry: Upload, outcome: str, **more: Any) -> None:
         names = (
             "decision_id",
             "outer_step",
@@ -396,8 +386,8 @@ class UploadsMonitor(Monitor):
             "checksum",
         )
         row = (
-            {name: entry.get(name) for name in names}
-            | {"tag": _tag(entry), "kind": entry.get("upload_kind")}
+            {name: getattr(entry, name) for name in names}
+            | {"tag": _tag(entry), "kind": entry.kind}
             | more
         )
         wall = self.context.clock.wall()
@@ -435,26 +425,22 @@ class UploadsMonitor(Monitor):
             }
 
 
-def _steps(entry: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def _steps(entry: Upload) -> tuple[int | None, int | None]:
     """Outer and inner step by the tag, else by the entry: a log's last step may be later than what
     was pushed."""
-    match = re.search(r"(\d+)\.(\d+)$", str(entry.get("tag") or ""))
-    return (
-        (int(match[1]), int(match[2]))
-        if match
-        else (entry.get("outer_step"), entry.get("inner_step"))
-    )
+    match = re.search(r"(\d+)\.(\d+)$", entry.tag or "")
+    return (int(match[1]), int(match[2])) if match else (entry.outer_step, entry.inner_step)
 
 
-def _took(entry: Mapping[str, Any]) -> str:
+def _took(entry: Upload) -> str:
     """A log tells of a push's end alone."""
-    seconds = entry.get("seconds")
+    seconds = entry.seconds
     return "pushed, says the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
 
 
-def _tag(entry: Mapping[str, Any]) -> str | None:
-    if entry.get("tag"):
-        return str(entry["tag"])
-    if entry.get("outer_step") is None or entry.get("inner_step") is None:
+def _tag(entry: Upload) -> str | None:
+    if entry.tag:
+        return entry.tag
+    if entry.outer_step is None or entry.inner_step is None:
         return None
-    return f"{entry['outer_step']}.{entry['inner_step']}"
+    return f"{entry.outer_step}.{entry.inner_step}"

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, ParamSpec, TypeVar
 
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.flight_recorder.journal import Checkpoint, Decision, Training
 from miner_guard.rank import ending, environment
 from miner_guard.rank.consensus import gating
 from miner_guard.rank.consensus.collective_queries import CollectiveQueries
@@ -255,9 +256,10 @@ class Guard:
             )
         if self.rank != 0:
             return
-        entry = gating.entry_of(decision)
-        if not self._recorder.journal(entry):
-            self._recorder.journal({**entry, "verdicts": [], "record": {}})
+        document = decision.as_dict()
+        if not self._recorder.journal(Decision(decision=document)):
+            short = {**document, "verdicts": [], "record": {}}
+            self._recorder.journal(Decision(decision=short))
         if self._recorder.bell.alone:
             self._recorder.own_log.say(gating.finding_of(decision))
 
@@ -312,24 +314,21 @@ class Guard:
         own. Collective."""
         from miner_guard.rank.introspection import diagnose
 
-        settings = {
-            "upload_steps": upload_steps,
-            "inner_steps_per_outer": inner_steps_per_outer,
-            "tokens_per_step": tokens_per_step,
-        }
-        if self.rank == 0 and any(value is not None for value in settings.values()):
-            self.journal(
-                {"kind": "training", **{k: v for k, v in settings.items() if v is not None}}
-            )
-        expect = self.place.settings.gpu.expect
-        reports: Sequence[Any] = diagnose.diagnose(
-            self,
-            model,
-            deadline_s=self.place.settings.gpu.diagnose_timeout_s,
+        given = Training(
             batch_size=batch_size,
             effective_batch_size=effective_batch_size,
             accumulation_steps=accumulation_steps,
             model_name=model_name,
+            upload_steps=upload_steps,
+            inner_steps_per_outer=inner_steps_per_outer,
+            tokens_per_step=tokens_per_step,
+        )
+        expect = self.place.settings.gpu.expect
+        reports: Sequence[Any] = diagnose.diagnose(
+            self,
+            model,
+            given,
+            deadline_s=self.place.settings.gpu.diagnose_timeout_s,
             expect=expect if isinstance(expect, int) else None,
             shapes_file=None if self.place.state is None else self.place.state.shapes,
         )
@@ -347,14 +346,9 @@ class Guard:
     ) -> None:
         """Report a checkpoint that was written."""
         self.journal(
-            {
-                "kind": "checkpoint",
-                "path": str(path),
-                "step": step,
-                "seconds": seconds,
-                "size_bytes": size_bytes,
-                "complete": complete,
-            }
+            Checkpoint(
+                path=str(path), step=step, seconds=seconds, size_bytes=size_bytes, complete=complete
+            )
         )
 
     @_harmless(_nothing)

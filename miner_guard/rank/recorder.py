@@ -10,6 +10,7 @@ from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder.journal import JournalEntry, Reported
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.rank.environment import RankContext
@@ -87,11 +88,12 @@ class Recorder:
         if not self.bell.ring(self.place.rank) and self.flight is not None:
             self.flight.dropped(self.bell.dropped)
 
-    def journal(self, document: Mapping[str, Any], /) -> bool:
+    def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:
         """Append an entry that must not be lost. False where there is no room or no flight
         record."""
         stored = False
         if self.flight is not None:
+            document = entry.to_json() if isinstance(entry, JournalEntry) else entry
             stored = self.flight.journal({"t": self.monotonic(), **document})
         self.bell.ring(self.place.rank)
         return stored
@@ -102,15 +104,14 @@ class Recorder:
 
     def emit(self, finding: Finding, /) -> None:
         """Log a finding: through the supervisor where there is one, else here."""
-        entry = {
-            "kind": "finding",
-            "event": finding.event,
-            "level": finding.level,
-            "rank": self.place.rank if finding.rank is None else finding.rank,
-            "fields": dict(finding.fields),
-        }
+        entry = Reported(
+            event=finding.event,
+            level=finding.level,
+            rank=self.place.rank if finding.rank is None else finding.rank,
+            fields=dict(finding.fields),
+        )
         if not self.journal(entry) and not self.bell.alone:
-            self.bell.event({k: v for k, v in entry.items() if k != "kind"})
+            self.bell.event({k: v for k, v in entry.to_json().items() if k != "kind"})
         if self.bell.alone:
             self.own_log.say(finding)
 

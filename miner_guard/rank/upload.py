@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
+from miner_guard.flight_recorder import journal
 from miner_guard.rank.phases import AnyPhase
 from miner_guard.rank.recorder import Recorder, describe
 from uploads.decision import GateDecision
@@ -72,22 +72,21 @@ class UploadRecorder:
                 "upload entry", f"the upload could not be recorded: {describe(error)}"
             )
 
-    def _entry(self, phase: str) -> dict[str, Any]:
+    def _entry(self, phase: str) -> journal.Upload:
         decision = self.decision
-        return {
-            "kind": "upload",
-            "phase": phase,
-            "decision_id": decision.decision_id,
-            "outer_step": decision.outer_step,
-            "inner_step": decision.inner_step,
-            "upload_kind": decision.kind,
-            "tag": self.tag,
-            "seconds": None if phase == "started" else self._recorder.monotonic() - self._started,
-            "bytes": self.size_bytes,
-            "attempts": self.attempts,
-            "checksum": _shown(self.checksum),
-            "error": self.error,
-        }
+        return journal.Upload(
+            phase=phase,
+            decision_id=decision.decision_id,
+            outer_step=decision.outer_step,
+            inner_step=decision.inner_step,
+            kind=decision.kind,
+            tag=self.tag,
+            seconds=None if phase == "started" else self._recorder.monotonic() - self._started,
+            bytes=self.size_bytes,
+            attempts=self.attempts,
+            checksum=_shown(self.checksum),
+            error=self.error,
+        )
 
 
 def _shown(checksum: str | None) -> str | None:

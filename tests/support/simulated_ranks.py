@@ -9,6 +9,7 @@ from typing import Any
 
 from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.flight_recorder.journal import parse
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Launch, Monitor
@@ -56,8 +57,10 @@ class Run:
                 self._take(part.on_finding(finding))
 
     def entry(self, **entry: Any) -> None:
+        parsed = parse(entry)
+        assert parsed is not None
         for part in self.parts:
-            self._take(part.on_entry(0, entry))
+            self._take(part.on_entry(0, parsed))
 
     def output(self, chunk: bytes) -> None:
         for monitor, method, argument in self.router.pieces(chunk):

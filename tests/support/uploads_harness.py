@@ -10,6 +10,7 @@ import pytest
 
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.flight_recorder.journal import Decision, parse
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors import uploads as module
 from miner_guard.state_dir import StateDir
@@ -92,15 +93,17 @@ class Bench:
         return list(self.part.on_steps(0, [step]))
 
     def entry(self, **entry: Any) -> list[Finding]:
-        return list(self.part.on_entry(0, {"t": self.clock.monotonic(), **entry}))
+        parsed = parse({"t": self.clock.monotonic(), **entry})
+        assert parsed is not None
+        return list(self.part.on_entry(0, parsed))
 
     def decide(self, inner: int, kind: str = "gradient") -> Mapping[str, Any]:
         known = gate_inputs.read(self.state.gate_inputs)
-        decision = decide(
+        decided = decide(
             Candidate(kind, 56, inner, loss=3.4), known, self.part.context.config.gate,
             now=self.clock.monotonic(), wall=self.clock.wall(),
-        ).as_dict()  # fmt: skip
-        return {"kind": "decision", "upload_kind": decision.pop("kind"), **decision}
+        )  # fmt: skip
+        return Decision(decision=decided.as_dict()).to_json()
 
     def push(self, phase: str, **more: Any) -> list[Finding]:
         return self.entry(

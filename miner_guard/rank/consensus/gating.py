@@ -130,13 +130,6 @@ def _encoded(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, separators=(",", ":"), default=json_default).encode()
 
 
-def entry_of(decision: GateDecision) -> dict[str, Any]:
-    """The decision's journal entry; its `kind` is called `upload_kind` there."""
-    document = decision.as_dict()
-    document["upload_kind"] = document.pop("kind")
-    return {"kind": "decision", **document}
-
-
 def finding_of(decision: GateDecision) -> Finding:
     """The decision as an event, for a rank that logs by itself."""
     return make_finding(

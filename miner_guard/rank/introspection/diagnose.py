@@ -14,6 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ import torch
 
 from miner_guard.diagnosis import across_ranks
 from miner_guard.eventlog import catalog
+from miner_guard.flight_recorder.journal import Diagnosis, JournalEntry, Training
 from miner_guard.rank.introspection import placement
 from miner_guard.rank.introspection.diagnosis_codec import Report, pack
 from validators import shapes
@@ -42,7 +44,7 @@ class DiagnosisGuard(Protocol):
         """A supervisor reads the journal."""
         ...
 
-    def journal(self, document: Mapping[str, Any], /) -> bool:
+    def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:
         """Append an entry that must not be lost; False where there is no room or no flight
         record."""
         ...
@@ -184,13 +186,7 @@ one's reports."""
 
 
 def collect(
-    host: DiagnosisGuard,
-    model: torch.nn.Module | None,
-    *,
-    deadline_s: float,
-    batch_size: int | None = None,
-    effective_batch_size: int | None = None,
-    accumulation_steps: int | None = None,
+    host: DiagnosisGuard, model: torch.nn.Module | None, given: Training, *, deadline_s: float
 ) -> list[Report]:
     """All ranks' reports on rank 0, this rank's own alone elsewhere or without a process group.
 
@@ -199,9 +195,9 @@ def collect(
     own = report(
         host,
         model,
-        batch_size=batch_size,
-        effective_batch_size=effective_batch_size,
-        accumulation_steps=accumulation_steps,
+        batch_size=given.batch_size,
+        effective_batch_size=given.effective_batch_size,
+        accumulation_steps=given.accumulation_steps,
     )
     call = next(_calls)
     distributed = torch.distributed
@@ -215,32 +211,22 @@ def collect(
 def diagnose(
     guard: DiagnosisGuard,
     model: torch.nn.Module | None,
+    given: Training,
     *,
     deadline_s: float = 30.0,
-    batch_size: int | None = None,
-    effective_batch_size: int | None = None,
-    accumulation_steps: int | None = None,
-    model_name: str | None = None,
     expect: int | None = None,
     shapes_file: Path | None = None,
 ) -> list[Report]:
     """Gather, hand to the supervisor through the journal, or say it here where there is none.
 
-    `expect`: GPUs that must be there, None where it is not known; only for a rank 0 that prints by
-    itself. `shapes_file`: where rank 0 writes the model's shapes, for whoever judges its gradients.
-    Returns what `collect` gathered. Never raises.
+    `given`: what the training loop says of itself. `expect`: GPUs that must be there, None where it
+    is not known; only for a rank 0 that prints by itself. `shapes_file`: where rank 0 writes the
+    model's shapes, for whoever judges its gradients. Returns what `collect` gathered. Never raises.
     """
     try:
-        reports = collect(
-            guard,
-            model,
-            deadline_s=deadline_s,
-            batch_size=batch_size,
-            effective_batch_size=effective_batch_size,
-            accumulation_steps=accumulation_steps,
-        )
+        reports = collect(guard, model, given, deadline_s=deadline_s)
         if guard.rank == 0:
-            _hand_over(guard, reports, training(reports[0], model, model_name), expect)
+            _hand_over(guard, reports, training(reports[0], model, given), expect)
             if model is not None and shapes_file is not None:
                 _write_shapes(shapes_file, model, reports)
     except Exception as error:  # noqa: BLE001  the hook never raises into training; the finding says what broke
@@ -259,26 +245,27 @@ def _write_shapes(file: Path, model: torch.nn.Module, reports: list[Report]) -> 
     shapes.write(file, placement.shapes(model) if same else None)
 
 
-def training(own: Report, model: torch.nn.Module | None, model_name: str | None) -> Report:
-    """The journal's `training` entry, as far as `diagnose` knows it."""
+def training(own: Report, model: torch.nn.Module | None, given: Training) -> Training:
+    """The journal's `training` entry: what was given, and what `diagnose` knows."""
     named = getattr(getattr(model, "config", None), "_name_or_path", None) or (
         type(model).__name__ if model else None
     )
-    keys = ("batch_size", "effective_batch_size", "accumulation_steps", "world_size", "params")
-    return {
-        "kind": "training",
-        "model_name": model_name or named,
-        **{k: own[k] for k in keys if own.get(k)},
-    }
+    return replace(
+        given,
+        model_name=given.model_name or named,
+        accumulation_steps=own.get("accumulation_steps") or None,
+        world_size=own.get("world_size") or None,
+        params=own.get("params") or None,
+    )
 
 
 def _hand_over(
-    guard: DiagnosisGuard, reports: list[Report], training: Report, expect: int | None
+    guard: DiagnosisGuard, reports: list[Report], training: Training, expect: int | None
 ) -> None:
     now = time.monotonic()
-    stored = guard.journal({**training, "t": now})
+    stored = guard.journal(replace(training, t=now))
     for part in pack(reports):
-        stored = guard.journal({"kind": "diagnosis", "t": now, "report": part}) and stored
+        stored = guard.journal(Diagnosis(t=now, report=part)) and stored
     if not guard.supervised or not stored:
         for finding in across_ranks.findings(reports, expect):
             guard.emit(finding)

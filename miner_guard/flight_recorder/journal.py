@@ -1,0 +1,170 @@
+"""What a rank must not lose, as entries of its flight record's journal.
+
+In the file an entry is a JSON object with its `kind` and `t`, as docs/architecture.md lists them.
+`to_json` and `parse` alone know that form; an upload's own kind is `upload_kind` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalEntry:
+    """One entry; `t` is when it was written, monotonic seconds (0: the writer fills it)."""
+
+    KIND: ClassVar[str] = ""
+    JSON_NAMES: ClassVar[Mapping[str, str]] = {}
+    """Fields that have another name in the file."""
+
+    t: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as it stands in the file."""
+        document: dict[str, Any] = {"kind": self.KIND, **({"t": self.t} if self.t else {})}
+        for each in fields(self):
+            if each.name != "t":
+                document[self.JSON_NAMES.get(each.name, each.name)] = getattr(self, each.name)
+        return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> JournalEntry:
+        """The entry of a document of this kind. Raises TypeError where a field is missing."""
+        known = {
+            each.name: document[name]
+            for each in fields(cls)
+            if (name := cls.JSON_NAMES.get(each.name, each.name)) in document
+        }
+        return cls(**known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reported(JournalEntry):
+    """A finding of the rank's own."""
+
+    KIND = "finding"
+
+    event: str
+    level: str | None = None
+    rank: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(JournalEntry):
+    """A gate decision. Rank 0's only."""
+
+    KIND = "decision"
+
+    decision: Mapping[str, Any]
+    """`GateDecision.as_dict()`; in the file its keys stand beside `t`, `kind` as `upload_kind`."""
+
+    def to_json(self) -> dict[str, Any]:
+        document = {"upload_kind" if k == "kind" else k: v for k, v in self.decision.items()}
+        return {"kind": self.KIND, **({"t": self.t} if self.t else {}), **document}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Decision:
+        rest = {k: v for k, v in document.items() if k not in ("kind", "t", "upload_kind")}
+        decision = {**rest, "kind": document.get("upload_kind")}
+        return cls(t=document.get("t", 0.0), decision=decision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upload(JournalEntry):
+    """An upload's start or end. Rank 0's; another rank's only where it failed there."""
+
+    KIND = "upload"
+    JSON_NAMES: ClassVar[Mapping[str, str]] = {"kind": "upload_kind"}
+
+    phase: str
+    """`started`, `finished` or `failed`."""
+
+    decision_id: str = ""
+    """Empty where no decision is known: the miner's log told of it."""
+
+    outer_step: int | None = None
+    inner_step: int | None = None
+    kind: str = "gradient"
+    """`gradient` or `archive`."""
+
+    tag: str | None = None
+    seconds: float | None = None
+    bytes: int | None = None
+    attempts: int | None = None
+    checksum: str | None = None
+    """Its first 32 characters: a whole sha256 looks like a private key, and would be redacted."""
+
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis(JournalEntry):
+    """A part of what rank 0 gathered of all ranks, as diagnosis_codec packs it."""
+
+    KIND = "diagnosis"
+
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(JournalEntry):
+    """Settings as the hook knows them; None: not told."""
+
+    KIND = "training"
+
+    batch_size: int | None = None
+    effective_batch_size: int | None = None
+    world_size: int | None = None
+    accumulation_steps: int | None = None
+    params: int | None = None
+    model_name: str | None = None
+    upload_steps: int | None = None
+    inner_steps_per_outer: int | None = None
+    tokens_per_step: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_json().items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(JournalEntry):
+    """A checkpoint that was written."""
+
+    KIND = "checkpoint"
+
+    path: str
+    step: int | None = None
+    seconds: float | None = None
+    size_bytes: int | None = None
+    complete: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost(JournalEntry):
+    """What a monitoring operation took: sums since its last entry."""
+
+    KIND = "cost"
+
+    operation: str
+    seconds: float
+    blocking: bool = True
+    """Training waited for it."""
+
+    count: int = 1
+
+
+_KINDS: Mapping[str, type[JournalEntry]] = {
+    cls.KIND: cls for cls in (Reported, Decision, Upload, Diagnosis, Training, Checkpoint, Cost)
+}
+
+
+def parse(document: Mapping[str, Any]) -> JournalEntry | None:
+    """The entry that a document of the file holds; None for what this version does not know."""
+    cls = _KINDS.get(str(document.get("kind")))
+    try:
+        return None if cls is None else cls.from_json(document)
+    except TypeError:
+        return None
