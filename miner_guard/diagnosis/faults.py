@@ -153,7 +153,7 @@ def _fault(row: Row, check: Check) -> Finding:
     what = check.seen.removeprefix(f"GPU {row['index']}").lstrip(": ")
     return make_finding(
         "gpu_fault",
-        level="warning" if check.level == "warn" else None,
+        level={"ok": "info", "warn": "warning"}.get(check.level),
         gpu=row["index"],
         uuid=row.get("uuid"),
         what=what,

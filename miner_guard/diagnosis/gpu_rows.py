@@ -7,22 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard.diagnosis.check import Check, Snapshot
+from miner_guard.health import xids
 
 Row = Mapping[str, Any]
-
-XID_FAULT = {
-    48: "double-bit ECC error",
-    74: "NVLink error",
-    79: "GPU has fallen off the bus",
-    95: "uncontained ECC error",
-    119: "GSP RPC timeout",
-    120: "GSP error",
-    140: "unrecovered ECC error",
-}
-XID_WARN = {94: "contained ECC error"}
-XID_APPLICATION = frozenset({13, 31, 43, 45, 68, 109})
-"""NVIDIA's Xid catalogue by what gpud acts on: the hardware's, and those that a program brings on
-itself."""
 
 BAD_THROTTLE = 0x8 | 0x40 | 0x80
 """HW slowdown, HW thermal slowdown, HW power brake; idle and the software power cap are
@@ -185,14 +172,12 @@ def _recovery(row: Row) -> Iterator[Check]:
 
 def _xid(row: Row) -> Iterator[Check]:
     for number in dict.fromkeys(row.get("xids") or ()):
-        if number in XID_APPLICATION:
-            level, words, step = "warn", "brought on by a program", "look at the miner's own error"
+        known = xids.of_number(number)
+        if known is None:
+            words, step = "not in NVIDIA's Xid catalogue", "look at dmesg"
         else:
-            level, step = (
-                "critical" if number in XID_FAULT else "warn",
-                "drain the GPU and reset it; see dmesg",
-            )
-            words = XID_FAULT.get(number) or XID_WARN.get(number) or "see NVIDIA's Xid catalogue"
+            words, step = f"{known.meaning}; fault of {known.fault}", known.action
+        level = "warn" if known is None else known.level
         yield _check(row, "gpu.xid", level, f"Xid {number}: {words}", "none", step)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miner_guard.diagnosis.check import Check, Snapshot, gib
+from miner_guard.health import xids
 
 NOFILE = 4096
 """Below this dataloaders and NCCL run out of file descriptors; 1024 is the distributions' default
@@ -121,12 +122,12 @@ def _ports(s: Snapshot) -> Iterator[Check]:
 
 
 def _xids(s: Snapshot) -> Iterator[Check]:
+    """What the kernel's log has from before: a GPU that is broken now says so itself, so nothing
+    here is critical."""
     assert s.host is not None
     for line in s.host.get("kernel_xids") or ():
-        yield Check(
-            "gpu.kernel_log",
-            "warn",
-            f"the kernel's log has: {line}",
-            "no Xid",
-            "see NVIDIA's Xid catalogue",
-        )
+        _, known = xids.of_line(line)
+        if known is not None and known.level == "ok":
+            continue
+        step = "see NVIDIA's Xid catalogue" if known is None else known.action
+        yield Check("gpu.kernel_log", "warn", f"the kernel's log has: {line}", "no Xid", step)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import resources
+from itertools import chain
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -23,6 +24,7 @@ else:
 
 from miner_guard.eventlog.literal_search import literal_search
 from miner_guard.incidents import regexes
+from miner_guard.incidents.xid_patterns import expanded
 
 ROLES = ("cause", "uncaught", "remark", "ending", "report", "symptom", "warned")
 """What a line can be in the course of events, the nearest to the cause first.
@@ -307,7 +309,7 @@ def parse(texts: Mapping[str, str]) -> Knowledge:
         except tomllib.TOMLDecodeError as error:
             raise BadKnowledge(f"{file}: not valid TOML: {error}") from error
         triggers += document.pop("triggers", [])
-        for entry in document.pop("benign", []):
+        for entry in chain.from_iterable(map(expanded, document.pop("benign", []))):
             where = f"{file}: benign"
             cancels, roles = tuple(entry.get("cancels", ())), tuple(entry.get("roles", ()))
             benign.append(Benign(_pattern(where, "benign", "cause", entry), cancels, roles))
@@ -317,7 +319,8 @@ def parse(texts: Mapping[str, str]) -> Knowledge:
             labels[name] = _label(f"{file}: {name}", name, table)
             role = table.get("role", "cause")
             patterns += [
-                _pattern(f"{file}: {name}", name, role, entry) for entry in table["patterns"]
+                _pattern(f"{file}: {name}", name, role, entry)
+                for entry in chain.from_iterable(map(expanded, table["patterns"]))
             ]
     _check_references(labels, benign)
     return Knowledge(labels, patterns, benign, _triggers(triggers))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from miner_guard.incidents.knowledge import Pattern
 
 if sys.version_info >= (3, 11):
     from re import _constants as sre
@@ -105,3 +108,9 @@ def _holds(member: Any, text: str) -> bool:
         sre.CATEGORY_SPACE: text.isspace(),
         sre.CATEGORY_WORD: text.isalnum() or text == "_",
     }.get(argument, True)
+
+
+def distinct(entries: Iterable[Pattern]) -> list[Pattern]:
+    """Entries with a regex; of those that differ in numbers alone, such as Xid's, one."""
+    kinds = {re.sub(r"\d+", "0", e.regex.pattern): e for e in entries if e.regex is not None}
+    return list(kinds.values())

@@ -23,7 +23,7 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-from tests.unit.incidents.adversaries import adversaries
+from tests.unit.incidents.adversaries import adversaries, distinct
 
 EXCERPTS = Path(__file__).with_name("excerpts.toml")
 
@@ -82,7 +82,7 @@ def test_what_is_linear_is_not(regex: str) -> None:
     assert superlinear(regex) is None
 
 
-@pytest.mark.parametrize("entry", [e for e in knowledge.load().entries if e.regex is not None])
+@pytest.mark.parametrize("entry", distinct(knowledge.load().entries))
 def test_a_long_line_shows_what_a_short_one_shows(entry: knowledge.Pattern) -> None:
     """An expression is searched for around its words only where a line is long."""
     assert entry.regex is not None

@@ -1,0 +1,57 @@
+"""What NVIDIA's Xid numbers mean, and what to do about them: the rows of xids.toml."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from miner_guard.config.loading import read_toml
+
+_LINE = re.compile(r"\bXid(?: \(PCI:[^)]{0,40}\))?: ?(\d{1,3})\b(.*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Xid:
+    """One row of NVIDIA's catalogue."""
+
+    number: int
+    meaning: str
+    tier: str
+    fault: str
+    """Whose fault it is."""
+
+    level: str
+    """Of a startup check; `ok` where it asks for nothing."""
+
+    restart: str
+    """What the restart policy may do; one of `miner_guard.incidents.knowledge.RESTARTS`."""
+
+    action: str
+    line: str | None = None
+    """A regular expression, lower case: the row is of a line that it finds after the number."""
+
+
+@lru_cache(maxsize=1)
+def catalogue() -> tuple[Xid, ...]:
+    """Every row, in the order in which they are tried: of one number the first that fits."""
+    document = read_toml(Path(__file__).with_name("xids.toml"))
+    tiers: dict[str, dict[str, Any]] = document["tier"]
+    return tuple(Xid(**row, **tiers[row["tier"]]) for row in document["xid"])
+
+
+def of_number(number: int) -> Xid | None:
+    """The row of an Xid event, which has a number and no text; None where there is none."""
+    return next((x for x in catalogue() if x.number == number and x.line is None), None)
+
+
+def of_line(line: str) -> tuple[int | None, Xid | None]:
+    """Number and row of a line of the kernel's log; None for what is not there."""
+    match = _LINE.search(line)
+    if match is None:
+        return None, None
+    number, rest = int(match[1]), match[2].lower()
+    rows = (x for x in catalogue() if x.number == number)
+    return number, next((x for x in rows if x.line is None or re.search(x.line, rest)), None)

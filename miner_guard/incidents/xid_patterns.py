@@ -1,0 +1,36 @@
+"""Patterns for lines with an Xid number, made of the rows of `miner_guard/health/xids.toml`.
+
+An entry of a knowledge file names tiers in place of numbers: `{ has = ["xid"], xids = ["reset"] }`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miner_guard.health import xids
+
+_BEFORE = r"\bxid(?:.{0,30}\): ?|(?: error| event| code|:|#|=| |\(){1,4})"
+"""Between the word and the number, in the kernel's log and in people's."""
+
+
+def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """One entry for each row of the tiers that the entry names; any other entry as it is."""
+    tiers = entry.get("xids")
+    if tiers is None:
+        yield entry
+        return
+    shared = {key: value for key, value in entry.items() if key != "xids"}
+    for row in xids.catalogue():
+        if row.tier in tiers:
+            cause = f"Xid {row.number}: {row.meaning}; the fault of {row.fault}."
+            made = {"regex": _regex(row), "cause": cause, "fix": row.action, "restart": row.restart}
+            yield {**made, **shared}
+
+
+def _regex(row: xids.Xid) -> str:
+    number = f"{_BEFORE}{row.number}\\b"
+    if row.line is not None:
+        return f"{number}.{{0,200}}{row.line}"
+    others = [x.line for x in xids.catalogue() if x.number == row.number and x.line is not None]
+    return number + "".join(f"(?!.{{0,200}}{line})" for line in others)
