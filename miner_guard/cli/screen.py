@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from miner_guard.detectors.verdict import headline
 from miner_guard.eventlog.rendering import visible
 from miner_guard.health.snapshot import number, part
 from miner_guard.system.clock import parse_iso_utc
+
+STALE_S = 60.0
+"""A status older than this comes from a guard that is gone or wedged."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*%#"
@@ -87,7 +91,7 @@ def lines(
         shown = overview(
             status, curves, width, min_inner_step=min_inner_step, ascii_only=ascii_only
         )
-        top = [head(status, age_s), "", *shown, ""]
+        top = [*verdict_lines(status, age_s), head(status, age_s), "", *shown, ""]
     room = max(0, height - len(top) - 1)
     body = [*top[: height - 1], "last events", *events[-room + 1 :]] if room > 1 else top
     padded = [cut(line, width, ascii_only=ascii_only) for line in body[:height]]
@@ -117,6 +121,17 @@ def overview(
     ]
     rows += [*_ranks(steps), *_gpus(part(status, "health")), _host(status)]
     return [cut(line, width, ascii_only=ascii_only) for line in rows]
+
+
+def verdict_lines(status: Mapping[str, Any], age_s: float = 0.0) -> list[str]:
+    """What a person on call reads first: the verdict, and what to do about it."""
+    verdict = part(status, "verdict")
+    if age_s > STALE_S:
+        return [f"UNKNOWN: the guard has written nothing for {duration(age_s)}"]
+    step = verdict.get("next_step")
+    event = verdict.get("event")
+    anchor = f" (runbook: {event})" if event else ""
+    return [headline(verdict), *([f"next   {step}{anchor}"] if step else [])]
 
 
 def head(status: Mapping[str, Any], age_s: float) -> str:

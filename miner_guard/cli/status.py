@@ -75,6 +75,7 @@ def _lines(
     since = f" since {str(document.get('started'))[:19]}Z" if document.get("started") else ""
     ranks = ", ".join(sorted(document.get("rank_processes") or {}, key=int)) or "none yet"
     return [
+        *screen.verdict_lines(document),
         screen.head(document, 0.0) + paused,
         f"run    {document.get('run_id')}, attempt {document.get('attempt')}{since}, guard pid "
         f"{document.get('pid')},"

@@ -27,6 +27,7 @@ MONITORS = (
     "costs",
     "secret_leaks",
     "metrics",
+    "verdict",
     "alerts",
 )
 """Modules of `miner_guard.monitors.base`; each defines exactly one `Part`."""

@@ -1,0 +1,337 @@
+"""Is the miner earning? One verdict from what the guard knows, the worst condition first. Pure.
+
+The verdict reads the status document (what status.json holds) and `Memory`, the few findings whose
+effect lasts. `CONDITIONS` is the order of judgement: the first condition that holds is the verdict,
+so a miner that restarts after a hang is not also "stale" or "slow".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from miner_guard.eventlog.catalog import Finding
+
+EARNING, NOT_EARNING, DEGRADED, STOPPED, UNKNOWN = (
+    "earning",
+    "not earning",
+    "degraded",
+    "stopped",
+    "unknown",
+)
+STATES = (STOPPED, NOT_EARNING, DEGRADED, UNKNOWN, EARNING)
+"""Worst first."""
+
+
+@dataclass(frozen=True)
+class RunVerdict:
+    """What a person on call needs first."""
+
+    state: str
+    """One of `STATES`."""
+
+    cause: str
+    """One sentence without a full stop: what is wrong, with the number seen."""
+
+    next_step: str
+    """What to do; empty where there is nothing to do."""
+
+    event: str | None
+    """The event whose runbook row helps; None where there is none."""
+
+    confidence: str
+    """`measured`, `likely` (inferred from something near it) or `unknown`."""
+
+    key: str
+    """Names the condition; the sentence changes with its numbers, the key does not."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as status.json holds it."""
+        return asdict(self)
+
+
+@dataclass
+class Memory:
+    """Findings whose effect lasts until another finding takes it back. Bounded."""
+
+    restart: Mapping[str, Any] | None = None
+    hang: str | None = None
+    """The last hang, until steps come again."""
+
+    crash_loop: str | None = None
+    refused: str | None = None
+    gpu_faults: dict[str, str] = field(default_factory=dict)
+    disks: dict[str, str] = field(default_factory=dict)
+    straggler: str | None = None
+
+    def take(self, finding: Finding) -> None:
+        """Remember or forget by one finding."""
+        fields = finding.fields
+        if finding.event == "miner_restarting":
+            self.restart = fields
+        elif finding.event == "hang_detected":
+            self.hang = str(fields.get("detail"))
+        elif finding.event == "crash_loop":
+            self.crash_loop = str(fields.get("detail"))
+        elif finding.event == "straggler":
+            self.straggler = str(fields.get("detail"))
+        elif finding.event == "straggler_cleared":
+            self.straggler = None
+        elif finding.event in ("gpu_fault", "gpu_recovered"):
+            self._toggle(self.gpu_faults, f"GPU {fields.get('gpu')}", finding, "gpu_fault")
+        elif finding.event in ("disk_full", "disk_stuck", "disk_recovered"):
+            self._toggle(self.disks, str(fields.get("what")), finding, "disk_full", "disk_stuck")
+
+    def stepped(self) -> None:
+        """Training has made a step: what kept it from stepping is over."""
+        self.hang = self.restart = None
+
+    @staticmethod
+    def _toggle(table: dict[str, str], key: str, finding: Finding, *begins: str) -> None:
+        if finding.event not in begins:
+            table.pop(key, None)
+        elif len(table) < 64:
+            table[key] = str(finding.fields.get("what") or finding.fields.get("reason"))
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One thing that decides the verdict."""
+
+    key: str
+    state: str
+    cause: Callable[[Mapping[str, Any], Memory], str | None]
+    """The cause where the condition holds, else None."""
+
+    next_step: str
+    event: str | None
+    confidence: str = "measured"
+
+
+def judge(status: Mapping[str, Any], memory: Memory) -> RunVerdict:
+    """The verdict on this status document; unknown where nothing tells whether it earns."""
+    for condition in CONDITIONS:
+        cause = condition.cause(status, memory)
+        if cause is not None:
+            return RunVerdict(
+                condition.state,
+                cause,
+                condition.next_step,
+                condition.event,
+                condition.confidence,
+                condition.key,
+            )
+    return _healthy(status)
+
+
+def _healthy(status: Mapping[str, Any]) -> RunVerdict:
+    """Nothing is wrong: earning where somebody has looked as a validator does."""
+    audit, upload = _part(status, "uploads", "audit"), _part(status, "uploads", "upload")
+    repo = _part(status, "uploads", "repo")
+    if audit.get("outcome") == "accepted":
+        return RunVerdict(EARNING, _progress(status), "", None, "measured", "audited")
+    if upload.get("outcome") == "verified" and repo.get("stale") is False:
+        cause = f"{_progress(status)}; the last upload was verified, no audit has judged it"
+        return RunVerdict(EARNING, cause, "", None, "likely", "uploaded")
+    why = repo.get("reason") or "nothing has been uploaded yet"
+    cause = f"{_progress(status)}; whether validators accept it is unknown: {why}"
+    step = "set [repo] and run `miner-guard audit`" if repo.get("revision") is None else ""
+    return RunVerdict(UNKNOWN, cause, step, None, "unknown", "not_audited")
+
+
+def _part(status: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    value: Any = status
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
+
+
+def _progress(status: Mapping[str, Any]) -> str:
+    steps = _part(status, "steps")
+    loss = steps.get("loss")
+    words = f"training at outer step {_or(steps.get('outer_step'))}, inner step "
+    words += _or(steps.get("inner_step"))
+    return words + (f", loss {loss:.2f}" if isinstance(loss, (int, float)) else "")
+
+
+def _or(value: Any) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _paused(status: Mapping[str, Any], memory: Memory) -> str | None:
+    return "an operator paused the miner" if status.get("state") == "paused" else None
+
+
+def _gave_up(status: Mapping[str, Any], memory: Memory) -> str | None:
+    return memory.crash_loop and f"crash loop: {memory.crash_loop}"
+
+
+def _done(status: Mapping[str, Any], memory: Memory) -> str | None:
+    if status.get("state") != "done":
+        return None
+    last = _part(status, "last_exit")
+    return "the miner finished its work" if last.get("finished") else "the guard stopped the miner"
+
+
+def _restarting(status: Mapping[str, Any], memory: Memory) -> str | None:
+    if status.get("state") in ("running", None) and memory.restart is None:
+        return None
+    if memory.restart is not None:
+        attempt = f"attempt {memory.restart.get('attempt')} of {memory.restart.get('max_restarts')}"
+        why = memory.hang or str(memory.restart.get("cause"))
+        return f"{why}; restarting, {attempt}"
+    if status.get("state") == "starting":
+        return None
+    return f"the miner is {status.get('state')}"
+
+
+def _hanging(status: Mapping[str, Any], memory: Memory) -> str | None:
+    return _part(status, "hang").get("hang") or memory.hang
+
+
+def _loss_not_finite(status: Mapping[str, Any], memory: Memory) -> str | None:
+    steps = _part(status, "steps")
+    loss = steps.get("loss")
+    if loss not in ("NaN", "Infinity", "-Infinity"):
+        return None
+    return f"loss is {loss} at step {_or(steps.get('inner_step'))}"
+
+
+def _on_cpu(status: Mapping[str, Any], memory: Memory) -> str | None:
+    ranks = _part(status, "ranks", "cpu_fallback")
+    on_cpu = [
+        rank for rank, seen in ranks.items() if _part(ranks, rank).get("verdict") == "certain"
+    ]
+    return f"the model runs on the CPU on rank {', '.join(on_cpu)}" if on_cpu else None
+
+
+def _unregistered(status: Mapping[str, Any], memory: Memory) -> str | None:
+    chain = _part(status, "chain")
+    return "the hotkey is not registered" if chain.get("registered") is False else None
+
+
+def _rejected(status: Mapping[str, Any], memory: Memory) -> str | None:
+    audit = _part(status, "uploads", "audit")
+    if audit.get("outcome") != "rejected":
+        return None
+    return f"validators would reject what is published: {audit.get('detail')}"
+
+
+def _stale(status: Mapping[str, Any], memory: Memory) -> str | None:
+    repo = _part(status, "uploads", "repo")
+    if not repo.get("stale"):
+        return None
+    age, limit = _or(repo.get("age_s")), _or(repo.get("limit_s"))
+    return f"the published gradients are {age} s old (limit {limit} s)"
+
+
+def _no_step(status: Mapping[str, Any], memory: Memory) -> str | None:
+    if _part(status, "steps").get("total_steps") is not None:
+        return None
+    return "the miner starts" if status.get("state") == "starting" else "no step seen yet"
+
+
+def _gpu_fault(status: Mapping[str, Any], memory: Memory) -> str | None:
+    faults = [f"{gpu} {what}" for gpu, what in sorted(memory.gpu_faults.items())]
+    return "; ".join(faults) or None
+
+
+def _disk(status: Mapping[str, Any], memory: Memory) -> str | None:
+    rows = [f"{what} cannot be written ({reason})" for what, reason in sorted(memory.disks.items())]
+    return "; ".join(rows) or None
+
+
+def _straggling(status: Mapping[str, Any], memory: Memory) -> str | None:
+    return memory.straggler
+
+
+def _slow(status: Mapping[str, Any], memory: Memory) -> str | None:
+    steps = _part(status, "steps")
+    p50 = steps.get("p50_s")
+    return f"steps take {p50:.1f} s" if steps.get("grade") == "bad" and p50 is not None else None
+
+
+def _due_but_blocked(status: Mapping[str, Any], memory: Memory) -> str | None:
+    decision, repo = _part(status, "uploads", "decision"), _part(status, "uploads", "repo")
+    if decision.get("allowed") is not False or not repo.get("due"):
+        return None
+    return f"the gate blocks an upload that is due: {decision.get('reason')}"
+
+
+def _over_budget(status: Mapping[str, Any], memory: Memory) -> str | None:
+    costs = _part(status, "costs")
+    if costs.get("budget_status") != "critical":
+        return None
+    return f"monitoring takes {costs.get('share_pct', 0.0):.1f}% of training time"
+
+
+CONDITIONS: tuple[Condition, ...] = (
+    Condition(
+        "crash_loop", STOPPED, _gave_up, "fix the first cause, then restart the guard", "crash_loop"
+    ),
+    Condition("paused", STOPPED, _paused, "miner-guard ctl resume", "miner_paused"),
+    Condition("done", STOPPED, _done, "", "guard_stopped"),
+    Condition(
+        "restarting",
+        NOT_EARNING,
+        _restarting,
+        "read the incident: miner-guard logs --event incident",
+        "miner_restarting",
+    ),
+    Condition(
+        "hang",
+        NOT_EARNING,
+        _hanging,
+        "read the stacks of the named rank in incidents/",
+        "hang_detected",
+    ),
+    Condition(
+        "loss_nan", NOT_EARNING, _loss_not_finite, "restore the last good checkpoint", "loss_nan"
+    ),
+    Condition(
+        "cpu_fallback",
+        NOT_EARNING,
+        _on_cpu,
+        "miner-guard doctor; then restart the miner",
+        "cpu_fallback",
+    ),
+    Condition(
+        "unregistered", NOT_EARNING, _unregistered, "register the hotkey", "chain_unregistered"
+    ),
+    Condition("rejected", NOT_EARNING, _rejected, "miner-guard audit", "audit_failed"),
+    Condition(
+        "stale", NOT_EARNING, _stale, "find what blocks the upload: miner-guard gate", "repo_stale"
+    ),
+    Condition("no_step", UNKNOWN, _no_step, "", None, "unknown"),
+    Condition("gpu_fault", DEGRADED, _gpu_fault, "miner-guard doctor", "gpu_fault"),
+    Condition(
+        "disk", DEGRADED, _disk, "free space on the disk of the state directory", "disk_full"
+    ),
+    Condition(
+        "due_but_blocked", DEGRADED, _due_but_blocked, "read the rule that blocks", "upload_blocked"
+    ),
+    Condition(
+        "straggler", DEGRADED, _straggling, "compare the ranks: miner-guard top", "straggler"
+    ),
+    Condition("slow", DEGRADED, _slow, "check GPU use: miner-guard top", "slow_step"),
+    Condition("over_budget", DEGRADED, _over_budget, "miner-guard costs", "monitoring_over_budget"),
+)
+"""The order of judgement: what stops earning before what only slows it."""
+
+
+def headline(verdict: Mapping[str, Any] | None) -> str:
+    """`NOT EARNING since 12:03 UTC: rank 1 hangs in allreduce; restarting, attempt 2 of 5`.
+
+    `verdict` is the status document's; None where the guard wrote none.
+    """
+    if not verdict:
+        return "UNKNOWN: the guard has not judged yet"
+    since = str(verdict.get("since") or "")
+    when = f" since {since[11:16]} UTC" if len(since) >= 16 else ""
+    return f"{str(verdict.get('state')).upper()}{when}: {verdict.get('cause')}"
+
+
+def worst(verdicts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The verdicts of several miners, worst first."""
+    return sorted(verdicts, key=lambda v: STATES.index(v["state"]) if v["state"] in STATES else 0)

@@ -1,0 +1,77 @@
+"""Verdict: is the miner earning, since when, why not, and what to do; one line per change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from miner_guard.detectors.verdict import Memory, RunVerdict, headline, judge
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.monitors.base import Context, Monitor
+from miner_guard.system.clock import iso_utc
+
+_SETTLED_S = 5.0
+"""A condition must hold this long before the verdict changes: what comes and goes within a few
+seconds is another event's matter."""
+
+
+_REPORTED = ("state", "since", "cause", "next_step", "confidence")
+
+
+class VerdictMonitor(Monitor):
+    """Judges the status document at each tick and reports a change of verdict."""
+
+    name = "verdict"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._memory = Memory()
+        self._current: RunVerdict | None = None
+        self._since = context.clock.wall()
+        self._candidate: tuple[str, float] | None = None
+        """A condition that is not the verdict yet, and since when it holds (monotonic)."""
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        self._memory.take(finding)
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        self._memory.stepped()
+        return ()
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        status = self.context.status()
+        if not status:
+            return ()
+        verdict = judge(status, self._memory)
+        if self._current is not None and verdict.key == self._current.key:
+            # The sentence carries the newest numbers; only another condition is a change.
+            self._current, self._candidate = verdict, None
+            return ()
+        if self._candidate is None or self._candidate[0] != verdict.key:
+            self._candidate = (verdict.key, now)
+        if now - self._candidate[1] < _SETTLED_S:
+            return ()
+        return [self._change(verdict)]
+
+    def _change(self, verdict: RunVerdict) -> Finding:
+        previous = self._current
+        self._current, self._candidate = verdict, None
+        if previous is None or previous.state != verdict.state:
+            self._since = self.context.clock.wall()
+        document = self.snapshot()
+        return make_finding(
+            "verdict_changed",
+            headline=headline(document),
+            previous=None if previous is None else previous.state,
+            **{
+                name: document[name]
+                for name in ("state", "since", "cause", "next_step", "confidence")
+            },
+        )
+
+    def snapshot(self) -> Mapping[str, Any]:
+        if self._current is None:
+            return {"state": "unknown", "since": None, "cause": "the guard has just started"}
+        return {**self._current.as_dict(), "since": iso_utc(self._since)}

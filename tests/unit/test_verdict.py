@@ -1,0 +1,182 @@
+"""One verdict on every surface: is the miner earning, and if not, why and since when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.cli import screen
+from miner_guard.detectors import verdict
+from miner_guard.detectors.verdict import (
+    DEGRADED,
+    EARNING,
+    NOT_EARNING,
+    STOPPED,
+    UNKNOWN,
+    Memory,
+    headline,
+    judge,
+)
+from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding, message
+from miner_guard.monitors.verdict import VerdictMonitor
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import context
+
+RESTARTING = make_finding(
+    "miner_restarting", wait_s=4.0, attempt=2, max_restarts=5, cause="it ended with code 1"
+)
+HANG = make_finding(
+    "hang_detected",
+    detail="rank 1 in data for 912s, ranks 0,2-3 waiting in allreduce",
+    culprits=[1],
+    idle_s=912.0,
+    limit_s=300.0,
+)
+GPU = make_finding("gpu_fault", gpu=3, what="fell off the bus", next_step="restart the host")
+
+
+def healthy(**changes: Any) -> dict[str, Any]:
+    status: dict[str, Any] = {
+        "state": "running",
+        "steps": {
+            "outer_step": 56,
+            "inner_step": 84,
+            "total_steps": 84,
+            "loss": 3.4,
+            "grade": "good",
+            "p50_s": 15.0,
+        },
+        "uploads": {
+            "audit": {"outcome": "accepted", "detail": "12 of 12 rules"},
+            "repo": {"stale": False, "due": False, "age_s": 612, "revision": "1.56.51"},
+        },
+        "hang": {"hang": None},
+        "chain": {"registered": True},
+        "ranks": {"cpu_fallback": {}},
+        "costs": {"budget_status": "ok", "share_pct": 0.1},
+    }
+    for path, value in changes.items():
+        *way, last = path.split("__")
+        table = status
+        for name in way:
+            table = table.setdefault(name, {})
+        table[last] = value
+    return status
+
+
+@pytest.mark.parametrize(
+    ("changes", "findings", "state", "words"),
+    [
+        ({}, (), EARNING, "training at outer step 56, inner step 84, loss 3.40"),
+        ({"uploads": {}}, (), UNKNOWN, "whether validators accept it is unknown"),
+        ({"steps__loss": "NaN"}, (), NOT_EARNING, "loss is NaN at step 84"),
+        ({"hang__hang": "rank 1 in data for 912s"}, (), NOT_EARNING, "rank 1 in data"),
+        ({"chain__registered": False}, (), NOT_EARNING, "not registered"),
+        ({"uploads__audit__outcome": "rejected"}, (), NOT_EARNING, "validators would reject"),
+        ({"uploads__repo__stale": True}, (), NOT_EARNING, "612 s old"),
+        ({"ranks__cpu_fallback": {"2": {"verdict": "certain"}}}, (), NOT_EARNING, "CPU on rank 2"),
+        ({"state": "waiting"}, (RESTARTING,), NOT_EARNING, "code 1; restarting, attempt 2 of 5"),
+        ({"state": "waiting"}, (HANG, RESTARTING), NOT_EARNING, "rank 1 in data for 912s"),
+        ({"state": "paused"}, (), STOPPED, "an operator paused"),
+        ({}, (make_finding("crash_loop", detail="5 failures", restarts=5),), STOPPED, "crash loop"),
+        ({"steps": {}}, (), UNKNOWN, "no step seen yet"),
+        ({}, (GPU,), DEGRADED, "GPU 3 fell off the bus"),
+        ({"steps__grade": "bad", "steps__p50_s": 240.0}, (), DEGRADED, "steps take 240.0 s"),
+        ({"costs__budget_status": "critical", "costs__share_pct": 11.2}, (), DEGRADED, "11.2%"),
+        ({"steps__loss": "NaN", "costs__budget_status": "critical"}, (), NOT_EARNING, "NaN"),
+    ],
+)
+def test_the_worst_condition_is_the_verdict(
+    changes: dict[str, Any], findings: tuple[Finding, ...], state: str, words: str
+) -> None:
+    memory = Memory()
+    for finding in findings:
+        memory.take(finding)
+    judged = judge(healthy(**changes), memory)
+    assert (judged.state, words in judged.cause) == (state, True), judged
+
+
+def test_a_step_ends_what_kept_the_miner_from_stepping() -> None:
+    memory = Memory()
+    memory.take(HANG)
+    memory.take(RESTARTING)
+    memory.stepped()
+    assert judge(healthy(), memory).state == EARNING
+
+
+def test_a_fault_that_recovers_is_forgotten() -> None:
+    memory = Memory()
+    memory.take(GPU)
+    memory.take(make_finding("gpu_recovered", gpu=3, what="is back"))
+    assert judge(healthy(), memory).state == EARNING
+
+
+def test_an_empty_status_is_unknown_and_never_healthy() -> None:
+    assert judge({}, Memory()).state == UNKNOWN
+
+
+def test_every_condition_names_an_event_of_the_catalogue() -> None:
+    events = [condition.event for condition in verdict.CONDITIONS if condition.event]
+    assert set(events) <= set(CATALOGUE)
+
+
+class Bench:
+    def __init__(self, folder: Path) -> None:
+        self.clock, self.status = FakeClock(), healthy()
+        self.monitor = VerdictMonitor(context(folder, clock=self.clock, status=lambda: self.status))
+
+    def run(self, seconds: float, **changes: Any) -> list[str]:
+        self.status = healthy(**changes)
+        lines = []
+        for _ in range(int(seconds)):
+            self.clock.advance(1.0)
+            found = self.monitor.on_tick(self.clock.monotonic(), {})
+            lines += [message(finding) for finding in found]
+        return lines
+
+
+def test_one_line_tells_each_change_and_since_when(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    (earning,) = bench.run(60)
+    assert earning.startswith("VERDICT: EARNING since ")
+    (broken,) = bench.run(60, steps__loss="NaN")
+    assert broken.startswith("VERDICT: NOT EARNING since ")
+    assert broken.endswith("loss is NaN at step 84")
+    assert bench.monitor.snapshot()["next_step"] == "restore the last good checkpoint"
+
+
+def test_what_comes_and_goes_within_seconds_changes_nothing(tmp_path: Path) -> None:
+    """Guards against a verdict that flaps with each blocked upload or slow read."""
+    bench = Bench(tmp_path)
+    bench.run(60)
+    assert bench.run(3, steps__loss="NaN") + bench.run(60) == []
+
+
+def test_another_cause_of_the_same_state_keeps_since(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.run(60, steps__loss="NaN")
+    since = bench.monitor.snapshot()["since"]
+    (line,) = bench.run(60, uploads__repo__stale=True)
+    assert "612 s old" in line
+    assert bench.monitor.snapshot()["since"] == since
+
+
+def test_the_first_line_of_the_screen_is_the_verdict() -> None:
+    document = {
+        **judge(healthy(steps__loss="NaN"), Memory()).as_dict(),
+        "since": "2026-01-02T12:03:04Z",
+    }
+    lines = screen.verdict_lines({"verdict": document})
+    assert lines == [
+        "NOT EARNING since 12:03 UTC: loss is NaN at step 84",
+        "next   restore the last good checkpoint (runbook: loss_nan)",
+    ]
+    assert headline(None).startswith("UNKNOWN")
+
+
+def test_a_guard_that_is_gone_is_unknown_and_not_what_it_last_knew() -> None:
+    document = {**judge(healthy(), Memory()).as_dict(), "since": "2026-01-02T12:03:04Z"}
+    (line,) = screen.verdict_lines({"verdict": document}, age_s=300.0)
+    assert line.startswith("UNKNOWN: the guard has written nothing for")
