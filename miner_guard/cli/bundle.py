@@ -10,6 +10,7 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
+from miner_guard.cli.find import open_guard
 from miner_guard.exits import FAILED, Refused
 
 
@@ -17,7 +18,7 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", help="The .tar.gz to write.")],
     since: options.Since = "2d",
     config: options.Config = None,
-    name: options.Name = options.DEFAULT_NAME,
+    name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
     """Collect what a helper asks for, from diagnostics to settings, in one redacted archive with a
@@ -26,7 +27,7 @@ def command(
     from miner_guard.reporting.bundle import collect, pack
     from uploads.repos.credentials import beside
 
-    place = options.open_context(config, name, state_dir)
+    place = open_guard(config, name, state_dir)
     earliest = options.earliest(since)
     options.check_there(place.state)
     files = collect(place.state, earliest, place.settings)

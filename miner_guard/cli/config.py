@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -19,7 +20,9 @@ from miner_guard.cli.options import (
     State,
     open_context,
 )
+from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.redact import MASK, Redactor
+from miner_guard.exits import CONFIG, FAILED, Refused
 
 _COLUMN = 44
 
@@ -27,6 +30,19 @@ _COLUMN = 44
 def command(
     changed: Annotated[
         bool, typer.Option("--changed", help="Only what differs from the defaults.")
+    ] = False,
+    validate: Annotated[
+        Optional[Path],
+        typer.Option(metavar="FILE", help="Check FILE alone; 78 where it is refused."),
+    ] = None,
+    diff: Annotated[
+        Optional[Path],
+        typer.Option(
+            metavar="FILE", help="What FILE instead of guard.toml would change; 1 if it does."
+        ),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="JSON Schema of guard.toml, for editors.")
     ] = False,
     config: Config = None,
     name: Name = DEFAULT_NAME,
@@ -36,6 +52,17 @@ def command(
     """Show the settings in force and where each came from; secrets are masked."""
     from uploads.repos import credentials
 
+    if schema:
+        from miner_guard.config.json_schema import document
+
+        echo(json.dumps(document(), indent=1))
+        return
+    if validate is not None:
+        _validate(validate)
+        return
+    if diff is not None:
+        _diff(open_context(config, name, state_dir), open_context(diff, name, state_dir))
+        return
     place = open_context(config, name, state_dir)
     rows = [row for row in _rows(place) if not changed or row[2] != "default"]
     if as_json:
@@ -53,6 +80,30 @@ def command(
             echo(f"\n[{section}]")
         setting = f"{key} = {_toml(value)}" if value is not None else f"# {key} is not set"
         echo(f"{setting:<{_COLUMN}}  # {origin}")
+
+
+def _validate(file: Path) -> None:
+    """Raises Refused (78) with the file, the key and what is allowed."""
+    from miner_guard.config import loading
+
+    try:
+        origins = loading.load(file, env={}).origins
+    except loading.BadConfig as error:
+        raise Refused(str(error), CONFIG) from error
+    given = sum(origin != "default" for origin in origins.values())
+    echo(f"{file}: {counted(given, 'setting')}, all of them valid")
+
+
+def _diff(ours: CommandContext, theirs: CommandContext) -> None:
+    """`- ` what is in force, `+ ` what would be. Exits with 1 where they differ."""
+    changed = False
+    for (dotted, before, _), (_, after, _) in zip(_rows(ours), _rows(theirs), strict=True):
+        if before != after:
+            changed = True
+            echo(f"- {dotted} = {_toml(before)}\n+ {dotted} = {_toml(after)}")
+    if changed:
+        raise typer.Exit(FAILED)
+    echo("no difference")
 
 
 def _rows(place: CommandContext) -> Iterator[tuple[str, Any, str]]:

@@ -9,6 +9,7 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
+from miner_guard.cli.find import find_guard
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
 
 
@@ -26,14 +27,14 @@ def command(
         ControlAction, typer.Argument(metavar="checkpoint|restart|pause|resume", help="What to do.")
     ],
     config: options.Config = None,
-    name: options.Name = options.DEFAULT_NAME,
+    name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
     """Tell the running guard: write a checkpoint, restart the miner, leave it down, start it
     again."""
     from miner_guard.supervisor.control.control_socket import NotRunning, ask
 
-    state = options.choose_state(name, state_dir)
+    state = find_guard(name, state_dir)
     try:
         answer = ask(state, {"do": order.value})
     except NotRunning as problem:

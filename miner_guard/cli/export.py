@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import DEFAULT_NAME, Config, Name, State, check_there, choose_state
+from miner_guard.cli.find import find_guard
+from miner_guard.cli.options import AnyName, Config, State, check_there
 from miner_guard.config import optional_deps
 from miner_guard.eventlog import query
 from miner_guard.eventlog.query import Follower
@@ -30,7 +31,7 @@ def command(
         bool, typer.Option("--follow", "-f", help="Go on as lines are written.")
     ] = False,
     config: Config = None,
-    name: Name = DEFAULT_NAME,
+    name: AnyName = None,
     state_dir: State = None,
 ) -> None:
     """Write the run's numbers for TensorBoard or Weights & Biases, out of the guard's way. Exit 1:
@@ -39,7 +40,7 @@ def command(
 
     if kind not in _KINDS:
         raise Refused(f"export takes {' or '.join(_KINDS)}, not {kind!r}", USAGE)
-    state = choose_state(name, state_dir)
+    state = find_guard(name, state_dir)
     check_there(state)
     log = state.log
     follower = Follower(log, export.QUERY)

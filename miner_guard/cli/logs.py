@@ -14,6 +14,7 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
+from miner_guard.cli.find import find_guard
 from miner_guard.eventlog import query as logquery
 from miner_guard.eventlog.catalog import CATALOGUE, LEVELS, counted
 from miner_guard.eventlog.query import Follower, Hit, Query, Seen
@@ -62,11 +63,11 @@ def command(
         bool, typer.Option("--emoji/--no-emoji", help="The emoji before the words.")
     ] = True,
     config: options.Config = None,
-    name: options.Name = options.DEFAULT_NAME,
+    name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
     """Query guard.jsonl and its rotated files. Exit 1: nothing matched."""
-    state = options.choose_state(name, state_dir)
+    state = find_guard(name, state_dir)
     query, seen = _query(event or [], level, since, rank or []), Seen()
     options.check_there(state)
     if ledger is not None:

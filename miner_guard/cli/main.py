@@ -54,7 +54,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
         name="miner-guard",
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -83,7 +83,7 @@ def _version(asked: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
     """Runs a distributed-training miner, sees its silent failures, gates its uploads."""

@@ -46,6 +46,14 @@ Config = Annotated[
 Name = Annotated[
     str, typer.Option("--name", help="Name of the miner; chooses the state directory.")
 ]
+AnyName = Annotated[
+    Optional[str],
+    typer.Option(
+        "--name",
+        help="Name of the miner. Without it the guard that runs is meant.",
+        show_default=False,
+    ),
+]
 State = Annotated[
     Optional[str], typer.Option("--state-dir", help="State directory; overrides --name.")
 ]

@@ -10,6 +10,7 @@ import typer
 from miner_guard import state_dir as statedir
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
+from miner_guard.cli.find import open_guard
 from miner_guard.exits import FAILED, Refused
 
 
@@ -17,7 +18,7 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")],
     since: options.Since = "",
     config: options.Config = None,
-    name: options.Name = options.DEFAULT_NAME,
+    name: options.AnyName = None,
     state_dir: options.State = None,
 ) -> None:
     """Write one self-contained HTML page of the run: curves, uploads, costs, incidents,
@@ -25,7 +26,7 @@ def command(
     from miner_guard.reporting.report import render
     from uploads import ledger
 
-    place = options.open_context(config, name, state_dir)
+    place = open_guard(config, name, state_dir)
     earliest = options.earliest(since)
     options.check_there(place.state)
     pushes = ledger.read(place.state.ledger, "uploads", since=earliest)

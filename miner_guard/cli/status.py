@@ -10,6 +10,7 @@ from typing import Any
 
 from miner_guard.cli import options, screen
 from miner_guard.cli.echo import echo
+from miner_guard.cli.find import open_guard
 from miner_guard.cli.screen import CurveHistory
 from miner_guard.cli.top import curves_of
 from miner_guard.eventlog import query
@@ -25,14 +26,14 @@ _EVENTS = 8
 
 def command(
     config: options.Config = None,
-    name: options.Name = options.DEFAULT_NAME,
+    name: options.AnyName = None,
     state_dir: options.State = None,
     as_json: options.Json = False,
 ) -> None:
     """What the running guard knows. Exit code 3 where none runs."""
     from miner_guard.supervisor.control.control_socket import NotRunning, ask
 
-    place = options.open_context(config, name, state_dir)
+    place = open_guard(config, name, state_dir)
     try:
         document: Mapping[str, Any] = ask(place.state, {"do": "status"})["status"]
     except NotRunning as problem:

@@ -18,15 +18,8 @@ import typer
 from miner_guard import state_dir as statedir
 from miner_guard.cli import screen
 from miner_guard.cli.echo import echo
-from miner_guard.cli.options import (
-    DEFAULT_NAME,
-    Config,
-    Name,
-    State,
-    a_number,
-    open_context,
-    start_or_name,
-)
+from miner_guard.cli.find import open_guard
+from miner_guard.cli.options import AnyName, Config, State, a_number, start_or_name
 from miner_guard.eventlog import query
 from miner_guard.eventlog.catalog import CATALOGUE
 from miner_guard.eventlog.query import Follower, Hit, Query
@@ -51,12 +44,12 @@ def command(
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
     plain: Annotated[bool, typer.Option("--ascii", help="Letters of ASCII only.")] = False,
     config: Config = None,
-    name: Name = DEFAULT_NAME,
+    name: AnyName = None,
     state_dir: State = None,
 ) -> None:
     """What the running guard knows, live: the way to the next upload, ranks, GPUs, curves, events.
     q ends it."""
-    place = open_context(config, name, state_dir)
+    place = open_guard(config, name, state_dir)
     if not isinstance(statedir.read_json(place.state.status), dict):
         raise Refused(
             f"no guard has run in {place.state.root}; {start_or_name(place.state)}", NOT_RUNNING

@@ -11,7 +11,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,10 @@ def _add_document(
 ) -> None:
     for section, table in document.items():
         if section not in merged:
-            raise BadConfig(f"{where}: unknown section [{section}]; allowed: {', '.join(merged)}")
+            raise BadConfig(
+                f"{where}: unknown section [{section}]; {_meant(section, merged)}"
+                f"allowed: {', '.join(merged)}"
+            )
         if not isinstance(table, Mapping):
             raise BadConfig(
                 f"{where}: {section} is not a section; write it as [{section}] with keys below it"
@@ -140,7 +143,8 @@ def _add_environment(
         section, _, key = name[len(PREFIX) :].lower().partition("__")
         if section not in merged or not key:
             raise BadConfig(
-                f"{where}: {name} names no setting; the form is {PREFIX}SECTION__KEY, "
+                f"{where}: {name} names no setting; {_meant(section, merged)}"
+                f"the form is {PREFIX}SECTION__KEY, "
                 f"sections: {', '.join(merged)}"
             )
         merged[section][key] = _checked(section, key, text, f"{where}, {name}", strict=False)
@@ -151,7 +155,8 @@ def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) ->
     hints = typing.get_type_hints(sections()[section], include_extras=True)
     if key not in hints:
         raise BadConfig(
-            f"{where}: unknown key {section}.{key}; allowed in [{section}]: {', '.join(hints)}"
+            f"{where}: unknown key {section}.{key}; {_meant(key, hints)}"
+            f"allowed in [{section}]: {', '.join(hints)}"
         )
     hint = hints[key]
     if isinstance(value, str) and not strict:
@@ -166,6 +171,14 @@ def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) ->
         raise BadConfig(
             f"{where}: {section}.{key} = {value!r} is not allowed; allowed: {describe(hint)}"
         ) from error
+
+
+def _meant(word: str, allowed: Iterable[str]) -> str:
+    """`did you mean expect? `, or nothing where no name is near."""
+    import difflib
+
+    near = difflib.get_close_matches(word, list(allowed), n=2, cutoff=0.7)
+    return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def _from_text(hint: Any, text: str) -> Any:

@@ -1,0 +1,123 @@
+"""Which guard is meant where nobody names one: the one that runs, wherever its state is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from miner_guard.cli.echo import echo
+from miner_guard.cli.options import DEFAULT_NAME, CommandContext, choose_state, open_context
+from miner_guard.exits import USAGE, Refused
+from miner_guard.state_dir import StateDir
+from miner_guard.system.sockets import address
+
+_DEMO = Path(".demo", "state")
+"""Where `make demo` puts its state, below the source tree."""
+
+_MAX_NAMED = 8
+
+
+def find_guard(name: str | None, state_dir: str | None) -> StateDir:
+    """The state directory that the flags or the environment name; else that of the one guard that
+    runs; else the default's; else that of the guard that ran last.
+
+    Says on stderr which one it is, where the flags don't. Raises Refused: 64 where several run, 78
+    for an impossible name.
+    """
+    usual = choose_state(DEFAULT_NAME if name is None else name, state_dir)
+    named = name is not None or state_dir is not None or "MINER_GUARD_STATE_DIR" in os.environ
+    if named or _listens(usual):
+        return usual
+    running = running_guards()
+    if len(running) > 1:
+        raise Refused(
+            f"{len(running)} guards run here; name one: "
+            + " · ".join(flag(state) for state in running[:_MAX_NAMED]),
+            USAGE,
+        )
+    if running:
+        echo(f"the guard that runs: {flag(running[0])}", err=True)
+        return running[0]
+    if usual.status.is_file() or (last := _last_ended(usual)) is None:
+        return usual
+    echo(f"no guard runs; the last one: {flag(last)}", err=True)
+    return last
+
+
+def open_guard(config: Path | None, name: str | None, state_dir: str | None) -> CommandContext:
+    """`options.open_context` for the guard that is meant."""
+    return open_context(config, DEFAULT_NAME, str(find_guard(name, state_dir).root))
+
+
+def running_guards() -> list[StateDir]:
+    """The guards of this user, by the lock files that their processes hold open."""
+    roots = {path.parent for pid in _guard_pids() for path in _open_files(pid) if _is_lock(path)}
+    return [state for root in sorted(roots) if _listens(state := StateDir(root))]
+
+
+def flag(state: StateDir) -> str:
+    """The flag by which other commands find it."""
+    usual = choose_state(DEFAULT_NAME, None).root
+    if state.root.parent == usual.parent:
+        return f"--name {state.root.name}"
+    return f"--state-dir {state.root}"
+
+
+def _guard_pids() -> Iterator[int]:
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            words = Path("/proc", entry, "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"miner-guard" in words or b"miner_guard" in words:
+            yield int(entry)
+
+
+def _open_files(pid: int) -> Iterator[Path]:
+    folder = f"/proc/{pid}/fd"
+    try:
+        # Of another user's process: not ours to see.
+        numbers = os.listdir(folder)
+    except OSError:
+        return
+    for number in numbers:
+        try:
+            yield Path(os.readlink(f"{folder}/{number}"))
+        except OSError:
+            continue
+
+
+def _is_lock(path: Path) -> bool:
+    return path.is_absolute() and path == StateDir(path.parent).lock
+
+
+def _listens(state: StateDir) -> bool:
+    try:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client,
+            address(state.control) as name,
+        ):
+            client.settimeout(1.0)
+            client.connect(name)
+    except OSError:
+        return False
+    return True
+
+
+def _last_ended(usual: StateDir) -> StateDir | None:
+    """The one whose status.json is the youngest, of those beside the default's and the demo's."""
+    try:
+        roots = [*usual.root.parent.iterdir(), _DEMO.absolute()]
+    except OSError:
+        roots = [_DEMO.absolute()]
+    ages = {}
+    for root in roots:
+        try:
+            ages[root] = StateDir(root).status.stat().st_mtime
+        except OSError:
+            continue
+    return StateDir(max(ages, key=ages.__getitem__)) if ages else None

@@ -1,0 +1,91 @@
+"""`status`, `logs` and the others without a flag: the guard that runs is the one that is meant."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from miner_guard.cli import find
+from miner_guard.cli.main import run
+from miner_guard.state_dir import StateDir, write_json
+from tests.faults.guarded import Guarded, until
+
+FAST = {"miner.stop_timeout_s": 3, "health.sample_every_s": 600, "gpu.preflight": "false"}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user without a guard of the default name; other tests' guards are not hers."""
+    monkeypatch.delenv("MINER_GUARD_STATE_DIR", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(find, "_guard_pids", lambda: iter(()))
+    return tmp_path / "home" / "miner-guard"
+
+
+def ended(root: Path, age_s: float) -> StateDir:
+    """What a guard leaves behind."""
+    state = StateDir(root)
+    root.mkdir(parents=True)
+    write_json(state.status, {"state": "ended"})
+    then = time.time() - age_s
+    os.utime(state.status, (then, then))
+    return state
+
+
+def test_the_guard_that_runs_is_found_wherever_its_state_is(
+    guarded: Guarded,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    guarded.start(["sleep", "600"], settings=FAST)
+    guarded.wait_for("miner_started")
+    until(guarded.state.status.exists, 60, "status.json")
+    guard = guarded.processes[0].pid
+    monkeypatch.setattr(find, "_guard_pids", lambda: iter([guard]))
+    for words in (["status"], ["logs", "--event", "miner_started"], ["top", "--once"]):
+        assert run(words) == 0
+        assert f"--state-dir {guarded.state.root}" in capsys.readouterr().err
+    assert run(["status", "--name", "another"]) == 3, "what is named is what is meant"
+    assert guarded.stop() == 0
+
+
+def test_several_are_named_and_none_is_chosen(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = [StateDir(home / "sn38"), StateDir(tmp_path / "elsewhere")]
+    monkeypatch.setattr(find, "running_guards", lambda: two)
+    assert run(["status"]) == 64
+    words = capsys.readouterr().err
+    assert f"2 guards run here; name one: --name sn38 · --state-dir {tmp_path}/elsewhere" in words
+
+
+def test_after_the_demo_its_state_is_shown(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against `make demo` whose numbers nobody finds."""
+    ended(home / "sn38", 500.0)
+    demo = ended(tmp_path / "work" / ".demo" / "state", 5.0)
+    assert find.find_guard(None, None).root == demo.root
+    assert f"no guard runs; the last one: --state-dir {demo.root}" in capsys.readouterr().err
+    assert run(["status"]) == 3
+    assert f"no guard runs in {demo.root}" in capsys.readouterr().err
+
+
+def test_the_default_goes_before_what_ended_elsewhere(home: Path) -> None:
+    usual = ended(home / "miner", 500.0)
+    ended(home / "sn38", 5.0)
+    assert find.find_guard(None, None).root == usual.root
+
+
+def test_the_environment_is_taken_at_its_word(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(home / "sn38", 5.0)
+    monkeypatch.setenv("MINER_GUARD_STATE_DIR", str(tmp_path / "mine"))
+    assert find.find_guard(None, None).root == tmp_path / "mine"

@@ -1,0 +1,93 @@
+"""`config --validate`, `--diff` and `--schema`: a file is checked before a guard reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miner_guard.cli.main import run
+from miner_guard.config.json_schema import document
+from miner_guard.config.loading import sections
+from tests.support import requires
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("MINER_GUARD_")]:
+        monkeypatch.delenv(name)
+
+
+def test_a_file_is_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("guard.toml").write_text("this is not read")
+    Path("other.toml").write_text("[gpu]\nexpect = 4\n[restart]\nbackoff_s = 2\n")
+    assert run(["config", "--validate", "other.toml"]) == 0
+    assert capsys.readouterr().out == "other.toml: 2 settings, all of them valid\n"
+    assert run(["config", "--validate", "guard.toml"]) == 78
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[gpu]\nexpct = 4", "other.toml: unknown key gpu.expct; did you mean expect? allowed in"),
+        ("[restrat]\nx = 1", "unknown section [restrat]; did you mean restart? allowed: miner"),
+        ("[zzz]\nx = 1", "other.toml: unknown section [zzz]; allowed: miner"),
+    ],
+)
+def test_a_mistyped_name_is_told_with_what_was_meant(
+    capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    Path("other.toml").write_text(text)
+    assert run(["config", "--validate", "other.toml"]) == 78
+    assert words in capsys.readouterr().err
+
+
+def test_the_difference_is_what_a_file_would_change(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("guard.toml").write_text('[gpu]\nexpect = 4\n[http]\ntoken = "planted-token"\n')
+    Path("other.toml").write_text('[gpu]\nexpect = 8\n[http]\ntoken = "planted-token"\n')
+    assert run(["config", "--diff", "other.toml"]) == 1
+    assert capsys.readouterr().out == "- gpu.expect = 4\n+ gpu.expect = 8\n"
+    assert run(["config", "--diff", "guard.toml"]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+
+
+def test_the_schema_knows_every_setting_its_limits_and_its_words() -> None:
+    requires.module("jsonschema")
+    import jsonschema
+
+    schema = document()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for good in ({}, {"gpu": {"expect": 4}}, {"gpu": {"expect": "auto"}}):
+        assert list(validator.iter_errors(good)) == []
+    for bad in ({"gpu": {"expct": 4}}, {"nonsense": {}}, {"restart": {"backoff_s": -1}}):
+        assert list(validator.iter_errors(bad))
+    for name, cls in sections().items():
+        for key, setting in schema["$defs"][cls.__name__]["properties"].items():
+            assert setting.get("description"), f"{name}.{key} has no docstring"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_of_each_shell_asks_the_program_itself(shell: str) -> None:
+    program = str(Path(sys.executable).with_name("miner-guard"))
+    env = {**os.environ, "_MINER_GUARD_COMPLETE": f"source_{shell}"}
+    script = subprocess.run([program], env=env, capture_output=True, text=True, timeout=60).stdout
+    assert "_MINER_GUARD_COMPLETE" in script
+    if shell == "bash":
+        env |= {
+            "_MINER_GUARD_COMPLETE": "complete_bash",
+            "COMP_WORDS": "miner-guard do",
+            "COMP_CWORD": "1",
+        }
+        answer = subprocess.run([program], env=env, capture_output=True, text=True, timeout=60)
+        assert answer.stdout.split() == ["doctor"]
+
+
+def test_the_version_has_a_short_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["-V"]) == 0
+    assert json.dumps(capsys.readouterr().out).startswith('"miner-guard ')
