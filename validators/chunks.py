@@ -7,10 +7,12 @@ transform, `_get_smaller_split` in utils/compression.py of dstrbtd/DistributedTr
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 
+@functools.cache
 def chunk_edge(length: int, target: int) -> int:
     """The largest divisor of `length` up to `target`."""
     return next(edge for edge in range(min(target, length), 0, -1) if length % edge == 0)

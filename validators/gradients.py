@@ -37,8 +37,9 @@ def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     }
     if report.get("warnings"):
         kept["warnings"] = [str(report["warnings"][0])[:160]]
-    if report.get("shapes_known") is not None:
-        kept["shapes_known"] = bool(report["shapes_known"])
+    for name in ("shapes_known", "values_read"):
+        if report.get(name) is not None:
+            kept[name] = bool(report[name])
     if report.get("reason") is not None:
         kept["reason"] = str(report["reason"])[:160]
     return kept
@@ -102,5 +103,6 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             most,
             f"gradients.pt: {'; '.join(map(str, warnings[:_PROBLEMS_KEPT]))}",
         )
-    words = f"gradients.pt: {report['params']} parameters, all finite"
+    read = "all finite" if report.get("values_read", True) else "values not read"
+    words = f"gradients.pt: {report['params']} parameters, {read}"
     return Verdict(RULE, "pass", size, most, words + _SHAPES.get(report.get("shapes_known"), ""))

@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +80,7 @@ class Sn38Uploads:
         self, signature: inspect.Signature, miner: Any, args: Any, kwargs: Any
     ) -> dict[str, Any]:
         given = signature.bind(miner, *args, **kwargs).arguments
-        return {
+        return self._documents(miner) | {
             # The local counters, not `epoch`: rank 0 alone keeps the global one up to date.
             "outer_step": miner.local_progress.epoch,
             # It is the loaded state's: whatever loads one sets it, and an AllReduce makes the next
@@ -90,6 +91,29 @@ class Sn38Uploads:
             "loss": getattr(miner.local_progress, "loss", None),
         }
 
+    def _documents(self, miner: Any) -> dict[str, Any]:
+        """What the miner is about to publish beside the gradient, as far as it is there already.
+
+        Only of a miner that writes them: older ones name neither blocks nor metadata.
+        """
+        found: dict[str, Any] = {}
+        blocks = getattr(getattr(getattr(miner, "model", None), "config", None), "block_list", None)
+        if blocks is not None:
+            found["config"] = {"block_list": blocks}
+        package = sys.modules.get("distributed_training")
+        run, progress = getattr(package, "__run__", None), miner.local_progress
+        inner = getattr(progress, "inner_step", None)
+        if run is not None and inner is not None and hasattr(miner, "dht"):
+            # The peer's id itself may be a question to another process; validators take any.
+            found["metadata"] = {
+                "run": run,
+                "outer_step": progress.epoch,
+                "inner_step": inner,
+                "peer_id": "",
+            }
+            found["revision"] = f"{run}.{progress.epoch}.{inner}"
+        return found
+
     def inner_step(self, miner: Any) -> int:
         """The miner's inner step; before 2025-02-08 it kept none, or none that is shared: steps are
         counted here."""
@@ -97,13 +121,22 @@ class Sn38Uploads:
         return self.steps if kept is None else int(kept)
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`upload_model`, in the upload thread: recorded with what really became of it."""
+        """`upload_model`, in the upload thread: asked once more, now that the gradient is there,
+        and recorded with what really became of it."""
+        signature = inspect.signature(function)
 
         @functools.wraps(function)
         def upload(miner: Any, *args: Any, **kwargs: Any) -> Any:
             guard, decision = self._adapter.guard, self._decision
             if guard is None:
                 return function(miner, *args, **kwargs)
+            given = self._adapter.quiet(_gradient, signature, miner, args, kwargs)
+            # Rank 0 alone publishes, and this calls no collective: the others need not know.
+            if given is not None and decision is not None and guard.rank == 0:
+                decision = guard.may_publish(decision, given)
+                if not decision.allowed:
+                    # What the miner's own code answers for an upload that it has cancelled.
+                    return False
             before = getattr(miner, "upload_process", None)
             with guard.upload(decision or self._ungated(miner)) as record:
                 result = function(miner, *args, **kwargs)
@@ -146,6 +179,11 @@ class Sn38Uploads:
                 )
         if result is False:
             record.error = "the upload was cancelled, the published files may be mixed"
+
+
+def _gradient(signature: inspect.Signature, miner: Any, args: Any, kwargs: Any) -> Any:
+    """The compressed gradient that `upload_model` is handed; None where it is handed none."""
+    return signature.bind(miner, *args, **kwargs).arguments.get("gradient_state")
 
 
 def _is_key(word: str) -> bool:

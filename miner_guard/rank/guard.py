@@ -243,6 +243,21 @@ class Guard:
         # go by it.
         return agreed
 
+    def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
+        """May this compressed gradient be written and sent, after `may_upload` has allowed it?
+
+        Rank 0's own question, not collective, and from any thread: names, types and shapes are
+        compared with what validators take; no tensor is read. What is allowed is `decision` itself.
+        """
+        try:
+            judged = self._gate.ready(decision, gradient)
+            if judged is not decision:
+                self._decided(judged, None)
+        except Exception as error:  # noqa: BLE001 - the gate has let it pass before
+            self._degraded("may_publish", error)
+            return decision
+        return judged
+
     def _stepped(self, name: str, given: Any) -> int:
         """A candidate's step number; -1 where it is unknown."""
         number = self._stepper.whole(name, given)

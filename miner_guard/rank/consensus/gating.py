@@ -16,7 +16,10 @@ from miner_guard.rank.recorder import describe
 from uploads import gate
 from uploads.decision import GateDecision
 from uploads.inputs import GateInputs, read, unknown
+from validators import gradients, shapes
 from validators.facts import Candidate
+from validators.limits import Limits
+from validators.outline import outline
 from validators.verdict import Verdict
 
 _SHORT = 100
@@ -57,6 +60,26 @@ class Gate:
         return (
             decision if own is None else replace(decision, record=own.record, verdicts=own.verdicts)
         ), None
+
+    def ready(self, decision: GateDecision, gradient: Any) -> GateDecision:
+        """The decision on what is about to be written, by names, types and shapes. Rank 0 alone.
+
+        No tensor is read. `decision` itself where nothing speaks against it, or no profile says
+        what validators take. Never raises.
+        """
+        candidate = Candidate(decision.kind, decision.outer_step, decision.inner_step)
+        try:
+            inputs = self._inputs()
+            limits = Limits.of(self._settings, inputs.limits)
+            if limits.gradients_value_dtype is None and limits.gradients_metadata_key is None:
+                return decision
+            known = None if self._place.state is None else shapes.read(self._place.state.shapes)
+            report = outline(gradient, limits, known)
+        except Exception as error:  # noqa: BLE001 - what can't be judged here is judged by the audit
+            report = {"reason": f"the gradient could not be looked into: {describe(error)}"}
+        judged = self._judged(replace(candidate, files=report))
+        refused = any(v.rule == gradients.RULE and v.outcome == "block" for v in judged.verdicts)
+        return judged if refused else decision
 
     def due(self) -> bool:
         """Whether what is published is past its target age, as far as this rank knows."""

@@ -1,0 +1,188 @@
+"""What the unmodified miner of subnet 38 is about to publish reaches the gate before it does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from miner_guard.attach.adapter import Adapter
+from miner_guard.attach.sn38_uploads import Sn38Uploads
+from miner_guard.rank.guard import Guard
+from miner_guard.state_dir import StateDir
+from tests.unit.rank.helpers import entries, place
+from uploads import inputs as gate_inputs
+from uploads.inputs import GateInputs
+from validators import shapes
+from validators.facts import Network, Published
+from validators.profiles import load_profile
+from validators.shapes import Shapes
+
+torch = pytest.importorskip("torch", reason="gradients are torch's tensors")
+
+BLOCK = 6_000_000
+
+
+def gradient(**change: Any) -> dict[str, Any]:
+    values = {
+        "widxs": torch.zeros(2, 64, 32, dtype=torch.int16),
+        "wvals": torch.ones(2, 64, 32),
+        "metadata": {"outer_step": 56, "inner_step": 84, "loss": 3.1},
+    }
+    return {**values, **change}
+
+
+class Miner:
+    """The names and signatures of v1.2.7."""
+
+    def __init__(self, **has: Any) -> None:
+        self.local_progress = SimpleNamespace(epoch=56, inner_step=84, loss=3.1)
+        self.model = SimpleNamespace(config=SimpleNamespace(block_list=[BLOCK - 50]))
+        self.dht = object()
+        self.started: list[int] = []
+        self.uploaded: list[Any] = []
+        vars(self).update(has)
+
+    def start_background_upload(self, epoch: int, archive: bool = False) -> None:
+        self.started.append(epoch)
+
+    def upload_model(
+        self,
+        epoch: int,
+        full_state: Any = None,
+        optim_sd: Any = None,
+        gradient_state: Any = None,
+        archive: bool = False,
+    ) -> bool:
+        self.uploaded.append(gradient_state)
+        return True
+
+
+class Attached:
+    """A miner under `--attach sn38`, whose gate knows the chain and the profile."""
+
+    def __init__(self, root: Path, miner: Miner, **network: Any) -> None:
+        self.state, self.miner = StateDir(root), miner
+        now = time.monotonic()
+        chain = {"block": BLOCK, "outer_step": 56, "reason": None, "seen_at": now, **network}
+        known = GateInputs(
+            published=Published(age_s=600.0, reason=None, seen_at=now),
+            network=Network(**chain),
+            limits=load_profile("sn38").limits,
+            written=time.time(),
+            written_monotonic=now,
+        )
+        gate_inputs.write(self.state.gate_inputs, known)
+        shapes.write(self.state.shapes, Shapes({"w": (128, 192)}))
+        adapter = Adapter("sn38")
+        self.guard = adapter.guard = Guard(place(self.state))
+        uploads = Sn38Uploads(adapter)
+        self._start = uploads.gated(Miner.start_background_upload)
+        self._upload = uploads.recorded(Miner.upload_model)
+
+    def upload(self, document: Any, *, archive: bool = False) -> Any:
+        """As the miner does: the second call comes from its upload thread."""
+        self._start(self.miner, 56, archive=archive)
+        if not self.miner.started:
+            return None
+        return self._upload(self.miner, 56, {}, {}, document, archive)
+
+    def decisions(self) -> list[Mapping[str, Any]]:
+        self.guard.close()
+        return entries(self.state, "decision")
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = SimpleNamespace(__run__="5")
+    monkeypatch.setitem(__import__("sys").modules, "distributed_training", package)
+
+
+def test_a_good_upload_goes_out_with_all_that_was_known_of_it(tmp_path: Path) -> None:
+    attached = Attached(tmp_path, Miner())
+    assert attached.upload(gradient()) is True
+    (decision,) = attached.decisions()
+    passed = {v["rule"]: v["outcome"] for v in decision["verdicts"]}
+    assert passed["block_list"] == passed["metadata"] == passed["revision"] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ([], "block_list is empty"),
+        ([BLOCK - 201], "newest block of block_list is 201 blocks old > 200"),
+    ],
+)
+def test_a_block_list_that_validators_reject_is_seen_before_anything_is_gathered(
+    tmp_path: Path, blocks: list[int], words: str
+) -> None:
+    """Guards against a miner whose chain stands still, and whose uploads all score zero."""
+    miner = Miner()
+    miner.model.config.block_list = blocks
+    attached = Attached(tmp_path, miner)
+    attached.upload(gradient())
+    assert (miner.started, miner.uploaded) == ([], [])
+    assert words in attached.decisions()[0]["reason"]
+    # Nothing of the miner's own is changed.
+    assert miner.model.config.block_list is blocks
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"wvals": torch.ones(2, 64, 32).half()}, "w: values are float16"),
+        ({"wvals": torch.ones(2, 64, 8)}, "w: indices of shape [2, 64, 32]"),
+        ({"widxs": torch.zeros(9, 3, 32), "wvals": torch.ones(9, 3, 32)}, "decoded as [2, 64"),
+    ],
+)
+def test_a_gradient_that_validators_reject_is_not_written(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    """Guards against the zero score of half precision: the miner's own log calls it a success."""
+    miner = Miner()
+    attached = Attached(tmp_path, miner)
+    assert attached.upload(gradient(**change)) is False
+    assert miner.uploaded == []
+    allowed, blocked = attached.decisions()
+    assert (allowed["allowed"], blocked["allowed"]) == (True, False)
+    assert words in blocked["reason"]
+    assert blocked["decision_id"] != allowed["decision_id"]
+
+
+def test_names_of_torch_compile_and_a_lack_of_metadata_are_told(tmp_path: Path) -> None:
+    wrapped = {f"_orig_mod.{k}": v for k, v in gradient().items()}
+    attached = Attached(tmp_path, Miner())
+    assert attached.upload(wrapped) is False
+    reason = attached.decisions()[-1]["reason"]
+    assert "lacks the key 'metadata'" in reason
+    assert "validators know _orig_mod.w as w" in reason
+
+
+def test_the_archive_after_an_allreduce_goes_out_whatever_is_in_it(tmp_path: Path) -> None:
+    miner = Miner()
+    miner.model.config.block_list = []
+    attached = Attached(tmp_path, miner)
+    assert attached.upload(gradient(wvals=torch.ones(2, 64, 32).half()), archive=True) is True
+
+
+def test_a_miner_of_before_these_files_is_judged_by_what_it_has(tmp_path: Path) -> None:
+    miner = Miner(model=SimpleNamespace())
+    del miner.dht
+    attached = Attached(tmp_path, miner)
+    assert attached.upload(None) is True
+    rules = {v["rule"] for v in attached.decisions()[0]["verdicts"]}
+    assert rules.isdisjoint({"block_list", "metadata", "revision", "gradients"})
+
+
+def test_a_gradient_of_any_kind_raises_nothing_in_the_upload_thread(tmp_path: Path) -> None:
+    class Hostile(dict[str, Any]):
+        def __contains__(self, key: object) -> bool:
+            raise RuntimeError("no")
+
+    attached = Attached(tmp_path, Miner())
+    # What can't be judged here is left to the audit.
+    assert attached.upload(Hostile()) is True
