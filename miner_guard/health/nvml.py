@@ -25,8 +25,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from miner_guard.system.backoff import Backoff
 
 Sample = Mapping[str, Any]
 
@@ -57,6 +59,12 @@ class NvmlSampler:
         self._env = dict(os.environ if env is None else env)
         self._one_at_a_time = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._started = float("-inf")
+        self._backoff = Backoff()
+        self._pause_s = 0.0
+        self.on_end: Callable[[str], None] = lambda _how: None
+        """Called when a child has ended by itself, once for a series of such ends."""
+
         self._retired: subprocess.Popen[bytes] | None = None
         """The child before: it alone hears of Xid events until the next one has asked for them."""
         self._known: dict[str, dict[str, Any]] = {}
@@ -190,13 +198,19 @@ class NvmlSampler:
             document = json.loads(line)
         except ValueError:
             code = child.poll()
-            self._end_child()
+            self._ended_by_itself(child)
             return _nothing("unreadable", f"the NVML probe ended with {code}", start)
         return {**document, "taken": start}
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._child.poll() is not None:
-            self._end_child()
+        if self._child is not None and self._child.poll() is not None:
+            self._ended_by_itself(self._child)
+        if self._child is None:
+            # A child that keeps ending costs a process each time: the pauses grow.
+            left_s = self._started + self._pause_s - time.monotonic()
+            if left_s > 0:
+                raise OSError(f"it keeps ending; it is started again in {left_s:.0f} s")
+            self._started = time.monotonic()
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "miner_guard.health.nvml_probe"],
                 stdin=subprocess.PIPE,
@@ -206,6 +220,15 @@ class NvmlSampler:
                 start_new_session=True,
             )
         return self._child
+
+    def _ended_by_itself(self, child: subprocess.Popen[bytes]) -> None:
+        wait_s = self._backoff.ended(time.monotonic() - self._started)
+        self._end_child()
+        if self._backoff.first:
+            self._pause_s = 0.0
+            self.on_end(f"code {child.returncode}")
+        else:
+            self._pause_s = wait_s
 
     def _end_child(self) -> None:
         child, self._child = self._child, None

@@ -37,6 +37,7 @@ class HealthMonitor(Monitor):
         self._host, self._own = HostSampler(folders), OwnSampler()
         self._limits = HostLimits(settings)
         self._nvml = NvmlSampler(settings.sampler_timeout_s * _GPU_DEADLINE_RATIO)
+        self._nvml.on_end = self._probe_ended
         self.samplers = Samplers(
             context.clock,
             settings.sampler_timeout_s,
@@ -48,6 +49,10 @@ class HealthMonitor(Monitor):
         first = min(1.0, settings.sample_every_s)
         context.jobs.every("samplers", settings.sample_every_s, self._sample, first_after_s=first)
         context.jobs.every("health", settings.snapshot_every_s, self._log_snapshot)
+
+    def _probe_ended(self, how: str) -> None:
+        what = f"the process that reads the GPUs ended by itself ({how}); it is started again"
+        self.context.emit(make_finding("guard_degraded", what=what))
 
     def gpu_memory_levels(self) -> Mapping[str, int] | None:
         """Used bytes by UUID, freshly read; None where there is no GPU. Blocks for the sampler's

@@ -17,12 +17,14 @@ from miner_guard.config import optional_deps
 from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Monitor
+from miner_guard.system.backoff import Backoff
 
 MIN_TOKEN_LENGTH = 16
 """Off loopback. 64 bits if it is random hexadecimal: guessing it over the network is hopeless."""
 
 _START_S = 20.0
-_AGAIN_S = 30.0
+_KILL_S = 1.0
+"""After SIGKILL; a process that the kernel holds is left behind rather than waited for."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -33,7 +35,8 @@ def _is_loopback(host: str) -> bool:
 
 
 class MetricsMonitor(Monitor):
-    """The port's process is started in a job, and again 30 s after it ended without being asked."""
+    """The port's process is started in a job, and again, with growing pauses, when it ends without
+    being asked."""
 
     name = "metrics"
 
@@ -44,6 +47,8 @@ class MetricsMonitor(Monitor):
         self._url: str | None = None
         self._reason: str | None = None
         self._again_at: float | None = None
+        self._opened_at = context.clock.monotonic()
+        self._backoff = Backoff()
         self._stopping = False
         http = context.config.http
         if http.port is not None and (problem := self._problem()) is None:
@@ -97,6 +102,7 @@ class MetricsMonitor(Monitor):
         elif port.isdigit():
             host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
             self._url, self._reason = f"http://{host}:{port}/", None
+            self._opened_at = self.context.clock.monotonic()
             self.context.emit(make_finding("http_listening", url=self._url))
         else:
             self._close()
@@ -105,10 +111,13 @@ class MetricsMonitor(Monitor):
             )
 
     def _failed(self, reason: str) -> None:
-        if self._reason != reason:
-            self.context.emit(make_finding("guard_degraded", what=f"no HTTP port: {reason}"))
+        now = self.context.clock.monotonic()
+        lived_s = now - self._opened_at if self._url is not None else 0.0
+        self._again_at = now + self._backoff.ended(lived_s)
+        if self._backoff.first:
+            what = f"no HTTP port: {reason}; it is tried again, with growing pauses"
+            self.context.emit(make_finding("guard_degraded", what=what))
         self._url, self._reason = None, reason
-        self._again_at = self.context.clock.monotonic() + _AGAIN_S
 
     def _close(self) -> None:
         child, self._child = self._child, None
@@ -118,7 +127,8 @@ class MetricsMonitor(Monitor):
             if pipe is not None:
                 pipe.close()
         child.kill()
-        child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_KILL_S)
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         if finding.event in CATALOGUE:

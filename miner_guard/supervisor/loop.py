@@ -18,7 +18,7 @@ from miner_guard.system.clock import Clock
 
 _MAX_WAIT_S = 60.0
 REST_S = 1.0
-"""How long a descriptor is left alone after its handler failed."""
+"""How long a descriptor is left alone whose handler failed, or could do nothing."""
 
 _PAUSE_S = 0.05
 """After a turn that failed as a whole: a defect that repeats must not take a core."""
@@ -78,11 +78,11 @@ class Loop:
         """Whether the loop waits for `fd` now."""
         return fd in self._selector.get_map()
 
-    def rest(self, fd: int, seconds: float = REST_S) -> None:
+    def rest(self, fd: int) -> None:
         """Leave a watched `fd` alone for a while: what makes it ready can't be handled now."""
         call = self._selector.get_key(fd).data
         self._selector.unregister(fd)
-        self._resting[fd] = self.after(seconds, lambda: self.watch(fd, call))
+        self._resting[fd] = self.after(REST_S, lambda: self.watch(fd, call))
 
     def _forget_rest(self, fd: int) -> None:
         timer = self._resting.pop(fd, None)

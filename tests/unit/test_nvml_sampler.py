@@ -170,12 +170,18 @@ def test_an_event_between_two_children_is_not_lost(
     assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [], []]
 
 
-def test_a_child_that_is_killed_is_started_again(sampler: NvmlSampler) -> None:
-    sampler.sample()
-    assert sampler._child is not None
-    sampler._child.kill()
-    sampler._child.wait()
-    assert sampler.sample()["state"] == "ok"
+def test_a_child_that_is_killed_is_started_again_and_reported_once(sampler: NvmlSampler) -> None:
+    """Guards against a child that dies at each sample and costs a process each time, unseen."""
+    ends: list[str] = []
+    sampler.on_end = ends.append
+    for state in ("ok", "ok", "unreadable"):
+        sample = sampler.sample()
+        assert sample["state"] == state
+        if sampler._child is not None:
+            sampler._child.kill()
+            sampler._child.wait()
+    assert "it keeps ending" in str(sample["reason"])
+    assert ends == ["code -9"]
 
 
 def test_without_a_library_it_is_a_machine_without_gpus() -> None:

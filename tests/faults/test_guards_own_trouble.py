@@ -1,0 +1,68 @@
+"""What goes wrong around the guard itself: a stop is honoured, `status` answers, nothing spins."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from miner_guard.supervisor.control.control_socket import ask
+from tests.faults.guarded import Guarded, until
+
+FAST = {"miner.stop_timeout_s": 3, "restart.backoff_s": 0.1}
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+
+ZOMBIES = """
+import os, sys, time
+for n in range(int(sys.argv[1])):
+    if os.fork() == 0:
+        # Its child is an orphan at once, and then a zombie of whoever adopts it.
+        if os.fork() == 0:
+            os._exit(0)
+        os._exit(0)
+    os.wait()
+print('all dead', flush=True)
+time.sleep(600)
+"""
+
+
+def start(guarded: Guarded, code: str = SLEEPER, *arguments: object) -> None:
+    words = [sys.executable, "-u", "-c", f"{code} # {guarded.token}", *map(str, arguments)]
+    guarded.start(words, settings=FAST)
+
+
+def test_a_pipe_in_place_of_the_log_holds_up_neither_the_guard_nor_its_stop(
+    guarded: Guarded,
+) -> None:
+    """Guards against a guard.jsonl that became a FIFO nobody reads: the main thread hung in its
+    open, and the stop with it."""
+    start(guarded)
+    guarded.wait_for("miner_started")
+    log = guarded.state.log
+    log.rename(log.with_name("guard.jsonl.moved"))
+    os.mkfifo(log)
+    # The next line of the guard's own meets it.
+    assert ask(guarded.state, {"do": "pause"})["done"]
+    until(lambda: b"guard.jsonl cannot be written" in guarded.output.read_bytes(), 30, guarded.tail)
+    asked = time.monotonic()
+    assert guarded.stop() == 0
+    assert time.monotonic() - asked < 15
+    guarded.assert_nothing_left()
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(4000, marks=pytest.mark.long)])
+def test_status_answers_during_a_storm_of_zombies(guarded: Guarded, count: int) -> None:
+    """Guards against a supervisor that is busy with the dead: each orphan is its child."""
+    start(guarded, ZOMBIES, count)
+    guarded.wait_for("miner_started")
+    slowest = 0.0
+    while b"all dead" not in guarded.output.read_bytes():
+        asked = time.monotonic()
+        assert ask(guarded.state, {"do": "status"})["status"]["state"] == "running"
+        slowest = max(slowest, time.monotonic() - asked)
+        time.sleep(0.1)
+    assert slowest < 2.0
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()

@@ -1,0 +1,68 @@
+"""control.sock at the limit of descriptors: it rests, and answers when there is one."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.state_dir import StateDir
+from miner_guard.supervisor import loop as loop_module
+from miner_guard.supervisor.control.control_socket import ControlSocket, ask
+from miner_guard.supervisor.loop import Loop
+from miner_guard.system.clock import SystemClock
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop(SystemClock(), lambda error: pytest.fail(repr(error)))
+    yield made
+    made.close()
+
+
+def test_a_guard_without_descriptors_does_not_spin_and_answers_later(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against 27,000 turns a second: the waiting client made the socket ready each time."""
+    monkeypatch.setattr(loop_module, "REST_S", 0.3)
+    control = ControlSocket(StateDir(tmp_path), loop, lambda _request: {"done": "yes"})
+    whole, refused = control._socket, 0
+
+    class Exhausted:
+        def accept(self) -> Any:
+            nonlocal refused
+            refused += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(whole, name)
+
+    monkeypatch.setattr(control, "_socket", Exhausted())
+    answers: list[Any] = []
+    client = threading.Thread(
+        target=lambda: answers.append(ask(StateDir(tmp_path), {"do": "x"}, 30.0))
+    )
+    client.start()
+    turns = 0
+    while refused < 3:
+        loop.turn()
+        turns += 1
+    assert turns < 50
+    monkeypatch.setattr(control, "_socket", whole)
+
+    def answered() -> bool:
+        loop.after(0.01, lambda: None)
+        loop.turn()
+        return bool(answers)
+
+    until(answered, 30, "the answer")
+    client.join(10)
+    assert answers == [{"done": "yes"}]
+    control.close()
+    assert isinstance(whole, socket.socket)
