@@ -42,6 +42,10 @@ REQUESTS = struct.Struct("<Q")
 """How many checkpoints the supervisor has asked for; written by the supervisor."""
 REQUESTS_OFFSET = 136
 
+ATTACHED = struct.Struct("<Q")
+"""Not 0 once a supervisor has opened the record."""
+ATTACHED_OFFSET = 144
+
 NOW = struct.Struct("<QB7x24sddqqqddddQQQQ")
 """sequence lock (odd: being written), state, phase, phase since, heartbeat, outer step, inner step,
 total steps, loss, lr, allocated bytes, allowance of the phase (s; NaN: the default), steps written,
@@ -145,5 +149,6 @@ assert NOW_OFFSET + 8 * SINCE == PHASE_OFFSET + 24
 assert STEPPED_OFFSET + STEPPED.size == NOW_OFFSET + 8 * ALLOWANCE
 assert NOW_OFFSET + 8 * STEPS == COUNTS_OFFSET
 assert ACK_OFFSET + ACK.size <= REQUESTS_OFFSET
-assert REQUESTS_OFFSET + REQUESTS.size <= NOW_OFFSET
+assert REQUESTS_OFFSET + REQUESTS.size <= ATTACHED_OFFSET
+assert ATTACHED_OFFSET + ATTACHED.size <= NOW_OFFSET
 assert COUNTS_OFFSET + COUNTS.size == NOW_OFFSET + NOW.size <= HEADER_SIZE

@@ -3,6 +3,7 @@ after."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -11,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder import layout, memory
 from miner_guard.flight_recorder.records import Identity, Now, StepRecord
+from miner_guard.state_dir import open_private
 
 _TRIES = 50
 """A rank writes its header in a few microseconds; one that was killed amid that stays torn."""
@@ -29,26 +31,25 @@ class FlightReader:
         """Raises OSError or BadFlight. `acknowledge` opens it writable, for the supervisor
         alone."""
         self.path = path
-        with open(path, "r+b" if acknowledge else "rb") as file:
-            if os.fstat(file.fileno()).st_size != layout.FILE_SIZE:
-                raise BadFlight(
-                    f"{path}: {os.fstat(file.fileno()).st_size} bytes, expected {layout.FILE_SIZE}"
-                )
-            access = mmap.ACCESS_WRITE if acknowledge else mmap.ACCESS_READ
-            self._map = mmap.mmap(file.fileno(), layout.FILE_SIZE, access=access)
-        self.identity = self._read_identity()
+        self._fd = memory.open_live(path, os.O_RDWR if acknowledge else os.O_RDONLY)
+        self.live = self._fd is not None
+        """It shows what the rank writes now; else it is a copy of what the rank wrote."""
 
-    def _read_identity(self) -> Identity:
+        self._map: mmap.mmap | bytearray = (
+            _copied(path) if self._fd is None else _mapped(self._fd, acknowledge)
+        )
         identity = Identity.unpack_from(self._map)
         if identity is None:
-            self._map.close()
+            self.close()
             raise BadFlight(f"{self.path}: not a flight record of version {layout.VERSION}")
-        return identity
+        self.identity = identity
+        if acknowledge and self.live:
+            layout.ATTACHED.pack_into(self._map, layout.ATTACHED_OFFSET, os.getpid())
 
-    def whole(self) -> bool:
-        """Whether the file is as long as it was: who reads past the end of a mapped one is killed
-        by SIGBUS."""
-        return self._map.size() == layout.FILE_SIZE
+    def fileno(self) -> int:
+        """Of the record's memory. Only where it is live."""
+        assert self._fd is not None
+        return self._fd
 
     def now(self) -> Now | None:
         """The header, or None while the rank has written none, or is writing it without pause."""
@@ -97,6 +98,14 @@ class FlightReader:
     def acknowledge(self, count: int) -> None:
         """Tell the rank that the first `count` journal entries are stored."""
         layout.ACK.pack_into(self._map, layout.ACK_OFFSET, count)
+        if not self.live:
+            # For the next supervisor; where it can't be noted an entry is handed over twice.
+            with contextlib.suppress(OSError):
+                fd = open_private(self.path, os.O_WRONLY)
+                try:
+                    os.pwrite(fd, layout.ACK.pack(count), layout.ACK_OFFSET)
+                finally:
+                    os.close(fd)
 
     def acknowledged(self) -> int:
         """Entries acknowledged so far, by this or an earlier supervisor."""
@@ -111,4 +120,27 @@ class FlightReader:
 
     def close(self) -> None:
         """Unmap."""
-        self._map.close()
+        if isinstance(self._map, mmap.mmap):
+            self._map.close()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _mapped(fd: int, writable: bool) -> mmap.mmap:
+    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+    try:
+        return mmap.mmap(fd, layout.FILE_SIZE, access=access)
+    except (OSError, ValueError):
+        os.close(fd)
+        raise
+
+
+def _copied(path: Path) -> bytearray:
+    """Read, not mapped: the reader of a mapped file that somebody cuts short gets SIGBUS."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        data = bytearray(file.read(layout.FILE_SIZE)) if size == layout.FILE_SIZE else bytearray()
+    if len(data) != layout.FILE_SIZE:
+        raise BadFlight(f"{path}: {size} bytes, expected {layout.FILE_SIZE}")
+    return data

@@ -70,7 +70,7 @@ class Identity:
         )
 
     @classmethod
-    def unpack_from(cls, buffer: mmap) -> Identity | None:
+    def unpack_from(cls, buffer: mmap | bytearray) -> Identity | None:
         """Whose record it is, or None for a file that is no flight record of this version."""
         magic, version, *values = layout.IDENTITY.unpack_from(buffer, layout.IDENTITY_OFFSET)
         if magic != layout.MAGIC or version != layout.VERSION:
@@ -112,7 +112,7 @@ class Now:
     """Journal entries that found no room."""
 
     @classmethod
-    def unpack_from(cls, buffer: mmap) -> Now | None:
+    def unpack_from(cls, buffer: mmap | bytearray) -> Now | None:
         """The header; None where the rank has written none, or is writing it at this moment (try
         again)."""
         values = layout.NOW.unpack_from(buffer, layout.NOW_OFFSET)
@@ -276,7 +276,7 @@ class StepRecord:
         )
 
     @classmethod
-    def unpack_from(cls, buffer: mmap, number: int) -> StepRecord | None:
+    def unpack_from(cls, buffer: mmap | bytearray, number: int) -> StepRecord | None:
         """Step `number` (from 0), or None where it is torn, overwritten or not yet there."""
         values = STEP.unpack_from(buffer, step_offset(number))
         sequence, outer, inner, total, start, end, wall, loss, lr, norm, evaluated, allocated = (

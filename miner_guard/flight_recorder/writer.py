@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import mmap
 import os
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from miner_guard.flight_recorder import layout
+from miner_guard.flight_recorder import layout, memory
 from miner_guard.flight_recorder.layout import (
     ALLOWANCE,
     LOCK,
@@ -24,7 +26,9 @@ from miner_guard.flight_recorder.layout import (
     STEPS,
 )
 from miner_guard.flight_recorder.records import Identity, StepRecord, json_default
-from miner_guard.state_dir import make_folder, open_private
+
+_LAST_COPY_S = 2.0
+"""A process that ends waits this long for the disk."""
 
 _RUNNING = layout.STATES.index("running")
 
@@ -57,16 +61,13 @@ class FlightWriter:
     ) -> None:
         """`local_world_size`: 0 is unknown. `pid`: whose record it is, where not this process's.
         Raises OSError."""
-        make_folder(path.parent)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self.path = path
+        self._fd = memory.create()
+        self._owner = os.getpid()
         try:
-            with open(open_private(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC), "w+b") as file:
-                # Allocated, not sparse: a full disk must show here, not as SIGBUS in the middle of
-                # a step.
-                os.posix_fallocate(file.fileno(), 0, layout.FILE_SIZE)
-                self.map = mmap.mmap(file.fileno(), layout.FILE_SIZE)
+            self.map = mmap.mmap(self._fd, layout.FILE_SIZE)
         except OSError:
-            draft.unlink(missing_ok=True)
+            os.close(self._fd)
             raise
         pid = os.getpid() if pid is None else pid
         start = process_start(pid)
@@ -80,7 +81,51 @@ class FlightWriter:
         self._reals = header.cast("d")
         # Reentrant: a signal handler of the miner's may close the guard in the middle of a step.
         self._lock = threading.RLock()
-        os.replace(draft, path)
+        # Only now: it is whole.
+        self.unpublished: OSError | None = None
+        """Why others can't find the record yet."""
+
+        self._publish()
+
+    def _publish(self) -> None:
+        """Let others find the record. A disk without room for that is tried again by `keep_copy`;
+        what is written meanwhile is in the record."""
+        try:
+            memory.publish(self.path, self._fd)
+            self.unpublished = None
+        except OSError as error:
+            self.unpublished = error
+
+    def attached(self) -> bool:
+        """Whether a supervisor has opened the record: it keeps the copy on disk then."""
+        return bool(layout.ATTACHED.unpack_from(self.map, layout.ATTACHED_OFFSET)[0])
+
+    def keep_copy(self, alone: Callable[[], bool]) -> None:
+        """Keep the copy on disk from a thread of this process, while no supervisor does, and once
+        more when the process ends. `alone`: whether a supervisor that was there is gone."""
+
+        def unkept() -> bool:
+            if os.getpid() != self._owner:
+                # A fork of the rank that ends.
+                return False
+            if self.unpublished is not None:
+                self._publish()
+            return alone() or not self.attached()
+
+        def last_copy() -> None:
+            if unkept():
+                copies.finish(copier)
+            copies.close(_LAST_COPY_S)
+
+        copies = memory.CopyThread(unkept)
+        copier = copies.add(self.path, self._fd)
+        atexit.register(last_copy)
+
+    def _copy_once(self) -> None:
+        copier = memory.Copier(self.path, self._fd)
+        with contextlib.suppress(OSError):
+            copier.copy()
+        copier.close()
 
     def show_state(self, state: str, now: float) -> None:
         """Show one of `layout.STATES`, outside any phase."""
@@ -173,7 +218,12 @@ class FlightWriter:
         return count
 
     def close(self) -> None:
-        """Unmap. The file stays for whoever reads it."""
+        """Unmap. What stays is the copy on disk."""
+        if not self.attached():
+            self._copy_once()
         self._words.release()
         self._reals.release()
         self.map.close()
+        with contextlib.suppress(OSError):
+            memory.withdraw(self.path)
+        os.close(self._fd)

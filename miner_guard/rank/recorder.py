@@ -56,6 +56,13 @@ class Recorder:
                 run_id=place.run_id,
                 local_world_size=place.local_world_size,
             )
+            self.flight.keep_copy(lambda: self.bell.alone)
+            if self.flight.unpublished is not None:
+                self.trouble(
+                    "flight",
+                    f"the supervisor can't find the flight record of rank {place.rank} yet: "
+                    f"{self.flight.unpublished}; it is shown again until it can",
+                )
         except (OSError, ValueError) as error:
             self.trouble(
                 "flight",

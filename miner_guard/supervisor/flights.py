@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder import memory
+from miner_guard.flight_recorder.memory import Copier, CopyThread, Version
 from miner_guard.flight_recorder.reader import BadFlight, FlightReader
 from miner_guard.flight_recorder.records import Identity, Now, StepRecord
 from miner_guard.flight_recorder.writer import process_start
@@ -18,6 +21,8 @@ from miner_guard.state_dir import StateDir, set_aside
 from miner_guard.system.processes import Process, alive
 
 _MAX_STEPS_A_LOOK = 1024
+_LAST_COPIES_S = 2.0
+_RECORD = re.compile(r"rank-\d+\.(?:bin|live)")
 
 _PATIENCE = 2
 """Looks for which the other ranks' steps wait for the lead rank's: ranks end a step milliseconds
@@ -37,7 +42,10 @@ class _Open:
     """One flight record that is being read."""
 
     reader: FlightReader
-    inode: int
+    version: Version
+    copier: Copier | None
+    """Keeps the copy on disk, of a record that is live."""
+
     next_step: int = 0
     next_entry: int = 0
     total_steps: int = -1
@@ -60,7 +68,11 @@ class Flights:
         then closed."""
 
         self._not_before = 0
-        self._inodes_left_alone: dict[Path, int] = {}
+        self._left_alone: dict[Path, Version] = {}
+        self._ended: set[tuple[int, int]] = set()
+        """Ranks of this launch, by pid and start, whose records were read to their end."""
+
+        self._copies = CopyThread()
 
     def leftovers(self, reader: Reader) -> None:
         """Hand over what an earlier run wrote and no guard stored: its decisions and uploads are
@@ -80,7 +92,8 @@ class Flights:
 
     def launched(self, pid: int) -> None:
         """A new launch: older records of the same run are not its ranks'."""
-        self.close()
+        self._close_records()
+        self._ended.clear()
         try:
             self._not_before = process_start(pid)
         except OSError:
@@ -109,12 +122,11 @@ class Flights:
             try:
                 self._hand_over(rank, each, reader, patient=False)
             finally:
-                each.reader.close()
+                self._close_record(each)
 
     def look_at(self, rank: int, reader: Reader) -> None:
         """Hand over what is new in one record, after the lead rank's; a rank not seen before is
         opened."""
-        self._drop_cut()
         if rank not in self._open:
             self._refresh_all()
         self._finish_past(reader)
@@ -145,23 +157,11 @@ class Flights:
         return len(steps) < len(new)
 
     def _refresh_all(self) -> None:
-        self._drop_cut()
         for path in self._paths():
             self._refresh(path)
 
-    def _drop_cut(self) -> None:
-        """A record that somebody has cut short is not read on: its rank ends at its next word, the
-        guard must not."""
-        for rank, current in list(self._open.items()):
-            if not current.reader.whole():
-                del self._open[rank]
-                current.reader.close()
-                self._damaged(current.reader.path, "it was cut short while its rank wrote into it")
-        self._past = [(rank, each) for rank, each in self._past if each.reader.whole()]
-
     def now(self) -> dict[int, Now]:
         """Each rank's header, of those that have written one."""
-        self._drop_cut()
         headers = ((rank, current.reader.now()) for rank, current in sorted(self._open.items()))
         return {rank: now for rank, now in headers if now is not None}
 
@@ -187,43 +187,51 @@ class Flights:
 
     def ask_checkpoint(self) -> int:
         """Ask every rank for a checkpoint at the end of its step; returns how many were asked."""
-        self._drop_cut()
         for current in self._open.values():
             current.reader.request_checkpoint()
         return len(self._open)
 
     def _paths(self) -> Iterator[Path]:
         try:
-            names = sorted(os.listdir(self._state.flight))
+            names = os.listdir(self._state.flight)
         except OSError:
             return
-        for name in names:
-            if name.startswith("rank-") and name.endswith(".bin"):
-                yield self._state.flight / name
+        for stem in sorted({name.partition(".")[0] for name in names if _RECORD.fullmatch(name)}):
+            yield self._state.flight / f"{stem}.bin"
 
     def _refresh(self, path: Path) -> None:
-        try:
-            inode = path.stat().st_ino
-        except OSError:
+        version = memory.version(path)
+        if version is None or self._left_alone.get(path) == version:
             return
-        if (
-            any(current.inode == inode for current in self._open.values())
-            or self._inodes_left_alone.get(path) == inode
-        ):
-            return
+        for each in self._open.values():
+            copied = each.reader.live and each.reader.path == path and not version.live
+            if copied or each.version == version:
+                return
         flight = self._try(path)
         if flight is None:
             return
         identity = flight.identity
-        if identity.run_id != self._run_id[:16] or identity.process_start < self._not_before:
-            self._inodes_left_alone[path] = inode
+        who = (identity.pid, identity.process_start)
+        current = self._open.get(identity.rank)
+        same = current is not None and _who(current.reader) == who
+        if (
+            identity.run_id != self._run_id[:16]
+            or identity.process_start < self._not_before
+            or who in self._ended
+        ):
+            self._left_alone[path] = version
             flight.close()
             return
         # The file system may give the number of a file that was left alone, and is gone, to a later
         # one.
-        self._inodes_left_alone.pop(path, None)
+        self._left_alone.pop(path, None)
+        copier = self._copies.add(path, flight.fileno()) if flight.live else None
+        if current is not None and same:
+            current.reader.close()
+            current.reader, current.version, current.copier = flight, version, copier
+            return
         self._retire(identity)
-        self._open[identity.rank] = _Open(flight, inode, next_entry=flight.acknowledged())
+        self._open[identity.rank] = _Open(flight, version, copier, next_entry=flight.acknowledged())
 
     def _retire(self, successor: Identity) -> None:
         """A launcher that starts its workers anew may number them otherwise: torchrun does, at a
@@ -234,9 +242,8 @@ class Flights:
             moved = own.local_rank == successor.local_rank and not alive(
                 Process(own.pid, own.process_start)
             )
-            if rank != successor.rank and moved:
-                self._inodes_left_alone[self._state.flight_of(rank)] = older.inode
             if rank == successor.rank or moved:
+                self._ended.add(_who(older.reader))
                 self._past.append((rank, self._open.pop(rank)))
 
     def _try(self, path: Path) -> FlightReader | None:
@@ -258,8 +265,21 @@ class Flights:
         )
 
     def close(self) -> None:
-        """Unmap everything."""
-        for current in (*self._open.values(), *(each for _, each in self._past)):
-            current.reader.close()
+        """Unmap everything, after the last copies where the disk lets them be made in time."""
+        self._close_records()
+        self._copies.close(_LAST_COPIES_S)
+
+    def _close_records(self) -> None:
+        for each in (*self._open.values(), *(past for _, past in self._past)):
+            self._close_record(each)
         self._open.clear()
         self._past.clear()
+
+    def _close_record(self, each: _Open) -> None:
+        if each.copier is not None:
+            self._copies.finish(each.copier)
+        each.reader.close()
+
+
+def _who(reader: FlightReader) -> tuple[int, int]:
+    return reader.identity.pid, reader.identity.process_start

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import REPO, Guarded, until
 
@@ -142,3 +145,21 @@ def test_a_long_state_path_still_has_its_sockets(guarded: Guarded) -> None:
     assert run("status", "--state-dir", str(guarded.state.root))[0] == 0
     assert guarded.stop() == 0
     assert not [e for e in guarded.named("guard_degraded") if "sock" in e["msg"]]
+
+
+def test_cutting_every_file_of_the_state_directory_short_stops_no_rank(guarded: Guarded) -> None:
+    """A rank that wrote into a mapped flight record was killed by SIGBUS when somebody cut it."""
+    guarded.start(guarded.miner("steps", 60, 0.05, "finish"))
+    guarded.wait_for("inner_step")
+    for _ in range(5):
+        for path in [p for p in guarded.state.root.rglob("*") if p.is_file()]:
+            # SQLite maps a file beside its own; who cuts that one short ends its readers.
+            if path != guarded.state.log and not path.name.startswith("ledger"):
+                with contextlib.suppress(PermissionError):
+                    os.truncate(path, 0)
+        time.sleep(0.1)
+    assert guarded.processes[0].wait(60) == 0, guarded.tail()
+    assert guarded.named("miner_finished")
+    assert len(guarded.named("miner_started")) == 1
+    steps = FlightReader(guarded.state.flight_of(0)).steps()
+    assert [step.inner_step for step in steps] == list(range(1, 61))

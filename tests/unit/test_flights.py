@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.layout import ACK, IDENTITY, MAGIC, NOW_OFFSET, VERSION
+from miner_guard.flight_recorder import memory
+from miner_guard.flight_recorder.layout import ACK, FILE_SIZE, IDENTITY, MAGIC, NOW_OFFSET, VERSION
+from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter, process_start
 from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.flights import Flights
+from tests.support.waiting import until
 from tests.unit.rank.helpers import place
 
 RUN = "r1"
@@ -115,22 +116,55 @@ def test_the_last_look_keeps_nothing_back(ranks: _Ranks) -> None:
     assert ranks.heard.steps_of == [(1, 1)]
 
 
-def test_a_record_that_is_cut_short_costs_its_rank_and_not_the_guard(tmp_path: Path) -> None:
-    """Whoever reads past the end of a mapped file is killed by SIGBUS: a clean-up of the folder
-    ended the guard."""
-    state, heard, said = StateDir(tmp_path), _Heard(), list[Finding]()
-    flights = Flights(state, RUN, said.append)
+def test_a_copy_that_is_cut_short_costs_nothing_and_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clean-up of the folder once ended guard and rank: mapped files were read past their end."""
+    monkeypatch.setattr(memory, "COPY_EVERY_S", 0.01)
+    state, heard = StateDir(tmp_path), _Heard()
+    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     writers = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
     flights.look(heard)
-    assert sorted(flights.now()) == [0, 1]
+    until(state.flight_of(0).exists, 10, "the copy")
     os.truncate(state.flight_of(0), 4096)
-    assert sorted(flights.now()) == [1]
-    flights.look_at(0, heard)
-    assert flights.ask_checkpoint() == 1
-    assert [f.event for f in said] == ["file_set_aside"]
-    assert "cut short" in catalog.message(said[0])
+    assert sorted(flights.now()) == [0, 1]
+    assert flights.ask_checkpoint() == 2
+    until(lambda: state.flight_of(0).stat().st_size == FILE_SIZE, 10, "another copy")
     flights.close()
-    del writers
+    for writer in writers:
+        writer.close()
+
+
+def test_what_a_killed_rank_wrote_last_is_read_and_kept(tmp_path: Path) -> None:
+    """Its memory lives on in the supervisor, and then in the copy."""
+    state, heard = StateDir(tmp_path), _Heard()
+    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    writer = _worker(state, 0, 0, process=os.getpid())
+    flights.look(heard)
+    writer.append(_record(1))
+    (state.flight / "rank-0000.live").unlink()
+    for _ in range(3):
+        flights.look(heard)
+    assert heard.steps_of == [(0, 1)]
+    writer.append(_record(2))
+    flights.last_look(heard)
+    assert heard.steps_of == [(0, 1), (0, 2)]
+    flights.close()
+    assert [s.total_steps for s in FlightReader(state.flight_of(0)).steps()] == [1, 2]
+
+
+def test_a_rank_in_another_pid_namespace_is_followed_by_its_copy(tmp_path: Path) -> None:
+    """`rank-0000.live` leads nowhere there: the rank keeps the copy itself."""
+    state, heard = StateDir(tmp_path), _Heard()
+    flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
+    writer = _worker(state, 0, 0, process=os.getpid())
+    (state.flight / "rank-0000.live").unlink()
+    for number in (1, 2):
+        writer.append(_record(number))
+        writer._copy_once()
+        flights.look(heard)
+    assert heard.steps_of == [(0, 1), (0, 2)]
+    flights.close()
 
 
 def test_on_another_node_the_lowest_rank_there_leads(tmp_path: Path) -> None:
@@ -187,26 +221,20 @@ def test_a_rank_that_died_stays_known_while_others_of_its_local_rank_live(tmp_pa
     flights.close()
 
 
-def test_a_record_whose_file_number_was_used_before_is_read(tmp_path: Path) -> None:
-    """Guards against a blind launch: file systems give the number of a removed file to the next
-    one."""
+def test_the_copy_of_an_earlier_run_is_left_alone_until_this_run_has_a_record(
+    tmp_path: Path,
+) -> None:
     state, heard = StateDir(tmp_path), _Heard()
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     earlier = FlightWriter(state.flight_of(0), rank=0, local_rank=0, world_size=1, run_id="earlier")
-    kept = tmp_path / "the same file"
-    os.link(state.flight_of(0), kept)
-    flights.look(heard)
-    assert flights.now() == {}
-    _worker(state, 0, 0, process=os.getpid())
-    flights.look(heard)
-    start = process_start(os.getpid())
-    IDENTITY.pack_into(
-        earlier.map, 0, MAGIC, VERSION, os.getpid(), 0, 0, 1, start, RUN.encode(), 0.0, 0
-    )
     earlier.append(_record(7))
-    os.replace(kept, state.flight_of(0))
+    earlier.close()
+    for _ in range(2):
+        flights.look(heard)
+    assert flights.now() == {}
+    _worker(state, 0, 0, process=os.getpid()).append(_record(1))
     flights.look(heard)
-    assert flights.now()[0].total_steps == 7
+    assert flights.now()[0].total_steps == 1
     flights.close()
 
 

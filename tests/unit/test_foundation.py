@@ -164,6 +164,8 @@ def test_flight_record_survives_its_writer_and_refuses_foreign_files(tmp_path: P
     assert [s.number for s in steps] == list(range(5000 - 4096, 5000))
     assert steps[-1].seconds == 0.5
     assert steps[-1].lr is None
+    writer.close()
+    assert [s.number for s in FlightReader(path).steps()] == list(range(5000 - 4096, 5000))
     path.write_bytes(b"not a flight record" * 100)
     with pytest.raises(BadFlight):
         FlightReader(path)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder import memory
 from miner_guard.rank import guard as hook
 from miner_guard.rank import standalone_log
 from miner_guard.rank.environment import RankSettings, find
@@ -26,14 +27,15 @@ from miner_guard.rank.guard import Guard
 from miner_guard.rank.introspection import stacks
 from miner_guard.rank.introspection.stacks import STACKS_SIGNAL, SignalTaken
 from miner_guard.state_dir import StateDir
+from tests.support.waiting import until
 from tests.unit.rank.helpers import Clock, entries, place, reader_of, said, state_of
 
 
-def test_a_full_disk_at_the_start_costs_the_record_and_not_the_training(
+def test_no_memory_for_the_record_costs_the_record_and_not_the_training(
     state: StateDir, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     guard = Guard(place(state))
@@ -41,8 +43,43 @@ def test_a_full_disk_at_the_start_costs_the_record_and_not_the_training(
     assert guard.may_upload(outer_step=1, inner_step=50)
     guard.close(finished=True)
     messages = [json.loads(listener.recv(65536)) for _ in range(2)]
-    assert any("No space left" in m.get("fields", {}).get("what", "") for m in messages)
-    assert not list(state.flight.iterdir())
+    assert any("Cannot allocate memory" in m.get("fields", {}).get("what", "") for m in messages)
+    assert not state.flight.exists()
+
+
+def test_a_disk_that_has_room_later_shows_the_record_from_its_first_step_on(
+    state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room at the launch was no record for the whole launch, no step lines, and a finished miner
+    that was restarted forever."""
+    published = memory.publish
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(memory, "COPY_EVERY_S", 0.01)
+    monkeypatch.setattr(memory, "publish", full)
+    guard = Guard(place(state))
+    for _ in range(3):
+        guard.step(loss=1.0)
+    guard.close(finished=True)
+    monkeypatch.setattr(memory, "publish", published)
+    until(lambda: (state.flight / "rank-0000.live").exists(), 10, "the record")
+    assert len(list(reader_of(state).steps())) == 3
+    assert state_of(state) == "finished"
+    assert "No space left on device" in said(state)[0]
+
+
+def test_nobody_can_cut_the_record_short(guard: Guard, state: StateDir) -> None:
+    """Whoever wrote into a mapped file after it was cut short was killed by SIGBUS."""
+    with (state.flight / "rank-0000.live").open("r+b") as file, pytest.raises(PermissionError):
+        file.truncate(0)
+    with pytest.raises(PermissionError):
+        os.truncate(state.flight / "rank-0000.live", 4096)
+    until(state.flight_of(0).exists, 10, "the copy")
+    os.truncate(state.flight_of(0), 0)
+    guard.step(loss=1.0)
+    assert [s.loss for s in reader_of(state).steps()] == [1.0]
 
 
 def test_a_missing_and_an_unwritable_state_directory_are_survived(tmp_path: Path) -> None:

@@ -1,0 +1,225 @@
+"""Where a flight record lives: in memory that nobody can cut short, with a copy on disk.
+
+A rank that writes into a mapped file is killed by SIGBUS when somebody truncates it, and waits for
+as long as its disk does. So the record is a memfd whose size is sealed. `rank-NNNN.live` leads to
+it while the rank lives; `rank-NNNN.bin` is a copy that a thread keeps up to date: the supervisor's,
+or the rank's own where no supervisor reads the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from miner_guard.flight_recorder import layout
+from miner_guard.state_dir import is_at, make_folder, open_private
+
+COPY_EVERY_S = 1.0
+"""What is lost at most when supervisor and rank are killed in the same moment."""
+
+_NAME = "miner-guard-flight"
+_F_ADD_SEALS = 1033
+_SEAL, _SHRINK, _GROW = 1, 2, 4
+"""fcntl(2); `fcntl.F_ADD_SEALS` is missing from some builds of Python."""
+
+
+def create() -> int:
+    """A descriptor of a record's memory, zeroed and allocated. Raises OSError."""
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # Allocated, not sparse: want of memory must show here, not in the middle of a step.
+        os.posix_fallocate(fd, 0, layout.FILE_SIZE)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def publish(path: Path, fd: int) -> None:
+    """Let others find the memory of this process beside `path`. Raises OSError."""
+    make_folder(path.parent)
+    draft = path.with_name(f".{path.stem}.{os.getpid()}.live")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+    os.replace(draft, _live(path))
+
+
+def open_live(path: Path, flags: int) -> int | None:
+    """A descriptor of the memory that belongs to `path`; None where its rank has ended."""
+    try:
+        target = os.readlink(_live(path))
+        # The number may belong to another file of a later process by now.
+        if not os.readlink(target).startswith(f"/memfd:{_NAME}"):
+            return None
+        return os.open(target, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+
+
+class Version(NamedTuple):
+    """Differs between two records that `path` led to, and between two states of a copy."""
+
+    live: bool
+    device: int
+    inode: int
+    modified_ns: int
+    """0 for memory."""
+
+
+def version(path: Path) -> Version | None:
+    """What is to be read at `path` now; None where nothing is."""
+    fd = open_live(path, os.O_RDONLY)
+    try:
+        seen = path.stat() if fd is None else os.fstat(fd)
+    except OSError:
+        return None
+    finally:
+        if fd is not None:
+            os.close(fd)
+    return Version(fd is not None, seen.st_dev, seen.st_ino, seen.st_mtime_ns if fd is None else 0)
+
+
+def withdraw(path: Path) -> None:
+    """The memory of this process is no longer to be found there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.readlink(_live(path)).startswith(f"/proc/{os.getpid()}/"):
+            _live(path).unlink()
+
+
+def _live(path: Path) -> Path:
+    return path.with_suffix(".live")
+
+
+class Copier:
+    """Keeps the file of one record up to date. For one thread: the disk may hang."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._map = mmap.mmap(fd, layout.FILE_SIZE, access=mmap.ACCESS_READ)
+        self._file: int | None = None
+        self._steps = self._entries = 0
+
+    def copy(self) -> None:
+        """Write what is new since the last copy. Raises OSError."""
+        steps, entries, *_ = layout.COUNTS.unpack_from(self._map, layout.COUNTS_OFFSET)
+        try:
+            if self._file is None or not self._is_whole(self._file):
+                self._write_whole()
+            else:
+                file = self._file
+                for number in range(max(self._steps, steps - layout.RING_SLOTS), steps):
+                    self._write(file, layout.step_offset(number), layout.STEP_SIZE)
+                for number in range(max(self._entries, entries - layout.JOURNAL_SLOTS), entries):
+                    self._write(file, layout.slot_offset(number), layout.SLOT_SIZE)
+                # Last: it never tells of a step that is not there yet.
+                self._write(file, 0, layout.HEADER_SIZE)
+        except OSError:
+            self._forget_file()
+            raise
+        self._steps, self._entries = steps, entries
+
+    def _is_whole(self, file: int) -> bool:
+        return is_at(self.path, file) and os.fstat(file).st_size == layout.FILE_SIZE
+
+    def _write_whole(self) -> None:
+        self._forget_file()
+        make_folder(self.path.parent)
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        file = open_private(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            self._write(file, 0, layout.FILE_SIZE)
+            os.replace(draft, self.path)
+        except OSError:
+            os.close(file)
+            draft.unlink(missing_ok=True)
+            raise
+        self._file = file
+
+    def _write(self, file: int, offset: int, size: int) -> None:
+        if os.pwrite(file, self._map[offset : offset + size], offset) != size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _forget_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def close(self) -> None:
+        """Unmap; the copy stays."""
+        self._forget_file()
+        self._map.close()
+
+
+class CopyThread:
+    """Copies records once a second, from a daemon thread. Its methods never wait for the disk."""
+
+    def __init__(self, wanted: Callable[[], bool] = lambda: True) -> None:
+        """`wanted`: asked before each copy that is not a record's last."""
+        self._wanted = wanted
+        self._changed = threading.Condition()
+        self._copiers: list[Copier] = []
+        self._ending: list[Copier] = []
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, path: Path, fd: int) -> Copier:
+        """Keep a copy at `path` of the memory behind `fd`, which may be closed afterwards."""
+        copier = Copier(path, fd)
+        with self._changed:
+            self._copiers.append(copier)
+        self._start()
+        return copier
+
+    def finish(self, copier: Copier) -> None:
+        """Nothing is written into this record any more: one last copy."""
+        with self._changed:
+            if copier in self._copiers:
+                self._copiers.remove(copier)
+                self._ending.append(copier)
+                self._changed.notify()
+
+    def close(self, within_s: float) -> None:
+        """End, after the last copies where the disk lets them be made in time."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(within_s)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="flight-copies", daemon=True)
+            # At the limit of threads the next record tries again.
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ending or self._closed, COPY_EVERY_S)
+                ending, self._ending = self._ending, []
+                current = list(self._copiers)
+                closed = self._closed
+            # The last copies first: a successor may have the same name.
+            for copier in ending:
+                self._copy(copier)
+                copier.close()
+            if closed or self._wanted():
+                for copier in current:
+                    self._copy(copier)
+            if closed:
+                return
+
+    def _copy(self, copier: Copier) -> None:
+        # A full disk: the next copy tries again.
+        with contextlib.suppress(OSError):
+            copier.copy()
