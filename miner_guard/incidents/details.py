@@ -44,6 +44,7 @@ _PATTERNS: Mapping[str, tuple[str, ...]] = {
     "port": (
         r"(?:bind|listen)\w* (?:to|on) \[?[\w.:?]*\]?:(\d{2,5})\b",
         r"\bport\W{1,3}(\d{2,5})\b",
+        r"address \(['\"][\w.:]{0,40}['\"], (\d{2,5})",
         r"[\w.\]]:(\d{4,5})\b",
     ),
     "repo": (

@@ -59,6 +59,7 @@ _PATTERN_KEYS = frozenset(
         "least",
         "cancels",
         "roles",
+        "instead",
     }
 )
 SEVERITIES = ("info", "warning", "error", "critical")
@@ -112,6 +113,10 @@ class Pattern:
 
     least: int = 1
     """Lines like this that must be seen before they count."""
+
+    instead: frozenset[str] = frozenset()
+    """Of one with frames: labels of the line that it takes the place of. One that names none counts
+    only where the line shows nothing else."""
 
     @cached_property
     def needs(self) -> regexes.Requirement:
@@ -280,13 +285,19 @@ class Knowledge:
                 found[entry.label] = entry
         return sorted(found.values(), key=lambda p: ROLES.index(p.role))
 
-    def match_in(self, frames: str, text: str) -> list[Pattern]:
-        """The patterns that an exception shows by the files of its traceback, where its own words
-        say too little."""
+    def match_in(self, frames: str, text: str, matches: Sequence[Pattern] = ()) -> list[Pattern]:
+        """What an exception shows together with the files of its traceback; `matches` is what it
+        shows by itself."""
         words = self._search.find(text.encode(errors="replace"))
-        return [
-            p for p in self._framed if any(f in frames for f in p.frames) and p.matches(text, words)
-        ][:1]
+        told = {p.label for p in matches}
+        for p in self._framed:
+            if (
+                (p.instead & told if told else not p.instead)
+                and any(f in frames for f in p.frames)
+                and p.matches(text, words)
+            ):
+                return [p, *(m for m in matches if m.label not in p.instead | {p.label})]
+        return list(matches)
 
 
 @lru_cache(maxsize=1)
@@ -322,7 +333,7 @@ def parse(texts: Mapping[str, str]) -> Knowledge:
                 _pattern(f"{file}: {name}", name, role, entry)
                 for entry in chain.from_iterable(map(expanded, table["patterns"]))
             ]
-    _check_references(labels, benign)
+    _check_references(labels, patterns, benign)
     return Knowledge(labels, patterns, benign, _triggers(triggers))
 
 
@@ -409,10 +420,18 @@ def _pattern(where: str, label: str, role: str, entry: Mapping[str, Any]) -> Pat
         restart,
         entry.get("source", ""),
         entry.get("least", 1),
+        frozenset(entry.get("instead", ())),
     )
 
 
-def _check_references(labels: Mapping[str, Label], benign: Iterable[Benign]) -> None:
+def _check_references(
+    labels: Mapping[str, Label], patterns: Iterable[Pattern], benign: Iterable[Benign]
+) -> None:
+    for pattern in patterns:
+        if strangers := pattern.instead - labels.keys():
+            raise BadKnowledge(
+                f"{pattern.label}: instead of {sorted(strangers)[0]}, which is no label"
+            )
     for label in labels.values():
         if strangers := label.follows - labels.keys():
             raise BadKnowledge(f"{label.name}: follows {sorted(strangers)[0]}, which is no label")

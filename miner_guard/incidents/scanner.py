@@ -292,9 +292,12 @@ class Scanner:
             return
         ended = self._ends(text, number, rank)
         first = self._chained.pop(rank, None) if ended is not None else None
-        if ended is not None and not matches:
-            matches = self._knowledge.match_in(ended.frames, lowered) or self._unknown(ended.name)
-            if first is not None and _says_little(matches):
+        if ended is not None:
+            told = bool(matches)
+            matches = self._knowledge.match_in(ended.frames, lowered, matches) or self._unknown(
+                ended.name
+            )
+            if not told and first is not None and _says_little(matches):
                 self._raised[rank] = first
                 seen.append(first)
                 return
@@ -302,12 +305,12 @@ class Scanner:
             seen += self._went_past(rank, number)
         for pattern in matches:
             role = _role(pattern, matches, lowered)
-            told = excerpt(text, _TOLD, pattern.first_word(lowered))
+            shown = excerpt(text, _TOLD, pattern.first_word(lowered))
             sighting = Sighting(
                 pattern.label,
                 role,
                 number,
-                told,
+                shown,
                 rank,
                 pattern.cause,
                 "",

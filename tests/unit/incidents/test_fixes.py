@@ -1,0 +1,98 @@
+"""The first thing to do is chosen by the line that was seen, and names what the line names."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from miner_guard.incidents import knowledge
+from miner_guard.incidents.oom import Training
+from miner_guard.incidents.report import Explained, explain
+
+LIBRARY = 'File "/e/lib/python3.11/site-packages/trl/trainer.py", line 7, in f\n'
+
+
+def found(log: str) -> Explained:
+    root = explain(io.BytesIO(log.encode()), knowledge.load(), Training()).root
+    assert root is not None
+    return root
+
+
+@pytest.mark.parametrize(
+    ("line", "label", "said"),
+    [
+        (
+            "OSError: /e/site-packages/flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDevE",
+            "version_mismatch",
+            "flash-attn",
+        ),
+        (
+            "OSError: libtorch_cuda.so: cannot open shared object file: No such file or directory",
+            "version_mismatch",
+            "Install a torch with CUDA",
+        ),
+        ("ModuleNotFoundError: No module named 'bitsandbytes'", "version_mismatch", "bitsandbytes"),
+        (
+            "OSError: [Errno 28] No space left on device: '/data/ckpt/model.pt'",
+            "disk_full",
+            "disk of /data/ckpt/model.pt:",
+        ),
+        (
+            "OSError: [Errno 98] error while attempting to bind on address ('0.0.0.0', 8091): "
+            "address already in use",
+            "port_in_use",
+            "grep 8091",
+        ),
+        (
+            "huggingface_hub.utils._errors.RepositoryNotFoundError: 401 Client Error. Repository "
+            "Not Found for url: https://huggingface.co/api/models/me/miner-5.",
+            "hf_auth",
+            "me/miner-5",
+        ),
+        (
+            "botocore.exceptions.ClientError: An error occurred (RequestTimeTooSkewed) when "
+            "calling the UploadPart operation: The difference between the request time and the "
+            "current time is too large.",
+            "clock_skew",
+            "multipart_chunksize",
+        ),
+    ],
+)
+def test_the_first_fix_is_that_of_the_line(line: str, label: str, said: str) -> None:
+    root = found(line)
+    assert root.label == label
+    assert said in root.fixes[0]
+
+
+def test_a_torch_for_cpus_is_not_mended_by_compiling_another_package_again() -> None:
+    """It said `--force-reinstall PACKAGE`, of no package at all."""
+    root = found("OSError: libc10_cuda.so: cannot open shared object file: No such file")
+    assert "build for CPUs" in root.cause
+    assert "PACKAGE" not in " ".join(root.fixes)
+
+
+def test_a_full_dev_shm_is_not_a_full_disk() -> None:
+    frame = (
+        'Traceback (most recent call last):\n  File "/l/multiprocessing/synchronize.py", line 57\n'
+    )
+    full = "OSError: [Errno 28] No space left on device\n"
+    assert found(frame + full).label == "shm_exhausted"
+    assert found(full).label == "disk_full"
+
+
+def test_a_library_that_refuses_an_argument_is_not_the_miners_fault() -> None:
+    refused = "TypeError: f() got an unexpected keyword argument 'processing_class'\n"
+    start = "Traceback (most recent call last):\n  "
+    assert found(start + LIBRARY + refused).label == "version_mismatch"
+    assert found(start + 'File "neurons/miner.py", line 7\n' + refused).label == "code_bug"
+
+
+def test_a_new_miner_that_has_no_state_yet_lost_nothing() -> None:
+    """It said that local work was dropped, at the first start of every new miner."""
+    root = found("WARNING Failed to load local state, loading global model instead\n")
+    assert root.label == "state_load_failed"
+    assert "a new miner has none yet" in root.cause
+    steps = "".join(f"Outer Step: 3 | Inner Step: {n} | Loss: 3.40\n" for n in range(12))
+    log = f"Failed to load local state, loading global model instead\n{steps}".encode()
+    assert explain(io.BytesIO(log), knowledge.load(), Training()).root is None
