@@ -28,7 +28,6 @@ from miner_guard.rank.introspection.stacks import STACKS_SIGNAL
 from miner_guard.state_dir import (
     StateDir,
     finite,
-    make_folder,
     open_private,
     read_json,
     write_json,
@@ -36,6 +35,7 @@ from miner_guard.state_dir import (
 )
 from miner_guard.system import processes
 
+_STORY = "hang.json"
 _COLLECTIVES_S = 2.0
 _TAIL_STEPS = 64
 _FAULTHANDLER_S = 1.0
@@ -99,7 +99,9 @@ class Scene:
 
     def __init__(self, state: StateDir, folder: Path, who: list[Subject], timeout_s: float) -> None:
         """Raises OSError where the folder cannot be made."""
-        make_folder(folder)
+        # Through whoever writes this process's files: a disk that does not answer is an error here,
+        # and no thread hangs in one of the direct writes that follow.
+        write_json(folder / _STORY, {})
         self._state, self._folder, self._who = state, folder, who
         self._deadline = time.monotonic() + timeout_s
         self._sources: dict[int, str] = {}
@@ -138,7 +140,7 @@ class Scene:
                 for subject in self._who
             },
         }
-        write_json(self._folder / "hang.json", redactor.value(finite(document)))
+        write_json(self._folder / _STORY, redactor.value(finite(document)))
         had = [
             rank for rank, source in self._sources.items() if source in ("py-spy", "faulthandler")
         ]
