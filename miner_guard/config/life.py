@@ -1,4 +1,4 @@
-"""Settings of the miner's life: hangs, restarts, health, and what watching it may cost."""
+"""Settings of supervision: hangs, restarts, health, and what monitoring may cost."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ class HangSettings:
     """When no progress is a hang."""
 
     min_s: Positive = 300.0
-    """No step for this long, at the least, before a hang is said."""
+    """Shortest time without a step that counts as a hang."""
 
     factor: Positive = 5.0
-    """Or this many times the longest recent step, if that is longer (NVRx's calculated timeout)."""
+    """The limit is at least this many times the longest recent step (NVRx's calculated timeout)."""
 
     first_step_s: Positive = 1800.0
-    """Allowance until the first step: download, load, compile."""
+    """Time allowed until the first step: download, load, compile."""
 
     allreduce_s: Positive = 840.0
-    """Allowance of the phase `allreduce` (subnet 38)."""
+    """Time allowed for the phase `allreduce` (subnet 38)."""
 
     upload_s: Positive = 1800.0
-    """Allowance of the phase `upload`."""
+    """Time allowed for the phase `upload`."""
 
     load_state_s: Positive = 1800.0
-    """Allowance of the phase `load_state`."""
+    """Time allowed for the phase `load_state`."""
 
     pause_s: Positive = 1800.0
-    """Allowance of the phase `pause`."""
+    """Time allowed for the phase `pause`."""
 
     evaluation_s: Positive = 1800.0
-    """Allowance of the phases `inference`, `val_loss`, `example_loss` and `monitor`."""
+    """Time allowed for the phases `inference`, `val_loss`, `example_loss` and `monitor`."""
 
     checkpoint_s: Positive = 1800.0
-    """Allowance of the phase `checkpoint`."""
+    """Time allowed for the phase `checkpoint`."""
 
     exit_s: Positive = 330.0
-    """How long the miner's process may live on after all ranks have ended their training.
+    """How long the miner's process may keep running after all ranks have ended their training.
 
-    Above torchrun's exit barrier: a node that is done waits so long for the others, also for one
-    that is lost.
+    Longer than torchrun's exit barrier: a node that has finished waits that long for the others,
+    even for one that is lost.
     """
 
     gone_s: Positive = 45.0
-    """How long a launcher may take to end the other ranks after one died. Above torchrun's 30 s for
-    their SIGTERM."""
+    """How long a launcher may take to end the other ranks after one has died. Longer than the 30 s
+    that torchrun grants them after SIGTERM."""
 
     phases: dict[str, float] = field(default_factory=dict)
-    """Allowances of other phases, by name, in seconds."""
+    """Time allowed for other phases, by name, in seconds."""
 
     stack_timeout_s: Positive = 10.0
-    """How long gathering the stacks may take."""
+    """Deadline for collecting the ranks' stacks."""
 
     action: Literal["restart", "stop", "warn"] = "restart"
-    """What to do after the evidence is stored."""
+    """What the guard does once the evidence is stored."""
 
     @property
     def allowances(self) -> dict[str, float]:
-        """How long a phase may last, seconds, by name; those that have no allowance of their own
-        are not there."""
+        """How long each phase may last, in seconds; phases without a limit of their own are
+        absent."""
         return {
             "allreduce": self.allreduce_s,
             "upload": self.upload_s,
@@ -81,26 +81,26 @@ class RestartSettings:
     """Restarts after a failure."""
 
     enabled: bool = True
-    """False: `--no-restart`, the exit code is the miner's own."""
+    """False (`--no-restart`): `run` exits with the miner's own exit code."""
 
     max_restarts: Count = 5
-    """Restarts without a healthy stretch between them before it is a crash loop (exit 75)."""
+    """Restarts without a healthy stretch between them that make a crash loop (exit code 75)."""
 
     backoff_s: NotNegative = 2.0
-    """Wait before the first restart; doubles each time."""
+    """Wait before the first restart; it doubles with each further one."""
 
     outage_backoff_s: NotNegative = 20.0
-    """The same after a failure of the network, of storage or of the chain: with the defaults a
-    miner that dies of it has ten minutes of waits before it is a crash loop."""
+    """Wait before the first restart after an outage of network, storage or chain. With the defaults
+    the waits add up to ten minutes before the guard calls it a crash loop."""
 
     backoff_max_s: Positive = 300.0
-    """The longest wait."""
+    """Longest wait."""
 
     jitter_ratio: Share = 0.1
-    """Random share added to each wait."""
+    """Random share added to each wait, so that many miners do not restart at once."""
 
     healthy_s: Positive = 600.0
-    """A run of this length, with steps, resets the count."""
+    """A launch that trains this long resets the count of restarts."""
 
 
 @dataclass(frozen=True)
@@ -108,34 +108,35 @@ class HealthSettings:
     """Snapshots."""
 
     snapshot_every_s: Positive = 60.0
-    """Seconds between two HEALTH lines."""
+    """Interval of the HEALTH lines."""
 
     sample_every_s: Positive = 10.0
-    """Seconds between two samples."""
+    """Interval of the samples."""
 
     sampler_timeout_s: Positive = 5.0
-    """Deadline of one sampler."""
+    """Deadline for one sampler."""
 
     disk_min_free_gb: NotNegative = 5.0
-    """Less free space than this is warned of."""
+    """The guard warns when less disk space than this is free."""
 
     shm_min_gb: NotNegative = 1.0
-    """A smaller /dev/shm is warned of: Docker's 64 MB breaks NCCL and dataloaders."""
+    """The guard warns of a smaller /dev/shm: Docker's 64 MB breaks NCCL and data loaders."""
 
     node_check_every_s: Positive = 5.0
-    """Seconds between two looks at the other nodes of a run on several."""
+    """Interval of the reachability checks of other nodes in a multi-node run."""
 
     node_timeout_s: Positive = 3.0
     """How long another node may take to answer."""
 
     clock_skew_max_s: Positive = 60.0
-    """A larger difference to the storage's Date header is warned of."""
+    """The guard warns when the clock differs more than this from the storage's Date header."""
 
     checkpoint_dir: str | None = None
-    """Folder of checkpoints whose age and size are watched. None: reported by the hook."""
+    """Checkpoint folder whose age and size the guard watches. None: the hook reports
+    checkpoints."""
 
     checkpoint_max_age_s: Positive = 3600.0
-    """An older newest checkpoint is `CHECKPOINT STALE`."""
+    """Age of the newest checkpoint from which the guard reports `CHECKPOINT STALE`."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,10 @@ class CostSettings:
     """Share of training time that monitoring may take."""
 
     critical_pct: Percent = 10.0
-    """Above this it is critical."""
+    """Share of training time above which the finding is critical."""
 
     operation_warn_s: Positive = 30.0
-    """A single operation that takes longer is warned of."""
+    """The guard warns of a single operation that takes longer."""
 
     throttle: bool = False
     """Allow `tracker.due(name)` to stretch intervals while over budget."""

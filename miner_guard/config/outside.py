@@ -1,4 +1,4 @@
-"""Settings of what is outside: the gate, repo and chain; alerts, port and logs."""
+"""Settings of the outside world: gate, repo and chain; alerts, HTTP port and logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from miner_guard.config.ranges import AtLeastOne, Count, NotNegative, Positive, 
 
 @dataclass(frozen=True)
 class GateSettings:
-    """What may be uploaded. The rules' own numbers; a profile changes them."""
+    """What may be uploaded: the operator's numbers for the gate's rules. A profile changes them."""
 
     mode: Literal["enforce", "shadow"] = "enforce"
     """`enforce` blocks; `shadow` says what it would do and blocks nothing."""
@@ -19,24 +19,24 @@ class GateSettings:
     """Inner steps below this are blocked (source 004; subnet 38's validators reject 0 only)."""
 
     min_upload_interval_s: NotNegative = 0.0
-    """A repo younger than this blocks: too soon. 0 switches the rule off."""
+    """The gate blocks an upload while the published one is younger than this. 0: never."""
 
     repo_age_target_s: Positive = 1800.0
-    """Past this the upload is due (source 004: keep < 1800 s)."""
+    """Repo age from which an upload is due (source 004: keep < 1800 s)."""
 
     repo_age_limit_s: Positive = 2000.0
-    """Past this the repo is stale (source 004: < 2000 s)."""
+    """Repo age from which the repo is stale (source 004: < 2000 s)."""
 
     broadcast_timeout_s: Positive = 60.0
     """How long the ranks wait for rank 0's decision before they block locally."""
 
     inputs_max_age_s: Positive = 300.0
-    """What gate-inputs.json says of repo and network counts as unknown when older than this."""
+    """Repo and network facts in gate-inputs.json that are older than this count as unknown."""
 
 
 @dataclass(frozen=True)
 class RepoSettings:
-    """The published repo that is watched."""
+    """The published repo that the guard watches."""
 
     kind: Literal["none", "local", "s3", "hf"] = "none"
     """Where the miner publishes."""
@@ -57,19 +57,19 @@ class RepoSettings:
     """`hf`: owner/name."""
 
     credentials: Literal["env", "dotenv", "file"] = "env"
-    """Where the keys are read from; never from a command line."""
+    """Where the guard reads the keys; never from a command line."""
 
     credentials_file: str | None = None
     """`dotenv`: the `.env` as the miner uses it; `file`: a TOML file with the keys."""
 
     refresh_every_s: Positive = 60.0
-    """Seconds between two looks at the repo."""
+    """Interval of the repo checks."""
 
     timeout_s: Positive = 20.0
-    """Deadline of one look."""
+    """Deadline for one check."""
 
     verify_uploads: bool = True
-    """Look at the repo after each reported push."""
+    """Verify the repo after each reported push."""
 
     audit_every_s: NotNegative = 0.0
     """Seconds between two audits; 0 runs none on a schedule."""
@@ -77,10 +77,10 @@ class RepoSettings:
 
 @dataclass(frozen=True)
 class ChainSettings:
-    """The chain; only public data is read."""
+    """The chain; the guard reads public data only."""
 
     network: str | None = None
-    """Name or ws:// URL for bittensor. None: the chain is not read."""
+    """Name or ws:// URL for bittensor. None: the guard does not read the chain."""
 
     netuid: Annotated[int, Range(ge=0)] | None = None
     """The subnet."""
@@ -89,14 +89,14 @@ class ChainSettings:
     """ss58 address of the miner's hotkey (public)."""
 
     master_uid: Annotated[int, Range(ge=0)] | None = None
-    """uid whose repo says the network's outer step."""
+    """uid whose repo publishes the network's outer step."""
 
     blocks_per_allreduce: Annotated[int, Range(ge=1)] | None = None
     """Blocks between two AllReduces, by which the gate and the audit judge. None: the profile's
     (subnet 38: 400; its master has 750 from its first successful AllReduce on)."""
 
     refresh_every_s: Positive = 120.0
-    """Seconds between two looks."""
+    """Interval of the chain queries."""
 
     timeout_s: Positive = 30.0
     """Deadline of one look."""
@@ -104,7 +104,7 @@ class ChainSettings:
 
 @dataclass(frozen=True)
 class AlertSettings:
-    """Who is told."""
+    """Whom the guard notifies."""
 
     urls: tuple[str, ...] = ()
     """Apprise URLs; better given through MINER_GUARD_ALERTS__URLS, they hold secrets."""
@@ -113,19 +113,19 @@ class AlertSettings:
     """`overnight`: stalls, loss explosion, nothing saved, any problem (source 003)."""
 
     min_level: Literal["info", "warning", "error", "critical"] = "error"
-    """Events from this level on are sent."""
+    """Lowest level of the events that are sent."""
 
     events: tuple[str, ...] = ()
     """Further events, whatever their level."""
 
     cooldown_s: NotNegative = 900.0
-    """The same alert is not repeated sooner."""
+    """Shortest time before the same alert is repeated."""
 
     heartbeat_url: str | None = None
-    """Pinged while the miner progresses."""
+    """URL that the guard pings while the miner makes progress."""
 
     heartbeat_every_s: Positive = 300.0
-    """Seconds between two pings."""
+    """Interval of the pings."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class HttpSettings:
     """None: no port. 0: any free one."""
 
     host: str = "127.0.0.1"
-    """Anything but loopback needs a token."""
+    """Address to listen on; any but loopback needs a token."""
 
     token: str | None = None
     """Bearer token; better given through MINER_GUARD_HTTP__TOKEN. Off loopback at least 16
@@ -152,10 +152,10 @@ class LogSettings:
     """Console line and guard.jsonl."""
 
     emoji: bool = True
-    """The documents' emoji before the words."""
+    """Print the documents' emoji before the words."""
 
     level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    """Console lines from this level on; guard.jsonl has them all."""
+    """Lowest level printed on the console; guard.jsonl holds every level."""
 
     max_bytes: AtLeastOne = 50_000_000
     """Size at which guard.jsonl is rotated."""
@@ -168,7 +168,7 @@ class LogSettings:
     rank."""
 
     step_lines_per_s: Positive = 5.0
-    """Step lines on the console and in guard.jsonl; the number left out is said."""
+    """Step lines per second on the console and in guard.jsonl; a line counts those left out."""
 
     classify: bool = True
     """Look for incidents in the relayed output."""

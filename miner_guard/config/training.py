@@ -1,4 +1,4 @@
-"""Settings of what is trained: the miner, its steps, GPUs and curves."""
+"""Settings of training: the miner, its steps, GPUs and curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from miner_guard.config.ranges import (
 
 @dataclass(frozen=True)
 class MinerSettings:
-    """The miner that is run, and what is known of its training settings."""
+    """The miner, and those of its training settings that the guard needs."""
 
     profile: str | None = None
     """Name of a profile under `validators/profiles/` (`sn38`, `sn3`), or a path to one. None: no
@@ -33,12 +33,11 @@ class MinerSettings:
     attach/patterns.toml."""
 
     finite: bool = False
-    """True: an exit code of 0 means that the work is finished, also without
+    """True: exit code 0 means that the work is finished, even without
     `guard.close(finished=True)`."""
 
     stop_timeout_s: Positive = 45.0
-    """How long the miner may take to stop after SIGTERM before SIGKILL. Above torchrun's own 30
-    s."""
+    """Time between SIGTERM and SIGKILL. Longer than torchrun's own 30 s."""
 
     cgroup: bool = True
     """Keep the miner's processes in a cgroup (v2) of their own where this is permitted, so that
@@ -57,8 +56,8 @@ class MinerSettings:
     """Inner steps between two outer steps, for the ETA."""
 
     master_port: Annotated[int, Range(ge=1, le=65535)] | None = None
-    """The rendezvous port that must be free before a start. None: read from the command, else not
-    checked."""
+    """Rendezvous port that must be free before a start. None: taken from the command; unchecked
+    where the command names no port."""
 
 
 @dataclass(frozen=True)
@@ -66,33 +65,33 @@ class StepSettings:
     """Inner-step timing."""
 
     good_s: Positive = 20.0
-    """Up to this a step is good (source 004: 10-20 s)."""
+    """A step up to this is good (source 004: 10-20 s)."""
 
     acceptable_s: Positive = 40.0
-    """Up to this a step is acceptable (source 004: 20-40 s)."""
+    """A step up to this is acceptable (source 004: 20-40 s)."""
 
     slow_s: Positive = 60.0
     """Absolute rule: a step beyond this is slow (source 004)."""
 
     expected: str = "10-30s"
-    """What the slow-step line calls expected (source 004)."""
+    """The expected range that the slow-step line prints (source 004)."""
 
     window: AtLeastOne = 128
-    """Recent steps of the same kind that median and MAD are taken of."""
+    """Number of recent steps of the same kind in the median and the MAD."""
 
     warmup: Count = 10
-    """First steps of a run that are left out: compilation, caches."""
+    """Steps at the start of a run that are not judged: compilation, cold caches."""
 
     mad_factor: Positive = 5.0
     """Relative rule: slow beyond median + max(mad_factor · 1.4826 · MAD, min_excess_ratio ·
     median)."""
 
     min_excess_ratio: Positive = 0.5
-    """The least excess over the median that is called slow."""
+    """Smallest excess over the median, as a share of it, that is slow."""
 
     min_excess_s: NotNegative = 1.0
-    """The same in seconds: a busy host delays short steps by fractions of a second, and nobody need
-    look."""
+    """Smallest excess over the median, in seconds, that is slow: a busy host delays short steps by
+    fractions of a second, and that is not worth an alert."""
 
     regression_ratio: Share = 0.75
     """Best historical median / median of the last 32 below this: a lasting slowdown."""
@@ -116,8 +115,8 @@ class StepSettings:
     """Red flag: validation share above this (source 001)."""
 
     red_flag_min_s: NotNegative = 1.0
-    """Shares of an evaluation step shorter than this raise no red flag: its parts are within one
-    fast log."""
+    """Evaluation steps shorter than this raise no red flag: their parts are as short as a fast
+    log."""
 
     straggler_window: AtLeastOne = 20
     """Steps over which ranks are compared."""
@@ -126,67 +125,68 @@ class StepSettings:
     """(victims' median wait − culprit's wait) / step above this names a straggler."""
 
     straggler_critical_ratio: Share = 0.20
-    """The same, critical."""
+    """The ratio above which the straggler is critical."""
 
     straggler_min_s: NotNegative = 0.1
-    """A smaller difference in waiting names nobody, whatever its share of a short step."""
+    """A smaller difference in waiting names no straggler, however large its share of a short
+    step."""
 
 
 @dataclass(frozen=True)
 class GpuSettings:
-    """GPUs: what is expected, and when to look."""
+    """GPUs: how many are expected, and when they are checked."""
 
     expect: Union[Literal["auto"], Annotated[int, Range(ge=0)]] = "auto"
-    """GPUs that must be there. `auto`: as many as at the last run, else as the profile demands,
-    else as there are."""
+    """Number of GPUs required. `auto`: as many as at the last run, else what the profile demands,
+    else as many as are present."""
 
     on_critical: Literal["stop", "warn"] = "stop"
-    """What a critical preflight finding does to the start."""
+    """Whether a critical preflight finding stops the start."""
 
     preflight: bool = True
-    """Look before the miner is started."""
+    """Run the preflight before the miner starts."""
 
     preflight_wait_s: NotNegative = 300.0
-    """How long to wait for GPUs that are missing: a driver may be late after boot."""
+    """How long to wait for missing GPUs: a driver may come up late after boot."""
 
     probe_timeout_s: Positive = 20.0
-    """Deadline of one probe; a driver that hangs is a finding, not a hang."""
+    """Deadline for one probe; a driver that hangs is a finding and does not hang the guard."""
 
     diagnose_timeout_s: Positive = 30.0
     """How long `guard.diagnose` waits for each rank."""
 
     low_memory_gb: NotNegative = 1.0
-    """Less allocated than this on a GPU that trains: the model may be on the CPU (source 004)."""
+    """A GPU in training with less allocated memory than this: the model may be on the CPU
+    (source 004)."""
 
     first_check_s: Positive = 60.0
     """First memory-share check after launch (source 002)."""
 
     check_every_s: Positive = 150.0
-    """Then every so often (source 002: 120-180 s)."""
+    """Interval of the checks after that (source 002: 120-180 s)."""
 
     severe_pct: Percent = 50.0
     """Memory share below this is severe under-use (source 002)."""
 
     optimal_pct: Percent = 70.0
-    """From here to `near_limit_pct` is the optimal range (source 002)."""
+    """The optimal range reaches from here to `near_limit_pct` (source 002)."""
 
     near_limit_pct: Percent = 90.0
-    """Above this it is near the limit (source 002)."""
+    """Memory share above this is near the limit (source 002)."""
 
     drop_pct: Percent = 20.0
-    """A fall of the memory share by as many points between two checks is a sudden drop (source 002:
-    76 % to 45 %)."""
+    """A memory share that falls by this many points between two checks is a sudden drop (source
+    002: 76 % to 45 %)."""
 
     model_name: str | None = None
-    """Name of the architecture, where the hook does not report it: small or large by the document's
-    list."""
+    """Architecture, where the hook does not report it; source 002's list tells small from large."""
 
     large_model_params: AtLeastOne = 100_000_000
     """Models of unknown name count as large from this many parameters."""
 
     on_underuse: Literal["warn", "relaunch"] = "warn"
-    """`relaunch` restarts the miner with a larger batch, at most three times, never past an
-    out-of-memory."""
+    """`relaunch` restarts the miner with a larger batch, at most `max_relaunches` times, and never
+    again after an out-of-memory error."""
 
     batch_argument: str | None = None
     """The argument that `relaunch` rewrites, such as `--neuron.local_batch_size_train`."""
@@ -195,16 +195,15 @@ class GpuSettings:
     """How often `relaunch` may happen in one run."""
 
     memory_settle_s: NotNegative = 50.0
-    """How long to wait, after a stop, for GPU memory to come back to its level from before the
-    launch."""
+    """How long to wait after a stop for GPU memory to return to its level before the launch."""
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Loss and memory curves. Where the constants come from stands in `detectors/loss.py`."""
+    """Loss and memory curves; `detectors/loss.py` gives the source of the constants."""
 
     window: AtLeastOne = 64
-    """Values that a spike is judged against."""
+    """Number of recent values that a spike is compared with."""
 
     warmup: Count = 32
     """Values before the first verdict."""
@@ -213,22 +212,22 @@ class LossSettings:
     """Spike beyond median + max(mad_factor · 1.4826 · MAD, min_excess_ratio · |median|)."""
 
     min_excess_ratio: Positive = 0.10
-    """The least relative excess that is called a spike."""
+    """Smallest relative excess that is a spike."""
 
     explosion_ratio: Positive = 2.0
     """Five steps in a row beyond this multiple of the mean are an explosion."""
 
     divergence_points: AtLeastOne = 30
-    """Points over which a rising trend is judged."""
+    """Number of points over which a rising trend is judged."""
 
     divergence_p: Share = 0.99
     """P(slope > 0) above this is divergence."""
 
     plateau_steps: AtLeastOne = 1000
-    """Steps without a decrease before a plateau is remarked."""
+    """Steps without a decrease before the guard reports a plateau."""
 
     overfit_evals: AtLeastOne = 6
-    """Evaluations that must rise while training falls."""
+    """Consecutive evaluations that must rise while the training loss falls."""
 
     leak_floor_gb: Positive = 1.0
     """Growth of allocated memory below this is never called a leak."""

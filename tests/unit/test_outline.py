@@ -46,7 +46,7 @@ def test_good_gradients_have_no_problem() -> None:
         ({"bidxs": torch.zeros(4, 16), "bvals": torch.ones(4, 16)}, "is decoded as [2, 64]"),
         ({"bquant_params": (0.0, 1.0, 128, torch.ones(4), torch.float16)}, "b: values are float16"),
     ],
-)  # fmt: skip
+)
 def test_what_validators_would_raise_on_is_said(change: dict[str, Any], words: str) -> None:
     problems = outline({**good(), **change}, SN38, SHAPES)["problems"]
     assert len(problems) == 1
