@@ -152,6 +152,10 @@ class GpuSettings:
     probe_timeout_s: Positive = 20.0
     """Deadline for one probe; a driver that hangs is a finding and does not hang the guard."""
 
+    probe_patience_s: NotNegative = 160.0
+    """How much longer to wait for the miner's interpreter while it reads from disk or computes:
+    `import torch` takes a minute from a cold disk."""
+
     diagnose_timeout_s: Positive = 30.0
     """How long `guard.diagnose` waits for each rank."""
 

@@ -60,7 +60,7 @@ class Snapshot:
 
     torch: Mapping[str, Any] | None = None
     cuda: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By CUDA index: what a child that used that GPU found: `seconds`, or `error`."""
+    """By CUDA index what a child that used that GPU found: `seconds`, or `error`, `answered`."""
 
     packages: Mapping[str, Any] | None = None
     host: Mapping[str, Any] | None = None
@@ -75,6 +75,8 @@ class Snapshot:
     """Why the file of `[repo] credentials` can't be used."""
 
     unread: Mapping[str, str] = field(default_factory=dict)
+    unanswered: frozenset[str] = frozenset()
+    """Of `unread` what missed its deadline: nothing is known of it, good or bad."""
 
     @property
     def gpu_rows(self) -> list[Mapping[str, Any]]:

@@ -17,7 +17,8 @@ def checks(s: Snapshot) -> Iterator[Check]:
         if "torch" not in s.unread:
             # Not asked: no driver and no expectation, so its answer would change nothing.
             return
-        level = "critical" if s.expectation.wanted else "unknown"
+        answered = "torch" not in s.unanswered
+        level = "critical" if s.expectation.wanted and answered else "unknown"
         seen = f"torch in the miner's interpreter: {s.unread['torch']}"
         yield Check(
             "cuda.torch",
@@ -72,7 +73,12 @@ def _devices(s: Snapshot) -> Iterator[Check]:
             "cuda.count", "critical", f"torch sees {count} GPUs", str(wanted), step, may_mend=True
         )
     for index, result in sorted(s.cuda.items()):
-        if error := result.get("error"):
+        error = result.get("error")
+        if error and not result.get("answered", True):
+            step = "watch this GPU's first steps; look at dmesg if they hang"
+            seen = f"cuda:{index}: {error}"
+            yield Check("cuda.use", "unknown", seen, "allocation and matmul work", step)
+        elif error:
             step = "this GPU can't be used: look at the GPU's rows and dmesg"
             yield Check(
                 "cuda.use",

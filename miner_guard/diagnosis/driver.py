@@ -10,6 +10,10 @@ _REVOKED = (
     "in a container, `systemctl daemon-reload` on the host revokes its GPUs: restart the container"
 )
 
+_NO_GPUS = ("", "void", "none")
+"""Values with which NVIDIA's container runtime adds no GPU (NVIDIA Container Toolkit, "Specialized
+configurations with Docker")."""
+
 ERRORS = {
     9: (
         "the NVIDIA driver is not loaded",
@@ -65,6 +69,9 @@ def _nvml(s: Snapshot) -> Check:
     words, step = ERRORS.get(
         s.nvml.get("code") or 0, (str(reason), "run nvidia-smi and read its message")
     )
+    if (shown := s.env.get("NVIDIA_VISIBLE_DEVICES")) in _NO_GPUS:
+        words = f"this container has no GPU: NVIDIA_VISIBLE_DEVICES={shown!r}"
+        step = "start it with --gpus all, or with NVIDIA_VISIBLE_DEVICES=all and the nvidia runtime"
     level = "critical" if state != "unreadable" else "unknown"
     return Check(
         "driver.nvml", level, f"{words} (NVML: {reason})", "NVML initialises", step, may_mend=True

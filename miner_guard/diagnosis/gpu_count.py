@@ -89,9 +89,14 @@ def visible(env: Mapping[str, str]) -> int | None:
 
 
 def usable(s: Snapshot) -> int:
-    """Working GPUs that the miner may see. NVML itself ignores CUDA_VISIBLE_DEVICES."""
+    """Working GPUs that the miner may see. NVML itself ignores CUDA_VISIBLE_DEVICES.
+
+    A MIG slice counts as a GPU, as it does for CUDA: one GPU may show up to seven.
+    """
     working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
     shown = visible(s.env)
+    if shown is not None and working and "MIG-" in s.env["CUDA_VISIBLE_DEVICES"]:
+        return shown
     return working if shown is None else min(working, shown)
 
 

@@ -44,6 +44,9 @@ class Field:
     constant: bool = False
     """Read until it is known, then kept: it does not change while the driver is loaded."""
 
+    vital: bool = False
+    """A working GPU answers it in every container: an unknown error of it is the GPU's own."""
+
 
 def _one(
     name: str, function: str, *arguments: Any, scale: float | None = None, constant: bool = False
@@ -55,6 +58,11 @@ def _one(
         return (value if scale is None else value * scale,)
 
     return Field((name,), read, constant)
+
+
+def _uuid(handle: Handle) -> tuple[Any, ...]:
+    uuid = nvml.nvmlDeviceGetUUID(handle)
+    return (uuid.decode("utf-8", "replace") if isinstance(uuid, bytes) else uuid,)
 
 
 def _memory(handle: Handle) -> tuple[Any, ...]:
@@ -155,11 +163,13 @@ def _processes(handle: Handle) -> tuple[Any, ...]:
 
 
 FIELDS = (
-    _one("uuid", "nvmlDeviceGetUUID", constant=True),
+    Field(("uuid",), _uuid, constant=True, vital=True),
     _one("name", "nvmlDeviceGetName", constant=True),
     Field(("pci_bus",), _pci, constant=True),
     Field(("capability",), _capability, constant=True),
-    Field(("memory_used_bytes", "memory_reserved_bytes", "memory_total_bytes"), _memory),
+    Field(
+        ("memory_used_bytes", "memory_reserved_bytes", "memory_total_bytes"), _memory, vital=True
+    ),
     Field(("utilization_ratio", "memory_busy_ratio"), _utilization),
     _one("temperature_c", "nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
     _one(

@@ -30,7 +30,8 @@ STATES = {
     nvml.NVML_ERROR_UNKNOWN: "unknown",
 }
 """Errors that say something of the GPU itself; every other one says only that a field is not
-readable."""
+readable. An unknown error says it in a vital field only: drivers answer so to a question about the
+fabric, say, of a GPU that is well."""
 
 
 class Worker:
@@ -115,7 +116,7 @@ class GpuHandle:
         try:
             values = dict(zip(field.names, field.read(self._handle), strict=True))
         except nvml.NVMLError as error:
-            if error.value in STATES:
+            if error.value in STATES and (field.vital or error.value != nvml.NVML_ERROR_UNKNOWN):
                 raise
             unread[first] = str(error)
             if error.value == nvml.NVML_ERROR_NOT_SUPPORTED:

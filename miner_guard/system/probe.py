@@ -21,10 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _asked: set[subprocess.Popen[bytes]] = set()
 """Children that have not answered yet."""
 
 PROBE_FD = "_MINER_GUARD_PROBE_FD"
+_LOOK_S = 2.0
+"""Between two looks at the progress of a child that is late."""
+
+_LEAST_PROGRESS = 0.1
+"""CPU seconds or megabytes in that time: an interpreter that merely waits stays below."""
+
 _TAIL = 2000
 _MAX_ANSWER = 16 * 1024 * 1024
 
@@ -38,6 +46,8 @@ class Answer:
     """None where `value` is the answer."""
 
     seconds: float
+    answered: bool = True
+    """False where the deadline passed first: what was asked is unknown, not wrong."""
 
     @property
     def known(self) -> bool:
@@ -52,8 +62,12 @@ def ask(
     python: str = sys.executable,
     env: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
+    patience_s: float = 0.0,
 ) -> Answer:
     """Run a probe and wait for its answer, `deadline_s` at most. Never raises.
+
+    After the deadline it waits up to `patience_s` longer, as long as the child makes progress (see
+    `_Progress`): `import torch` takes a minute from a cold disk.
 
     `module` is a module's name, or the path of a script for an interpreter that does not have this
     package.
@@ -83,7 +97,8 @@ def ask(
     os.close(child_end)
     _asked.add(child)
     try:
-        return _talk(child, answer_end, request, start, deadline_s, name)
+        deadline = _Deadline(child.pid, start, deadline_s, patience_s)
+        return _talk(child, answer_end, request, deadline, name)
     finally:
         _asked.discard(child)
         os.close(answer_end)
@@ -97,12 +112,49 @@ def end_all() -> None:
             os.killpg(child.pid, signal.SIGKILL)
 
 
+class _Deadline:
+    """When to give up on a child: at its deadline, or once it makes no progress after that.
+
+    Progress is CPU time of its own, or bytes that it read (page faults on a file that is mapped are
+    among them). A driver call that blocks makes neither.
+    """
+
+    def __init__(self, pid: int, start: float, deadline_s: float, patience_s: float) -> None:
+        self.start, self._until = start, start + deadline_s
+        self._last = self._until + patience_s
+        self._process = psutil.Process(pid)
+        self._progress: float | None = None
+
+    def left(self) -> float:
+        """Seconds until there is something to decide; 0 or less where waiting is over."""
+        now = time.monotonic()
+        if self._until <= now < self._last:
+            made = self._made()
+            if self._progress is None or made - self._progress >= _LEAST_PROGRESS:
+                self._progress, self._until = made, min(now + _LOOK_S, self._last)
+        return self._until - now
+
+    def missed(self) -> Answer:
+        """That it was."""
+        seconds = time.monotonic() - self.start
+        reason = f"no answer within {self._until - self.start:.3g} s"
+        return Answer(None, reason, seconds, answered=False)
+
+    def _made(self) -> float:
+        """CPU seconds, and megabytes read, of the child."""
+        try:
+            with self._process.oneshot():
+                cpu, io = self._process.cpu_times(), self._process.io_counters()
+        except (psutil.Error, OSError):
+            return 0.0
+        return float(cpu.user + cpu.system + (io.read_bytes + io.read_chars) / 1e6)
+
+
 def _talk(
     child: subprocess.Popen[bytes],
     answer_end: int,
     request: Mapping[str, Any],
-    start: float,
-    deadline_s: float,
+    deadline: _Deadline,
     module: str,
 ) -> Answer:
     assert child.stdin is not None
@@ -113,9 +165,9 @@ def _talk(
         os.set_blocking(fd, False)
     reading, listening, writing = {stdout: b"", answer_end: b""}, [stdout, answer_end], [stdin]
     while True:
-        left = start + deadline_s - time.monotonic()
+        left = deadline.left()
         if left <= 0:
-            return Answer(None, f"no answer within {deadline_s:g} s", time.monotonic() - start)
+            return deadline.missed()
         readable, writable, _ = select.select(listening, writing, [], left)
         if writable:
             pending = _feed(stdin, pending)
@@ -127,7 +179,9 @@ def _talk(
             if not data and fd == answer_end:
                 # Its last words may have come after this round's select and before its end.
                 reading[stdout] = (reading[stdout] + _rest(stdout))[-_TAIL:]
-                return _parsed(reading, stdout, answer_end, child, time.monotonic() - start, module)
+                return _parsed(
+                    reading, stdout, answer_end, child, time.monotonic() - deadline.start, module
+                )
             if not data:
                 listening.remove(fd)
                 continue
@@ -135,7 +189,7 @@ def _talk(
             if fd == stdout:
                 reading[fd] = reading[fd][-_TAIL:]
             elif len(reading[fd]) > _MAX_ANSWER:
-                return Answer(None, "the answer is too large", time.monotonic() - start)
+                return Answer(None, "the answer is too large", time.monotonic() - deadline.start)
 
 
 def _rest(fd: int) -> bytes:

@@ -51,6 +51,18 @@ def test_all_fields_of_a_healthy_gpu_are_read(sampler: NvmlSampler) -> None:
     assert set(levels.values()) == {4 << 20}
 
 
+def test_an_unknown_error_of_a_side_field_condemns_no_gpu(
+    sampler: NvmlSampler, fake_nvml: FakeNvml
+) -> None:
+    """The fabric's was taken for the GPU's own, on four GPUs that were well."""
+    fake_nvml.set({"fail.nvmlDeviceGetPowerUsage.0": 999})
+    sample = sampler.sample()
+    assert states(sample) == ["ok"] * 4
+    assert "power_w" in sample["gpus"][0]["unread"]
+    fake_nvml.set({"fail.nvmlDeviceGetPowerUsage.0": None, "fail.*.2": 999})
+    assert states(sampler.sample()) == ["ok", "ok", "unknown", "ok"]
+
+
 def test_a_lost_gpu_does_not_take_the_others_rows_with_it_and_comes_back(
     sampler: NvmlSampler, fake_nvml: FakeNvml
 ) -> None:

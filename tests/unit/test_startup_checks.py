@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -353,9 +354,41 @@ def test_an_unreadable_snapshot_is_judged_without_a_crash() -> None:
     empty = Snapshot(
         config=Config(health=HealthSettings()),
         expectation=FOUR,
-        unread={"torch": "no answer within 20 s"},
+        unread={"torch": "ModuleNotFoundError: No module named 'torch'"},
     )
     levels = {c.check: c.level for c in judge(empty)}
     assert levels["driver.nvml"] == "unknown"
     assert levels["cuda.torch"] == "critical"
     assert "ok" not in levels.values()
+
+
+def test_a_probe_that_did_not_answer_is_unknown_and_refuses_no_start() -> None:
+    """`import torch` takes a minute from a cold disk; a start was refused after 20 s."""
+    late = replace(
+        healthy(4),
+        torch=None,
+        cuda={},
+        unread={"torch": "no answer within 180 s"},
+        unanswered=frozenset({"torch"}),
+    )
+    assert {c.check: c.level for c in judge(late)}["cuda.torch"] == "unknown"
+    assert not [c for c in judge(late) if c.level == "critical"]
+    slow = healthy(4)
+    silent = {"error": "no answer within 20 s", "answered": False}
+    slow = replace(slow, cuda={0: {"seconds": 0.2}, 1: silent})
+    assert [c.level for c in judge(slow) if c.check == "cuda.use"] == ["ok", "unknown"]
+
+
+def test_mig_slices_count_as_the_gpus_that_a_miner_sees() -> None:
+    command = ("torchrun", "--nproc_per_node=2", "m.py")
+    slices = healthy(1, command=command, env={"CUDA_VISIBLE_DEVICES": "MIG-6e1c,MIG-7f2d"})
+    assert {c.check: c.level for c in judge(slices)}["gpu.ranks"] == "ok"
+
+
+@pytest.mark.parametrize("shown", ["", "void", "none"])
+def test_a_container_that_was_given_no_gpu_is_told_so(shown: str) -> None:
+    nvml = {"state": "absent", "code": 12, "reason": "NVML Shared Library Not Found", "gpus": []}
+    s = replace(healthy(4), nvml=nvml, env={"NVIDIA_VISIBLE_DEVICES": shown})
+    (check,) = (c for c in judge(s) if c.check == "driver.nvml")
+    assert (check.level, "--gpus all" in (check.next_step or "")) == ("critical", True)
+    assert "NVIDIA_VISIBLE_DEVICES" in check.seen

@@ -61,6 +61,7 @@ class SnapshotCollector:
         self._deadline = question.config.gpu.probe_timeout_s
         self._python = of_command(question.command, question.env)
         self._unread: dict[str, str] = {}
+        self._unanswered: set[str] = set()
 
     def snapshot(self) -> Snapshot:
         asked = {name: self._pool.submit(work) for name, work in self._questions().items()}
@@ -88,6 +89,7 @@ class SnapshotCollector:
             cuda=cuda,
             deep=self._deep(torch) if self._q.deep else None,
             unread=self._unread,
+            unanswered=frozenset(self._unanswered),
             lacking={
                 extra.name: names for extra, names in optional_deps.missing_extras(self._q.config)
             },
@@ -116,15 +118,21 @@ class SnapshotCollector:
     def _inside(self, what: str, more: Mapping[str, Any], deadlines: int = 1) -> probe.Answer:
         """A question to the miner's own interpreter."""
         script = Path(miner_side.__file__)
-        request = {"what": what, **more}
         return probe.ask(
-            script, request, deadlines * self._deadline, python=self._python, env=dict(self._q.env)
+            script,
+            {"what": what, **more},
+            deadlines * self._deadline,
+            python=self._python,
+            env=dict(self._q.env),
+            patience_s=self._q.config.gpu.probe_patience_s,
         )
 
     def _value(self, name: str, future: Future[probe.Answer]) -> Any:
         answer = future.result()
         if answer.reason is not None:
             self._unread[name] = answer.reason
+            if not answer.answered:
+                self._unanswered.add(name)
         return answer.value
 
     def _each(self, devices: Sequence[int], what: str, deadlines: int) -> dict[int, dict[str, Any]]:
@@ -133,7 +141,9 @@ class SnapshotCollector:
             i: self._pool.submit(self._inside, what, {"device": i}, deadlines) for i in devices
         }
         answers = {i: future.result() for i, future in futures.items()}
-        return {i: a.value or {"error": a.reason} for i, a in answers.items()}
+        return {
+            i: a.value or {"error": a.reason, "answered": a.answered} for i, a in answers.items()
+        }
 
     def _held(self, nvml: Mapping[str, Any]) -> tuple[dict[str, int], ...]:
         used = "memory_used_bytes"
