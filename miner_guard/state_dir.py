@@ -51,6 +51,10 @@ class StateDir:
         (`rank.stacks.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
 
+    def agreement_of(self, name: str) -> Path:
+        """The socket at which the ranks of a node reach their leader."""
+        return self.flight / f"agree-{name}.sock"
+
     def collectives_of(self, rank: int) -> Path:
         """Where a rank writes its last collectives when it is asked to (`rank.collectives`)."""
         return self.flight / f"rank-{rank:04d}.collectives"

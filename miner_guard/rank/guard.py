@@ -490,11 +490,11 @@ def current() -> Guard | None:
 
 
 def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
-    """The guard of this rank: once, after init_process_group, on every rank (it makes a CPU group).
+    """The guard of this rank: once, after init_process_group, on every rank (they register).
     Never raises.
 
     `state_dir` is for a miner that runs without a supervisor; under `miner-guard run` it is known.
-    `agree=False` leaves the CPU group to the first question that needs it. A second call returns
+    `agree=False` leaves that to the first question that needs it. A second call returns
     the same guard.
     """
     global _current

@@ -1,143 +1,260 @@
-"""One answer for all ranks: rank 0 says it, and nobody has it before everybody has asked.
+"""One answer for all ranks: rank 0 gives it, and no rank has it before all have asked.
 
-On a gloo group of its own, so that it never waits behind the GPU or the miner's collectives.
+The ranks of a node ask their leader by datagram; the leaders meet in the launcher's store, whose
+connection every rank has anyway. So the guard takes one descriptor a rank, however many ranks there
+are (a gloo group took one for each other rank), and never waits behind the GPU or the miner's
+collectives. Whether a question is answered, or came to nothing since a rank was late, is decided by
+the first to write it into the store: all ranks see the same outcome.
 """
 
 from __future__ import annotations
 
-import re
+import itertools
+import os
 import time
 import zlib
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from miner_guard.rank.consensus.node import Ask, Channel, Follower, Leader
+from miner_guard.rank.environment import RankContext
+from miner_guard.state_dir import make_folder
+from miner_guard.system.boot import boot_id
 
 PAYLOAD_BYTES = 4096
-_WORDS = PAYLOAD_BYTES // 8
-_EARLY_S = 0.5
-"""gloo gives up a little before or after the timeout it was given."""
-
 LATE = "late rank"
 """`where` of the `guard_degraded` that the supervisor handles as a hang."""
 
-_LENGTH, _OWN, _SUM, _HEAD = 0, 1, 2, 3
+_EARLY_S = 0.5
+_GRACE_S = 2.0
+"""How much longer than its own timeout a rank waits for its leader's word."""
+
+_FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.1
+_COUNT_SHIFT = 40
+"""The store adds up ranks and marks in one number: ranks above this bit, 24-bit marks below."""
+
+_MARK = (1 << 24) - 1
+
+_ADVICE = "every rank must ask, at the same step; none agree again before a restart of the miner"
+
+_GO, _DIFFER, _NO_ANSWER, _LATE = "go", "differ", "no answer", "late"
 
 
 class NoConsensus(Exception):
-    """The ranks have no common answer: one did not ask, asked something else, or the group is
-    broken."""
+    """The ranks have no common answer: one did not ask, asked something else, or was late."""
 
 
-class GroupFactory:
-    """Makes the group; where that failed, again at the 1st, 2nd, 4th, 8th … question and not at
-    each.
+class Store(Protocol):
+    """The part of torch's Store that is used."""
 
-    By questions and not by time, so that all ranks try at the same one: a try is collective and may
-    last the timeout.
-    """
+    def add(self, key: str, amount: int, /) -> int: ...
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def delete_key(self, key: str, /) -> bool: ...
 
-    def __init__(self, dist: Any, timeout_s: float) -> None:
-        self._dist = dist
-        self._timeout_s = timeout_s
-        self._failure: str | None = None
-        self._asked = 0
 
-    def group(self) -> Group:
-        """The group. Collective. Raises Disagreed where it is not there."""
-        self._asked += self._failure is not None
-        if self._asked & (self._asked - 1):
-            raise NoConsensus(f"the ranks have no group to agree in: {self._failure}")
-        try:
-            return Group(self._dist, self._timeout_s)
-        except (
-            Exception
-        ) as error:  # what torch.distributed raises differs between backends and versions
-            self._failure = _reason(error)
-            raise NoConsensus(f"the ranks' group could not be made: {self._failure}") from error
+@dataclass(frozen=True)
+class Member:
+    """A rank as it takes part in the agreement."""
+
+    rank: int
+    world_size: int
+    node: str
+    """The same for the ranks that reach each other at `socket`."""
+
+    socket: Path | None
+    """Where the node's leader is reached; None: the rank is a node by itself."""
 
 
 class SingleRank:
     """A world of one rank: its own answer is everybody's."""
 
     def share(self, question: str, answer: bytes | None) -> bytes:
-        """The answer. Raises Disagreed where there is none."""
+        """The answer. Raises NoConsensus where there is none."""
         if answer is None:
             raise NoConsensus("rank 0 had no answer")
         return answer
 
 
 class Group:
-    """All ranks of the default process group. Making it is collective."""
+    """All ranks of a process group. Every rank makes one, and asks the same questions in the same
+    order."""
 
-    def __init__(self, dist: Any, timeout_s: float) -> None:
-        """Raises what torch.distributed raises."""
-        import torch
-
-        self._torch = torch
-        self._dist = dist
+    def __init__(self, store: Store, member: Member, timeout_s: float) -> None:
+        """Does not wait for the others. Raises OSError, and what the store raises."""
+        self._store = store
+        self._member = member
         self._timeout_s = timeout_s
-        self._rank: int = dist.get_rank()
-        self._size: int = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self.broken: str | None = None
+        self._number = 0
         self._agreed = False
+        self.broken: str | None = None
         self.late = False
         """It broke since a rank that had asked before did not come in time. (Where none has ever
-        agreed, the program may ask on some ranks only: a restart would not mend that.)"""
+        agreed, the program may ask on some ranks only: a restart would not help.)"""
 
-        # Kept until the next one: gloo's thread would else be the last to let go of it, take the
-        # interpreter's lock for that, and abort the process where the interpreter ends just then.
-        self._last: Any = None
+        first = store.add(f"members/{member.node}", 1) == 1
+        self._channel: Channel = Leader(member.socket) if first else Follower(member.socket)
+        self._node_size: int | None = None
+        store.add("registered", 1)
 
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Rank 0's `answer`, on every rank. Collective.
 
-        A sum rather than a broadcast: nobody leaves a sum before everybody is in it, while a
-        broadcast lets some ranks go with an answer that others never get. Raises Disagreed, on
-        every rank that asked, where a rank is later than the timeout; the group is broken from then
-        on.
+        Raises NoConsensus, on every rank that asked, where a rank is later than the timeout; the
+        ranks agree on nothing more from then on. Without an answer rank 0 asks too: the others wait
+        for it.
         """
         if self.broken is not None:
             raise NoConsensus(self.broken)
-        mark = zlib.crc32(question.encode())
-        words = self._torch.zeros(_HEAD + _WORDS, dtype=self._torch.int64)
-        words[_SUM] = mark
-        if self._rank == 0:
-            # Without an answer too: the others wait for this one.
-            fits = answer is not None and len(answer) <= PAYLOAD_BYTES
-            own = answer if answer is not None and fits else b""
-            words[_LENGTH], words[_OWN] = len(own) if fits else -1, mark
-            padded = bytearray(own.ljust(PAYLOAD_BYTES, b"\0"))
-            words[_HEAD:] = self._torch.frombuffer(padded, dtype=self._torch.int64)
+        self._number += 1
         started = time.monotonic()
+        fits = answer is not None and len(answer) <= PAYLOAD_BYTES
+        own = Ask(
+            number=self._number,
+            mark=zlib.crc32(question.encode()) & _MARK,
+            asked=started,
+            is_root=self._member.rank == 0,
+            answer=answer if fits else None,
+        )
         try:
-            self._last = self._dist.all_reduce(words, group=self._group, async_op=True)
-            self._last.wait()
-        except Exception as error:  # torch raises RuntimeError and, since 2.2, DistBackendError
-            waited = time.monotonic() - started
-            missed = waited >= self._timeout_s - _EARLY_S
-            self.late = missed and self._agreed
-            self.broken = (
-                f"not every rank asked within {self._timeout_s:g} s"
-                if missed
-                else f"the group of the ranks broke after {waited:.1f} s, a rank is gone or gave up"
-            )
-            self.broken += (
-                "; every rank must ask, at the same step; none agree again before a "
-                "restart of the miner"
-            )
-            raise NoConsensus(f"{self.broken} ({_reason(error)})") from error
+            outcome, payload = self._ask(own)
+        except Exception as error:  # noqa: BLE001 - torch's versions raise different types; it is reported
+            outcome, payload = _LATE, f"{type(error).__name__}: {error}"[:120].encode()
+        if outcome == _LATE:
+            self._break(time.monotonic() - started, payload.decode(errors="replace"))
         self._agreed = True
-        head: list[int] = words[:_HEAD].tolist()
-        # The marks add up to a multiple of rank 0's only if all ranks asked the same.
-        if head[_SUM] != head[_OWN] * self._size:
+        if outcome == _DIFFER:
             raise NoConsensus(f"the ranks ask different questions; this one: {question}")
-        if head[_LENGTH] < 0:
+        if outcome == _NO_ANSWER:
             raise NoConsensus("rank 0 had no answer, or one that is too long")
-        used = words[_HEAD : _HEAD + -(-head[_LENGTH] // 8)].tolist()
-        return b"".join(word.to_bytes(8, "little", signed=True) for word in used)[: head[_LENGTH]]
+        return payload
+
+    def close(self) -> None:
+        """Release the socket; the group must not be asked any more."""
+        self._channel.close()
+
+    def _break(self, waited: float, reason: str) -> None:
+        missed = waited >= self._timeout_s - _EARLY_S
+        self.late = missed and self._agreed
+        what = (
+            f"not every rank asked within {self._timeout_s:g} s"
+            if missed
+            else f"the ranks stopped agreeing after {waited:.1f} s, a rank is gone or came too late"
+        )
+        self.broken = f"{what}; {_ADVICE}"
+        self._channel.close()
+        raise NoConsensus(f"{self.broken} ({reason})" if reason else self.broken)
+
+    def _ask(self, own: Ask) -> tuple[str, bytes]:
+        if isinstance(self._channel, Follower):
+            deadline = own.asked + self._timeout_s + _GRACE_S
+            return self._channel.ask(own, deadline, lambda: self._store.check(["broken"]))
+        outcome, payload = self._lead(self._channel, own)
+        self._channel.answer(outcome, payload)
+        if outcome == _LATE:
+            # For followers of this node that come when its socket is closed.
+            self._store.set("broken", b"1")
+        return outcome, payload
+
+    # the leaders, in the store
+
+    def _lead(self, channel: Leader, own: Ask) -> tuple[str, bytes]:
+        size = self._size_of_node(own.asked + self._timeout_s)
+        if size is None:
+            return self._decide(own.number, _LATE), b""
+        asks = channel.collect(own, size, self._timeout_s)
+        end = min(ask.asked for ask in asks) + self._timeout_s
+        if len(asks) < size:
+            return self._decide(own.number, _LATE), b""
+        root = next((ask for ask in asks if ask.is_root), None)
+        if size == self._member.world_size:
+            # One node: what its leader says is decided.
+            return _judged(sum(ask.mark for ask in asks) == size * own.mark, root)
+        if root is not None:
+            known = b"" if root.answer is None else b"1" + root.answer
+            self._store.set(f"{own.number}/answer", known)
+        arrived = self._store.add(
+            f"{own.number}/in", (size << _COUNT_SHIFT) + sum(ask.mark for ask in asks)
+        )
+        if arrived >> _COUNT_SHIFT == self._member.world_size:
+            same = arrived & ((1 << _COUNT_SHIFT) - 1) == self._member.world_size * own.mark
+            outcome = self._decide(own.number, _GO if same else _DIFFER)
+        else:
+            outcome = self._outcome(own.number, end)
+        if outcome != _GO:
+            return outcome, b""
+        payload = bytes(self._store.get(f"{own.number}/answer"))
+        if root is not None:
+            self._forget(own.number - 1)
+        return (_GO, payload[1:]) if payload else (_NO_ANSWER, b"")
+
+    def _size_of_node(self, end: float) -> int | None:
+        """Ranks of this node, once all ranks are there; None where they are not until `end`."""
+        if self._node_size is None:
+            world_size = self._member.world_size
+            if not _poll(lambda: self._store.add("registered", 0) >= world_size, end):
+                return None
+            self._node_size = self._store.add(f"members/{self._member.node}", 0)
+        return self._node_size
+
+    def _outcome(self, number: int, end: float) -> str:
+        """What some leader has decided; that it is too late, where none has until `end`."""
+        if not _poll(lambda: self._store.check([f"{number}/outcome"]), end):
+            return self._decide(number, _LATE)
+        return bytes(self._store.get(f"{number}/outcome")).decode()
+
+    def _decide(self, number: int, outcome: str) -> str:
+        """Write the outcome where none was written; what was written first holds."""
+        if self._store.add(f"{number}/decided", 1) == 1:
+            self._store.set(f"{number}/outcome", outcome.encode())
+            return outcome
+        if not _poll(lambda: self._store.check([f"{number}/outcome"]), time.monotonic() + _GRACE_S):
+            return _LATE
+        return bytes(self._store.get(f"{number}/outcome")).decode()
+
+    def _forget(self, number: int) -> None:
+        """All have the outcome of the question before, since all have asked this one."""
+        for name in ("answer", "in", "decided", "outcome"):
+            self._store.delete_key(f"{number}/{name}")
 
 
-def _reason(error: BaseException) -> str:
-    """gloo's own words, without the path of its source file."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^\]]*\]\s*", "", first).split(". ")[0][:120]
+def _judged(same: bool, root: Ask | None) -> tuple[str, bytes]:
+    if not same:
+        return _DIFFER, b""
+    return (_NO_ANSWER, b"") if root is None or root.answer is None else (_GO, root.answer)
+
+
+def _poll(done: Callable[[], bool], end: float) -> bool:
+    """Whether it is done before `end`. Polled, not `store.wait`: a wait that times out leaves some
+    stores of some torch versions unusable."""
+    pause = _FIRST_POLL_S
+    while not done():
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(pause * 2, _MAX_POLL_S)
+    return True
+
+
+_calls = itertools.count(1)
+"""Every rank makes as many groups; the number keeps a second one from the first one's keys."""
+
+
+def group_of(dist: Any, place: RankContext) -> Group:
+    """The group of the ranks of `torch.distributed`. Raises OSError, and what the store raises."""
+    call = next(_calls)
+    c10d = dist.distributed_c10d
+    store = c10d.PrefixStore(f"miner_guard/agree/{call}", c10d._get_default_store())
+    rank, node, path = dist.get_rank(), None, None
+    if place.state is not None and (boot := boot_id()) is not None:
+        make_folder(place.state.flight)
+        folder = os.stat(place.state.flight)
+        # Ranks that share the folder and the kernel; a network folder is shared between nodes too.
+        node = f"{boot}/{folder.st_dev}/{folder.st_ino}"
+        path = place.state.agreement_of(f"{zlib.crc32(node.encode()):08x}-{call}")
+    member = Member(rank, dist.get_world_size(), node or f"rank {rank}", path)
+    return Group(store, member, place.settings.gate.broadcast_timeout_s)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from miner_guard.rank import environment
 from miner_guard.rank.consensus import agree, gating
-from miner_guard.rank.recorder import Recorder
+from miner_guard.rank.recorder import Recorder, describe
 from miner_guard.rank.steps import Report, Stepper
 from uploads.decision import GateDecision
 from validators.facts import Candidate
@@ -33,7 +34,7 @@ class CollectiveQueries:
         self._stepper = stepper
         self._report = report
         self._agreement: gating.Agreement | None = None
-        self._founder: agree.GroupFactory | None = None
+        self._no_group: str | None = None
         self._checkpoints = 0
         self._notices: tuple[int, bool, int] = (-1, False, 0)
 
@@ -44,11 +45,7 @@ class CollectiveQueries:
             dist = environment.initialised_distributed()
             if dist is not None and dist.get_world_size() > 1:
                 self._check_place(dist.get_rank(), dist.get_world_size())
-                if self._founder is None:
-                    self._founder = agree.GroupFactory(
-                        dist, self._place.settings.gate.broadcast_timeout_s
-                    )
-                self._agreement = self._founder.group()
+                self._agreement = self._group(dist)
             elif self._place.world_size > 1:
                 raise agree.NoConsensus(
                     "torch.distributed is not initialised, so the "
@@ -57,6 +54,15 @@ class CollectiveQueries:
             else:
                 self._agreement = agree.SingleRank()
         return self._agreement
+
+    def _group(self, dist: Any) -> agree.Group:
+        if self._no_group is None:
+            try:
+                return agree.group_of(dist, self._place)
+            except Exception as error:  # noqa: BLE001 - torch's versions raise different types; reported
+                self._no_group = f"the ranks can't reach each other: {describe(error)}"
+        # For the whole launch: all ranks number their questions alike.
+        raise agree.NoConsensus(self._no_group)
 
     def _check_place(self, rank: int, world_size: int) -> None:
         # Slurm and MPI tell ranks by names that the guard does not know: all of them took

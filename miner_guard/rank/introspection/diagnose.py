@@ -25,6 +25,7 @@ from miner_guard.eventlog import catalog
 from miner_guard.flight_recorder.journal import Diagnosis, JournalEntry, Training
 from miner_guard.rank.introspection import placement
 from miner_guard.rank.introspection.diagnosis_codec import Report, pack
+from miner_guard.system.boot import boot_id
 from validators import shapes
 
 _FIRST_POLL_S, _MAX_POLL_S = 0.002, 0.05
@@ -84,7 +85,7 @@ def report(
         "local_rank": host.local_rank if "LOCAL_RANK" in os.environ else None,
         "world_size": host.world_size,
         "host": socket.gethostname(),
-        "boot": boot(),
+        "boot": (boot_id() or "")[:8] or None,
         "pid": os.getpid(),
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
@@ -105,15 +106,6 @@ def _read(facts: Report, what: str, read: Callable[[], Mapping[str, Any]]) -> No
         facts.update(read())
     except Exception as error:  # noqa: BLE001  a driver's error must not reach training; it is reported as unread
         facts.setdefault("unread", {})[what] = f"{type(error).__name__}: {error}"[:200]
-
-
-def boot(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str | None:
-    """What tells two machines of one name apart, as containers' often are; None where nothing
-    does."""
-    try:
-        return path.read_text()[:8]
-    except OSError:
-        return None
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:

@@ -10,24 +10,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.system import processes
+from miner_guard.system.boot import boot_id
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.processes import Process
 
 _CLOSE_S = 1.0
 """For a last list that is being written; a dead disk must not hold up the end."""
-
-
-def _boot() -> str:
-    """Start times count from the boot: a list from an earlier boot means nothing."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class PidRegistry:
         listed = sorted([process.pid, process.start] for process in run)
         path = None if cgroup is None else str(cgroup.path)
         with self._changed:
-            self._latest = {"boot": _boot(), "cgroup": path, "processes": listed}
+            self._latest = {"boot": (boot_id() or ""), "cgroup": path, "processes": listed}
             self._changed.notify()
         if self._thread is None:
             thread = threading.Thread(target=self._keep_writing, name="run.json", daemon=True)
@@ -89,7 +81,7 @@ class PidRegistry:
 def left_behind(state: StateDir) -> Left:
     """What still lives of the last list."""
     document = read_json(state.roster)
-    if not isinstance(document, dict) or document.get("boot") != _boot():
+    if not isinstance(document, dict) or document.get("boot") != (boot_id() or ""):
         return Left(frozenset(), None)
     cgroup = Cgroup.of_earlier_guard(document.get("cgroup"))
     try:

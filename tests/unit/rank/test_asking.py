@@ -19,7 +19,6 @@ from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import FakeClock
-from tests.support import requires
 from tests.unit.rank.helpers import Clock, entries, place, reader_of, said
 from uploads.decision import GateDecision
 from validators.verdict import Verdict
@@ -207,32 +206,13 @@ def test_a_requested_checkpoint_is_seen_once(guard: Guard, state: StateDir) -> N
 
 
 class _OneProcess:
-    """torch.distributed of two ranks, as far as one process can be it: the other one asks the
-    same."""
-
-    def __init__(self, failures: int = 0) -> None:
-        self.failures = failures
-        self.groups = self.sums = 0
+    """torch.distributed of two ranks, as far as one process can be it."""
 
     def get_rank(self) -> int:
         return 0
 
     def get_world_size(self) -> int:
         return 2
-
-    def new_group(self, **_options: object) -> object:
-        self.groups += 1
-        if self.groups <= self.failures:
-            raise RuntimeError("[enforce fail] gloo finds no interface. More words")
-        return self
-
-    def all_reduce(self, words: Any, group: object, async_op: bool) -> _OneProcess:
-        self.sums += 1
-        words[2] *= 2
-        return self
-
-    def wait(self) -> None:
-        """Both have added up."""
 
 
 def test_a_guard_begun_before_the_process_group_says_that_it_took_itself_for_another_rank(
@@ -245,43 +225,10 @@ def test_a_guard_begun_before_the_process_group_says_that_it_took_itself_for_ano
     for _ in range(2):
         guard.step()
         guard.upload_due()
-    assert said(state) == [
-        (
-            "this is rank 0 of 2 and is recorded as rank 0 of 1: call miner_guard.init() "
-            "after init_process_group"
-        )
-    ]
-
-
-def test_a_group_that_cannot_be_made_is_tried_again_more_and_more_rarely() -> None:
-    """Guards against a step that waits 60 s for it each time: `upload_due` is asked at every
-    step."""
-    dist = _OneProcess(failures=10**9)
-    founder = agree.GroupFactory(dist, 60.0)
-    for _ in range(1000):
-        with pytest.raises(agree.NoConsensus, match="gloo finds no interface"):
-            founder.group()
-    assert dist.groups == 11
-
-
-def test_a_group_that_can_be_made_later_is_made() -> None:
-    requires.module("torch")
-    founder = agree.GroupFactory(_OneProcess(failures=1), 60.0)
-    with pytest.raises(agree.NoConsensus):
-        founder.group()
-    assert isinstance(founder.group(), agree.Group)
-
-
-@pytest.mark.parametrize("answer", [None, b"x" * (agree.PAYLOAD_BYTES + 1)])
-def test_rank_0_comes_to_the_others_without_an_answer_too(answer: bytes | None) -> None:
-    """Guards against ranks that wait out their timeout, and a group that is broken for good, for
-    want of an answer."""
-    requires.module("torch")
-    dist = _OneProcess()
-    with pytest.raises(agree.NoConsensus, match="rank 0 had no answer, or one that is too long"):
-        agree.Group(dist, 60.0).share("upload 1", answer)
-    assert dist.sums == 1
-    assert agree.Group(dist, 60.0).share("upload 1", b"go") == b"go"
+    assert said(state)[0] == (
+        "this is rank 0 of 2 and is recorded as rank 0 of 1: call miner_guard.init() "
+        "after init_process_group"
+    )
 
 
 def test_a_decision_travels_whatever_its_words_are() -> None:

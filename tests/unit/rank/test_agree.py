@@ -1,0 +1,183 @@
+"""The ranks' agreement: one outcome everywhere, whoever is late; few descriptors and requests."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from miner_guard.rank.consensus import agree
+from miner_guard.rank.consensus.agree import Group, Member, NoConsensus
+
+
+class CountingStore:
+    """torch's store as threads of one process share it; counts requests by rank."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.requests: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def of(self, rank: int) -> _Connection:
+        return _Connection(self, rank)
+
+
+class _Connection:
+    def __init__(self, store: CountingStore, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+
+    def _count(self) -> threading.Lock:
+        self._store.requests[str(self._rank)] += 1
+        return self._store._lock
+
+    def add(self, key: str, amount: int, /) -> int:
+        with self._count():
+            value = int(self._store.values.get(key, b"0")) + amount
+            self._store.values[key] = str(value).encode()
+        return value
+
+    def set(self, key: str, value: bytes, /) -> None:
+        with self._count():
+            self._store.values[key] = value
+
+    def get(self, key: str, /) -> bytes:
+        with self._count():
+            return self._store.values[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        with self._count():
+            return all(key in self._store.values for key in keys)
+
+    def delete_key(self, key: str, /) -> bool:
+        with self._count():
+            return self._store.values.pop(key, None) is not None
+
+
+Ask = Callable[[Group, int], object]
+
+
+def run(
+    folder: Path, ranks: int, per_node: int, ask: Ask, timeout_s: float = 20.0
+) -> tuple[list[object], CountingStore]:
+    """What `ask(group, rank)` gives on each rank, and the store."""
+    store = CountingStore()
+    answers: list[object] = [None] * ranks
+
+    def rank(number: int) -> None:
+        node = f"node-{number // per_node}"
+        member = Member(number, ranks, node, folder / f"{node}.sock")
+        group = Group(store.of(number), member, timeout_s)
+        try:
+            answers[number] = ask(group, number)
+        finally:
+            group.close()
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return answers, store
+
+
+def shared(group: Group, question: str, answer: bytes | None = None) -> object:
+    try:
+        return group.share(question, answer)
+    except NoConsensus as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 4), (8, 4), (6, 1)])
+def test_rank_0s_answer_is_everybodys(tmp_path: Path, ranks: int, per_node: int) -> None:
+    def ask(group: Group, rank: int) -> object:
+        return [shared(group, f"q{n}", b"%d" % n if rank == 0 else None) for n in range(20)]
+
+    answers, store = run(tmp_path, ranks, per_node, ask)
+    assert answers == [[b"%d" % n for n in range(20)]] * ranks
+    numbered = [key for key in store.values if key[0].isdigit()]
+    assert len(numbered) <= 8, "what is settled is deleted: a launch asks millions of questions"
+
+
+def test_ranks_that_ask_different_questions_are_all_told_and_agree_again(tmp_path: Path) -> None:
+    def ask(group: Group, rank: int) -> object:
+        return [shared(group, f"{rank == 5}", b"go"), shared(group, "same", b"go")]
+
+    for different, same in run(tmp_path, 6, 2, ask)[0]:  # type: ignore[misc]
+        assert "different questions" in different
+        assert same == b"go"
+
+
+@pytest.mark.parametrize("answer", [None, b"x" * (agree.PAYLOAD_BYTES + 1)])
+def test_rank_0_comes_to_the_others_without_an_answer_too(
+    tmp_path: Path, answer: bytes | None
+) -> None:
+    """Guards against ranks that wait out their timeout, and agree on nothing more, for want of an
+    answer."""
+
+    def ask(group: Group, rank: int) -> object:
+        return [shared(group, "q", answer), shared(group, "q", b"go")]
+
+    for without, after in run(tmp_path, 4, 2, ask)[0]:  # type: ignore[misc]
+        assert "rank 0 had no answer, or one that is too long" in without
+        assert after == b"go"
+
+
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+@pytest.mark.parametrize("by_s", [0.3, 0.6, 1.5])
+def test_whoever_is_late_by_however_much_all_ranks_have_the_same_outcome(
+    tmp_path: Path, late: int, by_s: float
+) -> None:
+    """Guards against an upload that goes out on some ranks while the others were told that it is
+    blocked. Around the timeout either outcome is right, two are not."""
+
+    def ask(group: Group, rank: int) -> object:
+        first = shared(group, "q1", b"go")
+        if rank == late:
+            time.sleep(by_s)
+        second = shared(group, "q2", b"go")
+        third = shared(group, "q3", b"go")
+        return first, second == b"go", third == b"go"
+
+    answers, _ = run(tmp_path, 4, 2, ask, timeout_s=0.6)
+    assert len(set(answers)) == 1
+    first, second, third = answers[0]  # type: ignore[misc]
+    assert first == b"go"
+    assert second == third, "after a late rank they agree on nothing more"
+    if by_s > 1:
+        assert not second
+
+
+def test_a_rank_holds_one_descriptor_and_asks_the_store_for_its_node_alone(tmp_path: Path) -> None:
+    """Guards against a mesh: 67 descriptors a rank at 64 ranks, past `ulimit -n` at 1,024."""
+
+    def ask(group: Group, rank: int) -> object:
+        return [shared(group, f"q{n}", b"go") for n in range(10)]
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before, most = descriptors(), 0
+    requests = {}
+    for nodes in (2, 8):
+        folder = tmp_path / str(nodes)
+        folder.mkdir()
+        peak: list[int] = []
+
+        def counted(group: Group, rank: int, peak: list[int] = peak) -> object:
+            answers = ask(group, rank)
+            peak.append(descriptors())
+            return answers
+
+        answers, store = run(folder, 8 * nodes, 8, counted)
+        assert answers == [[b"go"] * 10] * (8 * nodes)
+        most = max(most, (max(peak) - before) / (8 * nodes))
+        followers = sorted(store.requests.values())[: 7 * nodes]
+        requests[nodes] = max(followers)
+    assert most <= 4
+    assert requests[8] <= requests[2] + 4, "a follower's requests do not grow with the ranks"
