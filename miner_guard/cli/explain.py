@@ -6,30 +6,35 @@ import contextlib
 import gzip
 import json
 import os
+import stat
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO, cast
+from typing import Annotated, BinaryIO, Optional, cast
 
 import typer
 
 from miner_guard.cli.echo import echo
+from miner_guard.cli.find import flag, open_guard
 from miner_guard.cli.options import (
     DEFAULT_NAME,
+    AnyName,
     CommandContext,
     Config,
     Json,
-    Name,
     State,
     open_context,
 )
 from miner_guard.config import MinerSettings
+from miner_guard.eventlog import query
 from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.incidents import knowledge, notes
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained, LogExplanation, explain
+from miner_guard.state_dir import StateDir
 from miner_guard.system.clock import SystemClock
 
 _GZIP = b"\x1f\x8b"
@@ -43,8 +48,13 @@ _UNPACKED_AT_ONCE = 8 * 1024 * 1024
 
 def command(
     file: Annotated[
-        str, typer.Argument(metavar="FILE|-", help="The log; - or nothing reads stdin.")
-    ] = "-",
+        Optional[str],
+        typer.Argument(
+            metavar="FILE|-",
+            help="The log; - is stdin. Without it, what is piped in; with --state-dir or --name, "
+            "and where nothing is piped in, the guard's own log.",
+        ),
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="FILE holds numbers by step instead of a log.")
     ] = False,
@@ -52,7 +62,7 @@ def command(
         str, typer.Option("--note", help="What helped; shown the next time this label appears.")
     ] = "",
     config: Config = None,
-    name: Name = DEFAULT_NAME,
+    name: AnyName = None,
     state_dir: State = None,
     as_json: Json = False,
 ) -> None:
@@ -62,42 +72,74 @@ def command(
             "--note goes with a log, not with --trace: notes are kept by the label of an incident",
             USAGE,
         )
-    place = open_context(config, name, state_dir)
+    if file is None and name is None and state_dir is None and _piped():
+        file = "-"
+    place = (
+        open_guard(config, name, state_dir)
+        if file is None
+        else open_context(config, name or DEFAULT_NAME, state_dir)
+    )
     if trace:
         # Late: a log needs none of it.
         from miner_guard.cli.explain_trace import explain_trace
         from miner_guard.detectors.eta import TrainingFacts
 
         known = place.settings.config
-        explain_trace(file, TrainingFacts.from_settings(known.miner, known.gate), as_json=as_json)
+        explain_trace(
+            file or str(place.state.log),
+            TrainingFacts.from_settings(known.miner, known.gate),
+            as_json=as_json,
+        )
         return
     report = _read(file, place)
     if as_json:
         echo(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
     else:
-        echo(text(report, notes.read(place.state), file))
+        again = flag(place.state) if file is None else "FILE" if file == "-" else file
+        echo(text(report, notes.read(place.state), again, place.state if file is None else None))
     if note:
         _remember(place, report, note)
     if report.root is None:
         raise typer.Exit(FAILED)
 
 
-def _read(file: str, place: CommandContext) -> LogExplanation:
+def _read(file: str | None, place: CommandContext) -> LogExplanation:
     redactor = Redactor.from_environment(os.environ)
     try:
-        with _opened(file) as log:
+        with _opened(file, place.state) as log:
             return explain(
                 log, knowledge.load(), _training(place.settings.config.miner), redactor.text
             )
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise Refused(
-            f"{file} can't be read: {reason}; give a log file, or - for stdin", USAGE
+            f"{file or place.state.log} can't be read: {reason}; give a log file, or - for stdin",
+            USAGE,
         ) from error
 
 
+def _piped() -> bool:
+    """Whether standard input is a pipe or a file: a terminal and /dev/null hold no log."""
+    try:
+        return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
+    except (OSError, ValueError):
+        # No descriptor behind it: what stands in for it, where there is something.
+        return sys.stdin is not None and not sys.stdin.closed
+
+
 @contextlib.contextmanager
-def _opened(file: str) -> Iterator[BinaryIO]:
+def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
+    if file is None:
+        parts = query.files_of(state.log)
+        if not parts:
+            raise Refused(
+                f"there is no log of the guard in {state.root}; give a log file, or pipe one in: "
+                "miner-guard explain - < miner.log",
+                USAGE,
+            )
+        with contextlib.ExitStack() as opened:
+            yield cast(BinaryIO, _Joined([opened.enter_context(p.open("rb")) for p in parts]))
+        return
     if file == "-":
         if sys.stdin.isatty():
             raise Refused("give a log file, or pipe one in: miner-guard explain < miner.log", USAGE)
@@ -109,6 +151,20 @@ def _opened(file: str) -> Iterator[BinaryIO]:
                 yield cast(BinaryIO, _Bounded(unpacked, log, file))
         else:
             yield log
+
+
+class _Joined:
+    """Files read as one, in their order: the guard's log and those it was rotated to."""
+
+    def __init__(self, parts: Sequence[BinaryIO]) -> None:
+        self._parts = deque(parts)
+
+    def read(self, size: int) -> bytes:
+        while self._parts:
+            if data := self._parts[0].read(size):
+                return data
+            self._parts.popleft()
+        return b""
 
 
 class _Bounded:
@@ -148,14 +204,22 @@ def _remember(place: CommandContext, report: LogExplanation, note: str) -> None:
         ) from error
 
 
-def text(report: LogExplanation, known: Mapping[str, Sequence[notes.Note]], file: str) -> str:
-    """The report for people: observed, hypothesis, the one change to make."""
+def text(
+    report: LogExplanation,
+    known: Mapping[str, Sequence[notes.Note]],
+    again: str,
+    of: StateDir | None = None,
+) -> str:
+    """The report for people: observed, hypothesis, the one change to make. `again`: what reads the
+    same log again; `of`: where it was the guard's own, its state."""
     root = report.root
     if root is None:
-        return f"Nothing wrong found in {counted(report.lines, 'line')}."
+        read = "" if of is None else f" of {of.log}"
+        return f"Nothing wrong found in {counted(report.lines, 'line')}{read}."
     where = f"line {root.line}" + (f", rank {root.ranks[0]}" if len(root.ranks) == 1 else "")
     rows = [
         f"ROOT CAUSE {root.label} ({where})",
+        *([] if of is None else [f"  Log         {of.log}"]),
         f"  Observed    {root.excerpt}",
         f"  Hypothesis  {root.cause}",
         f"  Change      {root.fixes[0]}",
@@ -169,7 +233,6 @@ def text(report: LogExplanation, known: Mapping[str, Sequence[notes.Note]], file
     others = [finding for finding in report.findings if not finding.root]
     rows += ["", "Also seen:"] if others else []
     rows += [_other(finding) for finding in others]
-    again = "FILE" if file == "-" else file
     rows += [
         "",
         "Make one change, then look again. Write down what helped:",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -168,6 +169,53 @@ def test_a_torn_archive_is_refused_in_words(
 def test_stdin_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CASCADE)))
     assert explained(capsys, "-")[1]["root_cause"] == "cuda_oom"
+
+
+def guards_log(folder: Path) -> None:
+    """A guard's log whose first part was rotated away."""
+    folder.mkdir(parents=True)
+    seen = {
+        "event": "hang_detected",
+        "level": "critical",
+        "run_id": "r",
+        "msg": "HANG DETECTED: rank 1 in data for 912s, ranks 0,2,3 waiting in allreduce",
+    }
+    (folder / "guard.jsonl.1").write_text(json.dumps(seen) + "\n")
+    ended = {"event": "miner_exited", "run_id": "r", "msg": "MINER EXITED: signal SIGTERM"}
+    (folder / "guard.jsonl").write_text(json.dumps(ended) + "\n")
+
+
+@pytest.mark.parametrize("piped", [CASCADE, None])
+def test_of_a_state_directory_the_guards_own_log_is_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    piped: bytes | None,
+) -> None:
+    """It waited for standard input, or explained what happened to be there."""
+    stdin = None if piped is None else io.TextIOWrapper(io.BytesIO(piped))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    guards_log(tmp_path / "at" / "other")
+    assert (
+        explained(capsys, "--state-dir", str(tmp_path / "at" / "other"))[1]["root_cause"] == "hang"
+    )
+    assert main.run(["explain", "--state-dir", str(tmp_path / "at" / "other")]) == 0
+    printed = capsys.readouterr().out
+    assert f"Log         {tmp_path / 'at' / 'other' / 'guard.jsonl'}\n" in printed
+    assert f"explain --state-dir {tmp_path / 'at' / 'other'} --note" in printed
+
+
+def test_without_a_file_it_reads_what_is_piped_in_and_else_the_guards_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CASCADE)))
+    assert explained(capsys)[1]["root_cause"] == "cuda_oom"
+    with open(os.devnull, encoding="utf-8") as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert main.run(["explain"]) == 64
+        assert "there is no log of the guard in" in capsys.readouterr().err
+        guards_log(tmp_path / "state")
+        assert explained(capsys)[1]["root_cause"] == "hang"
 
 
 @pytest.mark.parametrize("what", ["missing.log", "."])

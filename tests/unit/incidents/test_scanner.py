@@ -17,7 +17,8 @@ from miner_guard.incidents import knowledge
 from miner_guard.incidents.knowledge import Benign
 from miner_guard.incidents.log_text import clean
 from miner_guard.incidents.root_cause import RootCauseAnalyzer
-from miner_guard.incidents.scanner import Scanner, Seen
+from miner_guard.incidents.scanner import Scanner
+from miner_guard.incidents.sightings import Seen
 from tests.unit.incidents.helpers import incidents, root
 
 if sys.version_info >= (3, 11):
