@@ -9,8 +9,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.redact import without_secrets
 from miner_guard.health import chain
 from miner_guard.system import probe
+from uploads.audit_memory import AuditMemory
 from uploads.commitments import commitment_of, configured, keys_of, placeholder
 from uploads.network import network_of, progress
 from validators import audit
@@ -39,8 +40,6 @@ MAX_BYTES = 2 * 1024**3
 _FOLDER = "miner-guard-audit-"
 _ABANDONED_S = 6 * 3600.0
 """Far beyond what an audit may last."""
-
-Inspect = Callable[[Path], Mapping[str, Any]]
 
 _EVENTS = {"accepted": "audit_passed", "rejected": "audit_failed", "unknown": "audit_unknown"}
 
@@ -70,18 +69,23 @@ class AuditReport:
 
 
 def look(
-    repo: RepoSettings, on: ChainSettings, limits: Limits, model: Shapes | None
+    repo: RepoSettings,
+    on: ChainSettings,
+    limits: Limits,
+    model: Shapes | None,
+    memory: AuditMemory | None = None,
 ) -> AuditReport:
     """Look at the chain, where one is configured, and audit the repo by what it says. Never
     raises."""
     if on.network is None:
-        return run(repo, limits, Network(reason="no [chain] configured"), model=model)
+        network = Network(reason="no [chain] configured")
+        return run(repo, limits, network, model=model, memory=memory)
     seen = chain.look(on)
     ahead = progress(repo, limits, seen.master_commitment)
     network = network_of(
         seen, ahead, time.monotonic(), limits.commitment_form, on.blocks_per_allreduce
     )
-    return run(repo, limits, network, seen.commitment, model=model)
+    return run(repo, limits, network, seen.commitment, model=model, memory=memory)
 
 
 def run(
@@ -91,41 +95,38 @@ def run(
     commitment: str | None = None,
     *,
     model: Shapes | None = None,
+    memory: AuditMemory | None = None,
     deadline_s: float = FETCH_S,
     python: str = sys.executable,
 ) -> AuditReport:
     """Audit the repo. `commitment` is what the hotkey has committed on chain, where that is known.
     Never raises.
 
-    `model`: the shapes that the gradients must fit, where they are known.
+    `model`: the shapes that the gradients must fit, where they are known. `memory` keeps audits
+    that repeat themselves within a budget of bytes.
     """
-    start = time.monotonic()
     if repo.kind == "none":
         return AuditReport(
             "unknown",
             "no repo is configured; give -c or --state-dir as `run` had it, or set [repo] kind",
         )
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
-    access = _Access(keys, (configured(repo) or {}).get("R2_ACCOUNT_ID"))
     if keys is not None and placeholder(commitment or "", limits.commitment_form):
         words = (
             "the commitment on chain is filled with x, which validators read as no keys; "
             "the miner has to commit"
         )
-        return AuditReport(
-            "rejected",
-            words,
-            (Verdict("commitment", "block", None, None, words),),
-            credentials="commitment",
-        )
+        verdict = Verdict("commitment", "block", None, None, words)
+        return AuditReport("rejected", words, (verdict,), credentials="commitment")
+    access = _Access(keys, (configured(repo) or {}).get("R2_ACCOUNT_ID"))
     try:
         _sweep()
         with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
-
-            def inspect(file: Path) -> Mapping[str, Any]:
-                return inspect_file(file, limits, shapes=model, python=python)
-
-            return _audited(repo, limits, network, access, Path(folder), start, deadline_s, inspect)
+            in_force_now = in_force(limits, network)
+            known = memory or AuditMemory(MAX_BYTES)
+            return _Audit(
+                repo, in_force_now, network, access, model, known, Path(folder), deadline_s, python
+            ).report()
     except OSError as error:
         return AuditReport(
             "unknown",
@@ -171,110 +172,126 @@ class _Access:
         return None
 
 
-def _audited(
-    repo: RepoSettings,
-    limits: Limits,
-    network: Network,
-    access: _Access,
-    folder: Path,
-    start: float,
-    deadline_s: float,
-    inspect: Inspect,
-) -> AuditReport:
-    def ended(outcome: str, rule: str, words: str) -> AuditReport:
+@dataclass(frozen=True)
+class _Audit:
+    """One audit, and what it goes by."""
+
+    repo: RepoSettings
+    limits: Limits
+    network: Network
+    access: _Access
+    model: Shapes | None
+    memory: AuditMemory
+    folder: Path
+    deadline_s: float
+    python: str
+    """The interpreter that inspects."""
+
+    start: float = field(default_factory=time.monotonic)
+
+    def report(self) -> AuditReport:
+        """Fetch what validators fetch, and judge it. Raises OSError."""
+        network, limits = self.network, self.limits
+        since = network.blocks_since_allreduce
+        epoch = audit.epoch_scored(None, network.outer_step, since, limits)
+        answer = self._fetch(None if epoch is None else epoch.outer_step)
+        fetched = answer.value if isinstance(answer.value, Mapping) else {}
+        self.memory.spent(time.monotonic(), int(fetched.get("fetched_bytes") or 0))
+        refused = fetched.get("refused")
+        if refused is not None or answer.reason is not None or not fetched:
+            reason = refused or answer.reason or "no answer"
+            if (why := self.access.rejected(refused, answer.reason)) is not None:
+                return self._ended("rejected", "commitment", why)
+            return self._ended("unknown", "", f"could not look: {reason}")
+        if (damage := fetched.get("damaged")) is not None:
+            return self._ended("rejected", "metadata", damage)
+        epoch = epoch or audit.epoch_scored(fetched.get("outer_step"), None, None, limits)
+        if epoch is None:
+            words = "nothing is published: metadata.json is missing or names no outer step; upload"
+            return self._ended("rejected", "repo_age", words)
+        return self._judged(fetched, epoch)
+
+    def _ended(self, outcome: str, rule: str, words: str) -> AuditReport:
         verdicts = () if outcome == "unknown" else (Verdict(rule, "block", None, None, words),)
+        seconds = round(time.monotonic() - self.start, 2)
+        whose = self.access.whose
+        return AuditReport(outcome, words, verdicts, seconds=seconds, credentials=whose)
+
+    def _judged(self, fetched: Mapping[str, Any], epoch: audit.Epoch) -> AuditReport:
+        files = self._inspected(fetched)
+        facts = _facts(fetched, epoch.outer_step, self.network, self.repo, files)
+        facts = dataclasses.replace(facts, tried=self.access.keys is not None)
+        verdicts = audit.judge(facts, self.limits)
+        outcome = audit.outcome_of(verdicts)
+        seconds = time.monotonic() - self.start
+        size = int(fetched.get("fetched_bytes") or 0)
+        words = audit.detail(outcome, verdicts, epoch, seconds, size)
+        if self.limits.read_from is not None:
+            words += f"; by {self.limits.read_from}"
         return AuditReport(
-            outcome,
-            words,
-            verdicts,
-            seconds=round(time.monotonic() - start, 2),
-            credentials=access.whose,
+            outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, self.access.whose
         )
 
-    limits = in_force(limits, network)
-    epoch = audit.epoch_scored(None, network.outer_step, network.blocks_since_allreduce, limits)
-    answer = _fetch(
-        repo,
-        limits,
-        network,
-        access.keys,
-        None if epoch is None else epoch.outer_step,
-        folder,
-        deadline_s,
-    )
-    fetched = answer.value if isinstance(answer.value, Mapping) else {}
-    refused = fetched.get("refused")
-    if refused is not None or answer.reason is not None or not fetched:
-        reason = refused or answer.reason or "no answer"
-        if (why := access.rejected(refused, answer.reason)) is not None:
-            return ended("rejected", "commitment", why)
-        return ended("unknown", "", f"could not look: {reason}")
-    if (damage := fetched.get("damaged")) is not None:
-        return ended("rejected", "metadata", damage)
-    epoch = epoch or audit.epoch_scored(fetched.get("outer_step"), None, None, limits)
-    if epoch is None:
-        return ended(
-            "rejected",
-            "repo_age",
-            "nothing is published: metadata.json is missing or names no outer step; upload",
-        )
-    facts = _facts(fetched, epoch.outer_step, limits, network, repo, inspect)
-    facts = dataclasses.replace(facts, tried=access.keys is not None)
-    verdicts = audit.judge(facts, limits)
-    outcome = audit.outcome_of(verdicts)
-    seconds, size = time.monotonic() - start, int(fetched.get("fetched_bytes") or 0)
-    words = audit.detail(outcome, verdicts, epoch, seconds, size)
-    if limits.read_from is not None:
-        words += f"; by {limits.read_from}"
-    return AuditReport(
-        outcome, words, verdicts, epoch.outer_step, round(seconds, 2), size, access.whose
-    )
+    def _fetch(self, outer_step: int | None) -> probe.Answer:
+        env: Mapping[str, str] = os.environ
+        repo, limits, keys = self.repo, self.limits, self.access.keys
+        if keys is not None and limits.endpoint is not None:
+            endpoint = limits.endpoint.format(account=keys["R2_ACCOUNT_ID"])
+            repo = dataclasses.replace(repo, endpoint=endpoint)
+        # As a validator: with the committed keys alone, else with ours that can only read.
+        if (readers := keys or configured(repo)) is not None:
+            env = {**without_secrets(env), **readers}
+            repo = dataclasses.replace(repo, credentials="env", credentials_file=None)
+        window = None
+        if limits.window_blocks is not None and self.network.block is not None:
+            window = self.network.block // limits.window_blocks - 1
+        request = {
+            "repo": dataclasses.asdict(repo),
+            "outer_step": window if window is not None else outer_step,
+            "names": {"window": window, "uid": self.network.uid},
+            "folder": str(self.folder),
+            "max_bytes": self._most(),
+            "known": self.memory.known(self.model),
+            "keys": {
+                "metadata": limits.metadata_key or "metadata.json",
+                "config": limits.config_key or "epoch-{outer_step}/config.json",
+                "gradients": limits.gradients_key or "epoch-{outer_step}/gradients.pt",
+            },
+        }
+        return probe.ask("uploads.audit_probe", request, self.deadline_s, env=env)
 
+    def _most(self) -> int:
+        """Bytes that a gradients file may have to be fetched."""
+        plausible = min(self.limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
+        return min(plausible, self.memory.left(time.monotonic()))
 
-def _fetch(
-    repo: RepoSettings,
-    limits: Limits,
-    network: Network,
-    keys: Mapping[str, str] | None,
-    outer_step: int | None,
-    folder: Path,
-    deadline_s: float,
-) -> probe.Answer:
-    env: Mapping[str, str] = os.environ
-    if keys is not None and limits.endpoint is not None:
-        repo = dataclasses.replace(
-            repo, endpoint=limits.endpoint.format(account=keys["R2_ACCOUNT_ID"])
-        )
-    # As a validator: with the committed keys alone, else with ours that can only read.
-    if (readers := keys or configured(repo)) is not None:
-        env = {**without_secrets(env), **readers}
-        repo = dataclasses.replace(repo, credentials="env", credentials_file=None)
-    window = None
-    if limits.window_blocks is not None and network.block is not None:
-        window = network.block // limits.window_blocks - 1
-    most = min(limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
-    request = {
-        "repo": dataclasses.asdict(repo),
-        "outer_step": window if window is not None else outer_step,
-        "names": {"window": window, "uid": network.uid},
-        "folder": str(folder),
-        "max_bytes": most,
-        "keys": {
-            "metadata": limits.metadata_key or "metadata.json",
-            "config": limits.config_key or "epoch-{outer_step}/config.json",
-            "gradients": limits.gradients_key or "epoch-{outer_step}/gradients.pt",
-        },
-    }
-    return probe.ask("uploads.audit_probe", request, deadline_s, env=env)
+    def _inspected(self, fetched: Mapping[str, Any]) -> Mapping[str, Any]:
+        if fetched.get("empty"):
+            missing = f"{fetched.get('key')} does not exist; upload for the epoch that is scored"
+            return {"problems": [missing], "params": 0}
+        if fetched.get("unchanged"):
+            return self.memory.report()
+        size, most = int(fetched.get("size_bytes") or 0), self.limits.gradients_max_bytes
+        if fetched.get("file") is not None:
+            path = Path(str(fetched["file"]))
+            found = inspect_file(path, self.limits, shapes=self.model, python=self.python)
+            self.memory.judged(fetched, self.model, found)
+            return found
+        if most is not None and size > most:
+            return {"size_bytes": size, "problems": [f"{size} bytes, more than a plausible {most}"]}
+        if size > MAX_BYTES:
+            why = f"{size} bytes, more than the {MAX_BYTES} that an audit fetches"
+        else:
+            why = f"{size} bytes, more than [repo] audit_bytes_per_hour leaves of this hour"
+        return {"size_bytes": size, "reason": why}
 
 
 def _facts(
     fetched: Mapping[str, Any],
     outer_step: int,
-    limits: Limits,
     network: Network,
     repo: RepoSettings,
-    inspect: Inspect,
+    files: Mapping[str, Any],
 ) -> Facts:
     metadata = fetched.get("metadata")
     inner = read_inner_step(metadata)
@@ -300,28 +317,9 @@ def _facts(
         kind,
         outer,
         inner if inner is not None else 0,
-        files=_inspected(fetched, limits, inspect),
+        files=files,
         config=fetched.get("config") or {},
         metadata=metadata or {},
     )
     own = fingerprint(commitment_of(configured(repo)))
     return Facts(candidate, published, network, now, own, repo.bucket)
-
-
-def _inspected(fetched: Mapping[str, Any], limits: Limits, inspect: Inspect) -> Mapping[str, Any]:
-    if fetched.get("empty"):
-        return {
-            "problems": [
-                f"{fetched.get('key')} does not exist; upload for the epoch that is scored"
-            ],
-            "params": 0,
-        }
-    if fetched.get("file") is None:
-        size, most = int(fetched.get("size_bytes") or 0), limits.gradients_max_bytes
-        if most is not None and size > most:
-            return {"size_bytes": size, "problems": [f"{size} bytes, more than a plausible {most}"]}
-        return {
-            "size_bytes": size,
-            "reason": f"{size} bytes, more than the {MAX_BYTES} that an audit fetches",
-        }
-    return inspect(Path(str(fetched["file"])))

@@ -34,7 +34,8 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
     Raises RepoError, and Damaged for a document that no validator can read either.
 
     `keys` have `{outer_step}`; where the epoch is not said, it is what metadata.json names. A
-    gradients.pt of more than `max_bytes` is not fetched.
+    gradients.pt of more than `max_bytes` is not fetched, and neither is one that is `known`: its
+    key, size and checksum are the same.
     """
     for _ in range(LOOKS):
         answer, entry = _looked(repo, request)
@@ -44,15 +45,21 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
         if mixed(metadata, entry.size_bytes, entry.checksum) is None:
             break
     most = request["max_bytes"]
+    if entry is not None and request.get("known") == _identity(entry):
+        return {**answer, "file": None, "unchanged": True}
     if entry is None or (most is not None and entry.size_bytes > most):
         return {**answer, "file": None}
     path = Path(request["folder"]) / "gradients.pt"
-    path.write_bytes(repo.get(entry.key, limit=max(entry.size_bytes, 1)))
+    repo.save(entry.key, path, limit=max(entry.size_bytes, 1))
     return {
         **answer,
         "file": str(path),
         "fetched_bytes": answer["fetched_bytes"] + entry.size_bytes,
     }
+
+
+def _identity(entry: ObjectInfo) -> dict[str, Any]:
+    return {"key": entry.key, "size_bytes": entry.size_bytes, "checksum": entry.checksum}
 
 
 def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], ObjectInfo | None]:

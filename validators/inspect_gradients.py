@@ -19,6 +19,7 @@ from validators.gradients import ALL_ZERO
 from validators.shapes import Shapes, plain_name
 
 _MAX_PROBLEMS = 8
+_ZIP = b"PK\x03\x04"
 _MAX_LENGTH = 200
 """Characters of a problem."""
 
@@ -116,7 +117,11 @@ def _restrict(memory_bytes: int, cpu_s: float) -> None:
 
 def _load(torch: Any, path: str) -> Mapping[str, Any]:
     try:
-        document = torch.load(path, map_location="cpu", weights_only=True)
+        # Mapped, so that a parameter's numbers are in memory only while they are looked at; torch's
+        # older format can't be.
+        with open(path, "rb") as file:
+            mapped = file.read(4) == _ZIP
+        document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except MemoryError:
         raise
     except Exception as error:

@@ -71,8 +71,13 @@ class RepoSettings:
     verify_uploads: bool = True
     """Verify the repo after each reported push."""
 
-    audit_every_s: NotNegative = 0.0
-    """Seconds between two audits; 0 runs none on a schedule."""
+    audit_every_s: NotNegative | None = None
+    """Seconds between two audits; one also follows each verified push. 0 runs none by itself. None:
+    600 where a profile says what validators accept, else 0."""
+
+    audit_bytes_per_hour: Count = 2_000_000_000
+    """What these audits may fetch in an hour; gradients that have not changed are not fetched
+    again."""
 
 
 @dataclass(frozen=True)

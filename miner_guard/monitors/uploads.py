@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
 from miner_guard.flight_recorder.journal import Decision, JournalEntry, Upload
 from miner_guard.flight_recorder.layout import FLAG_FIRST
@@ -17,19 +18,24 @@ from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Monitor
 from uploads import audit, remembered_settings
 from uploads import inputs as gate_inputs
+from uploads.audit_memory import AuditMemory
 from uploads.commitments import commitment_of, configured
 from uploads.inputs import GateInputs
 from uploads.ledger import Ledger, RemoteLedger
 from uploads.repos import look_at
 from uploads.verify import Reported, verify
-from uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch
+from uploads.watch import DecisionNotifier, ForecastWatch, RateLimiter, RepoWatch
 from validators import shapes
 from validators.commitment import fingerprint
 from validators.facts import Network, Published
 from validators.limits import Limits
-from validators.profiles import limits_of
+from validators.profiles import chosen, limits_of
 
 _WRITE_EVERY_S = 60.0
+_AUDIT_EVERY_S = 600.0
+_REPEAT_AUDIT_S = 3600.0
+"""The same verdict of the same rules is a debug line until then."""
+
 _INPUTS_KEPT = 50
 _SHOWN: Mapping[str, tuple[str, Sequence[str]]] = {
     "decision": ("decisions", ("decision_id", "allowed", "reason", "decided_at")),
@@ -107,8 +113,12 @@ class UploadsMonitor(Monitor):
             self._watch.latest = Published(reason="no repo is configured; set [repo] kind")
         context.jobs.once("gate inputs", self._write_inputs)
         context.jobs.once("recall", self._recall)
-        if self._repo.audit_every_s > 0:
-            context.jobs.every("audit", self._repo.audit_every_s, self._audit)
+        self._audits = AuditMemory(self._repo.audit_bytes_per_hour)
+        self._auditing = threading.Lock()
+        self._said_of_audit = RateLimiter(_REPEAT_AUDIT_S)
+        self._audit_every_s = _audit_every_s(config)
+        if self._audit_every_s > 0:
+            context.jobs.every("audit", self._audit_every_s, self._audit)
 
     def _recall(self) -> None:
         """The last of each that an earlier guard here saw, where this one has seen none yet."""
@@ -186,17 +196,22 @@ class UploadsMonitor(Monitor):
             self.context.emit(said)
 
     def _audit(self) -> None:
-        config = self.context.config
-        limits = Limits.of(config.gate, self._limits)
-        report = audit.look(
-            config.repo, config.chain, limits, shapes.read(self.context.state.shapes)
-        )
-        self._last["audit"] = {
-            "outcome": report.outcome,
-            "detail": report.detail,
-            "wall": self.context.clock.wall(),
-        }
-        self.context.emit(report.finding())
+        # After a push, while the schedule's own still runs: that one sees the push, or the next.
+        if not self._auditing.acquire(blocking=False):
+            return
+        try:
+            config = self.context.config
+            limits = Limits.of(config.gate, self._limits)
+            model = shapes.read(self.context.state.shapes)
+            report = audit.look(config.repo, config.chain, limits, model, self._audits)
+        finally:
+            self._auditing.release()
+        known = {"outcome": report.outcome, "detail": report.detail}
+        self._last["audit"] = {**known, "wall": self.context.clock.wall()}
+        finding = report.finding()
+        blocked = tuple(v.rule for v in report.verdicts if v.outcome == "block")
+        new = self._said_of_audit.ask((report.outcome, blocked), self.context.clock.monotonic())
+        self.context.emit(finding if new else finding.at("debug"))
 
     # the ranks
 
@@ -357,6 +372,8 @@ class UploadsMonitor(Monitor):
             )
             detail = f"{seen.detail}, {_took(entry)}"
             self.context.emit(make_finding("upload_succeeded", tag=tag, detail=detail))
+            if self._audit_every_s > 0:
+                self.context.jobs.once("audit", self._audit)
         elif seen.superseded:
             self._store(entry, "superseded", error=seen.detail)
             detail = f"{_took(entry)}; not verified: {seen.detail}"
@@ -423,6 +440,15 @@ class UploadsMonitor(Monitor):
                 "pending": len(self._pushes),
                 **self._last,
             }
+
+
+def _audit_every_s(config: Config) -> float:
+    """Seconds between two audits; 0 where none runs by itself."""
+    if config.repo.kind == "none":
+        return 0.0
+    if config.repo.audit_every_s is not None:
+        return config.repo.audit_every_s
+    return _AUDIT_EVERY_S if chosen(config.miner) is not None else 0.0
 
 
 def _steps(entry: Upload) -> tuple[int | None, int | None]:

@@ -40,7 +40,12 @@ class Bench:
     """One part with everything around it faked but the files."""
 
     def __init__(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: str = "local", **gate: Any
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        repo: str = "local",
+        audit_every_s: float | None = 0.0,
+        **gate: Any,
     ) -> None:
         self.clock, self.jobs, self.emitted = FakeClock(), Jobs(), list[Finding]()
         self.repo = Published(
@@ -54,7 +59,7 @@ class Bench:
         monkeypatch.setattr(module, "look_at", lambda _settings: self.repo)
         config = Config(
             miner=MinerSettings(profile="sn38"), gate=GateSettings(**gate),
-            repo=RepoSettings(kind=repo, path=str(tmp_path)),  # type: ignore[arg-type]
+            repo=RepoSettings(kind=repo, path=str(tmp_path), audit_every_s=audit_every_s),  # type: ignore[arg-type]
         )  # fmt: skip
         self.state = StateDir(tmp_path / "state")
         self.part = module.UploadsMonitor(

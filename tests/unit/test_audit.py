@@ -19,6 +19,7 @@ from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import message
 from miner_guard.state_dir import StateDir
 from uploads import audit, remembered_settings
+from uploads.audit_memory import AuditMemory
 from validators.audit import epoch_scored
 from validators.commitment import fingerprint
 from validators.facts import Network
@@ -187,6 +188,44 @@ def test_without_a_chain_the_published_epoch_is_looked_at_and_the_unknown_is_sai
     assert (
         "block_list unknown (the current block is unknown: no [chain] configured)" in report.detail
     )
+
+
+@pytest.mark.usefixtures("inspected_here")
+def test_gradients_that_have_not_changed_are_not_fetched_again(tmp_path: Path) -> None:
+    publish(tmp_path)
+    repo, memory = RepoSettings(kind="local", path=str(tmp_path)), AuditMemory(10**9)
+    size = (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
+    reports = [audit.run(repo, FLAT, chain(), memory=memory) for _ in range(2)]
+    assert [r.outcome for r in reports] == ["accepted", "accepted"]
+    assert reports[0].fetched_bytes > size > reports[1].fetched_bytes > 0
+    # Another file, or another model to compare it with, is looked into.
+    publish(tmp_path, wvals=torch.tensor([float("nan"), 1.0]))
+    assert audit.run(repo, FLAT, chain(), memory=memory).outcome == "rejected"
+    publish(tmp_path)
+    fetched = [
+        audit.run(repo, FLAT, chain(), memory=memory, model=model).fetched_bytes
+        for model in (None, Shapes({"w": (2,)}))
+    ]
+    assert min(fetched) > size
+
+
+@pytest.mark.usefixtures("inspected_here")
+def test_audits_that_repeat_themselves_keep_within_their_bytes_per_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a paid or slow line that the audits of a large model eat up."""
+    publish(tmp_path)
+    now = time.monotonic()
+    monkeypatch.setattr(audit.time, "monotonic", lambda: now)
+    repo, size = RepoSettings(kind="local", path=str(tmp_path)), 3000
+    memory = AuditMemory(size)
+    assert audit.run(repo, FLAT, chain(), memory=memory).outcome == "accepted"
+    publish(tmp_path, wvals=torch.tensor([0.25, 0.5]))
+    late = audit.run(repo, FLAT, chain(), memory=memory)
+    assert late.outcome == "unknown"
+    assert "more than [repo] audit_bytes_per_hour leaves of this hour" in late.detail
+    now += 3600.0
+    assert audit.run(repo, FLAT, chain(), memory=memory).outcome == "accepted"
 
 
 def test_a_repo_that_cannot_be_looked_at_is_unknown_and_never_accepted(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from miner_guard.monitors import uploads as module
 from miner_guard.monitors.base import Exit
 from miner_guard.system.clock import iso_utc
 from tests.support.uploads_harness import Bench
+from uploads import audit
 from uploads import inputs as gate_inputs
 from uploads.forecast import forecast
 from uploads.gate import decide, replay
@@ -411,6 +412,37 @@ def test_the_audit_runs_on_its_schedule_and_says_what_it_could_not_see(bench: Be
             "outer step; upload"
         )
     ]
+
+
+def test_audits_run_by_themselves_after_each_verified_push_and_on_a_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a published gradient that scores zero and is looked at by nobody."""
+    looked = []
+    report = audit.AuditReport("accepted", "epoch 56")
+
+    def look(*given: object) -> audit.AuditReport:
+        looked.append(given)
+        return report
+
+    monkeypatch.setattr(audit, "look", look)
+    bench = Bench(tmp_path, monkeypatch, audit_every_s=None)
+    assert bench.jobs.every_s["audit"] == 600.0
+    bench.look()
+    bench.push("started")
+    bench.clock.advance(12)
+    bench.push("finished")
+    bench.repo = Published(age_s=2.0, reason=None, outer_step=56, inner_step=51, checksum="c1")
+    bench.tick()
+    bench.jobs.run()
+    assert bench.said("upload_succeeded") != []
+    assert len(looked) == 1
+    bench.jobs.repeated["audit"]()
+    assert len(looked) == 2
+    # The same verdict again is not said again.
+    assert [f.severity for f in bench.emitted if f.event == "audit_passed"] == ["info", "debug"]
+    without = Bench(tmp_path / "none", monkeypatch, repo="none", audit_every_s=None)
+    assert "audit" not in without.jobs.repeated
 
 
 def test_gate_inputs_that_cannot_be_written_are_said_once(

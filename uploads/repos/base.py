@@ -26,6 +26,9 @@ CONFIG = "config.json"
 METADATA = "metadata.json"
 """At the root it is the pointer that validators start from; a copy lies in each epoch's folder."""
 
+BLOCK_BYTES = 1024 * 1024
+"""Read and written at a time."""
+
 LOOKS = 3
 """A look that falls between two revisions is repeated; the switch takes a few short requests."""
 
@@ -126,6 +129,10 @@ class Repo(Protocol):
 
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
         """One object's bytes. Raises Missing, and RepoError for one larger than `limit`."""
+        ...
+
+    def save(self, key: str, path: Path, limit: int) -> None:
+        """One object's bytes into a file, without holding them. Raises as `get`."""
         ...
 
     def put(self, key: str, data: bytes) -> None:

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from miner_guard.config import RepoSettings, optional_deps
 from uploads.repos.base import (
+    BLOCK_BYTES,
     DOCUMENT_LIMIT,
     Missing,
     Notes,
@@ -114,6 +115,15 @@ class HubRepo:
                 raise RepoError(f"{key} has more than the {limit} bytes that are read")
             _check_whole(key, answer)
         return data
+
+    def save(self, key: str, path: Path, limit: int) -> None:
+        size = 0
+        with self._open(key, "GET") as answer, path.open("wb") as file:
+            while block := self._guarded(lambda: answer.read(BLOCK_BYTES)):
+                size += file.write(block)
+                if size > limit:
+                    raise RepoError(f"{key} has more than the {limit} bytes that are read")
+            _check_whole(key, answer)
 
     def put(self, key: str, data: bytes) -> None:
         self._guarded(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -80,6 +81,20 @@ class LocalRepo:
         except OSError as error:
             raise RepoError(
                 f"{path} cannot be read: {error.strerror}; check the folder's owner and mode"
+            ) from error
+
+    def save(self, key: str, path: Path, limit: int) -> None:
+        source = self._path(key)
+        try:
+            size = source.stat().st_size
+            if size > limit:
+                raise RepoError(f"{key} has {size} bytes, more than the {limit} that are read")
+            shutil.copyfile(source, path)
+        except FileNotFoundError as error:
+            raise Missing(f"{source} does not exist") from error
+        except OSError as error:
+            raise RepoError(
+                f"{source} cannot be copied to {path}: {error.strerror}; check space and modes"
             ) from error
 
     def put(self, key: str, data: bytes) -> None:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from miner_guard.config import RepoSettings, optional_deps
 from uploads.repos import s3_errors, s3_parts
 from uploads.repos.base import (
+    BLOCK_BYTES,
     CONFIG,
     DOCUMENT_LIMIT,
     GRADIENTS,
@@ -102,6 +103,16 @@ class S3Repo:
             )
         data: bytes = self._guarded(answer["Body"].read)
         return data
+
+    def save(self, key: str, path: Path, limit: int) -> None:
+        answer = self._call(self._client.get_object, Key=key)
+        body, size = answer["Body"], answer["ContentLength"]
+        if size > limit:
+            body.close()
+            raise RepoError(f"{key} has {size} bytes, more than the {limit} that are read")
+        with path.open("wb") as file:
+            while block := self._guarded(lambda: body.read(BLOCK_BYTES)):
+                file.write(block)
 
     def put(self, key: str, data: bytes) -> None:
         self._call(

@@ -1,0 +1,65 @@
+"""What repeated audits remember: gradients already judged, and how much was fetched of late."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from validators.shapes import Shapes
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A gradients file that was inspected, by what the storage says of it without sending it."""
+
+    key: str
+    size_bytes: int
+    checksum: str
+    model: Shapes | None
+    """What it was compared with."""
+
+    report: Mapping[str, Any]
+
+
+class AuditMemory:
+    """Keeps scheduled audits within `bytes_per_hour`: an unchanged file is not fetched again."""
+
+    def __init__(self, bytes_per_hour: int) -> None:
+        self._bytes_per_hour = bytes_per_hour
+        self._fetched: deque[tuple[float, int]] = deque()
+        self._judged: Judged | None = None
+
+    def left(self, now: float) -> int:
+        """Bytes that may be fetched at `now` (monotonic seconds)."""
+        while self._fetched and now - self._fetched[0][0] >= _HOUR_S:
+            self._fetched.popleft()
+        return max(self._bytes_per_hour - sum(size for _, size in self._fetched), 0)
+
+    def spent(self, now: float, size_bytes: int) -> None:
+        """So many bytes were fetched at `now`."""
+        self._fetched.append((now, size_bytes))
+
+    def known(self, model: Shapes | None) -> dict[str, Any] | None:
+        """What the fetching child needs not fetch: its key, size and checksum."""
+        judged = self._judged
+        if judged is None or judged.model != model:
+            return None
+        return {"key": judged.key, "size_bytes": judged.size_bytes, "checksum": judged.checksum}
+
+    def report(self) -> Mapping[str, Any]:
+        """The report of the file that is `known`."""
+        assert self._judged is not None
+        return self._judged.report
+
+    def judged(
+        self, fetched: Mapping[str, Any], model: Shapes | None, report: Mapping[str, Any]
+    ) -> None:
+        """Remember the report on what was fetched; not one that found nothing out."""
+        key, size, checksum = (fetched.get(n) for n in ("key", "size_bytes", "checksum"))
+        if checksum is None or report.get("reason") is not None:
+            return
+        self._judged = Judged(str(key), int(size or 0), str(checksum), model, dict(report))
