@@ -2,8 +2,8 @@
 
 A rank that writes into a mapped file is killed by SIGBUS when somebody truncates it, and waits for
 as long as its disk does. So the record is a memfd whose size is sealed. `rank-NNNN.live` leads to
-it while the rank lives; `rank-NNNN.bin` is a copy that a thread keeps up to date: the supervisor's,
-or the rank's own where no supervisor reads the record.
+it while the rank lives; `rank-NNNN.bin` is a copy that the supervisor keeps up to date, or a thread
+of the rank where no supervisor reads the record.
 """
 
 from __future__ import annotations
@@ -158,68 +158,39 @@ class Copier:
         self._map.close()
 
 
+def copy_now(path: Path, fd: int) -> None:
+    """Copy a record once, as far as the disk lets it."""
+    copier = Copier(path, fd)
+    with contextlib.suppress(OSError):
+        copier.copy()
+    copier.close()
+
+
 class CopyThread:
-    """Copies records once a second, from a daemon thread. Its methods never wait for the disk."""
+    """Keeps one record's copy up to date, once a second. `close` alone waits for the disk."""
 
-    def __init__(self, wanted: Callable[[], bool] = lambda: True) -> None:
-        """`wanted`: asked before each copy that is not a record's last."""
+    def __init__(self, path: Path, fd: int, wanted: Callable[[], bool]) -> None:
+        """`wanted` is asked before each copy."""
+        self._copier = Copier(path, fd)
         self._wanted = wanted
-        self._changed = threading.Condition()
-        self._copiers: list[Copier] = []
-        self._ending: list[Copier] = []
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    def add(self, path: Path, fd: int) -> Copier:
-        """Keep a copy at `path` of the memory behind `fd`, which may be closed afterwards."""
-        copier = Copier(path, fd)
-        with self._changed:
-            self._copiers.append(copier)
-        self._start()
-        return copier
-
-    def finish(self, copier: Copier) -> None:
-        """Nothing is written into this record any more: one last copy."""
-        with self._changed:
-            if copier in self._copiers:
-                self._copiers.remove(copier)
-                self._ending.append(copier)
-                self._changed.notify()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flight-copy", daemon=True)
+        # At the limit of threads the supervisor keeps the copy, where there is one.
+        with contextlib.suppress(RuntimeError):
+            self._thread.start()
 
     def close(self, within_s: float) -> None:
-        """End, after the last copies where the disk lets them be made in time."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        if self._thread is not None:
+        """End, after a last copy where the disk lets it be made in time."""
+        self._closed.set()
+        if self._thread.is_alive():
             self._thread.join(within_s)
 
-    def _start(self) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="flight-copies", daemon=True)
-            # At the limit of threads the next record tries again.
-            with contextlib.suppress(RuntimeError):
-                thread.start()
-                self._thread = thread
-
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._ending or self._closed, COPY_EVERY_S)
-                ending, self._ending = self._ending, []
-                current = list(self._copiers)
-                closed = self._closed
-            # The last copies first: a successor may have the same name.
-            for copier in ending:
-                self._copy(copier)
-                copier.close()
-            if closed or self._wanted():
-                for copier in current:
-                    self._copy(copier)
-            if closed:
-                return
-
-    def _copy(self, copier: Copier) -> None:
-        # A full disk: the next copy tries again.
-        with contextlib.suppress(OSError):
-            copier.copy()
+        closed = False
+        while not closed:
+            closed = self._closed.wait(COPY_EVERY_S)
+            if self._wanted():
+                # A full disk: the next copy tries again.
+                with contextlib.suppress(OSError):
+                    self._copier.copy()
+        self._copier.close()

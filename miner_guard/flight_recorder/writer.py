@@ -112,20 +112,8 @@ class FlightWriter:
                 self._publish()
             return alone() or not self.attached()
 
-        def last_copy() -> None:
-            if unkept():
-                copies.finish(copier)
-            copies.close(_LAST_COPY_S)
-
-        copies = memory.CopyThread(unkept)
-        copier = copies.add(self.path, self._fd)
-        atexit.register(last_copy)
-
-    def _copy_once(self) -> None:
-        copier = memory.Copier(self.path, self._fd)
-        with contextlib.suppress(OSError):
-            copier.copy()
-        copier.close()
+        thread = memory.CopyThread(self.path, self._fd, unkept)
+        atexit.register(thread.close, _LAST_COPY_S)
 
     def show_state(self, state: str, now: float) -> None:
         """Show one of `layout.STATES`, outside any phase."""
@@ -220,7 +208,7 @@ class FlightWriter:
     def close(self) -> None:
         """Unmap. What stays is the copy on disk."""
         if not self.attached():
-            self._copy_once()
+            memory.copy_now(self.path, self._fd)
         self._words.release()
         self._reals.release()
         self.map.close()

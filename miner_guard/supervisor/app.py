@@ -107,7 +107,7 @@ class GuardApp:
         self.redactor = Redactor.for_guard(beside(self.env, request.config.repo), request.config)
         self.disk = DiskWriter(request.state, request.config.logs, self.log)
         self.emitter = self._emitter()
-        self.flights = Flights(request.state, self.run_id, self.log)
+        self.flights = Flights(request.state, self.run_id, self.log, self.disk.copy_record)
         order = LaunchSpec(
             request.command,
             lambda launch: environment.of_miner(

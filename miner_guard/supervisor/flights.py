@@ -3,9 +3,12 @@ is acknowledged."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any, Protocol
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import memory
-from miner_guard.flight_recorder.memory import Copier, CopyThread, Version
+from miner_guard.flight_recorder.memory import Version
 from miner_guard.flight_recorder.reader import BadFlight, FlightReader
 from miner_guard.flight_recorder.records import Identity, Now, StepRecord
 from miner_guard.flight_recorder.writer import process_start
@@ -21,7 +24,6 @@ from miner_guard.state_dir import StateDir, set_aside
 from miner_guard.system.processes import Process, alive
 
 _MAX_STEPS_A_LOOK = 1024
-_LAST_COPIES_S = 2.0
 _RECORD = re.compile(r"rank-\d+\.(?:bin|live)")
 
 _PATIENCE = 2
@@ -43,9 +45,6 @@ class _Open:
 
     reader: FlightReader
     version: Version
-    copier: Copier | None
-    """Keeps the copy on disk, of a record that is live."""
-
     next_step: int = 0
     next_entry: int = 0
     total_steps: int = -1
@@ -58,7 +57,15 @@ class _Open:
 class Flights:
     """All flight records of one run. For the supervisor's thread."""
 
-    def __init__(self, state: StateDir, run_id: str, report: Callable[[Finding], None]) -> None:
+    def __init__(
+        self,
+        state: StateDir,
+        run_id: str,
+        report: Callable[[Finding], None],
+        copy: Callable[[Path, int], None] = memory.copy_now,
+    ) -> None:
+        """`copy` brings the copy on disk of the record behind a descriptor up to date; it must not
+        wait for the disk."""
         self._state = state
         self._run_id = run_id
         self._report = report
@@ -72,7 +79,8 @@ class Flights:
         self._ended: set[tuple[int, int]] = set()
         """Ranks of this launch, by pid and start, whose records were read to their end."""
 
-        self._copies = CopyThread()
+        self._copy = copy
+        self._copied_at = -math.inf
 
     def leftovers(self, reader: Reader) -> None:
         """Hand over what an earlier run wrote and no guard stored: its decisions and uploads are
@@ -108,6 +116,7 @@ class Flights:
             current = self._open[rank]
             ahead = self._hand_over(rank, current, reader, patient=current.waited < _PATIENCE)
             current.waited = current.waited + 1 if ahead else 0
+        self._keep_copies()
 
     def last_look(self, reader: Reader) -> None:
         """Hand over all that is left: no rank writes any more, so none is waited for."""
@@ -225,13 +234,12 @@ class Flights:
         # The file system may give the number of a file that was left alone, and is gone, to a later
         # one.
         self._left_alone.pop(path, None)
-        copier = self._copies.add(path, flight.fileno()) if flight.live else None
         if current is not None and same:
             current.reader.close()
-            current.reader, current.version, current.copier = flight, version, copier
+            current.reader, current.version = flight, version
             return
         self._retire(identity)
-        self._open[identity.rank] = _Open(flight, version, copier, next_entry=flight.acknowledged())
+        self._open[identity.rank] = _Open(flight, version, next_entry=flight.acknowledged())
 
     def _retire(self, successor: Identity) -> None:
         """A launcher that starts its workers anew may number them otherwise: torchrun does, at a
@@ -265,9 +273,8 @@ class Flights:
         )
 
     def close(self) -> None:
-        """Unmap everything, after the last copies where the disk lets them be made in time."""
+        """Unmap everything, with a last copy of each."""
         self._close_records()
-        self._copies.close(_LAST_COPIES_S)
 
     def _close_records(self) -> None:
         for each in (*self._open.values(), *(past for _, past in self._past)):
@@ -276,9 +283,21 @@ class Flights:
         self._past.clear()
 
     def _close_record(self, each: _Open) -> None:
-        if each.copier is not None:
-            self._copies.finish(each.copier)
+        self._keep_copy(each)
         each.reader.close()
+
+    def _keep_copies(self) -> None:
+        now = time.monotonic()
+        if now - self._copied_at >= memory.COPY_EVERY_S:
+            self._copied_at = now
+            for each in self._open.values():
+                self._keep_copy(each)
+
+    def _keep_copy(self, each: _Open) -> None:
+        if each.reader.live:
+            # Without a descriptor left the next copy tells the same.
+            with contextlib.suppress(OSError):
+                self._copy(each.reader.path, each.reader.fileno())
 
 
 def _who(reader: FlightReader) -> tuple[int, int]:

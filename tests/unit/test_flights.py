@@ -19,7 +19,6 @@ from miner_guard.rank.environment import find
 from miner_guard.rank.guard import Guard
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.flights import Flights
-from tests.support.waiting import until
 from tests.unit.rank.helpers import place
 
 RUN = "r1"
@@ -120,16 +119,16 @@ def test_a_copy_that_is_cut_short_costs_nothing_and_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clean-up of the folder once ended guard and rank: mapped files were read past their end."""
-    monkeypatch.setattr(memory, "COPY_EVERY_S", 0.01)
+    monkeypatch.setattr(memory, "COPY_EVERY_S", 0.0)
     state, heard = StateDir(tmp_path), _Heard()
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     writers = [_worker(state, rank, rank, process=os.getpid()) for rank in (0, 1)]
     flights.look(heard)
-    until(state.flight_of(0).exists, 10, "the copy")
     os.truncate(state.flight_of(0), 4096)
     assert sorted(flights.now()) == [0, 1]
     assert flights.ask_checkpoint() == 2
-    until(lambda: state.flight_of(0).stat().st_size == FILE_SIZE, 10, "another copy")
+    flights.look(heard)
+    assert state.flight_of(0).stat().st_size == FILE_SIZE
     flights.close()
     for writer in writers:
         writer.close()
@@ -161,7 +160,7 @@ def test_a_rank_in_another_pid_namespace_is_followed_by_its_copy(tmp_path: Path)
     (state.flight / "rank-0000.live").unlink()
     for number in (1, 2):
         writer.append(_record(number))
-        writer._copy_once()
+        memory.copy_now(writer.path, writer._fd)
         flights.look(heard)
     assert heard.steps_of == [(0, 1), (0, 2)]
     flights.close()

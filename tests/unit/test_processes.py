@@ -5,14 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from miner_guard.state_dir import StateDir
-from miner_guard.supervisor.process import pid_registry
 from miner_guard.supervisor.process.pid_registry import PidRegistry, left_behind
 from miner_guard.system import processes
 from miner_guard.system.processes import Process, Stat, descendants
@@ -54,27 +52,10 @@ def test_descendants_are_found_through_zombies_and_loops_end() -> None:
     assert {p.pid for p in descendants([6], table)} == {6, 7}
 
 
-def test_the_list_is_written_beside_the_caller_and_names_who_lives(
-    tmp_path: Path, child: subprocess.Popen[bytes]
-) -> None:
+def test_the_list_names_who_lives(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
     state = StateDir(tmp_path)
     seen = processes.stat(child.pid)
     assert seen is not None
     written = PidRegistry(state)
     written.write(frozenset({seen.process, Process(2**22 + 1, 1)}))
-    written.close()
     assert left_behind(state).processes == {seen.process}
-
-
-def test_a_list_on_a_disk_that_hangs_does_not_hold_up_the_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A frozen disk under the state directory stopped the supervisor, and with it the training."""
-    thaws = threading.Event()
-    monkeypatch.setattr(pid_registry, "write_json", lambda _path, _document: thaws.wait(60))
-    monkeypatch.setattr(pid_registry, "_CLOSE_S", 0.0)
-    written = PidRegistry(StateDir(tmp_path))
-    for pid in range(100):
-        written.write(frozenset({Process(pid, 1)}))
-    written.close()
-    thaws.set()

@@ -22,8 +22,9 @@ from typing import Any
 from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
 from miner_guard.eventlog.jsonl import JsonlSink
+from miner_guard.flight_recorder.memory import Copier
 from miner_guard.state_dir import StateDir, replace_file
-from miner_guard.supervisor.disk.messages import FILES, LOG, ROWS, line_of
+from miner_guard.supervisor.disk.messages import FILES, LOG, RECORDS, ROWS, line_of
 
 _RETRY_S = 1.0
 
@@ -98,6 +99,44 @@ def _do(path: Path, message: Message) -> None:
         os.close(fd)
 
 
+class Records:
+    """The copies of the ranks' flight records."""
+
+    def __init__(self) -> None:
+        self._copiers: dict[Path, tuple[int, Copier]] = {}
+
+    def write(self, message: Message) -> None:
+        """Copy what is new. A full disk is reported for other files; the next message tries
+        again."""
+        path = Path(message["path"])
+        with contextlib.suppress(OSError):
+            fd = os.open(message["memory"], os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._copier(path, fd).copy()
+            finally:
+                os.close(fd)
+
+    def _copier(self, path: Path, fd: int) -> Copier:
+        inode = os.fstat(fd).st_ino
+        known = self._copiers.get(path)
+        if known is not None and known[0] == inode:
+            return known[1]
+        if known is not None:
+            known[1].close()
+        copier = Copier(path, fd)
+        self._copiers[path] = (inode, copier)
+        return copier
+
+    def idle(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """What was there at the guard's end, which may have been sudden."""
+        for _, copier in self._copiers.values():
+            with contextlib.suppress(OSError):
+                copier.copy()
+
+
 class Rows:
     """The ledger."""
 
@@ -126,7 +165,7 @@ class Lane(threading.Thread):
     def __init__(
         self,
         name: str,
-        make: Callable[[], Log | Files | Rows],
+        make: Callable[[], Log | Files | Rows | Records],
         say: Say,
         answer: Callable[[Message], None],
     ) -> None:
@@ -136,7 +175,7 @@ class Lane(threading.Thread):
 
     def run(self) -> None:
         """Until the message None."""
-        writer: Log | Files | Rows | None = None
+        writer: Log | Files | Rows | Records | None = None
         while True:
             try:
                 message = self.messages.get(timeout=_RETRY_S)
@@ -192,6 +231,7 @@ def main() -> None:
         LOG: Lane(LOG, lambda: Log(state, settings, say), say, answer),
         FILES: Lane(FILES, lambda: Files(say), say, answer),
         ROWS: Lane(ROWS, lambda: Rows(state, say), say, answer),
+        RECORDS: Lane(RECORDS, Records, say, answer),
     }
     for lane in lanes.values():
         lane.start()

@@ -2,7 +2,8 @@
 
 To the writer: `{"lane": "log", "line": …}`, `{"lane": "files", "path": …, "data": …, "mode": …}`
 (in base64; null data removes the file, a null mode writes into the file that is there), `{"lane":
-"rows", "statement": …, "values": […]}`. From it: `{"done": LANE}` for each, in order, and `{"say":
+"rows", "statement": …, "values": […]}`, `{"lane": "records", "path": …, "memory": PATH}` (of a
+descriptor of the guard's). From it: `{"done": LANE}` for each, in order, and `{"say":
 {"event", "level", "rank", "fields"}}`.
 """
 
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LOG, FILES, ROWS = "log", "files", "rows"
-LANES = (LOG, FILES, ROWS)
+LOG, FILES, ROWS, RECORDS = "log", "files", "rows", "records"
+LANES = (LOG, FILES, ROWS, RECORDS)
 """Each is written by a thread of its own: a ledger that is locked holds up no line of the log."""
 
 
@@ -34,6 +35,11 @@ def file(path: Path, data: bytes | None, mode: int | None) -> bytes:
     None)."""
     text = None if data is None else base64.b64encode(data).decode()
     return line_of({"lane": FILES, "path": str(path), "data": text, "mode": mode})
+
+
+def record(path: Path, memory: str) -> bytes:
+    """Bring the copy of a flight record up to date."""
+    return line_of({"lane": RECORDS, "path": str(path), "memory": memory})
 
 
 def row(statement: str, values: Sequence[Any]) -> bytes:

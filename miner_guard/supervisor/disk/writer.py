@@ -27,7 +27,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.disk import messages
-from miner_guard.supervisor.disk.messages import FILES, LANES, LOG, ROWS
+from miner_guard.supervisor.disk.messages import FILES, LANES, LOG, RECORDS, ROWS
 from miner_guard.system.backoff import Backoff
 
 STUCK_S = 5.0
@@ -53,6 +53,16 @@ class _Message:
     settled: bool = False
     """It was written, or is outdated."""
 
+    held: int | None = None
+    """A descriptor that the process opens by its number; kept open until then."""
+
+    def settle(self) -> None:
+        """It is over with."""
+        self.settled = True
+        if self.held is not None:
+            os.close(self.held)
+            self.held = None
+
 
 @dataclass
 class _Lane:
@@ -70,13 +80,15 @@ class _Lane:
     def add(self, message: _Message) -> None:
         if message.path is not None:
             for older in [each for each in self.waiting if each.path == message.path]:
-                older.settled = True
+                older.settle()
                 self.waiting.remove(older)
                 self.size -= len(older.data)
         self.waiting.append(message)
         self.size += len(message.data)
         while self.size > MAX_WAITING_BYTES and len(self.waiting) > 1:
-            self.size -= len(self.waiting.popleft().data)
+            dropped = self.waiting.popleft()
+            dropped.settle()
+            self.size -= len(dropped.data)
             self.lost += 1
 
     def next(self, now: float) -> _Message | None:
@@ -90,7 +102,7 @@ class _Lane:
 
     def done(self, now: float) -> None:
         message = self.sent.popleft()
-        message.settled = True
+        message.settle()
         self.size -= len(message.data)
         self.since = now
 
@@ -150,6 +162,13 @@ class DiskWriter:
         """Write into a file that is there, as a lock is: another file in its place would be no
         lock."""
         self._put(FILES, _Message(messages.file(path, data, None), path.name, path))
+
+    def copy_record(self, path: Path, memory: int) -> None:
+        """Bring the copy of a flight record up to date; `memory` is a descriptor of it. Raises
+        OSError where no descriptor is left."""
+        held = os.dup(memory)
+        data = messages.record(path, f"/proc/{os.getpid()}/fd/{held}")
+        self._put(RECORDS, _Message(data, path.name, path, held=held))
 
     def _wait_for(self, message: _Message) -> None:
         with self._changed:

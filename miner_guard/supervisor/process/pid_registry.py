@@ -8,18 +8,13 @@ is only found here.
 from __future__ import annotations
 
 import contextlib
-import threading
 from dataclasses import dataclass
-from typing import Any
 
 from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.system import processes
 from miner_guard.system.boot import boot_id
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.processes import Process
-
-_CLOSE_S = 1.0
-"""For a last list that is being written; a dead disk must not hold up the end."""
 
 
 @dataclass(frozen=True)
@@ -31,51 +26,19 @@ class Left:
 
 
 class PidRegistry:
-    """Writes the list from a thread of its own: the disk may hang, the supervisor may not.
-
-    A disk that refuses costs this list only; parentage and the marker still work.
-    """
+    """Writes the list when it changes. A disk that refuses costs this list only; parentage and the
+    marker still work."""
 
     def __init__(self, state: StateDir) -> None:
         self._path = state.roster
-        self._changed = threading.Condition()
-        self._latest: dict[str, Any] | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
 
     def write(self, run: frozenset[Process], cgroup: Cgroup | None = None) -> None:
-        """Remember the run's living processes. Never blocks; of several lists the last one is
-        written."""
+        """Remember the run's living processes."""
         listed = sorted([process.pid, process.start] for process in run)
         path = None if cgroup is None else str(cgroup.path)
-        with self._changed:
-            self._latest = {"boot": (boot_id() or ""), "cgroup": path, "processes": listed}
-            self._changed.notify()
-        if self._thread is None:
-            thread = threading.Thread(target=self._keep_writing, name="run.json", daemon=True)
-            # At the limit of threads the next list tries again.
-            with contextlib.suppress(RuntimeError):
-                thread.start()
-                self._thread = thread
-
-    def _keep_writing(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._latest is not None or self._closed)
-                document, self._latest = self._latest, None
-            if document is None:
-                return
-            # Refused (a full disk): the list changes again, and is then written whole.
-            with contextlib.suppress(OSError):
-                write_json(self._path, document)
-
-    def close(self) -> None:
-        """Write what is pending, as far as the disk lets it."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+        # Refused: the list changes again, and is then written whole.
+        with contextlib.suppress(OSError):
+            write_json(self._path, {"boot": boot_id() or "", "cgroup": path, "processes": listed})
 
 
 def left_behind(state: StateDir) -> Left:

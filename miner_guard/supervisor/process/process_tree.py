@@ -109,7 +109,6 @@ class ProcessTree:
 
     def close(self) -> None:
         """The run is over."""
-        self._roster.close()
         if self._cgroup is not None:
             self._cgroup.remove()
 
