@@ -10,6 +10,8 @@ from typing import Any
 
 from miner_guard.health import xids
 
+_CATALOGUE = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
+
 _BEFORE = r"\bxid(?:.{0,30}\): ?|(?: error| event| code|:|#|=| |\(){1,4})"
 """Between the word and the number, in the kernel's log and in people's."""
 
@@ -24,7 +26,13 @@ def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for row in xids.catalogue():
         if row.tier in tiers:
             cause = f"Xid {row.number}: {row.meaning}; the fault of {row.fault}."
-            made = {"regex": _regex(row), "cause": cause, "fix": row.action, "restart": row.restart}
+            made = {
+                "regex": _regex(row),
+                "cause": cause,
+                "fix": row.action,
+                "source": _CATALOGUE,
+                "restart": row.restart,
+            }
             yield {**made, **shared}
 
 

@@ -126,3 +126,13 @@ def test_a_wrong_file_is_refused_with_the_place(old: str, new: str, message: str
 def test_a_label_defined_in_two_files_is_refused() -> None:
     with pytest.raises(BadKnowledge, match="defined twice"):
         knowledge.parse({"a.toml": GOOD, "b.toml": GOOD})
+
+
+def test_every_fix_says_where_it_comes_from() -> None:
+    """Except advice to use the guard itself."""
+    known = knowledge.load()
+    fixes = [(fix.do, fix.source) for label in known.labels.values() for fix in label.fixes]
+    fixes += [(p.fix, p.source) for p in known.patterns if p.fix]
+    assert not [
+        do for do, source in fixes if not source.startswith("https://") and "miner-guard" not in do
+    ]
