@@ -37,6 +37,14 @@ def command(
     no_restart: Annotated[
         bool, typer.Option("--no-restart", help="Never restart; exit with the miner's code.")
     ] = False,
+    finite: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--finite/--no-finite",
+            help="Exit code 0 means finished, or never does. Else: evidence (--attach auto).",
+            show_default=False,
+        ),
+    ] = None,
     expect_gpus: Annotated[Optional[int], typer.Option(help="GPUs that must be there.")] = None,
     no_preflight: Annotated[
         bool, typer.Option("--no-preflight", help="Start without looking first.")
@@ -48,6 +56,7 @@ def command(
     """Start the miner and supervise it: preflight, start, watch, stop, restart."""
     flags: dict[str, Any] = {
         "miner.attach": attach,
+        "miner.finite": finite,
         "restart.max_restarts": max_restarts,
         "restart.enabled": False if no_restart else None,
         "gpu.expect": expect_gpus,

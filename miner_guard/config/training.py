@@ -32,9 +32,10 @@ class MinerSettings:
     """`attach = "log"`: regular expressions of your own step lines, with the groups of
     attach/patterns.toml."""
 
-    finite: bool = False
-    """True: exit code 0 means that the work is finished, even without
-    `guard.close(finished=True)`."""
+    finite: bool | None = None
+    """True: an exit code of 0 means that the work is finished, also without
+    `guard.close(finished=True)`. False: only that means it. None: with `attach = "auto"` also a
+    loop that ran to its end on every rank without an error, else as False."""
 
     stop_timeout_s: Positive = 45.0
     """Time between SIGTERM and SIGKILL. Longer than torchrun's own 30 s."""

@@ -185,6 +185,7 @@ _SPECS = (
     Spec("straggler", "warning", _WARN, "STRAGGLER: rank {rank} {detail}", ("detail", "score")),
     Spec("straggler_cleared", "info", _OK, "STRAGGLER CLEARED: rank {rank} after {steps:~step}", ("steps",)),
     Spec("hang_detected", "critical", _BAD, "HANG DETECTED: {detail}", ("detail", "culprits", "idle_s", "limit_s")),
+    Spec("rank_gone", "error", _BAD, "RANK GONE: {detail}", ("detail", "ranks")),
     Spec("hang_evidence", "error", _BAD, "HANG EVIDENCE: {detail}", ("detail", "ranks")),
     Spec("stack_dump", "error", _BAD, "STACK DUMP: {ranks} in {path}", ("ranks", "path")),
     # gate and uploads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -153,6 +154,18 @@ def read_cgroup_memory(
         kills = _entry(folder / "memory.oom_control", "oom_kill")
     # With the cache it may well be at its limit, and is healthy.
     return limit, None if used is None or cache is None else used - cache, kills
+
+
+def oom_kills(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int | None:
+    """Out-of-memory kills so far, by the cgroup's counter and the kernel's (which counts the whole
+    machine); None where neither can be read."""
+    counters = []
+    with contextlib.suppress(OSError, ValueError):
+        counters.append(read_cgroup_memory(proc, cgroup)[2])
+    with contextlib.suppress(OSError, ValueError):
+        counters.append(_entry(proc / "vmstat", "oom_kill"))
+    known = [count for count in counters if count is not None]
+    return sum(known) if known else None
 
 
 def _cgroup_folder(proc: Path, cgroup: Path) -> Path | None:

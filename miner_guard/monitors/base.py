@@ -45,7 +45,8 @@ class Exit:
     """The guard asked for it: a stop, a restart by `ctl`, the end of a hang."""
 
     finished: bool
-    """Every rank said so, or `[miner] finite` and code 0."""
+    """Every rank said so, or code 0 and `[miner] finite`, or code 0 and all the evidence of
+    `attribution.ran_to_its_end`."""
 
     runtime_s: float
 
@@ -162,6 +163,11 @@ class Monitor:
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         """About once a second, with each rank's flight header."""
         return ()
+
+    def objection(self) -> str | None:
+        """Why a miner that ended with code 0 has not finished; asked before `on_exit`, after its
+        last output. None: nothing speaks against it."""
+        return None
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         """The miner ended; its last steps, entries and output were handed over before."""

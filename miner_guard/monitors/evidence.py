@@ -83,6 +83,17 @@ def identity_of(state: StateDir, rank: int) -> Identity | None:
     return identity
 
 
+def header_of(state: StateDir, rank: int) -> Now | None:
+    """What the rank wrote last of itself; None where it cannot be read."""
+    try:
+        flight = FlightReader(state.flight_of(rank))
+    except (OSError, BadFlight):
+        return None
+    now = flight.now()
+    flight.close()
+    return now
+
+
 def subjects(state: StateDir, ranks: Mapping[int, Now]) -> list[Subject]:
     """Who the ranks are, from their flight records."""
     found: list[Subject] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from miner_guard import state_dir
@@ -13,6 +14,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import journal
 from miner_guard.flight_recorder.journal import JournalEntry
 from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.health.host import oom_kills
 from miner_guard.incidents import knowledge, log_text, report
 from miner_guard.incidents.oom import Training
 from miner_guard.incidents.report import Explained
@@ -46,6 +48,9 @@ REMARKS = 3
 """What is tried again counts as an incident when it was seen so often, or when the miner ended."""
 
 _CAUSELESS = ("report", "symptom", "warned")
+_NEVER_OVERCOME = frozenset({"rank_gone"})
+"""Events of the guard's own that finite losses do not undo: a rank that is gone steps no more."""
+
 _SEEN = 120
 """Characters of the line itself in the incident's line."""
 
@@ -55,8 +60,11 @@ class IncidentsMonitor(Monitor):
 
     name = "incidents"
 
-    def __init__(self, context: Context) -> None:
+    def __init__(
+        self, context: Context, count_oom_kills: Callable[[], int | None] = oom_kills
+    ) -> None:
         super().__init__(context)
+        self._count_oom_kills = count_oom_kills
         self._knowledge = knowledge.load()
         miner = context.config.miner
         self._training = Training(miner.batch_size, miner.effective_batch_size)
@@ -79,6 +87,7 @@ class IncidentsMonitor(Monitor):
 
         self._root: Explained | None = None
         self._stopping = False
+        self._oom_kills = self._count_oom_kills()
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._begin()
@@ -131,7 +140,8 @@ class IncidentsMonitor(Monitor):
                     label, "cause", self._scanner.line, catalog.message(finding), finding.rank
                 )
                 self._take([said], self.context.clock.monotonic())
-                self._shown[label] = said
+                if finding.event not in _NEVER_OVERCOME:
+                    self._shown[label] = said
         if finding.event == "miner_stopping":
             self._stopping = True
         return ()
@@ -151,6 +161,12 @@ class IncidentsMonitor(Monitor):
         if root is not None and root.first.role in _CAUSELESS and now - self._first_s < CAUSELESS_S:
             return ()
         return self._name(now, REMARKS)
+
+    def objection(self) -> str | None:
+        if self.context.clock.monotonic() - self._last_s > EPISODE_S:
+            return None
+        root = self._seen_root()
+        return None if root is None or root.first.role in ("remark", "warned") else root.label
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         now = self.context.clock.monotonic()
@@ -195,11 +211,24 @@ class IncidentsMonitor(Monitor):
     def _seen_root(self) -> Incident | None:
         return next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
 
+    def _by_the_kernels_count(self, root: Incident) -> Incident:
+        """A SIGKILL is the kernel's for want of memory only where it counted one; a line that says
+        so itself needs no count."""
+        if root.label != "host_oom_kill" or root.first.role != "ending":
+            return root
+        if (self._count_oom_kills() or 0) > (self._oom_kills or 0):
+            return root
+        name = "process_killed"
+        first = replace(root.first, label=name, cause="", fix="", restart="")
+        return replace(root, label=name, first=first, kept=())
+
     def _name(self, now: float, remarks: int) -> Iterable[Finding]:
         """Say the root of what was seen, unless it was said, or is a mere remark seen fewer than
         `remarks` times."""
         self._first_s = None
         root = self._seen_root()
+        if root is not None:
+            root = self._by_the_kernels_count(root)
         if self._stopping or root is None or self._is_known(root, now):
             return ()
         if root.first.role in ("remark", "warned") and root.count < remarks:

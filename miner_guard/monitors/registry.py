@@ -15,6 +15,7 @@ MONITORS = (
     "steps",
     "curves",
     "ranks",
+    "rank_ends",
     "incidents",
     "diagnosis",
     "chain",

@@ -62,9 +62,26 @@ class MonitorRunner:
         self._rest_of_output()
         self._each("on_tick", now, ranks)
 
-    def exit(self, end: Exit) -> None:
+    def end_output(self) -> None:
+        """The miner prints no more: show what is left of its last line."""
         if self._output is not None:
             self._show(self._output.end())
+
+    def objections(self) -> list[str]:
+        """Why a miner that ended with code 0 has not finished, by every monitor that objects; one
+        that fails objects too."""
+        found: list[str] = []
+        for monitor in self.parts:
+            try:
+                why = monitor.objection()
+            except Exception as error:  # noqa: BLE001 - a monitor's defect must not end supervision; it is reported
+                self._say(monitor.name, "objection", error)
+                why = f"{monitor.name} could not judge it"
+            found += [why] if why is not None else []
+        return found
+
+    def exit(self, end: Exit) -> None:
+        self.end_output()
         self._each("on_exit", end)
 
     def stop(self) -> None:

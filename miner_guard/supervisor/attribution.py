@@ -3,6 +3,9 @@ the exit code."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.monitors.base import Exit
 from miner_guard.supervisor.restart import Failure
@@ -11,6 +14,28 @@ from miner_guard.system.clock import Clock
 
 _BLAME_S = 300.0
 """An incident longer before the end is not what it ended of."""
+
+
+class RankStates(Protocol):
+    """What the ranks wrote last of themselves."""
+
+    def all_in(self, states: Collection[str]) -> bool:
+        """Every rank is in one of these states, and none is missing."""
+        ...
+
+    def all_stepped(self) -> bool:
+        """Every rank has finished a step."""
+        ...
+
+
+def ran_to_its_end(ranks: RankStates, objections: Sequence[str]) -> bool:
+    """Whether a miner that exits with 0 and makes no claim has finished, by the evidence.
+
+    Every rank stepped and left through the end of its program, no exception reached its top level,
+    and nothing that it printed in the last minutes tells of an error: a loop that catches its
+    exception, prints it and returns exits with 0 too.
+    """
+    return not objections and ranks.all_stepped() and ranks.all_in({"ended", "finished"})
 
 
 class Attribution:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -178,21 +178,21 @@ class Flights:
         """Who the ranks are."""
         return {rank: current.reader.identity for rank, current in sorted(self._open.items())}
 
-    def all_finished(self) -> bool:
-        """Every rank of this host said `close(finished=True)`, and none is missing."""
+    def all_in(self, states: Collection[str]) -> bool:
+        """Every rank of this host is in one of these states, and none is missing."""
         headers = self.now()
         identities = self.identities().values()
         local_ranks = {identity.local_rank for identity in identities}
-        # Where nobody told how many there are, the highest may be missing unseen.
-        expected = max((identity.local_world_size for identity in identities), default=0) or len(
-            local_ranks
-        )
-        whole = (
-            bool(headers)
-            and len(headers) == len(self._open)
-            and local_ranks == set(range(expected))
-        )
-        return whole and all(now.state == "finished" for now in headers.values())
+        # Where no launcher said how many there are, the highest may be missing unseen.
+        expected = max((identity.local_world_size for identity in identities), default=0)
+        expected = expected or len(local_ranks)
+        whole = len(headers) == len(self._open) and local_ranks == set(range(expected))
+        return bool(headers) and whole and all(now.state in states for now in headers.values())
+
+    def all_stepped(self) -> bool:
+        """Every rank that reported has finished at least one step."""
+        headers = self.now()
+        return bool(headers) and all(now.total_steps > 0 for now in headers.values())
 
     def ask_checkpoint(self) -> int:
         """Ask every rank for a checkpoint at the end of its step; returns how many were asked."""

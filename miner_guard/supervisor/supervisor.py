@@ -18,7 +18,7 @@ from miner_guard.eventlog.catalog import make_finding
 from miner_guard.exits import CRASH_LOOP, FAILED
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.runner import MonitorRunner
-from miner_guard.supervisor.attribution import Attribution, how_it_ended
+from miner_guard.supervisor.attribution import Attribution, how_it_ended, ran_to_its_end
 from miner_guard.supervisor.flights import Flights
 from miner_guard.supervisor.launch import RETRY_INSPECT_S, ActiveLaunch
 from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest, Then
@@ -325,7 +325,7 @@ class Supervisor:
             lambda: self._report_teardown(launch.teardown),
         ):
             self.loop.attempt(work)
-        end = launch.exit(self._said_finished())
+        end = launch.exit(self._has_finished(launch))
         self.last_exit = end
         self.loop.attempt(lambda: self._say_exit(end, launch.wish))
         self.loop.attempt(lambda: self.host.exit(end))
@@ -340,12 +340,20 @@ class Supervisor:
             )
             self.host.finding(make_finding("guard_degraded", what=what))
 
-    def _said_finished(self) -> bool:
-        if self.order.config.miner.finite:
-            return True
+    def _has_finished(self, launch: ActiveLaunch) -> bool:
+        """Whether its work is done, where it ended with code 0. False where judging that fails."""
         answers: list[bool] = []
-        self.loop.attempt(lambda: answers.append(self.flights.all_finished()))
+        self.loop.attempt(lambda: answers.append(self._judge_finish(launch)))
         return answers == [True]
+
+    def _judge_finish(self, launch: ActiveLaunch) -> bool:
+        miner = self.order.config.miner
+        if miner.finite or self.flights.all_in({"finished"}):
+            return True
+        if miner.finite is not None or miner.attach != "auto" or launch.wish is not None:
+            return False
+        self.host.end_output()
+        return ran_to_its_end(self.flights, self.host.objections())
 
     def _report_teardown(self, teardown: Teardown | None) -> None:
         if teardown is not None:
@@ -365,7 +373,7 @@ class Supervisor:
         if end.code == 0 and not end.asked:
             how += (
                 "; where it has finished its work, it must say so: "
-                "guard.close(finished=True) or [miner] finite = true"
+                "guard.close(finished=True) or --finite ([miner] finite = true)"
             )
         finding = make_finding("miner_exited", how=how, code=end.code, runtime_s=runtime)
         self.host.finding(finding.at("info") if end.asked else finding)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -35,6 +36,7 @@ def test_a_rank_that_stops_stepping_is_seen_named_documented_and_restarted(
     guarded.start(guarded.miner("steps", 5, 0.1, "hang"), "--max-restarts", "1", settings=FAST)
     hang = guarded.wait_for("hang_detected", seconds=60)
     assert "rank 0 in data for" in hang["msg"]
+    assert "at steps.py:" in hang["msg"]
     assert hang["culprits"] == [0]
     assert 2.0 <= hang["idle_s"] < 10.0
     guarded.wait_for("miner_restarting", seconds=60)
@@ -138,6 +140,57 @@ def test_a_process_that_outlives_its_training_loop_is_a_hang(guarded: Guarded) -
     guarded.assert_nothing_left()
 
 
+def test_a_finished_miner_that_hangs_at_its_exit_has_finished(guarded: Guarded) -> None:
+    """Guards against a training that is done and is trained from scratch, again and again."""
+    guarded.start(guarded.miner("steps", 3, 0.1, "done"), settings=FAST)
+    assert guarded.processes[0].wait(60) == 0, guarded.tail()
+    assert "as asked" not in guarded.named("miner_finished")[0]["msg"]
+    assert len(guarded.named("miner_started")) == 1
+    guarded.assert_nothing_left()
+
+
+def test_a_hang_before_the_hook_is_called_is_one_like_any_other(guarded: Guarded) -> None:
+    settings = {**FAST, "hang.first_step_s": 12, "hang.action": "stop"}
+    guarded.start(guarded.miner("steps", 3, 0.1, "asleep"), settings=settings)
+    hang = guarded.wait_for("hang_detected", seconds=60)
+    assert "no rank has called init()" in hang["msg"]
+    assert guarded.processes[0].wait(60) == 75
+    assert not [e for e in guarded.named("guard_degraded") if "no step seen" in e["msg"]]
+    guarded.assert_nothing_left()
+
+
+def two_ranks(guarded: Guarded, first: str, second: str) -> list[str]:
+    """Two ranks under a shell that waits for both, whatever becomes of one."""
+
+    def rank(number: int, then: str) -> str:
+        told = f"RANK={number} LOCAL_RANK={number} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"
+        return f"{told} {shlex.join(guarded.miner('steps', 15, 0.05, then))} &"
+
+    return ["sh", "-c", f"{rank(0, first)} {rank(1, second)} wait", guarded.token]
+
+
+def test_a_killed_rank_is_named_within_seconds_though_its_launcher_waits(guarded: Guarded) -> None:
+    """Guards against a rank that is dead for five minutes before anything is printed."""
+    settings = {**FAST, "hang.min_s": 120, "hang.gone_s": 5, "hang.action": "stop"}
+    guarded.start(two_ranks(guarded, "waits", "killed"), settings=settings)
+    gone = guarded.wait_for("rank_gone", seconds=60)
+    assert gone["rank"] == 1
+    assert "rank 1 died at step 15" in gone["msg"]
+    hang = guarded.wait_for("hang_detected", seconds=60)
+    assert hang["culprits"] == [1]
+    assert "rank 1 is gone, rank 0 waiting in backward" in hang["msg"]
+    assert guarded.processes[0].wait(60) == 75
+    guarded.assert_nothing_left()
+
+
+def test_a_rank_that_ends_with_0_in_the_middle_is_named(guarded: Guarded) -> None:
+    guarded.start(two_ranks(guarded, "waits", "exit0"), settings={**FAST, "hang.min_s": 120})
+    gone = guarded.wait_for("rank_gone", seconds=60)
+    assert "rank 1 ended with code 0 at step 15, before rank 0" in gone["msg"]
+    assert guarded.stop() == 0
+    guarded.assert_nothing_left()
+
+
 def test_a_loop_that_failed_while_its_process_lives_on_is_a_hang_with_a_cause(
     guarded: Guarded,
 ) -> None:
@@ -163,6 +216,7 @@ def test_a_stopped_rank_is_said_in_words(guarded: Guarded) -> None:
         "state"
     ]
     assert state.startswith("stopped by a signal")
+    assert "its process is stopped (state T)" in guarded.named("hang_detected")[0]["msg"]
     assert guarded.stop() == 0
     guarded.assert_nothing_left()
 

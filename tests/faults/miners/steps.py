@@ -2,17 +2,22 @@
 
 THEN: `finish` closes as finished and exits 0, `exit0` just exits, `hang` enters a data phase for
 ever, `fail` says that its loop failed and waits for ever, `linger` closes the hook and lives on,
-`crash` exits with 3, `checkpoints` says when one is asked for.
+`crash` exits with 3, `checkpoints` says when one is asked for, `done` closes as finished and lives
+on, `asleep` waits before it calls the hook, `waits` waits in a backward phase, `killed` is killed.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 
 import miner_guard
 
 steps, step_s, then = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+if then == "asleep":
+    time.sleep(600)
 guard = miner_guard.init()
 for step in range(1, steps + 1):
     with guard.phase("forward"):
@@ -34,6 +39,11 @@ elif then == "fail":
         flush=True,
     )
     time.sleep(600)
-elif then == "linger":
-    guard.close()
+elif then in ("linger", "done"):
+    guard.close(finished=then == "done")
     time.sleep(600)
+elif then == "waits":
+    with guard.phase("backward"):
+        time.sleep(600)
+elif then == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)

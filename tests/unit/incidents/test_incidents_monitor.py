@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Iterator
+from itertools import count, repeat
 from pathlib import Path
 
 import pytest
@@ -48,10 +50,19 @@ BUG = (
 )
 
 
+KILLED = (
+    b"torch/distributed/elastic/multiprocessing/api.py: failed (exitcode: -9) local_rank: 1 "
+    b"(pid: 7416)\n"
+)
+
+
 class Live:
     """The part under a clock that the test moves."""
 
     def __init__(self, tmp_path: Path, config: Config | None = None) -> None:
+        self.oom_kills: Iterator[int] = count()
+        """By the kernel, each time it is asked: it has killed one more."""
+
         self.clock = FakeClock()
         self.said: list[Finding] = []
         self.state = StateDir(tmp_path)
@@ -63,7 +74,8 @@ class Live:
                 emit=self.said.append,
                 jobs=JobsAtOnce(),
                 status=lambda: {"steps": 1},
-            )
+            ),
+            lambda: next(self.oom_kills),
         )
         self.launch()
 
@@ -129,10 +141,7 @@ def test_a_symptom_waits_for_the_launcher_to_say_how_the_lost_rank_ended(tmp_pat
     )
     live.after(7)
     assert live.labels == []
-    live.prints(
-        b"torch/distributed/elastic/multiprocessing/api.py: failed (exitcode: -9) "
-        b"local_rank: 1 (pid: 7416)\n"
-    )
+    live.prints(KILLED)
     live.after(SETTLE_S)
     assert live.labels == ["host_oom_kill"]
     alone = Live(tmp_path / "alone")
@@ -349,3 +358,29 @@ def test_an_incident_that_training_went_on_after_is_taken_back(tmp_path: Path) -
     ]
     live.ends(code=1)
     assert live.labels == ["version_mismatch"], "why it ended is another matter"
+
+
+def test_a_sigkill_without_an_out_of_memory_kill_is_not_called_one(tmp_path: Path) -> None:
+    """Guards against advice to buy memory for what was somebody's kill -9."""
+    live = Live(tmp_path)
+    live.oom_kills = repeat(7)
+    live.launch()
+    live.prints(KILLED)
+    live.after(SETTLE_S)
+    assert live.labels == ["process_killed"]
+
+
+def test_a_rank_that_left_is_the_cause_of_what_the_others_report_of_the_network(
+    tmp_path: Path,
+) -> None:
+    live = Live(tmp_path)
+    live.prints(b"RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1\n")
+    gone = make_finding("rank_gone", rank=1, detail="rank 1 ended with code 0", ranks=[1])
+    live.said += live.part.on_finding(gone)
+    live.ends()
+    assert live.labels == ["rank_lost"]
+    crashed = Live(tmp_path / "crashed")
+    crashed.prints(BUG)
+    crashed.said += crashed.part.on_finding(gone)
+    crashed.ends()
+    assert crashed.labels == ["code_bug"], "its own exception says more than its end"

@@ -1,0 +1,62 @@
+"""Which rank left the others behind, and how it ended by what it wrote last. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from miner_guard.eventlog.formatters import rank_list
+from miner_guard.flight_recorder.records import Now
+
+_WELL = ("ended", "closed", "finished")
+"""States of a rank that reached the end of its program, whether that was planned or not."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """Ranks that ended while others had not."""
+
+    ranks: tuple[int, ...]
+    detail: str
+
+
+def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> Left | None:
+    """While the launch lasts: `gone` ranks have no process, the rest have; None where none is
+    missed."""
+    staying = [rank for rank in ranks if rank not in gone]
+    lost = tuple(sorted(rank for rank in gone if rank in ranks))
+    if not lost or not staying:
+        return None
+    return Left(lost, _words(ranks, lost, staying))
+
+
+def ended_early(ranks: Mapping[int, Now]) -> Left | None:
+    """After the launch: ranks that ended well before the others failed; None where none did.
+
+    A rank that raised first is the cause itself. What the launcher killed has no time of its end.
+    """
+    failures = [now.heartbeat for now in ranks.values() if now.state == "failed"]
+    before = min(failures, default=float("inf"))
+    early = tuple(
+        sorted(r for r, now in ranks.items() if now.state in _WELL and now.heartbeat < before)
+    )
+    staying = [rank for rank, now in ranks.items() if now.state not in _WELL]
+    if not early or not staying:
+        return None
+    return Left(early, _words(ranks, early, staying))
+
+
+def _words(ranks: Mapping[int, Now], lost: Collection[int], staying: Collection[int]) -> str:
+    how = ", ".join(f"rank {rank} {_how(ranks[rank])}" for rank in sorted(lost))
+    return f"{how}, before {rank_list(staying)}"
+
+
+def _how(now: Now) -> str:
+    step = now.inner_step if now.inner_step is not None else now.total_steps
+    at = f"at step {step}" if now.total_steps else "before its first step"
+    return {
+        "ended": f"ended with code 0 {at}",
+        "closed": f"closed its guard and ended {at}",
+        "finished": f"finished {at}",
+        "failed": f"ended with an exception {at}",
+    }.get(now.state, f"died {at}: killed, or ended by os._exit")
