@@ -12,18 +12,24 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from miner_guard.checkpoint_memory import MemoryTier, NoRoom
+from miner_guard.state_dir import STATE_DIR, StateDir
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -69,7 +75,11 @@ class Checkpointer:
         every: int,
         keep: int = 2,
         on_saved: Callable[[Saved], None] = lambda _saved: None,
+        memory_every: int | None = None,
+        on_memory_off: Callable[[str], None] = lambda _reason: None,
     ) -> None:
+        """`memory_every`: steps between two snapshots in /dev/shm; None: none are kept there.
+        `on_memory_off` is told, on each rank by itself, why no more are kept."""
         if every < 1 or keep < 1:
             raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
         self._folder = folder
@@ -85,7 +95,42 @@ class Checkpointer:
             folder.mkdir(parents=True, exist_ok=True)
             for draft in folder.glob(f"{_DRAFT}*"):
                 shutil.rmtree(draft, ignore_errors=True)
+        self._memory: MemoryTier | None = None
+        self._memory_every = memory_every
+        self._on_memory_off = on_memory_off
+        if memory_every is not None:
+            self._open_memory()
         self._barrier()
+
+    def _open_memory(self) -> None:
+        state_dir = os.environ.get(STATE_DIR)
+        home = StateDir(Path(state_dir) if state_dir else self._folder.absolute()).memory
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        try:
+            self._memory = MemoryTier(home, self._rank, world_size)
+        except OSError as error:
+            self._memory_off(f"{home}: {error.strerror or error}")
+
+    def _memory_off(self, reason: str) -> None:
+        """Training continues; a restart resumes from the disk."""
+        if self._memory is not None:
+            self._memory.close(remove=True)
+            self._memory = None
+        self._on_memory_off(reason)
+
+    def snapshot(self, step: int, state: Callable[[], dict[str, Any]]) -> float:
+        """Keep this rank's share of `state()` in memory, every `memory_every` steps.
+
+        Waits for no other rank. Returns the seconds that training waited. Where there is no room,
+        none are kept any more and `on_memory_off` is told why.
+        """
+        if self._memory is None or self._memory_every is None or step % self._memory_every:
+            return 0.0
+        try:
+            return self._memory.save(step, state())
+        except (NoRoom, OSError, RuntimeError) as error:
+            self._memory_off(str(error))
+            return 0.0
 
     def request(self) -> None:
         """Save at the next `due`, whatever the step. Safe in a signal handler."""
@@ -128,9 +173,12 @@ class Checkpointer:
             ) from error
 
     def close(self) -> None:
-        """`wait`, and end the writing thread."""
+        """`wait`, and end the writing thread. What is in memory goes, but with an exception in
+        flight: then the next launch resumes from it."""
         self.wait()
         self._writer.shutdown()
+        if self._memory is not None:
+            self._memory.close(remove=sys.exc_info()[1] is None)
 
     def _finish(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
         # A rank's future is done when every rank's part and the common index are: torch gathers the
@@ -156,11 +204,15 @@ class Checkpointer:
         on_skipped: Callable[[Skipped], None] = lambda _s: None,
     ) -> Path | None:
         """Load a checkpoint into `state`, in place: the newest whole one, or the one named
-        `step-…`.
+        `step-…`. From memory where all ranks have the same step there, and the disk no newer one.
 
         None where there is none. Damaged ones are skipped, each said through `on_skipped` on rank
         0. Raises CheckpointError for a named one that is damaged or not there.
         """
+        if which == "latest":
+            path = self._resume_from_memory(state, on_skipped)
+            if path is not None:
+                return path
         while True:
             path = self._agree(self._choose(which, on_skipped) if self._rank == 0 else None)
             if path is None:
@@ -173,6 +225,41 @@ class Checkpointer:
             if self._rank == 0:
                 on_skipped(Skipped(path, reason))
                 os.replace(path, path.with_name(f"damaged-{path.name}"))
+
+    def _resume_from_memory(
+        self, state: dict[str, Any], on_skipped: Callable[[Skipped], None]
+    ) -> Path | None:
+        held = self._gather(None if self._memory is None else self._memory.whole())
+        common = set.intersection(*(steps or set() for steps in held))
+        if self._memory is None or not common:
+            if self._rank == 0 and any(held):
+                shown = ", ".join(str(sorted(steps or ())) for steps in held[:8])
+                on_skipped(Skipped(Path("/dev/shm"), f"the ranks hold different steps: {shown}"))
+            return None
+        step = max(common)
+        newest = max((_step_of(path) for path in _complete_ones(self._folder)), default=-1)
+        if self._agree_step(newest) > step:
+            return None
+        path = Path("/dev/shm") / f"step-{step:08d}"
+        reason = next((r for r in self._gather(self._memory.unfit(step, state)) if r), None)
+        if reason is not None:
+            if self._rank == 0:
+                on_skipped(Skipped(path, reason))
+            return None
+        self._memory.load(step, state)
+        return path
+
+    def _gather(self, own: T) -> list[T]:
+        """What each rank has."""
+        if self._group is None:
+            return [own]
+        everybodys: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everybodys, own, group=self._group)
+        return everybodys
+
+    def _agree_step(self, newest: int) -> int:
+        """Rank 0's: folders of a network disk may look different from another node for a while."""
+        return self._gather(newest)[0]
 
     def _choose(
         self, which: str, on_skipped: Callable[[Skipped], None]
@@ -205,11 +292,7 @@ class Checkpointer:
                 f"cannot be loaded: {type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}"
             )
-        reasons: list[str | None] = [reason]
-        if self._group is not None:
-            reasons = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(reasons, reason, group=self._group)
-        return next((r for r in reasons if r is not None), None)
+        return next((r for r in self._gather(reason) if r is not None), None)
 
     def _barrier(self) -> None:
         if self._group is not None:
@@ -236,6 +319,11 @@ def damage(path: Path) -> str | None:
         if _crc32(file) != facts["crc32"]:
             return f"{name} does not have the checksum that it was written with"
     return None
+
+
+def _step_of(checkpoint: Path) -> int:
+    match = _NAME.fullmatch(checkpoint.name)
+    return -1 if match is None else int(match[1])
 
 
 def _unname(checkpoint: Path) -> Path:

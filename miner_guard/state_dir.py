@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,12 @@ class StateDir:
         """Where a rank writes its threads' stacks when it is asked to
         (`rank.stacks.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
+
+    @property
+    def memory(self) -> Path:
+        """Checkpoints in this machine's memory, kept between launches; the guard removes it."""
+        name = f"{zlib.crc32(os.fsencode(self.root)):08x}"
+        return Path("/dev/shm") / f"miner-guard-{os.getuid()}-{name}"
 
     def agreement_of(self, name: str) -> Path:
         """The socket at which the ranks of a node reach their leader."""

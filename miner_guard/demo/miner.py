@@ -79,6 +79,8 @@ class Miner:
             self.options.work / "checkpoints",
             every=self.options.checkpoint_every,
             on_saved=self._saved.append,
+            memory_every=1,
+            on_memory_off=lambda reason: self.lines.info(f"No snapshots in memory: {reason}"),
         )
         if self.options.resume != "none":
             self._resume()
@@ -140,6 +142,7 @@ class Miner:
         )
         while self.total_steps < self.options.steps:
             stop, checkpoint = self._step()
+            self.checkpoints.snapshot(self.total_steps, self._state)
             if checkpoint or stop or self.checkpoints.due(self.total_steps):
                 self._checkpoint()
             if stop:

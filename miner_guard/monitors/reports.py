@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -81,6 +82,11 @@ class ReportsMonitor(Monitor):
             f"{now - self._at:.0f}s old (limit {limit:.0f}s); a restart would lose as much"
         )
         return (make_finding("checkpoint_stale", detail=detail),)
+
+    def on_stop(self) -> Iterable[Finding]:
+        # Kept between launches for a quick resume; after the guard nobody would give it back.
+        shutil.rmtree(self.context.state.memory, ignore_errors=True)
+        return ()
 
     def snapshot(self) -> Mapping[str, Any]:
         if self._newest is None or self._at is None:

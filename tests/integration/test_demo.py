@@ -128,11 +128,12 @@ def test_the_loss_falls(run: Run) -> None:
     assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.5
 
 
-def test_a_restart_loses_at_most_the_steps_since_the_last_checkpoint(run: Run) -> None:
+def test_a_restart_loses_one_step_at_most(run: Run) -> None:
     (resumed,) = run.named("checkpoint_resumed")
-    assert CRASH - 1 - EVERY <= resumed["step"] < CRASH
+    assert CRASH - 2 <= resumed["step"] < CRASH
+    assert resumed["path"].startswith("/dev/shm")
     seconds = [r["inner_step"] for r in run.named("inner_step")]
-    assert seconds.count(resumed["step"] + 1) == 2
+    assert seconds.count(resumed["step"] + 1) in (1, 2)
     assert seconds[-1] == STEPS
 
 

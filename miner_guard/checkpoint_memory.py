@@ -1,0 +1,325 @@
+"""The memory tier of checkpoints: each rank's share of the state in /dev/shm, for the next launch.
+
+A step is written into the older of two slots: copied at once (on a GPU by a stream of its own),
+checksummed by a thread, and named by a manifest that is renamed into place last. So at every moment
+one slot is whole, and what a death leaves half written has no manifest. It survives the processes,
+not the machine: that is what the disk is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import mmap
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+_ALIGNMENT = 64
+_KEPT_FREE = 0.1
+"""Share of the free memory that is left for others."""
+
+_CHUNK = 16 * 1024 * 1024
+
+
+class NoRoom(Exception):
+    """The state does not fit into what memory is free; the message says how much it needs."""
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Where a tensor's bytes lie in a slot."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+class MemoryTier:
+    """One rank's slots. No method waits for other ranks."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        """`folder` is on a tmpfs of this node and belongs to this user alone. Raises OSError."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+            raise PermissionError(f"{folder} belongs to another user")
+        self._folder = folder
+        self._name = f"rank-{rank:04d}"
+        self._world_size = world_size
+        self._maps: dict[int, mmap.mmap] = {}
+        self._pending: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory")
+        self._stream: Any = None
+
+    def save(self, step: int, state: dict[str, Any]) -> float:
+        """Begin to keep `state`; returns the seconds that training waited.
+
+        Waits for the save before, if it is not done. Raises NoRoom and OSError.
+        """
+        self.wait()
+        started = time.monotonic()
+        tensors, rest = _parts(state)
+        objects = io.BytesIO()
+        torch.save(rest, objects)
+        leaves = _placed(tensors, objects.tell())
+        slot = self._older_slot()
+        # From here on the slot is not whole.
+        self._manifest(slot).unlink(missing_ok=True)
+        target = self._slot(slot, leaves[-1].offset + leaves[-1].size if leaves else objects.tell())
+        target[: objects.tell()] = objects.getvalue()
+        done = self._copy(target, [(leaf, tensors[leaf.name]) for leaf in leaves])
+        self._pending = self._writer.submit(self._seal, slot, step, objects.tell(), leaves, done)
+        return time.monotonic() - started
+
+    def wait(self) -> None:
+        """Until the save before is whole. Raises what it raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def whole(self) -> set[int]:
+        """Steps of which this rank has all bytes as written, by their checksum."""
+        return {int(m["step"]) for slot in (0, 1) if (m := self._verified(slot)) is not None}
+
+    def unfit(self, step: int, state: dict[str, Any]) -> str | None:
+        """Why a step can't be loaded into `state`; None where it can."""
+        _, manifest = self._of(step)
+        leaves = {leaf.name: leaf for leaf in _leaves(manifest)}
+        tensors, _ = _parts(state)
+        if tensors.keys() != leaves.keys():
+            return "it holds other tensors than the model and optimizer have now"
+        for name, tensor in tensors.items():
+            if (tuple(tensor.shape), str(tensor.dtype)) != (leaves[name].shape, leaves[name].dtype):
+                return f"{name} has another shape or type now"
+        return None
+
+    def load(self, step: int, state: dict[str, Any]) -> None:
+        """Load a step that fits into `state`, in place. Raises KeyError, OSError."""
+        slot, manifest = self._of(step)
+        tensors, _ = _parts(state)
+        with self._bytes(slot) as data:
+            rest = torch.load(io.BytesIO(data[: manifest["objects"]]), weights_only=True)
+            for leaf in _leaves(manifest):
+                # A copy: the memory is read-only, and torch warns of tensors over such.
+                held = bytearray(data[leaf.offset : leaf.offset + leaf.size])
+                tensors[leaf.name].copy_(_over(held, replace(leaf, offset=0)))
+        _fill(state, rest)
+
+    def _of(self, step: int) -> tuple[int, dict[str, Any]]:
+        for slot in (0, 1):
+            manifest = self._read(slot)
+            if manifest is not None and manifest["step"] == step:
+                return slot, manifest
+        raise KeyError(f"step {step} is not in memory")
+
+    def close(self, *, remove: bool) -> None:
+        """End the writing thread; `remove`: training has ended, nobody resumes from here."""
+        with contextlib.suppress(Exception):
+            self.wait()
+        self._writer.shutdown()
+        for each in self._maps.values():
+            # A tensor over it may still live; its pages go with the file then.
+            with contextlib.suppress(BufferError):
+                each.close()
+        self._maps.clear()
+        if remove:
+            for slot in (0, 1):
+                self._manifest(slot).unlink(missing_ok=True)
+                self._data(slot).unlink(missing_ok=True)
+
+    # slots
+
+    def _data(self, slot: int) -> Path:
+        return self._folder / f"{self._name}.{slot}.bin"
+
+    def _manifest(self, slot: int) -> Path:
+        return self._folder / f"{self._name}.{slot}.json"
+
+    def _read(self, slot: int) -> dict[str, Any] | None:
+        try:
+            manifest: dict[str, Any] = json.loads(self._manifest(slot).read_text())
+        except (OSError, ValueError):
+            return None
+        return manifest if manifest.get("world_size") == self._world_size else None
+
+    def _verified(self, slot: int) -> dict[str, Any] | None:
+        manifest = self._read(slot)
+        if manifest is None:
+            return None
+        with contextlib.suppress(OSError, ValueError), self._bytes(slot) as data:
+            if len(data) >= manifest["size"] and _crc(data[: manifest["size"]]) == manifest["crc"]:
+                return manifest
+        return None
+
+    @contextlib.contextmanager
+    def _bytes(self, slot: int) -> Iterator[memoryview]:
+        with open(self._data(slot), "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        view = memoryview(data)
+        try:
+            yield view
+        finally:
+            view.release()
+            data.close()
+
+    def _older_slot(self) -> int:
+        first, second = self._read(0), self._read(1)
+        if first is None or second is None:
+            return 0 if first is None else 1
+        return 0 if first["step"] <= second["step"] else 1
+
+    def _slot(self, slot: int, size: int) -> mmap.mmap:
+        """The slot's memory, all of it allocated: a full /dev/shm must show here, not as SIGBUS."""
+        old = self._maps.get(slot)
+        if old is not None and len(old) == size:
+            return old
+        self._maps.pop(slot, None)
+        path = self._data(slot)
+        path.unlink(missing_ok=True)
+        free = free_bytes(self._folder)
+        if size > free * (1 - _KEPT_FREE):
+            raise NoRoom(
+                f"a slot needs {size / 2**30:.2f} GiB of memory, {free / 2**30:.2f} GiB are free"
+            )
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, max(size, 1))
+            self._maps[slot] = mmap.mmap(fd, max(size, 1))
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        return self._maps[slot]
+
+    def _copy(self, target: mmap.mmap, leaves: list[tuple[_Leaf, torch.Tensor]]) -> Any:
+        """Copy all tensors; on a GPU the event that has passed when they are there, else None."""
+        on_gpu = any(tensor.is_cuda for _, tensor in leaves)
+        if not on_gpu:
+            for leaf, tensor in leaves:
+                _over(target, leaf).copy_(tensor)
+            return None
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for leaf, tensor in leaves:
+                _over(target, leaf).copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._stream)
+        # The next step must not change what is still being copied; the CPU does not wait.
+        current.wait_stream(self._stream)
+        return self._stream.record_event()
+
+    def _seal(self, slot: int, step: int, objects: int, leaves: list[_Leaf], done: Any) -> None:
+        if done is not None:
+            done.synchronize()
+        size = leaves[-1].offset + leaves[-1].size if leaves else objects
+        with memoryview(self._maps[slot]) as data, data[:size] as written:
+            crc = _crc(written)
+        manifest = {
+            "step": step,
+            "world_size": self._world_size,
+            "objects": objects,
+            "size": size,
+            "crc": crc,
+            "leaves": [[e.name, e.dtype, list(e.shape), e.offset, e.size] for e in leaves],
+        }
+        draft = self._manifest(slot).with_suffix(".tmp")
+        draft.write_text(json.dumps(manifest))
+        os.replace(draft, self._manifest(slot))
+
+
+def free_bytes(folder: Path) -> int:
+    """What a file on `folder`'s tmpfs may take: its own limit, and the memory of this machine."""
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                free = min(free, int(line.split()[1]) * 1024)
+    return free
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """This rank's own share of it."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.detach()
+
+
+def _walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _walk(each, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _walk(each, f"{path}/{index}")
+    else:
+        yield path, value
+
+
+def _parts(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """This rank's tensors and all other values, by path."""
+    tensors: dict[str, torch.Tensor] = {}
+    rest: dict[str, Any] = {}
+    for path, value in _walk(state):
+        if isinstance(value, torch.Tensor):
+            tensors[path] = _local(value)
+        else:
+            rest[path] = value
+    return tensors, rest
+
+
+def _placed(tensors: dict[str, torch.Tensor], offset: int) -> list[_Leaf]:
+    leaves = []
+    for name, tensor in tensors.items():
+        offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        size = tensor.numel() * tensor.element_size()
+        leaves.append(_Leaf(name, str(tensor.dtype), tuple(tensor.shape), offset, size))
+        offset += size
+    return leaves
+
+
+def _over(data: Any, leaf: _Leaf) -> torch.Tensor:
+    """A tensor whose memory is the leaf's place in `data`."""
+    dtype = getattr(torch, leaf.dtype.removeprefix("torch."))
+    if not leaf.size:
+        return torch.empty(leaf.shape, dtype=dtype)
+    count = leaf.size // dtype.itemsize
+    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=leaf.offset)
+    return flat.view(leaf.shape)
+
+
+def _leaves(manifest: dict[str, Any]) -> list[_Leaf]:
+    return [
+        _Leaf(name, dtype, tuple(shape), offset, size)
+        for name, dtype, shape, offset, size in manifest["leaves"]
+    ]
+
+
+def _fill(value: Any, rest: dict[str, Any], path: str = "") -> None:
+    """Put back what is no tensor, in place."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in list(items):
+        where = f"{path}/{key}"
+        if isinstance(each, (dict, list)):
+            _fill(each, rest, where)
+        elif where in rest:
+            value[key] = rest[where]
+
+
+def _crc(data: memoryview) -> int:
+    value = 0
+    for start in range(0, len(data), _CHUNK):
+        value = zlib.crc32(data[start : start + _CHUNK], value)
+    return value
