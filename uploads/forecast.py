@@ -15,6 +15,12 @@ class Forecast:
     min_inner_step: int
     eta_s: float
     stale_s: float
+    accepted_from: int | None = None
+    """The inner step from which validators accept; None where no profile says."""
+
+    waiting_costs_s: float | None = None
+    """Seconds without a score that the minimum costs beyond what validators ask for, while the
+    archive of an AllReduce is published. None where nothing is lost, or it is not known."""
 
     @property
     def late(self) -> bool:
@@ -23,8 +29,23 @@ class Forecast:
 
 
 def forecast(
-    *, inner_step: int, step_s: float, min_inner_step: int, age_s: float, limit_s: float
+    *,
+    inner_step: int,
+    step_s: float,
+    min_inner_step: int,
+    age_s: float,
+    limit_s: float,
+    accepted_from: int | None = None,
+    unscored: bool = False,
 ) -> Forecast:
-    """The forecast after `inner_step` inner steps of `step_s` seconds, for a repo `age_s` old."""
+    """The forecast after `inner_step` inner steps of `step_s` seconds, for a repo `age_s` old.
+
+    `unscored`: what is published scores nothing, so each step of waiting is one without a score.
+    """
     left = max(min_inner_step - inner_step, 0)
-    return Forecast(min_inner_step, left * step_s, max(limit_s - age_s, 0.0))
+    costs = None
+    if unscored and accepted_from is not None:
+        needed = max(accepted_from - inner_step, 0)
+        costs = max(left - needed, 0) * step_s
+    stale_s = max(limit_s - age_s, 0.0)
+    return Forecast(min_inner_step, left * step_s, stale_s, accepted_from, costs)

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from miner_guard.config import GateSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
 from uploads.forecast import Forecast, forecast
 from validators.facts import Published
+from validators.limits import Limits
+from validators.min_inner_step import minimum
 from validators.repo_age import age_now
 
 AGE_EVERY_S = 300.0
@@ -125,8 +127,9 @@ class RepoWatch:
 class ForecastWatch:
     """The forecast, from the first step whose time says something."""
 
-    def __init__(self, settings: GateSettings) -> None:
+    def __init__(self, settings: GateSettings, limits: Limits) -> None:
         self._gate = settings
+        self._limits = limits
         self._recent: deque[float] = deque(maxlen=STEPS_KEPT)
         self._said = RateLimiter(FORECAST_EVERY_S)
         self.latest: Forecast | None = None
@@ -140,9 +143,10 @@ class ForecastWatch:
         first: bool,
         age_s: float | None,
         now: float,
+        published_inner_step: int | None = None,
     ) -> Iterator[Finding]:
         """An inner step has ended; `first` of its launch: it is no measure, it compiles and fills
-        caches."""
+        caches. `published_inner_step` is the repo's."""
         if not first:
             self._recent.append(seconds)
         self.latest = None
@@ -152,9 +156,11 @@ class ForecastWatch:
         self.latest = ahead = forecast(
             inner_step=inner_step,
             step_s=step_s,
-            min_inner_step=self._gate.min_inner_step,
+            min_inner_step=minimum(self._limits, published_inner_step),
             age_s=age_s,
             limit_s=self._gate.repo_age_limit_s,
+            accepted_from=self._limits.validator_min_inner_step,
+            unscored=published_inner_step == 0,
         )
         if not ahead.late or ahead.stale_s == 0:
             # Stale already: that is said by itself, and no forecast.
@@ -169,6 +175,11 @@ class ForecastWatch:
                 outer_step=outer_step,
                 step_time_s=step_s,
             )
+
+
+def note_of(verdicts: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the verdicts have to add to their sentences."""
+    return "; ".join(str(v["note"]) for v in verdicts if v.get("note")) or None
 
 
 class DecisionNotifier:
@@ -193,6 +204,7 @@ class DecisionNotifier:
             "shadow": decision.get("shadow"),
             "retry_after_steps": decision.get("retry_after_steps"),
             "retry_after_s": decision.get("retry_after_s"),
+            "note": note_of(verdicts),
         }
         if decision.get("allowed") and not decision.get("shadow"):
             self._blocked.forget()

@@ -18,6 +18,8 @@ class OwnLimits(Protocol):
     @property
     def min_inner_step(self) -> int: ...
     @property
+    def min_inner_step_after_allreduce(self) -> int | None: ...
+    @property
     def min_upload_interval_s(self) -> float: ...
     @property
     def repo_age_target_s(self) -> float: ...
@@ -113,6 +115,9 @@ class Limits:
     gradients_max_bytes: int | None = None
     """Sizes outside are not plausible."""
 
+    min_inner_step_after_allreduce: int | None = None
+    """The operator's minimum while the archive of an AllReduce is published; None: as always."""
+
     read_from: str | None = None
     """The version of the validators that the numbers were read from."""
 
@@ -138,4 +143,10 @@ def in_force(limits: Limits, network: Network) -> Limits:
 
 
 _NAMES = frozenset(f.name for f in fields(Limits))
-_OWN = ("min_inner_step", "min_upload_interval_s", "repo_age_target_s", "repo_age_limit_s")
+_OWN = (
+    "min_inner_step",
+    "min_upload_interval_s",
+    "repo_age_target_s",
+    "repo_age_limit_s",
+    "min_inner_step_after_allreduce",
+)

@@ -15,7 +15,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     An archive is exempt: the upload after an AllReduce starts at inner step 0, and the miner's own
     reload needs it.
     """
-    seen, least = facts.candidate.inner_step, limits.min_inner_step
+    seen, least = facts.candidate.inner_step, minimum(limits, facts.published.inner_step)
     if seen < least and facts.candidate.kind == "archive":
         sentence = f"archive at inner_step {seen}: exempt from the minimum of {least}"
         return Verdict(RULE, "pass", seen, least, sentence)
@@ -30,8 +30,31 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
                 "Waiting for more training steps..."
             ),
             retry_after_steps=least - seen,
+            note=_both_minima(least, facts.published.inner_step, limits),
         )
     return Verdict(RULE, "pass", seen, least, f"inner_step {seen} >= minimum {least}")
+
+
+def minimum(limits: Limits, published_inner_step: int | None) -> int:
+    """The operator's minimum: another one may hold while the archive of an AllReduce is
+    published."""
+    if published_inner_step == 0 and limits.min_inner_step_after_allreduce is not None:
+        return limits.min_inner_step_after_allreduce
+    return limits.min_inner_step
+
+
+def _both_minima(least: int, published_inner_step: int | None, limits: Limits) -> str | None:
+    """What the sentence, whose words are a contract, leaves out; None where there is nothing."""
+    accepted = limits.validator_min_inner_step
+    if accepted is None or accepted >= least:
+        return None
+    words = f"this version of the validators accepts from {accepted}; your minimum is {least}"
+    if published_inner_step == 0:
+        words += (
+            "; the archive that is published scores nothing meanwhile "
+            "([gate] min_inner_step_after_allreduce)"
+        )
+    return words
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:

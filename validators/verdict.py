@@ -33,8 +33,15 @@ class Verdict:
     retry_after_s: float | None = None
     """Seconds until asking again can help."""
 
+    note: str | None = None
+    """What else is to be known, where the sentence's words are fixed."""
+
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        document = asdict(self)
+        if self.note is None:
+            # A decision with all its verdicts has to fit into one entry of the journal.
+            del document["note"]
+        return document
 
 
 def worst(verdicts: Iterable[Verdict]) -> str:

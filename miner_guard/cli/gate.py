@@ -147,6 +147,8 @@ def _show(decision: GateDecision, as_json: bool) -> None:
     echo(f"UPLOAD {'ALLOWED' if decision.allowed else 'BLOCKED'}: {decision.reason}")
     for verdict in decision.verdicts:
         echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
+        if verdict.note is not None:
+            echo(f"  {'':<24} {verdict.note}")
 
 
 def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:

@@ -204,6 +204,8 @@ def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[st
         rows.append(
             f"gate   {word}{_ago(status, decision.get('decided_at'))}: {decision.get('reason')}"
         )
+        if decision.get("note"):
+            rows.append(f"       {decision['note']}")
     return rows
 
 

@@ -18,6 +18,10 @@ class GateSettings:
     min_inner_step: Count = 50
     """Inner steps below this are blocked (source 004; subnet 38's validators reject 0 only)."""
 
+    min_inner_step_after_allreduce: Count | None = None
+    """The minimum while what is published is the archive of an AllReduce (inner step 0), which
+    scores nothing. None: `min_inner_step`. Subnet 38's validators accept from 1 on."""
+
     min_upload_interval_s: NotNegative = 0.0
     """The gate blocks an upload while the published one is younger than this. 0: never."""
 

@@ -24,7 +24,7 @@ from uploads.inputs import GateInputs
 from uploads.ledger import Ledger, RemoteLedger
 from uploads.repos import look_at
 from uploads.verify import Reported, verify
-from uploads.watch import DecisionNotifier, ForecastWatch, RateLimiter, RepoWatch
+from uploads.watch import DecisionNotifier, ForecastWatch, RateLimiter, RepoWatch, note_of
 from validators import shapes
 from validators.commitment import fingerprint
 from validators.facts import Network, Published
@@ -91,7 +91,7 @@ class UploadsMonitor(Monitor):
         self._credentials = fingerprint(commitment_of(configured(config.repo)))
         self._mutex = threading.Lock()
         self._watch = RepoWatch(config.gate)
-        self._ahead = ForecastWatch(config.gate)
+        self._ahead = ForecastWatch(config.gate, Limits.of(config.gate, self._limits))
         self._voice = DecisionNotifier()
         self._network = Network(
             reason="no [chain] configured" if config.chain.network is None else "not looked at yet"
@@ -127,6 +127,9 @@ class UploadsMonitor(Monitor):
             if row is not None and self._last[name] is None:
                 known = row | json.loads(row.get("document") or "{}")
                 self._last[name] = {field: known.get(field) for field in fields}
+                if name == "decision":
+                    verdicts = json.loads(row.get("verdicts") or "[]")
+                    self._last[name]["note"] = note_of(verdicts)
 
     # the repo, in the schedule's threads
 
@@ -220,7 +223,7 @@ class UploadsMonitor(Monitor):
             return
         for step in steps:
             with self._mutex:
-                age = self._watch.age(step.end)
+                age, published = self._watch.age(step.end), self._watch.latest.inner_step
             yield from self._ahead.step(
                 step.outer_step,
                 step.inner_step,
@@ -228,6 +231,7 @@ class UploadsMonitor(Monitor):
                 first=bool(step.flags & FLAG_FIRST),
                 age_s=age,
                 now=step.end,
+                published_inner_step=published,
             )
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
@@ -243,6 +247,7 @@ class UploadsMonitor(Monitor):
             known = self._written.get(digest)
         self._ledger.decision(document, known)
         self._last["decision"] = {name: document.get(name) for name in _SHOWN["decision"][1]}
+        self._last["decision"]["note"] = note_of(document.get("verdicts") or ())
         finding = self._voice.say(document, self.context.clock.monotonic())
         if finding is not None:
             yield finding

@@ -180,6 +180,15 @@ def test_every_decision_is_in_the_ledger_and_replays_equal(bench: Bench) -> None
     assert again["verdicts"] == document["verdicts"]
 
 
+def test_the_forecast_says_what_waiting_costs_after_an_allreduce() -> None:
+    """From inner step 1 validators accept; with the archive published, each further one is lost."""
+    given = {"inner_step": 10, "step_s": 20.0, "min_inner_step": 50, "age_s": 60.0, "limit_s": 2e3}
+    scored = forecast(**given, accepted_from=1)  # type: ignore[arg-type]
+    waiting = forecast(**given, accepted_from=1, unscored=True)  # type: ignore[arg-type]
+    assert (scored.waiting_costs_s, waiting.waiting_costs_s) == (None, 800.0)
+    assert forecast(**given, unscored=True).waiting_costs_s is None  # type: ignore[arg-type]
+
+
 def test_forecast_numbers() -> None:
     ahead = forecast(inner_step=10, step_s=62.0, min_inner_step=50, age_s=1280.0, limit_s=2000.0)
     assert (ahead.eta_s, ahead.stale_s, ahead.late) == (2480.0, 720.0, True)

@@ -464,6 +464,23 @@ def test_a_block_says_when_asking_again_can_help() -> None:
     assert "TOO_LATE" in late.sentence
 
 
+def test_the_operators_minimum_stands_beside_what_validators_accept() -> None:
+    """Guards against 50 steps without a score after each AllReduce, and no word of why."""
+    blocked = min_inner_step.judge(facts(inner_step=15), SN38)
+    assert blocked.note == "this version of the validators accepts from 1; your minimum is 50"
+    archive = aged(60, inner_step=0)
+    waiting = min_inner_step.judge(facts(inner_step=15, published=archive), SN38)
+    assert waiting.sentence == blocked.sentence
+    assert str(waiting.note).endswith("([gate] min_inner_step_after_allreduce)")
+    chosen = replace(SN38, min_inner_step_after_allreduce=5)
+    judged = [
+        min_inner_step.judge(facts(inner_step=inner, published=published), chosen).outcome
+        for inner, published in ((4, archive), (5, archive), (5, aged(60, inner_step=60)))
+    ]
+    assert judged == ["block", "pass", "block"]
+    assert min_inner_step.judge(facts(inner_step=15), Limits()).note is None
+
+
 def test_the_block_grows_between_two_looks_at_the_chain() -> None:
     read_long_ago = chain(block=1000, seen_at=NOW - 1201)
     assert (
