@@ -42,6 +42,10 @@ _ORDER = {
 """How far a rank is within its step; a phase not named here (upload, validation) comes before the
 collectives."""
 
+_UNTIMED = ("has not called init()", "is gone")
+_MAX_NAMED = 4
+"""Ranks that are described one by one; of more, those at one place together, by the longest."""
+
 _OTHER_PHASE = 4
 
 
@@ -296,7 +300,7 @@ def describe(
     processes: Processes = NOTHING_KNOWN,
 ) -> str:
     """`rank 2 in data for 912s, ranks 0,1,3 waiting in allreduce`."""
-    words = [_culprit(now, number, ranks.get(number), processes) for number in sorted(culprits)]
+    words = _culprits(now, ranks, culprits, processes)
     if not culprits:
         words.append("no rank stands out")
     waiting: dict[str, list[int]] = {}
@@ -309,13 +313,37 @@ def describe(
     return ", ".join(words)
 
 
+def _culprits(
+    now: float, ranks: Mapping[int, Now], culprits: Collection[int], processes: Processes
+) -> list[str]:
+    if len(culprits) <= _MAX_NAMED:
+        return [_culprit(now, number, ranks.get(number), processes) for number in sorted(culprits)]
+    alike: dict[tuple[str, str], list[int]] = {}
+    for number in sorted(culprits):
+        alike.setdefault(_place_of(number, ranks.get(number), processes), []).append(number)
+    words = []
+    for (place, state), numbers in alike.items():
+        since = min((ranks[n].phase_since for n in numbers if n in ranks), default=now)
+        lasting = f" for {now - since:.0f}s" if place not in _UNTIMED else ""
+        words.append(f"{rank_list(numbers)} {place}{lasting}{state}")
+    return words
+
+
 def _culprit(now: float, number: int, rank: Now | None, processes: Processes) -> str:
+    place, state = _place_of(number, rank, processes)
+    timed = rank is not None and place not in _UNTIMED
+    lasting = f" for {now - rank.phase_since:.0f}s" if rank is not None and timed else ""
+    return f"rank {number} {place}{lasting}{state}"
+
+
+def _place_of(number: int, rank: Now | None, processes: Processes) -> tuple[str, str]:
+    """Where a rank is, and what is wrong with its process."""
     if rank is None:
-        return f"rank {number} has not called init()"
+        return _UNTIMED[0], ""
     if number in processes.gone:
-        return f"rank {number} is gone"
-    words = f"rank {number} {_where(rank)} for {now - rank.phase_since:.0f}s"
-    return f"{words}: its process is stopped (state T)" if number in processes.stopped else words
+        return _UNTIMED[1], ""
+    stopped = ": its process is stopped (state T)" if number in processes.stopped else ""
+    return _where(rank), stopped
 
 
 def _where(rank: Now) -> str:

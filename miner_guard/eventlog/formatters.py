@@ -21,6 +21,10 @@ def gb(size_bytes: float | None) -> float | None:
     return None if size_bytes is None else size_bytes / 1024**3
 
 
+_MAX_ROWS = 16
+"""Ranks that have a row each in the diagnostics block."""
+
+
 def rank_list(ranks: Iterable[int]) -> str:
     """`rank 2`, `ranks 0,1,3`, `ranks 0-6,9`: three in a row and more become a range."""
     numbers = sorted(set(ranks))
@@ -114,8 +118,31 @@ def gpu_diagnostics(fields: Mapping[str, Any]) -> str:
     if first is not None:
         rows += _first_rank(first)
     rows.append(_RULE)
-    rows += [_rank_row(r) for r in ranks]
+    rows += _rank_rows(ranks)
     return "\n".join(rows)
+
+
+def _rank_rows(ranks: list[Mapping[str, Any]]) -> list[str]:
+    """A row for each rank; of many ranks one for all that say the same but for their GPU's number
+    and how much of its memory is allocated."""
+    if len(ranks) <= _MAX_ROWS:
+        return [_rank_row(r) for r in ranks]
+    alike: dict[str, list[Mapping[str, Any]]] = {}
+    for r in ranks:
+        device = str(r.get("model_device")).partition(":")[0]
+        row = _rank_row(
+            {**r, "model_device": device, "shard_devices": device, "allocated_bytes": 0}
+        )
+        alike.setdefault(row.partition(": ")[2], []).append(r)
+    rows = []
+    for words, same in alike.items():
+        allocated = [gb(r.get("allocated_bytes")) for r in same]
+        known_ones = [value for value in allocated if value is not None]
+        if known_ones:
+            spread = f"memory {min(known_ones):.2f} to {max(known_ones):.2f} of"
+            words = words.replace("memory 0.00 of", spread)
+        rows.append(f"{rank_list(int(r['rank']) for r in same)}: {words}")
+    return rows
 
 
 def _first_rank(r: Mapping[str, Any]) -> list[str]:

@@ -209,7 +209,7 @@ def test_the_part_speaks_once_all_entries_are_there(tmp_path: Any) -> None:
     findings = [list(diagnosis.on_entry(0, e)) for e in entries]
     assert not any(findings[:-1])
     assert findings[-1][0].event == "gpu_diagnostics"
-    assert catalog.message(findings[-1][0]).count("\nrank ") == 64
+    assert "\nranks 0-63: " in catalog.message(findings[-1][0])
     assert diagnosis.snapshot()["ranks"] == reports
 
 
@@ -225,3 +225,18 @@ def test_the_last_runs_gpus_make_a_cpu_run_an_accident(tmp_path: Any) -> None:
     write_json(StateDir(tmp_path).host_facts, {"gpu_count": 4})
     assert "cuda_unavailable" in [f.event for f in part(tmp_path).on_entry(0, entry)]
     assert "cuda_unavailable" not in [f.event for f in part(tmp_path, expect=0).on_entry(0, entry)]
+
+
+@pytest.mark.parametrize("count", [8, 64, 256, 1024])
+def test_the_block_does_not_grow_with_ranks_that_are_alike(count: int) -> None:
+    """Guards against a start that writes 145 KB: rows that differ in nothing but the GPU's number
+    become one."""
+    reports = [report(r, allocated_bytes=(18 + r % 3) * GIB) for r in range(count)]
+    reports[5] = {"rank": 5, "error": "no answer within 30 s"}
+    (block,) = (f for f in across_ranks.findings(reports, count) if f.event == "gpu_diagnostics")
+    words = catalog.message(block)
+    assert "rank 5: unknown: no answer within 30 s" in words
+    if count > 16:
+        assert f"\nranks 0-4,6-{count - 1}: " in words
+        assert "memory 18.00 to 20.00 of" in words
+        assert len(words) < 2000

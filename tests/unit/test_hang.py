@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from miner_guard.config import HangSettings
-from miner_guard.detectors.hang import Hang, HangDetector, Processes, name_culprits
+from miner_guard.detectors.hang import Hang, HangDetector, Processes, describe, name_culprits
 from miner_guard.eventlog.formatters import rank_list
 from miner_guard.flight_recorder.records import Now
 from miner_guard.rank.phases import Phase, PhaseNames, Phases
@@ -330,3 +330,19 @@ def test_a_rank_that_died_is_named_before_the_usual_limit(detector: HangDetector
     assert hang is not None
     assert (hang.culprits, hang.limit_s) == ((1,), 45.0)
     assert detector.lost(151.0, ranks, Processes(gone={1}), 45.0) is None, "once"
+
+
+@pytest.mark.parametrize("count", [8, 64, 256, 1024])
+def test_a_hang_of_many_ranks_fits_on_a_line(count: int) -> None:
+    """Guards against a line of 4 KB: whole nodes hang at once."""
+    ranks = {
+        number: rank("data" if number < count // 2 else "allreduce", -float(number % 7))
+        for number in range(count)
+    }
+    words = describe(0.0, ranks, range(count // 2))
+    assert len(words) < 160
+    if count > 8:
+        half = count // 2
+        assert words == (
+            f"ranks 0-{half - 1} in data for 6s, ranks {half}-{count - 1} waiting in allreduce"
+        )
