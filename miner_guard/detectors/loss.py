@@ -29,8 +29,21 @@ _LOCAL_EXCESS = 0.25
 descent: beyond the median of the last 8 by 25 % and by 8 sigma of the noise from step to step, its
 drift taken out."""
 
+_STRONG_RATIO = 1.5
+"""A single value at this multiple of its level needs no second one to confirm it."""
+
+_CONFIRMED_RATIO = 1.2
+"""Two in a row must lie this far above: a warm restart of the learning rate costs 5 to 15 %."""
+
+_TAIL = 2.0
+_FORGET = 0.998
+"""Upward jumps must be `_TAIL` times the deepest dip below both neighbours, which fades with a
+half-life of 350 values: noise with heavy tails jumps both ways, a spike goes up only."""
+
+_SEEN_BEFORE = 1.5
+"""A jump must be this multiple of an earlier one that came back: epochs repeat theirs."""
+
 _EXPLOSION_STEPS = 5
-_CHECK_EVERY = 16
 _BLOCKS = 32
 _MIN_DELTA = 0.01
 """Relative improvement of the smoothed best below which nothing has improved."""
@@ -48,10 +61,14 @@ class LossWatch:
         self._window = SortedWindow(settings.window)
         self._local = SortedWindow(_LOCAL)
         self._changes = SortedWindow(settings.window)
-        self._previous: float | None = None
+        self._two: deque[float] = deque(maxlen=2)
+        """The last two values that were no outliers."""
+
         self._spikes_in_row = 0
         self._high_in_row = 0
         self._exploded = False
+        self._warned = False
+        self._dip = self._jump = self._top = 0.0
         self._not_finite = False
         self._trend = Divergence(settings)
         self._plateau = Plateau(settings)
@@ -80,7 +97,9 @@ class LossWatch:
         limit = self._limit()
         if limit is None or loss <= limit:
             self._spikes_in_row = self._high_in_row = 0
-            self._exploded = False
+            self._exploded = self._warned = False
+            self._jump, self._top = max(_FORGET * self._jump, self._top), 0.0
+            self._dip = max(_FORGET * self._dip, self._dipped(loss))
             self._admit(loss)
             return None
         median = self._local.median
@@ -91,17 +110,29 @@ class LossWatch:
         if self._spikes_in_row >= window.size // 2:
             # What has lasted half a window is the new level.
             self._admit(loss)
+        rise = _rise(loss, median)
+        self._top = max(self._top, rise)
         if self._high_in_row >= _EXPLOSION_STEPS and not self._exploded:
             self._exploded = True
+            self._trend.reported()
             return explosion(step, loss, median, self._high_in_row, lr)
         if self._spikes_in_row > 2:
             return None
+        known = len(window) >= self._settings.warmup
+        strong = known and loss >= _STRONG_RATIO * median > 0
+        again = (
+            self._spikes_in_row > 1
+            and loss >= _CONFIRMED_RATIO * median
+            and rise > _SEEN_BEFORE * self._jump
+        )
+        certain = (strong or again) and rise > _TAIL * self._dip and not self._warned
+        self._warned = self._warned or certain
         cause, fixes = advice.for_spike(facts, step, lr)
         times = "one step" if self._spikes_in_row == 1 else "two steps in a row"
         return Anomaly(
             "spike",
             step,
-            "info" if self._spikes_in_row == 1 else "warning",
+            "warning" if certain else "info",
             f"loss {loss:.4g} against a median of {median:.4g} over the last {len(self._local)} "
             "steps, "
             f"limit {limit:.4g}, {times}",
@@ -109,6 +140,13 @@ class LossWatch:
             cause,
             {"loss": loss, "median": median, "limit": limit, "window": len(self._window)},
         )
+
+    def _dipped(self, loss: float) -> float:
+        """How far the value before `loss` lies below both its neighbours."""
+        if len(self._two) < 2:
+            return 0.0
+        earlier, low = self._two
+        return min(_rise(earlier, low), _rise(loss, low))
 
     def _limit(self) -> float | None:
         """What the next loss may be at most; None while too little is known."""
@@ -127,54 +165,85 @@ class LossWatch:
     def _admit(self, loss: float) -> None:
         self._window.add(loss)
         self._local.add(loss)
-        if self._previous is not None:
-            self._changes.add(loss - self._previous)
-        self._previous = loss
+        if self._two:
+            self._changes.add(loss - self._two[-1])
+        self._two.append(loss)
 
 
 class Divergence:
-    """A loss that climbs: P(slope > 0) over the last points, plain and trimmed, and clearly above
-    its best level."""
+    """A loss that climbs away from its best level and does not come back.
+
+    Levels are medians of blocks. The last four must all lie above the best one by 10 %, by six
+    sigmas of the noise (of second differences, which a trend leaves alone), and by half as much
+    again as any rise that the run has recovered from (an epoch, a warm restart, documents in
+    order); the last one near their top.
+    """
+
+    _GAP = 0.10
+    _GAP_SIGMAS = 6.0
+    _LASTING = 4
+    _NEAR_TOP = 0.9
+    _KEPT = 32
 
     def __init__(self, settings: LossSettings) -> None:
-        self._points: deque[float] = deque(maxlen=max(2 * settings.divergence_points, 60))
-        self._least = settings.divergence_points
-        self._p = settings.divergence_p
-        self._since = 0
+        self._size = max(8, settings.divergence_points // 2)
+        self._block: list[float] = []
+        self._levels: deque[float] = deque(maxlen=self._LASTING)
+        self._bends = SortedWindow(self._KEPT)
         self._best: tuple[float, int] | None = None
+        self._rise = self._recovered = 0.0
+        self._said = False
+
+    def reported(self) -> None:
+        """The present climb has been reported in another way."""
+        self._said = True
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
-        """Take one loss; an anomaly when it has become certain, each time at a higher bar."""
-        self._points.append(loss)
-        self._since += 1
-        if self._since % _CHECK_EVERY or len(self._points) < self._least:
+        """Take one loss; an anomaly once per climb."""
+        self._block.append(loss)
+        if len(self._block) < self._size:
             return
-        half = list(self._points)[-self._least // 2 :]
-        level = sorted(half)[len(half) // 2]
+        level = statistics.median(self._block)
+        self._block.clear()
+        self._levels.append(level)
+        if len(self._levels) >= 3:
+            first, middle, last = list(self._levels)[-3:]
+            self._bends.add(abs(first - 2 * middle + last))
         if self._best is None or level < self._best[0]:
+            self._came_back(0.0)
             self._best = (level, step)
             return
-        values = list(self._points)
-        certain = min(p_rising(values), p_rising_trimmed(values)) > self._p
-        if not certain or level - self._best[0] <= 0.10 * abs(self._best[0]):
-            return
         best, best_step = self._best
+        if level - best < self._rise / 2:
+            self._came_back(level - best)
+        self._rise = max(self._rise, level - best)
+        if self._said or not self._climbs(best):
+            return
+        self._said = True
         cause, fixes = advice.for_divergence(lr, best_step)
-        # The next alarm needs a new climb from here, and more certainty.
-        self._p = 1 - (1 - self._p) / 10
-        self._best = (level, step)
-        self._points.clear()
+        window = self._size * self._LASTING
         yield Anomaly(
             "divergence",
             step,
             "warning",
-            f"loss rose from {best:.4g} (best level, step {best_step}) to {level:.4g}; P(rising) "
-            f"> {self._p:.3f} "
-            f"over the last {len(values)} steps",
+            f"loss rose from {best:.4g} (best level, step {best_step}) to {level:.4g} and has not "
+            f"come back for {window} steps",
             fixes,
             cause,
-            {"best": best, "best_step": best_step, "level": level, "window": len(values)},
+            {"best": best, "best_step": best_step, "level": level, "window": window},
         )
+
+    def _came_back(self, rise: float) -> None:
+        self._recovered = max(self._recovered, self._rise)
+        self._rise, self._said = rise, False
+
+    def _climbs(self, best: float) -> bool:
+        if len(self._levels) < self._LASTING:
+            return False
+        noise = MAD_TO_SIGMA * self._bends.median / math.sqrt(6)
+        gap = max(self._GAP * abs(best), self._GAP_SIGMAS * noise, _SEEN_BEFORE * self._recovered)
+        lasts = min(self._levels) - best > gap
+        return lasts and self._levels[-1] - best >= self._NEAR_TOP * self._rise
 
 
 class Plateau:
@@ -329,6 +398,11 @@ class OverfitWatch:
     def _noise(self) -> float:
         """Standard deviation of one evaluation; a second difference has the variance of six."""
         return MAD_TO_SIGMA * statistics.median(self._bends) / math.sqrt(6)
+
+
+def _rise(loss: float, level: float) -> float:
+    """How far `loss` lies above `level`: the logarithm of their ratio where both are positive."""
+    return math.log(loss) - math.log(level) if loss > 0 < level else loss - level
 
 
 def not_finite(step: int, loss: float, facts: TrainingFacts, lr: float | None) -> Anomaly:

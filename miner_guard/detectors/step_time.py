@@ -10,7 +10,8 @@ median is compared with the median of the last 32 as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from miner_guard.config import StepSettings
@@ -27,6 +28,13 @@ _MIN_COUNT = 5
 """Steps of a kind before one of them is judged against the others."""
 
 _MAX_KINDS = 64
+
+_CLEAR_RATIO = 2.5
+_OFTEN, _OFTEN_WITHIN = 3, 32
+"""Steps that are less slow than `_CLEAR_RATIO` count where so many come within so many steps."""
+
+_EPISODE = 8
+"""Slow steps that follow each other within so many steps are one episode."""
 
 
 def kind_of(phases: Mapping[str, float]) -> str:
@@ -52,6 +60,9 @@ class SlowStep:
     """Of the recent steps of the same kind; None where there were none."""
 
     kind: str
+    certain: bool = True
+    """False for one that comes at regular intervals, and for a single one of less than
+    `_CLEAR_RATIO` times the median: scheduled work, and nothing to act on."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,9 @@ class StepTimes:
         self._early: dict[str, SortedWindow] = {}
         self._streak: dict[str, int] = {}
         self._seen = 0
+        self._slow_at: deque[int] = deque(maxlen=_OFTEN)
+        self._told = False
+        """This episode was told with certainty."""
 
     def observe(
         self, seconds: float, kind: str = TRAINING, scheduled_s: float = 0.0
@@ -113,7 +127,8 @@ class StepTimes:
             seconds, kind, scheduled_s, known
         )
         self._admit(seconds, kind, window, outlier=relative is not None)
-        return self._absolute(seconds, scheduled_s, kind) or relative
+        absolute = self._absolute(seconds, scheduled_s, kind)
+        return absolute or (None if relative is None else self._weighed(relative))
 
     def training_window(self) -> SortedWindow | None:
         """Durations of the recent training steps after the warm-up; of the warm-up where there is
@@ -122,6 +137,18 @@ class StepTimes:
             return None
         window, early = self._windows.get(TRAINING), self._early.get(TRAINING)
         return window or early or None
+
+    def _weighed(self, slow: SlowStep) -> SlowStep:
+        """The same step with how certain it is; certain once per episode."""
+        earlier = list(self._slow_at)
+        self._slow_at.append(self._seen)
+        if not earlier or self._seen - earlier[-1] > _EPISODE:
+            self._told = False
+        often = len(earlier) >= _OFTEN - 1 and self._seen - earlier[1 - _OFTEN] < _OFTEN_WITHIN
+        clear = slow.median_s is not None and slow.seconds >= _CLEAR_RATIO * slow.median_s
+        certain = (clear or often) and not self._told and not _regular([*earlier, self._seen])
+        self._told = self._told or certain
+        return replace(slow, certain=certain)
 
     def _relative(self, seconds: float, kind: str, window: SortedWindow) -> SlowStep | None:
         if len(window) < _MIN_COUNT:
@@ -161,6 +188,14 @@ class StepTimes:
         # Outliers stay out of the window until they have become the rule.
         if not outlier or streak >= self._settings.window // 2:
             window.add(seconds)
+
+
+def _regular(places: Sequence[int]) -> bool:
+    """Whether the last three places are equally far apart, with other steps between them."""
+    if len(places) < 3:
+        return False
+    first, second = places[-2] - places[-3], places[-1] - places[-2]
+    return second > 1 and abs(first - second) <= max(1, 0.05 * first)
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class StepsMonitor(Monitor):
         # Beyond 60 s each step has its line, as source 004 shows; short ones would flood the
         # console. The report marks them all.
         too_soon = step.end - self._slow_said < _SLOW_REPEAT_S or self._fallback_said
-        level, left_out = None, self._slow_left_out
+        level, left_out = None if slow.certain else "info", self._slow_left_out
         expected = self.context.config.steps.expected
         if slow.rule == "relative" and slow.median_s is not None:
             expected = f"{slow.median_s:.1f}-{slow.limit_s:.1f}s"

@@ -61,9 +61,16 @@ def test_fault_spike_is_a_remark_and_the_second_in_a_row_a_warning(tmp_path: Pat
     for length, levels in ((1, ["info"]), (2, ["info", "warning"])):
         run = Run(tmp_path)
         for number, (_, loss) in zip(range(300), healthy(1), strict=False):
-            run.step(0.3, loss * (1.8 if at <= number < at + length else 1), allocated_bytes=None)
+            run.step(0.3, loss * (1.45 if at <= number < at + length else 1), allocated_bytes=None)
         assert [f.severity for f in run.of("loss_spike")] == levels
         assert set(run.alarms()) == {"loss_spike"}
+
+
+def test_a_spike_of_twice_the_level_is_a_warning_by_itself_and_only_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for number, (_, loss) in zip(range(300), healthy(1), strict=False):
+        run.step(0.3, loss * (2 if 200 <= number < 203 else 1), allocated_bytes=None)
+    assert [f.severity for f in run.of("loss_spike")] == ["warning", "info"]
 
 
 def test_an_explosion_and_a_climb_are_divergence(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""The live judges and that of whole traces, asked the same: what is wrong, and where?"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from miner_guard.config import LossSettings, StepSettings
+from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.loss import LossWatch
+from miner_guard.detectors.step_time import RegressionWatch, StepTimes
+from miner_guard.detectors.trace import judge as whole
+from miner_guard.detectors.trace import reading
+from tests.support import synthetic_curves as curves
+
+_FIRST_STEP = 50_000
+"""Traces are windows of a run: one from its first step on would have to fall."""
+
+Alarm = tuple[str, int]
+"""Type, and index of the value."""
+
+Judge = Callable[[curves.Curve], list[Alarm]]
+
+
+def live_loss(values: curves.Curve) -> list[Alarm]:
+    """What the supervisor warns of while the losses come in."""
+    watch, facts = LossWatch(LossSettings()), TrainingFacts()
+    return [
+        ("divergence" if a.type == "explosion" else a.type, index)
+        for index, value in enumerate(values)
+        for a in watch.observe(index, value, facts)
+        if a.severity != "info"
+    ]
+
+
+def live_steps(values: curves.Curve) -> list[Alarm]:
+    """The same of step times."""
+    settings = StepSettings()
+    times = StepTimes(settings)
+    regression = RegressionWatch(settings.regression_ratio, settings.min_excess_s)
+    found: list[Alarm] = []
+    for index, value in enumerate(values):
+        slow = times.observe(value)
+        if slow is not None and slow.certain:
+            found.append(("slow_steps", index))
+        if regression.observe(value) is not None:
+            found.append(("regime_change", index))
+    return found
+
+
+def _whole(name: str) -> Judge:
+    def judge(values: curves.Curve) -> list[Alarm]:
+        rows = (
+            json.dumps({"step": step, name: value if value == value else "NaN"})
+            for step, value in enumerate(values, _FIRST_STEP)
+        )
+        found = whole.judge(reading.read(rows))
+        return [(a.type, a.at_step - _FIRST_STEP) for a in found if a.severity != "info"]
+
+    return judge
+
+
+LIVE = {"loss": live_loss, "step_time": live_steps}
+WHOLE = {"loss": _whole("loss"), "step_time": _whole("step_time")}
+
+_INJECTIONS: dict[str, tuple[str, Callable[[curves.Curve, random.Random], curves.Injected]]] = {
+    "spike x2": ("loss", lambda curve, chance: curves.spike(curve, chance, 2)),
+    "spike x5": ("loss", lambda curve, chance: curves.spike(curve, chance, 5)),
+    "NaN": ("loss", curves.not_a_number),
+    "divergence": ("loss", curves.divergence),
+    "explosion": ("loss", curves.explosion),
+    "step x3": ("step_time", curves.slow_step),
+    "lasting x1.6": ("step_time", curves.lasting_slowdown),
+}
+_MEANINGLESS = {"near_zero", "policy_gradient"}
+"""Noise there spans what an injected anomaly multiplies."""
+
+
+@dataclass
+class Report:
+    """Both sides."""
+
+    quiet: dict[str, tuple[int, int]]
+    """By kind of curve: how many were alarmed, of how many."""
+
+    found: dict[str, tuple[int, int]]
+    """By anomaly: how many were found, of how many."""
+
+    alarms: dict[str, float]
+    """By anomaly: alarms per curve."""
+
+    def quiet_share(self) -> float:
+        """Share of the quiet curves that raised an alarm."""
+        return sum(a for a, _ in self.quiet.values()) / sum(n for _, n in self.quiet.values())
+
+    def recall(self, anomaly: str) -> float:
+        """Share of the curves with `anomaly` in which it was found."""
+        found, count = self.found[anomaly]
+        return found / count
+
+
+def report(judges: dict[str, Judge], seeds: int) -> Report:
+    """Every kind of curve, quiet and with every anomaly that fits it, `seeds` times each."""
+    makers = {"loss": curves.LOSSES, "step_time": curves.STEP_TIMES}
+    quiet = {
+        kind: (sum(bool(judges[what](made(kind, n))) for n in range(seeds)), seeds)
+        for what, kinds in makers.items()
+        for kind in kinds
+    }
+    found, alarms = {}, {}
+    for anomaly, (what, inject) in _INJECTIONS.items():
+        kinds = [kind for kind in makers[what] if kind not in _MEANINGLESS]
+        hits = count = raised = 0
+        for kind in kinds:
+            for seed in range(seeds):
+                seen = inject(made(kind, seed), random.Random(f"{anomaly}{kind}{seed}"))
+                answer = judges[what](seen.values)
+                hits += any(t == seen.kind and seen.first <= i <= seen.last for t, i in answer)
+                raised += len(answer)
+                count += 1
+        found[anomaly], alarms[anomaly] = (hits, count), raised / count
+    return Report(quiet, found, alarms)
+
+
+def made(kind: str, seed: int) -> curves.Curve:
+    """The curve of a kind with a seed."""
+    maker = {**curves.LOSSES, **curves.STEP_TIMES}[kind]
+    return maker(random.Random(f"{kind}{seed}"))

@@ -1,0 +1,30 @@
+"""Anomalies put into curves of many kinds are found, and the curves without them are quiet."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import curve_judges
+from tests.support.curve_judges import Judge, Report
+
+_SEEDS = 6
+
+
+def told(title: str, seen: Report) -> None:
+    """The figures, for the log of the tests."""
+    print(f"\n{title}: {seen.quiet_share():.1%} of the quiet curves alarmed")
+    print({kind: n for kind, (n, _) in seen.quiet.items() if n})
+    for anomaly, (found, count) in seen.found.items():
+        print(f"  {anomaly:14} {found}/{count}, {seen.alarms[anomaly]:.2f} alarms per curve")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("title", "judges"), [("live", curve_judges.LIVE)])
+def test_both_sides(title: str, judges: dict[str, Judge]) -> None:
+    """Periodic steps of 1.8 times the usual raised 149 alarms, an epoch's sawtooth eight."""
+    seen = curve_judges.report(judges, _SEEDS)
+    told(title, seen)
+    assert seen.quiet_share() <= 0.03
+    for anomaly in seen.found:
+        assert seen.recall(anomaly) >= 0.85, anomaly
+        assert seen.alarms[anomaly] <= 3, f"{anomaly}: one alarm an episode"
