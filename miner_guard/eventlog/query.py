@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from miner_guard.eventlog.catalog import LEVELS
 from miner_guard.eventlog.rendering import console_line, rotated, visible
@@ -201,7 +201,11 @@ def _blocks_backwards(file: BinaryIO, end: int) -> Iterator[_Block]:
         end, size = start + first, _CHUNK
 
 
-def _blocks(file: BinaryIO) -> Iterator[_Block]:
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes | None: ...
+
+
+def _blocks(file: _Readable) -> Iterator[_Block]:
     """The rest of a file as whole lines, each piece as read and unmoved; a last line without
     newline as it is."""
     rest = b""
@@ -304,6 +308,18 @@ def _parsed_whole(raw: bytes) -> Hit | None:
         return None
 
 
+class _Bounded:
+    """A file as it was when it had `size` bytes."""
+
+    def __init__(self, file: _Readable, size: int) -> None:
+        self._file, self._left = file, size
+
+    def read(self, size: int, /) -> bytes | None:
+        data = self._file.read(min(size, self._left))
+        self._left -= len(data or b"")
+        return data
+
+
 class Follower:
     """New lines of a log as they are written, across rotations; nothing is lost, nothing comes
     twice."""
@@ -317,6 +333,22 @@ class Follower:
         if log.is_file():
             self._file = open(log, "rb", buffering=0)  # noqa: SIM115
             self._file.seek(0, os.SEEK_END)
+
+    def past(self, seen: Seen) -> Iterator[Hit]:
+        """What was written before this follower began, oldest first. Call it before `poll`."""
+        if self._file is None:
+            return
+        mine, end = os.fstat(self._file.fileno()).st_ino, self._file.tell()
+        for path in files_of(self._log):
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    here = os.fstat(file.fileno()).st_ino == mine
+                    part = _Bounded(file, end) if here else file
+                    yield from _matching(_blocks(part), self._query, seen)
+            except FileNotFoundError:
+                continue
+            if here:
+                return
 
     def poll(self) -> list[Hit]:
         """What came since the last call."""

@@ -80,6 +80,7 @@ class MetricsMonitor(Monitor):
             "state": str(self.context.state.root),
             **dataclasses.asdict(config.http),
             "hang": dataclasses.asdict(config.hang),
+            "gate": dataclasses.asdict(config.gate),
         }
         child = subprocess.Popen(
             [sys.executable, "-m", "miner_guard.reporting.http_server"],

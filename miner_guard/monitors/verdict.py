@@ -55,6 +55,11 @@ class VerdictMonitor(Monitor):
             return ()
         return [self._change(verdict)]
 
+    def on_stop(self) -> Iterable[Finding]:
+        """The last verdict says that nothing trains here any more."""
+        verdict = judge({**self.context.status(), "state": "done"}, self._memory)
+        return [self._change(verdict)]
+
     def _change(self, verdict: RunVerdict) -> Finding:
         previous = self._current
         self._current, self._candidate = verdict, None

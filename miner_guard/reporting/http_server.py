@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import math
 import os
 import resource
 import sys
@@ -20,7 +21,6 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,21 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from miner_guard import __version__, state_dir
-from miner_guard.config import HangSettings
+from miner_guard.config import GateSettings, HangSettings
 from miner_guard.reporting import metrics, progress
+from miner_guard.reporting.report import body, curves, page, template, title_of
+from miner_guard.reporting.report_data import Data, LogReader
+from uploads import ledger
 
 PATIENCE_S = 10.0
-"""A client that has not sent a whole request by then is shown the door."""
+"""Connections with no complete request after this are closed."""
 
 _MAX_CONNECTIONS = 512
-_PAGE_FOR_S = 5.0
-_OPEN = frozenset({"/healthz", "/live.js"})
-"""What needs no token: whether the miner progresses, and a script that is the same for all."""
+_OPEN = frozenset({"/", "/healthz", "/live.js", "/chart.js"})
+"""What needs no token: whether the miner progresses, and a page and scripts that hold no data."""
+
+_RANGES_S = {"1h": 3600.0, "6h": 21600.0, "24h": 86400.0, "7d": 604800.0}
+"""Time ranges of the report, by their name in its address; any other name is the whole run."""
 
 _HEADERS = {
     # The curves and bars have their widths and colours in `style` attributes.
@@ -70,12 +75,7 @@ class ServerSettings:
     token."""
 
     hang: dict[str, Any] = field(default_factory=dict)
-
-
-def _template(name: str) -> str:
-    return (resources.files("miner_guard.reporting") / "templates" / name).read_text(
-        encoding="utf-8"
-    )
+    gate: dict[str, Any] = field(default_factory=dict)
 
 
 def host_is_trusted(header: str, names: Collection[str]) -> bool:
@@ -98,23 +98,22 @@ def host_is_trusted(header: str, names: Collection[str]) -> bool:
 
 
 class Site:
-    """The addresses. With a token, all but `_OPEN` want it; `/` then answers browsers with a page
-    that asks for it."""
+    """The addresses. With a token, all but `_OPEN` want it; the page at `/` asks for it."""
 
     def __init__(self, order: ServerSettings) -> None:
         self._state = state_dir.StateDir(Path(order.state))
         self._token = order.token
         self._names = {"localhost", *(name.lower() for name in order.trusted_hosts)}
         self._hang = HangSettings(**order.hang)
-        self._page: tuple[float, str] | None = None
-        self._page_mutex = threading.Lock()
-        self._door = _template("door.html").replace("{css}", _template("report.css"))
-        self._script = _template("live.js")
+        self._report = LiveReport(self._state, GateSettings(**order.gate))
+        self._page = page("miner-guard", template("live.html"))
 
     def app(self) -> Starlette:
         routes = [
             Route("/", self.page),
             Route("/live.js", self.script),
+            Route("/chart.js", self.script),
+            Route("/report", self.report),
             Route("/metrics", self.metrics),
             Route("/healthz", self.healthz),
             Route("/status", self.status),
@@ -153,10 +152,7 @@ class Site:
         )
 
     def _refusal(self, request: Request) -> Response:
-        challenge = {"WWW-Authenticate": "Bearer"}
-        if request.url.path == "/":
-            return HTMLResponse(self._door, 401, challenge)
-        return PlainTextResponse("a bearer token is needed\n", 401, challenge)
+        return PlainTextResponse("a bearer token is needed\n", 401, {"WWW-Authenticate": "Bearer"})
 
     def _read(self) -> tuple[dict[str, Any] | None, float]:
         document = state_dir.read_json(self._state.status)
@@ -192,26 +188,52 @@ class Site:
         )
 
     async def page(self, request: Request) -> Response:
-        """The report, as of now; it reloads itself."""
-        return HTMLResponse(await run_in_threadpool(self._rendered))
+        """The live page; its script fetches the report."""
+        return HTMLResponse(self._page)
+
+    async def report(self, request: Request) -> Response:
+        """The report's sections as of now, over `?range=1h|6h|24h|7d|all`."""
+        name = request.query_params.get("range", "all")
+        return HTMLResponse(await run_in_threadpool(self._report.render, name))
 
     async def script(self, request: Request) -> Response:
-        """What asks for the page with the token, again and again."""
-        return Response(self._script, media_type="text/javascript")
+        """One of the live page's scripts."""
+        return Response(template(request.url.path[1:]), media_type="text/javascript")
 
-    def _render(self) -> str:
-        from miner_guard.reporting.report import render
-        from uploads import ledger
 
-        pushes = ledger.read(self._state.ledger, "uploads")
-        return render(self._state, refresh_s=int(2 * _PAGE_FOR_S), pushes=pushes)
+class LiveReport:
+    """The report of a growing log: each look reads only what was written since the last one."""
 
-    def _rendered(self) -> str:
-        with self._page_mutex:
-            now = time.monotonic()
-            if self._page is None or now - self._page[0] > _PAGE_FOR_S:
-                self._page = (now, self._render())
-            return self._page[1]
+    def __init__(self, state: state_dir.StateDir, gate: GateSettings) -> None:
+        self._state, self._gate = state, gate
+        self._reader: LogReader | None = None
+        self._mutex = threading.Lock()
+        self._plots: dict[str, tuple[float, str]] = {}
+        """The drawn curves by range, and when they were drawn: a curve of a week changes by one
+        column in twenty minutes."""
+
+    def render(self, name: str) -> str:
+        """A whole document whose body is the report over the range `name`."""
+        with self._mutex:
+            if self._reader is None:
+                self._reader = LogReader(self._state)
+            data = self._reader.refresh()
+            span = _RANGES_S.get(name)
+            if span is not None and data.last is not None:
+                data = data.window(data.last - span)
+            title = title_of(data, self._state)
+            pushes = ledger.read(self._state.ledger, "uploads")
+            return page(title, body(data, title, self._gate, pushes, self._curves(name, data)))
+
+    def _curves(self, name: str, data: Data) -> str:
+        span = (data.last or 0.0) - (data.first or 0.0)
+        now = time.monotonic()
+        key = name if name in _RANGES_S else "all"
+        drawn_at, drawn = self._plots.get(key, (-math.inf, ""))
+        if now - drawn_at > min(120.0, max(5.0, span / 500)):
+            drawn = curves(data, self._gate)
+            self._plots[key] = (now, drawn)
+        return drawn
 
 
 class Impatient(H11Protocol):

@@ -10,12 +10,13 @@ from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.config import GateSettings
+from miner_guard.detectors.verdict import headline
 from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.rendering import visible
 from miner_guard.health.snapshot import part
 from miner_guard.reporting.report_data import Data, Mark, TimeSeries, gather
 from miner_guard.reporting.report_milestones import milestones
-from miner_guard.reporting.report_svg import Dots, EventLines, Plot, draw
+from miner_guard.reporting.report_svg import Bands, Dots, EventLines, Plot, draw
 
 _WORST = ("critical", "error")
 _TABLE_ROWS = 40
@@ -31,6 +32,7 @@ _COLOURS = {
     "restart": "#b3261e",
     "hang": "#7f1d1d",
 }
+_VERDICTS = {"earning": "good", "degraded": "warn", "not earning": "bad", "stopped": "bad"}
 _SIGNS = {"yes": ("good", "reached"), "no": ("warn", "not yet"), "unknown": ("", "unknown")}
 
 
@@ -39,39 +41,76 @@ def render(
     *,
     gate: GateSettings | None = None,
     since: str = "",
-    refresh_s: int = 0,
     pushes: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The page. `since` leaves out earlier events; `refresh_s` makes it reload itself.
+    """The page as a file that stands alone. `since` leaves out earlier events.
 
     `pushes`: the ledger's uploads, oldest first.
     """
-    data, rules = gather(state, since), gate or GateSettings()
-    css = (resources.files("miner_guard.reporting") / "templates" / "report.css").read_text(
+    data = gather(state, since)
+    title = title_of(data, state)
+    content = body(data, title, gate or GateSettings(), pushes)
+    return page(title, f"{content}<script>{template('chart.js')}</script>")
+
+
+def template(name: str) -> str:
+    """One of the files under `templates/`."""
+    return (resources.files("miner_guard.reporting") / "templates" / name).read_text(
         encoding="utf-8"
     )
-    title = f"miner-guard: {data.host or state.root.name}"
-    reload = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
-    body = "\n".join(
+
+
+def title_of(data: Data, state: state_dir.StateDir) -> str:
+    """The page's title: the miner's host, else the name of the state directory."""
+    return f"miner-guard: {data.host or state.root.name}"
+
+
+def page(title: str, content: str) -> str:
+    """A whole HTML document around `content`."""
+    return visible(
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title>"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{template('report.css')}</style></head><body>{content}</body></html>\n"
+    )
+
+
+def body(
+    data: Data,
+    title: str,
+    gate: GateSettings,
+    pushes: Sequence[Mapping[str, Any]] = (),
+    plots: str | None = None,
+) -> str:
+    """The page's sections, what a person on call needs first. `plots`: drawn before, else drawn
+    now."""
+    return "\n".join(
         [
             _head(data, title),
-            _tiles(data),
-            _plots(data, rules),
-            _goodput(data),
-            _milestones(data, rules),
-            _costs(data),
+            _verdict(data),
             _events("Incidents and alarms", _alarms(data)),
-            _events("Uploads", _fates(data)),
+            _tiles(data),
+            _events("Uploads and audits", _fates(data)),
             _pushes(pushes),
+            curves(data, gate) if plots is None else plots,
+            _goodput(data),
+            _costs(data),
+            _milestones(data, gate),
             _foot(data),
         ]
     )
-    return visible(
-        '<!doctype html><html lang="en"><head><meta '
-        f'charset="utf-8"><title>{escape(title)}</title>{reload}'
-        '<meta name="viewport" content="width=device-width, '
-        f'initial-scale=1"><style>{css}</style></head>'
-        f"<body>{body}</body></html>\n"
+
+
+def _verdict(data: Data) -> str:
+    verdict = part(data.status, "verdict")
+    state = str(verdict.get("state") or "unknown")
+    step, event = verdict.get("next_step"), verdict.get("event")
+    advice = f"<p>Next: {escape(str(step))}</p>" if step else ""
+    row = f"<p><small>Runbook: {escape(str(event))}</small></p>" if event else ""
+    kind = _VERDICTS.get(state, "")
+    return (
+        f'<section class="verdict {kind}" aria-label="Verdict"><b>{escape(headline(verdict))}</b>'
+        f"{advice}{row}</section>"
     )
 
 
@@ -147,11 +186,12 @@ def _pair(one: Any, other: Any) -> str | None:
     return None if a is None or b is None else f"{a} / {b} s"
 
 
-def _plots(data: Data, gate: GateSettings) -> str:
+def curves(data: Data, gate: GateSettings) -> str:
+    """The plots of a run, or of a window of it."""
     if data.first is None or data.last is None:
         return "<h2>Curves</h2><p class='none'>no events in the log yet</p>"
     ends = [mark.time for mark in data.of("miner_restarting")]
-    restarts = EventLines("bad", "restart", ends)
+    down = [Bands("bad", "hang or restart", _outages(data))]
     slow = [
         (mark.time, float(mark.fields.get("step_time_s") or 0.0)) for mark in data.of("slow_step")
     ]
@@ -175,7 +215,7 @@ def _plots(data: Data, gate: GateSettings) -> str:
             "",
             data.loss,
             [Dots("bad", "NaN, spike or divergence", strange)],
-            [restarts],
+            bands=down,
             zero=False,
             breaks=ends,
         ),
@@ -184,15 +224,26 @@ def _plots(data: Data, gate: GateSettings) -> str:
             "s",
             data.step_time,
             [Dots("warn", "slow step", slow)],
-            [restarts],
+            bands=down,
             breaks=ends,
         ),
         Plot("Repo age", "s", age, (), fates, limit=gate.repo_age_limit_s),
-        Plot("GPU memory", "GB, the GPU with the least", memory, nothing=no_gpu),
-        Plot("GPU use", "%, the GPU with the least", data.gpu_use, nothing=no_gpu),
+        Plot("GPU memory", "GB (lowest GPU)", memory, nothing=no_gpu),
+        Plot("GPU use", "% (lowest GPU)", data.gpu_use, nothing=no_gpu),
         Plot("Goodput", "share of time spent training", data.goodput),
     ]
     return "<h2>Curves</h2>" + "".join(draw(plot, data.first, data.last) for plot in plots)
+
+
+def _outages(data: Data) -> list[tuple[float, float]]:
+    """From each hang or exit to the next step, or to the end of what is known."""
+    spans: list[tuple[float, float]] = []
+    for mark in data.of("hang_detected", "miner_exited"):
+        after = data.step_time.since(mark.time).times
+        end = after[0] if after else (data.last or mark.time)
+        if not spans or mark.time > spans[-1][1]:
+            spans.append((mark.time, end))
+    return spans
 
 
 def _near(series: TimeSeries, time: float) -> float:
@@ -242,7 +293,8 @@ def _milestones(data: Data, gate: GateSettings) -> str:
         cells = f'<td>{escape(milestone.title)}</td><td class="state {kind}">{word}</td>'
         rows.append(f'<tr>{cells}<td class="why">{escape(detail)}</td></tr>')
     head = "<tr><th>milestone</th><th></th><th>when (UTC), or why not</th></tr>"
-    return _table("Milestones", head, rows, "milestones")
+    table = _table("Milestones", head, rows, "milestones")
+    return f"<details><summary>Milestones</summary>{table}</details>"
 
 
 def _table(title: str, head: str, rows: list[str], kind: str) -> str:
@@ -267,8 +319,9 @@ def _costs(data: Data) -> str:
         for name, row in operations[:_TABLE_ROWS]
     ]
     head = (
-        '<tr><th>operation</th><th class="n">calls</th><th class="n">training waited</th>'
-        '<th class="n">CPU beside</th><th class="n">share</th><th>impact</th><th>status</th></tr>'
+        '<tr><th>operation</th><th class="n">calls</th><th class="n">blocking time</th>'
+        '<th class="n">background CPU</th><th class="n">share</th><th>impact</th>'
+        "<th>status</th></tr>"
     )
     share, budget = data.costs["total_percentage"], data.costs["budget_percentage"]
     return _table(
@@ -319,7 +372,7 @@ def _pushes(rows: Sequence[Mapping[str, Any]]) -> str:
         'class="n">took</th>'
         '<th class="n">attempts</th><th>checksum</th><th>why</th></tr>'
     )
-    return _table("Pushes, by the ledger", head, cells, "costs")
+    return _table("Upload history", head, cells, "costs")
 
 
 def _events(title: str, marks: list[Mark]) -> str:
@@ -337,7 +390,7 @@ def _foot(data: Data) -> str:
     total = sum(data.counts.values())
     torn = f", {counted(data.unreadable, 'unreadable line')} passed over" if data.unreadable else ""
     words = (
-        f"{counted(total, 'event')} read{torn}. Scores are the validators' own; the guard "
-        "does not guess them."
+        f"{counted(total, 'event')} read{torn}. Scores come from validators; "
+        "miner-guard does not estimate them."
     )
     return f"<p><small>{escape(words)}</small></p>"

@@ -1,17 +1,17 @@
-"""What the report shows, gathered from guard.jsonl and status.json in one pass. A week of it in
-seconds."""
+"""What the report shows, read from guard.jsonl and status.json; a week of it in seconds, and after
+that only what was written since."""
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from miner_guard import state_dir
-from miner_guard.eventlog import query
-from miner_guard.eventlog.query import Hit, Query
+from miner_guard.eventlog.query import Follower, Hit, Query, Seen
 from miner_guard.system.clock import parse_iso_utc
 
 _STEP = "inner_step"
@@ -44,14 +44,15 @@ _MARKS = frozenset(
         "audit_passed",
         "audit_failed",
         "monitoring_over_budget",
+        "verdict_changed",
     }
 )
 _KEPT = 20_000
-"""Of the events of one kind the first and at least so many of the newest are kept for the plots and
-tables."""
+"""Of the events of one kind the first and at least this many of the newest are kept for the plots
+and tables."""
 
-_Kept = tuple[int, float, Hit]
-"""The event's number in the log, its time, and itself."""
+_MAX_POINTS = 200_000
+"""Of a series. Beyond it the older half is thinned; a year of steps stays in memory."""
 
 
 @dataclass
@@ -66,6 +67,29 @@ class TimeSeries:
         if isinstance(value, (int, float)) and value == value:
             self.times.append(time)
             self.values.append(float(value))
+            if len(self.times) > _MAX_POINTS:
+                self._thin_older_half()
+
+    def since(self, time: float) -> TimeSeries:
+        """The part from `time` on."""
+        start = bisect.bisect_left(self.times, time)
+        return TimeSeries(self.times[start:], self.values[start:]) if start else self
+
+    def _thin_older_half(self) -> None:
+        """Of each eight old points the smallest and the largest stay: no extreme is lost."""
+        half = len(self.times) // 2
+        times: list[float] = []
+        values: list[float] = []
+        for start in range(0, half, 8):
+            group = range(start, min(start + 8, half))
+            ends = {
+                min(group, key=self.values.__getitem__),
+                max(group, key=self.values.__getitem__),
+            }
+            for place in sorted(ends):
+                times.append(self.times[place])
+                values.append(self.values[place])
+        self.times[:half], self.values[:half] = times, values
 
 
 @dataclass(frozen=True)
@@ -103,26 +127,62 @@ class Data:
     host: str = ""
     costs: Mapping[str, Any] | None = None
 
+    def window(self, since: float) -> Data:
+        """The same run from `since` (seconds since 1970) on; counts are those of the window."""
+        series = {
+            f.name: getattr(self, f.name).since(since)
+            for f in fields(self)
+            if isinstance(getattr(self, f.name), TimeSeries)
+        }
+        marks = [mark for mark in self.marks if mark.time >= since]
+        first = None if self.first is None else max(self.first, since)
+        counts = Counter(mark.event for mark in marks)
+        return replace(self, **series, marks=marks, first=first, counts=counts)
+
     def of(self, *events: str) -> list[Mark]:
         """The marks of these events, oldest first."""
         return [mark for mark in self.marks if mark.event in events]
 
 
+class LogReader:
+    """The data of a state directory, brought up to date by reading only what was written since."""
+
+    def __init__(self, state: state_dir.StateDir, since: str = "") -> None:
+        self._state = state
+        self._follower = Follower(state.log, Query(since=since))
+        self._data: Data | None = None
+
+    def refresh(self) -> Data:
+        """The data as of now; what is missing or torn is left out. For one thread at a time."""
+        seen = Seen()
+        if self._data is None:
+            self._data = Data({})
+            hits: Iterable[Hit] = self._follower.past(seen)
+        else:
+            hits = self._follower.poll()
+        for hit in hits:
+            _take(self._data, hit)
+        self._data.unreadable += seen.unreadable
+        status, costs = (state_dir.read_json(p) for p in (self._state.status, self._state.costs))
+        self._data.status = status if isinstance(status, dict) else {}
+        self._data.costs = costs if isinstance(costs, dict) and "operations" in costs else None
+        return self._data
+
+    def close(self) -> None:
+        """Close the log."""
+        self._follower.close()
+
+
 def gather(state: state_dir.StateDir, since: str = "") -> Data:
-    """Read the state directory; what is missing or torn is left out."""
-    status, costs = state_dir.read_json(state.status), state_dir.read_json(state.costs)
-    data = Data(status if isinstance(status, dict) else {})
-    data.costs = costs if isinstance(costs, dict) and "operations" in costs else None
-    seen, kept = query.Seen(), dict[str, list[_Kept]]()
-    for hit in query.search(state.log, Query(since=since), seen):
-        _take(data, hit, kept)
-    data.unreadable += seen.unreadable
-    for _, time, hit in sorted(each for of_kind in kept.values() for each in of_kind):
-        data.marks.append(Mark(time, hit.event, hit.level, hit.msg, json.loads(hit.raw)))
-    return data
+    """Read the state directory once; what is missing or torn is left out."""
+    reader = LogReader(state, since)
+    try:
+        return reader.refresh()
+    finally:
+        reader.close()
 
 
-def _take(data: Data, hit: Hit, kept: dict[str, list[_Kept]]) -> None:
+def _take(data: Data, hit: Hit) -> None:
     data.counts[hit.event] += 1
     try:
         time = parse_iso_utc(hit.ts)
@@ -136,11 +196,16 @@ def _take(data: Data, hit: Hit, kept: dict[str, list[_Kept]]) -> None:
     elif hit.event == _SNAPSHOT:
         _take_snapshot(data, time, json.loads(hit.raw))
     elif hit.event in _MARKS:
-        of_kind = kept.setdefault(hit.event, [])
-        of_kind.append((data.counts.total(), time, hit))
-        if len(of_kind) > 2 * _KEPT:
-            # The first stays: it tells since when a milestone is reached.
-            del of_kind[1:_KEPT]
+        data.marks.append(Mark(time, hit.event, hit.level, hit.msg, json.loads(hit.raw)))
+        if data.counts[hit.event] % _KEPT == 0 and data.counts[hit.event] > _KEPT:
+            _forget(data, hit.event)
+
+
+def _forget(data: Data, event: str) -> None:
+    """Drop old marks of one kind; the first stays, since it tells when a milestone was reached."""
+    of_kind = [place for place, mark in enumerate(data.marks) if mark.event == event]
+    dropped = set(of_kind[1:-_KEPT])
+    data.marks = [mark for place, mark in enumerate(data.marks) if place not in dropped]
 
 
 def _take_step(data: Data, time: float, record: Mapping[str, Any]) -> None:

@@ -16,6 +16,9 @@ from html import escape
 from miner_guard.reporting.report_data import TimeSeries
 
 WIDTH, HEIGHT = 1000, 220
+_TICK = 16
+"""Height of the mark of an upload, in the drawing's units."""
+
 _COLUMNS = 500
 """Points of a line at most: beyond that each column of the drawing shows its least and its greatest
 value."""
@@ -37,8 +40,17 @@ class Dots:
 
 
 @dataclass(frozen=True)
+class Bands:
+    """Stretches of time to be shaded over the whole height, seconds since 1970."""
+
+    kind: str
+    words: str
+    spans: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
 class EventLines:
-    """Times to be marked over the whole height."""
+    """Times to be marked by a tick at the foot of the drawing."""
 
     kind: str
     words: str
@@ -54,6 +66,7 @@ class Plot:
     series: TimeSeries
     dots: Sequence[Dots] = ()
     lines: Sequence[EventLines] = ()
+    bands: Sequence[Bands] = ()
     limit: float | None = None
     zero: bool = True
     """The axis starts at 0."""
@@ -87,47 +100,70 @@ def draw(plot: Plot, first: float, last: float) -> str:
         return round(HEIGHT * (1 - (min(max(value, low), high) - low) / (high - low)), 1)
 
     shapes = [f'<path class="grid" d="{"".join(f"M0 {y(tick)}H{WIDTH}" for tick in ticks)}"/>']
-    shapes += [_verticals(lines, x) for lines in plot.lines if lines.times]
+    shapes += [_band(bands, span, x) for bands in plot.bands for span in bands.spans]
+    shapes += [_ticks(lines, x) for lines in plot.lines if lines.times]
     if plot.limit is not None and low <= plot.limit <= high:
         shapes.append(f'<path class="limit" d="M0 {y(plot.limit)}H{WIDTH}"/>')
-    shapes.append(
-        f'<path class="line" d="{_path(thinned(plot.series, first, span, plot.breaks), x, y)}"/>'
-    )
+    points = thinned(plot.series, first, span, plot.breaks)
+    shapes.append(f'<path class="line" d="{_path(points, x, y)}"/>')
     for dots in plot.dots:
-        points = "".join(f"M{x(time)} {y(value)}h0" for time, value in dots.points)
-        if points:
-            shapes.append(f'<path class="dot {dots.kind}" d="{points}"/>')
+        places = "".join(f"M{x(time)} {y(value)}h0" for time, value in dots.points)
+        if places:
+            shapes.append(f'<path class="dot {dots.kind}" d="{places}"/>')
     drawing = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(plot.title)}">{"".join(shapes)}</svg>'
+        f'aria-label="{escape(_described(plot))}">{"".join(shapes)}</svg>'
     )
     labels = "".join(f"<span>{escape(short(tick))}</span>" for tick in reversed(ticks))
     times = "".join(f"<span>{escape(text)}</span>" for text in time_labels(first, last))
     return (
         f"<figure><figcaption>{escape(plot.title)} "
         f"<small>{escape(plot.unit)}</small>{_legend(plot)}</figcaption>"
-        f'<div class="plot"><div class="y">{labels}</div><div class="area">{drawing}</div>'
+        f'<div class="plot"><div class="y">{labels}</div>'
+        f'<div class="area" tabindex="0" data-first="{first:.0f}" data-span="{span:.0f}" '
+        f'data-unit="{escape(plot.unit.partition(" ")[0])}" data-points="{_values(points, first)}">'
+        f"{drawing}<output></output></div>"
         f'<div class="x">{times}</div></div></figure>'
     )
 
 
 def _legend(plot: Plot) -> str:
-    marks: list[Dots | EventLines] = [
+    marks: list[Dots | EventLines | Bands] = [
         *(d for d in plot.dots if d.points),
         *(v for v in plot.lines if v.times),
+        *(b for b in plot.bands if b.spans),
     ]
-    words = [f'<span class="key {mark.kind}">{escape(mark.words)}</span>' for mark in marks]
+    words = [
+        f'<span class="key {type(mark).__name__.lower()} {mark.kind}">{escape(mark.words)}</span>'
+        for mark in marks
+    ]
     if plot.limit is not None:
         words.append(f'<span class="key limit">limit {escape(short(plot.limit))}</span>')
     return "".join(words)
 
 
-def _verticals(lines: EventLines, x: Scale) -> str:
+def _ticks(lines: EventLines, x: Scale) -> str:
     places = sorted({x(time) for time in lines.times})
-    return (
-        f'<path class="vertical {lines.kind}" '
-        f'd="{"".join(f"M{place} 0V{HEIGHT}" for place in places)}"/>'
-    )
+    marks = "".join(f"M{place} {HEIGHT}V{HEIGHT - _TICK}" for place in places)
+    return f'<path class="vertical {lines.kind}" d="{marks}"/>'
+
+
+def _band(bands: Bands, span: tuple[float, float], x: Scale) -> str:
+    start, end = x(span[0]), x(span[1])
+    width = max(end - start, 1.5)
+    return f'<rect class="band {bands.kind}" x="{start}" y="0" width="{width}" height="{HEIGHT}"/>'
+
+
+def _described(plot: Plot) -> str:
+    """What the drawing shows, for somebody who cannot see it."""
+    values = plot.series.values
+    words = f"{plot.title}: from {short(values[0])} to {short(values[-1])} {plot.unit}".rstrip()
+    return f"{words}, lowest {short(min(values))}, highest {short(max(values))}"
+
+
+def _values(points: Iterable[tuple[float, float] | None], first: float) -> str:
+    """`seconds after first:value` of each drawn point, for the script that shows them."""
+    return " ".join(f"{p[0] - first:.0f}:{p[1]:.5g}" for p in points if p is not None)
 
 
 def _path(points: Iterable[tuple[float, float] | None], x: Scale, y: Scale) -> str:

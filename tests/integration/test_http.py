@@ -174,17 +174,18 @@ def test_healthz_fails_when_the_guard_itself_is_silent(port: Port) -> None:
     assert "written nothing for 120 s" in words
 
 
-def test_with_a_token_only_health_is_open(tmp_path: Path) -> None:
+def test_with_a_token_only_health_and_the_empty_page_are_open(tmp_path: Path) -> None:
     requires.module("uvicorn")
     port = Port(tmp_path, TOKEN)
     try:
         port.status()
-        for path in ("/", "/metrics", "/status"):
+        for path in ("/report", "/report?range=1h", "/metrics", "/status"):
             assert _ask(port.url + path)[0] == 401
             assert _ask(port.url + path, "wrong")[0] == 401
             assert _ask(port.url + path, TOKEN)[0] == 200
         assert _ask(port.url + "/no-such-address")[0] == 401
-        assert _ask(port.url + "/healthz")[0] == 200
+        for path in ("/healthz", "/", "/live.js", "/chart.js"):
+            assert _ask(port.url + path)[0] == 200
         assert _ask(port.url + "/../guard.jsonl", TOKEN)[0] == 404
     finally:
         port.close()

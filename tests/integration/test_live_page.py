@@ -47,15 +47,15 @@ def tab(browser: Any) -> Iterator[Any]:
 
 def _enter(tab: Any, token: str) -> None:
     tab.locator("#token").fill(token)
-    tab.locator("button").click()
+    tab.get_by_role("button", name="Open").click()
 
 
 def test_the_token_is_asked_for_once_and_stands_in_no_address(port: Port, tab: Any) -> None:
-    assert tab.goto(port.url).status == 401
+    assert tab.goto(port.url).status == 200
     tab.locator("form").wait_for()
     assert RUN not in tab.content()
     _enter(tab, "wrong")
-    tab.get_by_text("This is not the token.").wait_for()
+    tab.get_by_text("Wrong token; try again.").wait_for()
     _enter(tab, f" {TOKEN}\n")
     tab.get_by_text(RUN).wait_for()
     assert tab.locator("form").is_hidden()
@@ -63,7 +63,8 @@ def test_the_token_is_asked_for_once_and_stands_in_no_address(port: Port, tab: A
 
     tab.reload()
     tab.get_by_text(RUN).wait_for()
-    assert set(tab.asked) == {f"{port.url}/", f"{port.url}/live.js"}
+    scripts = {f"{port.url}/live.js", f"{port.url}/chart.js"}
+    assert set(tab.asked) == {f"{port.url}/", f"{port.url}/report?range=24h", *scripts}
     assert tab.context.cookies() == []
     assert tab.evaluate("localStorage.length") == 0
     assert TOKEN not in tab.content()
@@ -80,18 +81,85 @@ def test_another_tab_has_to_ask_again(port: Port, tab: Any) -> None:
     assert RUN not in other.content()
 
 
-def test_the_page_goes_on_by_itself_and_says_when_the_guard_is_gone(port: Port, tab: Any) -> None:
+def test_the_page_updates_by_itself_and_says_when_the_guard_is_gone(port: Port, tab: Any) -> None:
     tab.goto(port.url)
     _enter(tab, TOKEN)
     tab.get_by_text(RUN).wait_for()
     port.status(run_id="the-next-run")
-    tab.wait_for_timeout(5500)  # A page that was made within the last seconds is shown again.
     tab.clock.run_for(11_000)
     tab.get_by_text("the-next-run").wait_for()
+    tab.clock.run_for(3_000)
+    tab.get_by_text("Last updated").wait_for()
     port.close()
     tab.clock.run_for(11_000)
     tab.get_by_text("The guard does not answer").wait_for()
     assert "the-next-run" in tab.content(), "what was known last stays to be read"
+
+
+def test_the_page_comes_back_by_itself_when_the_guard_does(tmp_path: Path, tab: Any) -> None:
+    """Guards against a tab that somebody has to reload after each restart of the guard."""
+    requires.module("uvicorn")
+    first = Port(tmp_path)
+    first.status(run_id=RUN)
+    tab.goto(first.url)
+    tab.get_by_text(RUN).wait_for()
+    first.close()
+    tab.clock.run_for(11_000)
+    tab.get_by_text("The guard does not answer").wait_for()
+    second = Port(tmp_path, port=first.number)
+    try:
+        second.status(run_id="after-the-restart")
+        tab.clock.run_for(11_000)
+        tab.get_by_text("after-the-restart").wait_for()
+        assert "does not answer" not in tab.locator("#state").inner_text()
+    finally:
+        second.close()
+
+
+def test_a_selection_survives_an_update(tmp_path: Path, tab: Any) -> None:
+    """Guards against a page that takes away what a person is about to copy."""
+    requires.module("uvicorn")
+    port = Port(tmp_path)
+    try:
+        port.status(run_id=RUN)
+        tab.goto(port.url)
+        tab.get_by_text(RUN).wait_for()
+        tab.evaluate("getSelection().selectAllChildren(document.querySelector('header'))")
+        port.status(run_id="the-next-run")
+        tab.clock.run_for(25_000)
+        tab.wait_for_timeout(300)
+        assert RUN in tab.evaluate("getSelection().toString()")
+        tab.evaluate("getSelection().removeAllRanges()")
+        tab.clock.run_for(11_000)
+        tab.get_by_text("the-next-run").wait_for()
+        assert tab.trouble == []
+    finally:
+        port.close()
+
+
+def test_the_verdict_stands_first(tmp_path: Path, tab: Any) -> None:
+    requires.module("uvicorn")
+    port = Port(tmp_path)
+    verdict = {
+        "state": "not earning",
+        "since": "2026-01-02T12:03:04Z",
+        "cause": "rank 1 in data for 912s",
+        "next_step": "read the stacks",
+        "event": "hang_detected",
+    }
+    try:
+        port.status(verdict=verdict)
+        tab.goto(port.url)
+        banner = tab.get_by_label("Verdict")
+        banner.wait_for()
+        assert banner.inner_text().startswith(
+            "NOT EARNING since 12:03 UTC: rank 1 in data for 912s"
+        )
+        top = tab.evaluate("document.querySelector('.verdict').getBoundingClientRect().top")
+        tiles = tab.evaluate("document.querySelector('.tiles').getBoundingClientRect().top")
+        assert top < tiles
+    finally:
+        port.close()
 
 
 def test_what_the_log_says_runs_no_script_in_the_page(port: Port, tab: Any) -> None:
@@ -116,6 +184,7 @@ def test_without_a_token_the_page_is_there_at_once_and_its_policy_hinders_nothin
     try:
         port.status(run_id=RUN, steps={"goodput": {"training": 0.75}})
         assert tab.goto(port.url).status == 200
+        assert "refresh" not in tab.content()
         tab.get_by_text(RUN).wait_for()
         bar = "getComputedStyle(document.querySelector('.bar i'))"
         assert tab.evaluate(f"{bar}.backgroundColor") == "rgb(46, 139, 87)"

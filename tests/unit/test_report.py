@@ -18,7 +18,7 @@ from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.reporting.report import render
-from miner_guard.reporting.report_data import TimeSeries, gather
+from miner_guard.reporting.report_data import LogReader, TimeSeries, gather
 from miner_guard.reporting.report_svg import nice_ticks, thinned
 from miner_guard.state_dir import StateDir, write_json
 from miner_guard.system.clock import FakeClock
@@ -260,3 +260,57 @@ def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run(["report", "-o", str(page), "--state-dir", str(tmp_path / "none")]) == 1
     assert run(["report", "-o", str(tmp_path / "state"), "--state-dir", str(log.state.root)]) == 1
     assert json.dumps("cannot be written")[1:-1] in capsys.readouterr().err
+
+
+def test_a_live_report_reads_only_what_was_written_since(tmp_path: Path) -> None:
+    """Guards against a page that parses a week of log at every look, and against lines lost or
+    counted twice over a rotation."""
+    log = Log(tmp_path)
+    for number in range(50):
+        log.step(number)
+    reader = LogReader(log.state)
+    assert reader.refresh().counts["inner_step"] == 50
+    log.step(50, loss=2.5)
+    log.state.log.rename(log.state.log.with_name("guard.jsonl.1"))
+    later = Log(tmp_path)
+    later.clock = log.clock
+    later.step(51, loss=2.25)
+    data = reader.refresh()
+    assert data.counts["inner_step"] == 52
+    assert data.loss.values[-2:] == [2.5, 2.25]
+    assert reader.refresh().counts["inner_step"] == 52
+    reader.close()
+
+
+def test_thinning_an_old_series_loses_no_extreme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miner_guard.reporting.report_data._MAX_POINTS", 1000)
+    series = TimeSeries()
+    for number in range(5000):
+        series.add(float(number), 100.0 if number == 77 else -100.0 if number == 99 else 1.0)
+    assert len(series.times) <= 1001
+    assert (max(series.values), min(series.values)) == (100.0, -100.0)
+    assert series.times == sorted(series.times)
+
+
+def test_a_window_holds_its_own_marks_and_counts(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    log.say("loss_nan", step=1, loss=None)
+    log.clock.advance(7200.0)
+    log.step(2)
+    data = gather(log.state)
+    assert data.last is not None
+    recent = data.window(data.last - 3600.0)
+    assert (len(data.loss.values), len(recent.loss.values)) == (2, 1)
+    assert (data.of("loss_nan") != [], recent.of("loss_nan")) == (True, [])
+
+
+def test_an_outage_is_a_band_from_the_exit_to_the_next_step(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    log.say("miner_exited", how="code 1", code=1, runtime_s=15.0)
+    log.clock.advance(60.0)
+    log.step(2)
+    page = _checked(render(log.state))
+    assert 'class="band bad"' in page
+    assert "hang or restart" in page

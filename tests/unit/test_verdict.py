@@ -163,6 +163,15 @@ def test_another_cause_of_the_same_state_keeps_since(tmp_path: Path) -> None:
     assert bench.monitor.snapshot()["since"] == since
 
 
+def test_a_guard_that_stops_does_not_stay_earning(tmp_path: Path) -> None:
+    """Guards against a status.json that says EARNING for as long as nobody starts the miner."""
+    bench = Bench(tmp_path)
+    bench.run(60)
+    (finding,) = bench.monitor.on_stop()
+    assert message(finding).startswith("VERDICT: STOPPED since ")
+    assert bench.monitor.snapshot()["state"] == STOPPED
+
+
 def test_the_first_line_of_the_screen_is_the_verdict() -> None:
     document = {
         **judge(healthy(steps__loss="NaN"), Memory()).as_dict(),
