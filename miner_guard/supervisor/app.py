@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from miner_guard import __version__, state_dir
@@ -28,6 +27,7 @@ from miner_guard.monitors.runner import MonitorRunner
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.control.commands import CommandHandler
 from miner_guard.supervisor.control.control_socket import ControlSocket
+from miner_guard.supervisor.control.endpoints import Endpoints
 from miner_guard.supervisor.control.service_manager import ServiceManager, service_managers
 from miner_guard.supervisor.control.status import Status, run_status
 from miner_guard.supervisor.disk.writer import DiskWriter
@@ -106,6 +106,7 @@ class GuardApp:
         self.relay = Relay(self.loop, self.host.output)
         self.redactor = Redactor.for_guard(beside(self.env, request.config.repo), request.config)
         self.disk = DiskWriter(request.state, request.config.logs, self.log)
+        self.endpoints = Endpoints(lock, self.disk, self.loop, self.report)
         self.emitter = self._emitter()
         self.flights = Flights(request.state, self.run_id, self.log, self.disk.copy_record)
         order = LaunchSpec(
@@ -135,9 +136,6 @@ class GuardApp:
         self.status = Status(request.state, self.clock, self.log)
         self.managers: list[ServiceManager] = []
         self._closers: list[Callable[[], None]] = []
-        self._sockets: dict[Path, tuple[Callable[[], None], Callable[[], None]]] = {}
-        """The sockets that others find the guard by; how to open each again, and how to close
-        it."""
 
     def _question(self) -> PreflightRequest:
         request = self.request
@@ -242,8 +240,8 @@ class GuardApp:
         self.host.parts = registry.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
         self.flights.leftovers(self.host)
-        self._try("guard.sock", self._open_notify_socket)
-        self._try("control.sock", self._open_control)
+        self.endpoints.open(self.request.state.socket, self._open_notify_socket)
+        self.endpoints.open(self.request.state.control, self._open_control)
         self.loop.after(0.0, self._start_jobs)
         self.loop.after(0.0, self._pulse)
         self.loop.every(1.0, self._pulse)
@@ -287,18 +285,6 @@ class GuardApp:
             self.disk.row,
         )
 
-    def _try(self, what: str, work: Callable[[], None]) -> None:
-        """What helps but is not needed: without it the miner runs all the same."""
-        try:
-            work()
-        except OSError as error:
-            self.log(
-                make_finding(
-                    "guard_degraded",
-                    what=f"no {what}: {error.strerror or error}; the miner runs without it",
-                )
-            )
-
     def _contain(self) -> None:
         """Whatever the miner starts ends with it, and with the guard, however that ends."""
         family = self.supervisor.family
@@ -320,7 +306,7 @@ class GuardApp:
         family.on_listed = self.deathwatch.listed
         self.deathwatch.tick()
 
-    def _open_notify_socket(self) -> None:
+    def _open_notify_socket(self) -> Callable[[], None]:
         bell = NotifySocket(
             self.request.state,
             lambda rank: self.flights.look_at(rank, self.host),
@@ -332,25 +318,10 @@ class GuardApp:
             self.loop.unwatch(bell.fileno())
             bell.close()
 
-        self._sockets[self.request.state.socket] = (self._open_notify_socket, close)
+        return close
 
-    def _open_control(self) -> None:
-        control = ControlSocket(self.request.state, self.loop, self.steering.answer)
-        self._sockets[self.request.state.control] = (self._open_control, control.close)
-
-    def _restore_sockets(self) -> None:
-        """Who cleans /tmp takes sockets too: the ranks would think they are alone, and `status`
-        that no guard runs.
-
-        And the lock: a second guard could start here, and end this one's miner as a leftover.
-        """
-        for path, (again, close) in list(self._sockets.items()):
-            if not path.exists():
-                close()
-                del self._sockets[path]
-                self._try(path.name, again)
-        if (lost := self.lock.keep()) is not None:
-            self.report(lost)
+    def _open_control(self) -> Callable[[], None]:
+        return ControlSocket(self.request.state, self.loop, self.steering.answer).close
 
     def _forward(self, number: int) -> None:
         if self.supervisor.child is not None:
@@ -366,7 +337,7 @@ class GuardApp:
 
     def _pulse(self) -> None:
         if not self._ended:
-            self._restore_sockets()
+            self.endpoints.look()
             self.deathwatch.tick()
         document = self._document()
         self.status.update(document)
@@ -394,8 +365,7 @@ class GuardApp:
             self._linger,
             lambda: self.status.update(self._document()),
             self.jobs.close,
-            *(close for _, close in self._sockets.values()),
-            *(functools.partial(state_dir.remove, path) for path in self._sockets),
+            self.endpoints.close,
             *reversed(self._closers),
             self.flights.close,
         )

@@ -25,7 +25,7 @@ from typing import Any
 from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.rendering import json_line
-from miner_guard.state_dir import StateDir
+from miner_guard.state_dir import PRIVATE_FILE, StateDir
 from miner_guard.supervisor.disk import messages
 from miner_guard.supervisor.disk.messages import FILES, LANES, LOG, RECORDS, ROWS
 from miner_guard.system.backoff import Backoff
@@ -55,6 +55,9 @@ class _Message:
 
     held: int | None = None
     """A descriptor that the process opens by its number; kept open until then."""
+
+    then: Callable[[], None] | None = None
+    """Called when it was written."""
 
     def settle(self) -> None:
         """It is over with."""
@@ -125,7 +128,7 @@ class DiskWriter:
     ) -> None:
         """`report` is called from a thread of this object, and may put what it is told into the
         log."""
-        self._order = {"state": str(state.root), "logs": dataclasses.asdict(logs)}
+        self._order: dict[str, Any] = {"state": str(state.root), "logs": dataclasses.asdict(logs)}
         self._report = report
         self._monotonic = monotonic
         self._changed = threading.Condition()
@@ -169,6 +172,12 @@ class DiskWriter:
         held = os.dup(memory)
         data = messages.record(path, f"/proc/{os.getpid()}/fd/{held}")
         self._put(RECORDS, _Message(data, path.name, path, held=held))
+
+    def when_it_answers(self, call: Callable[[], None]) -> None:
+        """Call, in a thread of this object, once the disk has done something."""
+        # Even to look for a file that may be removed waits for a frozen file system.
+        path = Path(self._order["state"]) / ".answers"
+        self._put(FILES, _Message(messages.file(path, None, PRIVATE_FILE), "the disk", then=call))
 
     def _wait_for(self, message: _Message) -> None:
         with self._changed:
@@ -302,13 +311,15 @@ class DiskWriter:
         with self._changed:
             if not lane.sent:
                 return
-            file = lane.sent[0].file
+            message = lane.sent[0]
             lane.done(self._monotonic())
             recovered, lost = lane.stuck or lane.lost > 0, lane.lost
             lane.stuck, lane.lost = False, 0
             self._changed.notify_all()
+        if message.then is not None:
+            message.then()
         if recovered:
-            self._report(make_finding("disk_recovered", what=file, lost=lost))
+            self._report(make_finding("disk_recovered", what=message.file, lost=lost))
 
     def _look_for_stuck(self) -> None:
         now = self._monotonic()

@@ -75,6 +75,13 @@ class Lock:
         self._fd = fd
         self._write()
 
+    def lost(self) -> bool:
+        """Whether somebody removed the lock file, as far as can be seen."""
+        try:
+            return self._fd is not None and not is_at(self._state.lock, self._fd)
+        except OSError:
+            return False
+
     def keep(self) -> Finding | None:
         """Take the lock file back where somebody removed it; what there is to say where that can't
         be done, once."""

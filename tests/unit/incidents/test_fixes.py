@@ -23,7 +23,10 @@ def found(log: str) -> Explained:
     ("line", "label", "said"),
     [
         (
-            "OSError: /e/site-packages/flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDevE",
+            (
+                "OSError: /e/site-packages/flash_attn_2_cuda.so: undefined symbol: "
+                "_ZN3c104cuda9SetDevE"
+            ),
             "version_mismatch",
             "flash-attn",
         ),

@@ -1,0 +1,75 @@
+"""What others find the guard by: its sockets and its lock, made again where somebody removed them.
+
+Who cleans /tmp takes sockets too: the ranks would think they are alone, and `status` that no guard
+runs. Without the lock a second guard could start here and end this one's miner as a leftover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from miner_guard import state_dir
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.supervisor.disk.writer import DiskWriter
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.startup.lock import Lock
+
+Close = Callable[[], None]
+
+
+class Endpoints:
+    """For the supervisor's thread."""
+
+    def __init__(
+        self, lock: Lock, disk: DiskWriter, loop: Loop, report: Callable[[Finding], None]
+    ) -> None:
+        self._lock, self._disk, self._loop, self._report = lock, disk, loop, report
+        self._make: dict[Path, Callable[[], Close]] = {}
+        self._close: dict[Path, Close] = {}
+        self._refused: set[Path] = set()
+        self._asked = False
+        """The disk was asked whether it answers."""
+
+    def open(self, path: Path, make: Callable[[], Close]) -> None:
+        """Make a socket, now and whenever it is gone. `make` answers how to close it, or raises
+        OSError."""
+        self._make[path] = make
+        self._open(path)
+
+    def _open(self, path: Path) -> None:
+        try:
+            self._close[path] = self._make[path]()
+        except OSError as error:
+            if path not in self._refused:
+                self._refused.add(path)
+                what = f"no {path.name}: {error.strerror or error}; the miner runs without it"
+                self._report(make_finding("guard_degraded", what=what))
+            return
+        self._refused.discard(path)
+
+    def look(self) -> None:
+        """About once a second. What is missing is made as soon as the disk has answered: to bind
+        a socket or create a lock on one that does not would hang the supervisor."""
+        missing = any(not path.exists() for path in self._make)
+        if (missing or self._lock.lost()) and not self._asked:
+            self._asked = True
+            self._disk.when_it_answers(lambda: self._loop.soon(self._restore))
+
+    def _restore(self) -> None:
+        self._asked = False
+        for path in self._make:
+            if not path.exists():
+                if path in self._close:
+                    self._close.pop(path)()
+                self._open(path)
+        if (lost := self._lock.keep()) is not None:
+            self._report(lost)
+
+    def close(self) -> None:
+        """Close all sockets and remove them."""
+        self._make.clear()
+        for path, close in self._close.items():
+            close()
+            state_dir.remove(path)
+        self._close.clear()
