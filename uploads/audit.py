@@ -238,6 +238,8 @@ class _Audit:
         if keys is not None and limits.endpoint is not None:
             endpoint = limits.endpoint.format(account=keys["R2_ACCOUNT_ID"])
             repo = dataclasses.replace(repo, endpoint=endpoint)
+            if limits.bucket_is_account:
+                repo = dataclasses.replace(repo, bucket=keys["R2_ACCOUNT_ID"])
         # As a validator: with the committed keys alone, else with ours that can only read.
         if (readers := keys or configured(repo)) is not None:
             env = {**without_secrets(env), **readers}
@@ -248,17 +250,21 @@ class _Audit:
         request = {
             "repo": dataclasses.asdict(repo),
             "outer_step": window if window is not None else outer_step,
-            "names": {"window": window, "uid": self.network.uid},
+            "names": {"window": window, "uid": self.network.uid, "version": limits.version},
             "folder": str(self.folder),
             "max_bytes": self._most(),
             "known": self.memory.known(self.model),
             "keys": {
-                "metadata": limits.metadata_key or "metadata.json",
-                "config": limits.config_key or "epoch-{outer_step}/config.json",
+                "metadata": self._document_key(limits.metadata_key, "metadata.json"),
+                "config": self._document_key(limits.config_key, "epoch-{outer_step}/config.json"),
                 "gradients": limits.gradients_key or "epoch-{outer_step}/gradients.pt",
             },
         }
         return probe.ask("uploads.audit_probe", request, self.deadline_s, env=env)
+
+    def _document_key(self, key: str | None, usual: str) -> str | None:
+        """A network that counts in windows keeps none but those that its profile names."""
+        return key if key is not None or self.limits.window_blocks is not None else usual
 
     def _most(self) -> int:
         """Bytes that a gradients file may have to be fetched."""

@@ -83,5 +83,5 @@ def outcome_of(verdicts: Sequence[Verdict]) -> str:
     if "block" in outcomes.values():
         return "rejected"
     # Without these nobody can say that a validator would accept it.
-    needed: tuple[Any, ...] = ("gradients", "repo_age", "min_inner_step")
+    needed: tuple[Any, ...] = ("gradients", "repo_age", "min_inner_step", "window")
     return "unknown" if any(outcomes.get(rule) == "unknown" for rule in needed) else "accepted"

@@ -18,13 +18,13 @@ def chunk_edge(length: int, target: int) -> int:
     return next(edge for edge in range(min(target, length), 0, -1) if length % edge == 0)
 
 
-def scattered_into(shape: Sequence[int], target: int | None, dct: bool) -> tuple[int, ...] | None:
+def scattered_into(shape: Sequence[int], target: int | None, layout: str) -> tuple[int, ...] | None:
     """The shape that validators scatter a parameter's values into, along its last dimension.
 
-    Of a matrix in `y·h` rows and `x·w` columns: `(y, x, h·w)` with the DCT, and `(y, h, x·w)`
-    without it, since the same rearrangement then meets axes in another order. Of a vector: `(x,
-    w)`. Without a `target` indices count through the whole tensor. None for a parameter of no or
-    more than two dimensions, which neither subnet has.
+    Of a matrix in `y·h` rows and `x·w` columns: `(y, x, h·w)` in `blocks` (Templar; subnet 38 with
+    the DCT), `(y, h, x·w)` in `rows` (subnet 38 without it). Of a vector: `(x, w)`. Without a
+    `target` indices count through the whole tensor. None for a parameter of no or more than two
+    dimensions, which neither subnet has.
     """
     if target is None:
         return (math.prod(shape),)
@@ -34,6 +34,6 @@ def scattered_into(shape: Sequence[int], target: int | None, dct: bool) -> tuple
     counts = [length // edge for length, edge in zip(shape, edges, strict=True)]
     if len(shape) == 1:
         return (counts[0], edges[0])
-    if dct:
+    if layout == "blocks":
         return (counts[0], counts[1], edges[0] * edges[1])
     return (counts[0], edges[0], shape[1])

@@ -37,8 +37,13 @@ class Format:
     value_suffix: str = "vals"
     quant_suffix: str = "quant_params"
     chunk: int | None = None
-    dct: bool = False
+    layout: str = "rows"
     value_dtype: str | None = None
+    inside: str | None = None
+    packed_bits: int | None = None
+    topk: int | None = None
+    complete: bool = False
+    quant_scale: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, limits: Mapping[str, Any]) -> Format:
@@ -84,7 +89,11 @@ def decode(
     Unusable."""
     indices = _plain(torch, entry.indices, "indices", size)
     values = _plain(torch, entry.values, "values", size)
-    if entry.quantisation is not None:
+    if form.packed_bits is not None:
+        indices = _unpacked(torch, indices, values, form.packed_bits)
+    if form.quant_scale is not None:
+        _check_quantisation(torch, entry, form.quant_scale)
+    if entry.quantisation is not None and (form.quant_scale is None or values.dtype == torch.uint8):
         values = _dequantised(torch, values, entry.quantisation, size)
     dtype = _checked_dtype(torch, values, form)
     with warnings.catch_warnings():
@@ -93,9 +102,11 @@ def decode(
         whole = indices.to(torch.int64)
     if form.chunk is None and whole.shape == values.shape:
         whole, values = whole.flatten(), values.flatten()
-    target = None if shape is None else scattered_into(shape, form.chunk, form.dct)
+    target = None if shape is None else scattered_into(shape, form.chunk, form.layout)
     _check_shapes(torch, whole, values, target, dtype)
     _check_bounds(whole, None if target is None else target[-1])
+    if form.topk is not None and target is not None:
+        _check_topk(whole, target, form.topk)
     used = _computable(values[tuple(slice(length) for length in whole.shape)])
     _check_finite(torch, whole, used, target)
     magnitude = used.abs()
@@ -115,6 +126,52 @@ def _plain(torch: Any, value: Any, what: str, size: int) -> Any:
     if value.numel() * value.element_size() > size:
         raise Unusable(f"claims {value.numel()} {what} in a file of {size} bytes")
     return value.detach()
+
+
+def _unpacked(torch: Any, packed: Any, values: Any, bits: int) -> Any:
+    """Indices of 12 bits, of which two lie in three bytes: the low eight of the first, its high
+    four below the low four of the second, the second's high eight."""
+    if bits != 12:
+        raise Unusable(f"indices of {bits} bits are none that this version can read")
+    if packed.dtype != torch.uint8:
+        kind = _short(packed.dtype)
+        raise Unusable(f"indices are {kind}; validators take 12 bits packed in uint8 alone")
+    count = values.numel()
+    if count == 0 or count % 2 or packed.numel() != count * 3 // 2:
+        raise Unusable(
+            f"{packed.numel()} bytes of packed indices for {count} values; an even number of "
+            f"values takes three bytes for two"
+        )
+    low, middle, high = packed.flatten().to(torch.int64).reshape(-1, 3).unbind(-1)
+    first, second = low | ((middle & 0x0F) << 8), (middle >> 4) | (high << 4)
+    return torch.stack((first, second), -1).reshape(values.shape)
+
+
+def _check_quantisation(torch: Any, entry: Stored, scale_range: tuple[float, float]) -> None:
+    """What Templar's validators ask of quantisation parameters before they use them."""
+    if entry.quantisation is None:
+        raise Unusable("quantisation parameters are missing")
+    parameters = entry.quantisation
+    if not isinstance(parameters, (list, tuple)) or len(parameters) != 5:
+        raise Unusable("quantisation parameters are not shift, scale, offset, table and dtype")
+    shift, scale, _, table, _ = parameters
+    if not isinstance(shift, torch.Tensor) or not bool(torch.isfinite(shift).all()):
+        raise Unusable("the quantisation's shift is not a finite tensor")
+    least, most = scale_range
+    if isinstance(scale, float) and not least <= abs(scale) <= most:
+        raise Unusable(f"the quantisation's scale {scale} is not between {least} and {most}")
+    if isinstance(table, torch.Tensor) and not bool(torch.isfinite(table).all()):
+        raise Unusable("the quantisation's table holds NaN or Inf")
+
+
+def _check_topk(whole: Any, target: tuple[int, ...], topk: int) -> None:
+    """As many values in each chunk as all miners send, in all chunks of the parameter."""
+    expected = min(topk, target[-1])
+    if whole.dim() == 0 or whole.shape[-1] != expected:
+        given = whole.shape[-1] if whole.dim() else 1
+        raise Unusable(f"{given} values a chunk, validators take exactly {expected}")
+    if tuple(whole.shape[:-1]) != target[:-1]:
+        raise Unusable(f"chunks of {list(whole.shape[:-1])}, the parameter has {list(target[:-1])}")
 
 
 def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:

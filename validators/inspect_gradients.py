@@ -161,6 +161,11 @@ def _look(
     """Apply the file as a validator does: by the model's own names where they are known, else by
     the file's."""
     form = Format.of(limits)
+    if form.inside is not None:
+        inner = document.get(form.inside)
+        if not isinstance(inner, dict):
+            raise RejectedFile(f"lacks a dictionary {form.inside!r}, which holds the gradients")
+        document = inner
     key = limits.get("gradients_metadata_key")
     problems: list[str] = []
     if key is not None and key not in document:
@@ -173,7 +178,11 @@ def _look(
     names = [name for name in named if plain_name(name) == name] if shapes is None else shapes.of
     applied, wrong, warned = _applied(torch, document, names, shapes, form, size)
     problems += wrong
-    if named and not wrong:
+    if form.complete and shapes is not None:
+        held = [name for name in named if document.get(name + form.index_suffix) is not None]
+        foreign = [name for name in held if name not in shapes.of]
+        problems += [f"{name}: the model has no such parameter" for name in foreign[:1]]
+    if named and not problems:
         problems += _worthless(applied, named, shapes)
     unnamed, missing = _compared(named, applied, shapes)
     return {
@@ -205,6 +214,11 @@ def _applied(
     problems, warned = [], []
     for name in names:
         entry = stored(document, name, form)
+        if form.complete and (entry.indices is None or entry.values is None):
+            problems.append(
+                f"{name}: indices or values are missing, and validators take whole models"
+            )
+            continue
         if entry.indices is None or entry.values is None:
             if entry.indices is not None or entry.values is not None:
                 lacking = "indices" if entry.indices is None else "values"

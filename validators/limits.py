@@ -104,8 +104,23 @@ class Limits:
     """Indices count within chunks of this edge (the DCT's), and are whole-tensor indices where it
     is None."""
 
-    gradients_dct: bool = False
-    """Whether validators decode with the DCT: it decides which axes the chunks lie on."""
+    gradients_layout: str = "rows"
+    """How the chunks of a matrix lie: `rows` of its whole width, or square `blocks`."""
+
+    gradients_inside: str | None = None
+    """The key of the file's document that holds the gradients, where they do not fill it."""
+
+    gradients_packed_bits: int | None = None
+    """12: indices are packed, two in three bytes of uint8. None: one number each."""
+
+    gradients_topk: int | None = None
+    """Values that each chunk must have, or as many as it is long; None: any number."""
+
+    gradients_complete: bool = False
+    """A parameter that is missing, or that the model does not have, rejects the whole file."""
+
+    gradients_quant_scale: tuple[float, float] | None = None
+    """Least and greatest scale of quantised values that is taken."""
 
     gradients_value_dtype: str | None = None
     """torch's name of the type that values must have: validators scatter them into a tensor of
@@ -117,6 +132,12 @@ class Limits:
 
     min_inner_step_after_allreduce: int | None = None
     """The operator's minimum while the archive of an AllReduce is published; None: as always."""
+
+    version: str | None = None
+    """The validators' version, where a key names it (`{version}`)."""
+
+    bucket_is_account: bool = False
+    """The bucket bears the name of the committed account."""
 
     read_from: str | None = None
     """The version of the validators that the numbers were read from."""

@@ -119,7 +119,7 @@ def misfit(tensors: Tensors, shape: Sequence[int] | None, limits: Limits) -> str
         )
     target = None
     if shape is not None:
-        target = scattered_into(shape, limits.gradients_chunk, limits.gradients_dct)
+        target = scattered_into(shape, limits.gradients_chunk, limits.gradients_layout)
     if limits.gradients_chunk is None and tensors.index_shape == tensors.value_shape:
         return None
     if fits(tensors.index_shape, tensors.value_shape, target):

@@ -53,8 +53,11 @@ def gate_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
 
 def audit_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
     """Rules for what is published; `facts.candidate` is what was fetched."""
-    yield min_inner_step.RULE, min_inner_step.judge_published
-    yield repo_age.RULE, repo_age.judge_published
+    if limits.window_blocks is not None:
+        yield window.RULE, window.judge_published
+    else:
+        yield min_inner_step.RULE, min_inner_step.judge_published
+        yield repo_age.RULE, repo_age.judge_published
     yield gradients.RULE, gradients.judge
     if limits.block_list_max_age is not None:
         yield block_list.RULE, block_list.judge

@@ -49,3 +49,32 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         f"{word}. Wait {wait:.0f}s"
     )
     return Verdict(RULE, "block", seen, list(put), words, retry_after_s=round(wait, 1))
+
+
+def judge_published(facts: Facts, limits: Limits) -> Verdict:
+    """Whether the gradient of the last whole window was put in the seconds that count.
+
+    By the storage's time of the object and the time since the window's last block, known to
+    a block: closer to a limit than that it is unknown.
+    """
+    network, blocks, put = facts.network, limits.window_blocks, limits.window_put_s
+    if blocks is None or put is None:
+        return Verdict(RULE, "unknown", None, None, "no profile says when a window takes uploads")
+    if facts.published.empty:
+        return Verdict(RULE, "block", None, list(put), "the last window's gradient is not there")
+    if network.block is None or facts.published.age_s is None:
+        why = network.reason or facts.published.reason or "the block or the age was not read"
+        return Verdict(RULE, "unknown", None, list(put), f"when it was put is unknown: {why}")
+    elapsed = 0.0 if network.seen_at is None else max(facts.now - network.seen_at, 0.0)
+    since = (network.block % blocks) * limits.block_s + elapsed
+    at = round(since - facts.published.age_s, 1)
+    if put[0] <= at <= put[1]:
+        close = at > put[1] - limits.block_s
+        words = f"put {at:.0f}s after the window's end, counted up to {put[1]:.0f}s"
+        return Verdict(RULE, "warn" if close else "pass", at, list(put), words)
+    if put[0] - limits.block_s <= at <= put[1] + limits.block_s:
+        words = f"put about {at:.0f}s after the window's end, a block's time from a limit"
+        return Verdict(RULE, "unknown", at, list(put), words)
+    word = "TOO_EARLY" if at < put[0] else "TOO_LATE"
+    words = f"put {at:.0f}s after the window's end, counted from {put[0]:.0f}s to {put[1]:.0f}s"
+    return Verdict(RULE, "block", at, list(put), f"{words}: {word}")

@@ -186,7 +186,7 @@ def _epoch(epoch: int, inner: int) -> Iterator[tuple[str, bytes]]:
 def _gradients(line: Mapping[str, Any]) -> bytes:
     document: Any = compressed()
     for pattern, expression in line.get("gradients", {}).items():
-        document = _edited(document, pattern, expression)
+        document = edited(document, pattern, expression)
     data = saved(document, **line.get("save", {}))
     if "bytes" in line:
         data = eval(line["bytes"], {"b": data})
@@ -194,7 +194,8 @@ def _gradients(line: Mapping[str, Any]) -> bytes:
     return data
 
 
-def _edited(document: Any, pattern: str, expression: str | None) -> Any:
+def edited(document: Any, pattern: str, expression: str | None) -> Any:
+    """The document with the keys that match replaced, or dropped."""
     if pattern == "":
         return _value(expression, d=document)
     matching = fnmatch.filter(list(document), pattern) or [pattern]

@@ -20,8 +20,6 @@ import argparse
 import asyncio
 import datetime as dt
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import logging
 import math
@@ -39,30 +37,10 @@ import torch.nn.functional as F
 
 from tests.truth import states
 from tests.truth.server import Server
+from tests.truth.stand_ins import StandIns
 
 VALIDATOR_UID, MASTER_UID = 1, 0
 _HOTKEY = "5Fminer"
-
-
-class _Anything(type):
-    """A class that has every attribute, and can be called, indexed and inherited from."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name, (), {})
-
-    def __getitem__(cls, item: Any) -> Any:
-        return cls
-
-
-class _StandIn(types.ModuleType):
-    __path__: Sequence[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name, (), {"__init__": lambda *_, **__: None})
 
 
 _OWN = ["base", "averaging", "data", "protocol"]
@@ -77,24 +55,6 @@ _ABSENT = (
     *("datasets", "base58", "pytz", "openskill", "nest_asyncio"),
 )
 """What the validator imports and is heavy, or of no use here."""
-
-
-class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives an empty module for each of these names, and for all below it."""
-
-    def __init__(self, only: tuple[str, ...]) -> None:
-        self._only = only
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if not any(name == of or name.startswith(of + ".") for of in self._only):
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
 
 
 class TinyModel(torch.nn.Module):
@@ -156,7 +116,7 @@ class Validator:
 
     def __init__(self, checkout: Path, server: Server) -> None:
         sys.path.insert(0, str(checkout))
-        sys.meta_path.insert(0, _StandIns(_STANDING_IN + _ABSENT))
+        sys.meta_path.insert(0, StandIns(_STANDING_IN + _ABSENT))
         for package in ("distributed_training.validator", "distributed_training.utils"):
             bare = types.ModuleType(package)
             bare.__path__ = [str(checkout / package.replace(".", "/"))]

@@ -310,13 +310,28 @@ def test_a_commitment_of_placeholders_is_rejected_unread(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("inspected_here")
-def test_a_second_subnets_keys_are_found_by_window(tmp_path: Path) -> None:
-    limits = Limits.of(GateSettings(min_inner_step=30), load_profile("sn3").limits)
-    publish(tmp_path, inner=30)
-    os.replace(tmp_path / "epoch-56" / "gradients.pt", tmp_path / "gradient-8-7-v2.1.18.pt")
+def test_a_second_subnets_gradient_is_found_by_window_and_version_and_has_no_metadata(
+    tmp_path: Path,
+) -> None:
+    limits = Limits.of(GateSettings(min_inner_step=0), load_profile("sn3").limits)
+    limits = dataclasses.replace(limits, gradients_packed_bits=None, gradients_chunk=None)
+    limits = dataclasses.replace(limits, gradients_quant_scale=None, gradients_complete=False)
+    values = {"widxs": torch.tensor([1, 2]), "wvals": torch.tensor([0.5, -0.5])}
+    path = tmp_path / f"gradient-8-7-v{limits.version}.pt"
+    torch.save({"state_dict": values, "global_step": 1}, path)
     network = Network(115 * 9 + 3, None, None, None, True, 7, None, time.monotonic())
     report = look(tmp_path, network, limits)
     assert report.outcome == "accepted", report.detail
+    assert {v.rule for v in report.verdicts} == {"window", "gradients", "commitment"}
+    late = dataclasses.replace(network, block=115 * 9 + 20)
+    assert "TOO_LATE" in look(tmp_path, late, limits).detail
+    then = time.time() - 300.0
+    os.utime(path, (then, then))
+    assert "TOO_EARLY" in look(tmp_path, network, limits).detail
+    os.replace(path, tmp_path / "gradient-8-7-v2.1.18.pt")
+    gone = look(tmp_path, network, limits)
+    assert gone.outcome == "rejected"
+    assert f"gradient-8-7-v{limits.version}.pt does not exist" in gone.detail
 
 
 @pytest.mark.usefixtures("inspected_here")

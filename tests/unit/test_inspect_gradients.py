@@ -294,7 +294,10 @@ def test_the_layout_of_the_dct_is_refused_where_validators_run_without_it(tmp_pa
     }
     path, shapes = saved(tmp_path, document), Shapes({"w": (128, 192)})
     assert "index 4000 is out of bounds (0 to 191)" in looked_at(path, shapes, SN38)["problems"][0]
-    assert looked_at(path, shapes, dataclasses.replace(SN38, gradients_dct=True))["problems"] == []
+    assert (
+        looked_at(path, shapes, dataclasses.replace(SN38, gradients_layout="blocks"))["problems"]
+        == []
+    )
     document["widxs"] %= 192
     report = looked_at(saved(tmp_path, document), shapes, SN38)
     assert report["problems"] == []

@@ -1,0 +1,50 @@
+"""Empty modules in the place of what a validator imports and no verdict passes through."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import types
+from collections.abc import Sequence
+from typing import Any
+
+
+class _Anything(type):
+    """A class that has every attribute, and can be called, indexed and inherited from."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {})
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+
+class _StandIn(types.ModuleType):
+    __path__: Sequence[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {"__init__": lambda *_, **__: None})
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives an empty module for each of these names, and for all below it."""
+
+    def __init__(self, only: tuple[str, ...]) -> None:
+        self._only = only
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """A module of this finder, where the name is one of its own."""
+        if not any(name == of or name.startswith(of + ".") for of in self._only):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        """An empty module that has every attribute."""
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing is run."""
