@@ -32,7 +32,11 @@ search its square."""
 _IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*)(?::\s|$)")
 """An exception whose name does not say so, such as `queue.Empty`."""
 
-_FRAME = re.compile(r'file "([^"]+)", line \d')
+_FRAME = re.compile(
+    r'file "([^"]+)", line \d|^file ([^\s:]{1,300}\.py|.:[^\s:]{1,300}\.py):\d+, in '
+)
+"""Python's, and IPython's."""
+
 _TRACEBACK = "traceback (most recent call last)"
 _IGNORED = "exception ignored in"
 _CHAINED = ("exception was the direct cause of", "handling of the above exception")
@@ -363,7 +367,7 @@ class Scanner:
         """
         starts, frame = (
             _TRACEBACK in lowered,
-            _FRAME.search(lowered) if 'file "' in lowered else None,
+            _FRAME.search(lowered) if 'file "' in lowered or lowered.startswith("file ") else None,
         )
         opened = self._open.get(rank)
         ignored = _IGNORED in lowered or (opened is not None and opened.ignored and starts)
@@ -371,7 +375,7 @@ class Scanner:
         if begins and (opened is not None or len(self._open) < _MAX_STREAMS):
             self._open[rank] = opened = _Traceback(number, ignored)
         if frame and opened is not None and len(opened.frames) < _MAX_FRAMES:
-            opened.frames += frame[1] + " "
+            opened.frames += (frame[1] or frame[2]).replace("\\", "/") + " "
         inner = lowered.lstrip()
         if opened is not None and inner.startswith("raise "):
             opened.raises = text.strip()

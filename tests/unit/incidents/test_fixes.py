@@ -85,7 +85,7 @@ def test_a_full_dev_shm_is_not_a_full_disk() -> None:
 
 
 def test_a_library_that_refuses_an_argument_is_not_the_miners_fault() -> None:
-    refused = "TypeError: f() got an unexpected keyword argument 'processing_class'\n"
+    refused = "TypeError: f() got an unexpected keyword argument 'of_ours'\n"
     start = "Traceback (most recent call last):\n  "
     assert found(start + LIBRARY + refused).label == "version_mismatch"
     assert found(start + 'File "neurons/miner.py", line 7\n' + refused).label == "code_bug"
