@@ -301,7 +301,7 @@ class GuardApp:
             self.request.config.miner.stop_timeout_s,
             None if cgroup is None else str(cgroup.path),
         )
-        self.deathwatch = Deathwatch(run, self.env, self.clock, self.report)
+        self.deathwatch = Deathwatch(run, self.env, self.loop, self.report)
         self._closers.append(self.deathwatch.dismiss)
         family.on_listed = self.deathwatch.listed
         self.deathwatch.tick()

@@ -13,14 +13,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import miner_guard
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.process.last_resort import RunToEnd
-from miner_guard.system.clock import Clock
+from miner_guard.system.backoff import Backoff
 from miner_guard.system.processes import HELPER, Process
 
 _PACKAGES = Path(miner_guard.__file__).resolve().parents[1]
@@ -28,26 +30,29 @@ _PACKAGES = Path(miner_guard.__file__).resolve().parents[1]
 _BOOT = """import json, sys
 order = json.loads(sys.stdin.readline())
 sys.path.insert(0, order.pop("packages"))
+from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.process.last_resort import main
 main(order)"""
 """What is passed on the command line names neither this program nor its folder, for `pkill -f`."""
-
-_FIRST_WAIT_S = 1.0
-_MAX_WAIT_S = 60.0
 
 
 class Deathwatch:
     """Starts that process, and again when somebody kills it. For the supervisor's thread."""
 
     def __init__(
-        self, run: RunToEnd, env: Mapping[str, str], clock: Clock, report: Callable[[Finding], None]
+        self,
+        run: RunToEnd,
+        env: Mapping[str, str],
+        loop: Loop,
+        report: Callable[[Finding], None],
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._env, self._clock, self._report = env, clock, report
+        self._env, self._loop, self._report, self._monotonic = env, loop, report, monotonic
         self._list = os.memfd_create("miner-guard-run", os.MFD_CLOEXEC)
         self._run = replace(run, list_fd=self._list)
         self._process: subprocess.Popen[bytes] | None = None
-        self._wait_s, self._retry_at = _FIRST_WAIT_S, 0.0
-        self._reported = False
+        self._backoff = Backoff()
+        self._start_at = self._started_at = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -62,7 +67,7 @@ class Deathwatch:
             self._process = subprocess.Popen(
                 [os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT],
                 stdin=reading,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 cwd="/",
@@ -77,6 +82,9 @@ class Deathwatch:
         self._writing = writing
         order = {**asdict(self._run), "packages": str(_PACKAGES)}
         os.write(writing, json.dumps(order).encode() + b"\n")
+        self._started_at = self._monotonic()
+        assert self._process.stdout is not None
+        self._loop.watch(self._process.stdout.fileno(), self._ended)
 
     def listed(self, run: Iterable[Process]) -> None:
         """Who belongs to the run now."""
@@ -87,40 +95,41 @@ class Deathwatch:
         os.ftruncate(self._list, len(lines))
 
     def tick(self) -> None:
-        """Start it again where it ended; to be called about once a second."""
-        now = self._clock.monotonic()
-        if self._process is not None and (code := self._process.poll()) is not None:
-            os.close(self._writing)
-            self._process = None
-            self._retry_at = now + self._wait_s
-            self._wait_s = min(2 * self._wait_s, _MAX_WAIT_S)
-            self._say(
-                "the process that ends the miner if the guard is killed has ended "
-                f"itself (code {code})"
-            )
-        if self._process is None and now >= self._retry_at:
+        """Start it where it is due; to be called about once a second."""
+        if self._process is None and self._monotonic() >= self._start_at:
             try:
                 self.start()
             except OSError as error:
-                self._retry_at = now + self._wait_s
-                self._wait_s = min(2 * self._wait_s, _MAX_WAIT_S)
-                self._say(
-                    "the process that ends the miner if the guard is killed can't "
-                    f"start ({error.strerror})"
-                )
+                self._wait_again(0.0, f"can't start ({error.strerror})")
 
-    def _say(self, what: str) -> None:
-        if not self._reported:
-            self._reported = True
-            self._report(
-                make_finding(
-                    "guard_degraded", what=f"{what}; it is started again, with growing pauses"
-                )
+    def _ended(self) -> None:
+        """Its end of the pipe is closed. A second SIGKILL may be on its way to the guard: the first
+        time it is started again at once."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        self._loop.unwatch(self._process.stdout.fileno())
+        self._process.stdout.close()
+        os.close(self._writing)
+        code = self._process.wait()
+        self._process = None
+        self._wait_again(self._monotonic() - self._started_at, f"has ended itself (code {code})")
+        self.tick()
+
+    def _wait_again(self, lived_s: float, how: str) -> None:
+        wait_s = self._backoff.ended(lived_s)
+        self._start_at = self._monotonic() + (0.0 if self._backoff.first else wait_s)
+        if self._backoff.first:
+            what = (
+                f"the process that ends the miner if the guard is killed {how}; it is started "
+                "again, with growing pauses"
             )
+            self._report(make_finding("guard_degraded", what=what))
 
     def dismiss(self) -> None:
         """The guard ends in order; nothing is left to do."""
         if self._process is not None:
+            assert self._process.stdout is not None
+            self._loop.unwatch(self._process.stdout.fileno())
             with contextlib.suppress(OSError):
                 os.write(self._writing, b"done\n")
             os.close(self._writing)

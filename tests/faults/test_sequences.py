@@ -1,0 +1,31 @@
+"""Random sequences of faults: the miner steps on through each, and nothing is left of the run.
+
+The faults, what is checked and how to repeat one seed: `sequences`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.sequences import Sequence, clock_library
+
+QUICK = (8, 11)
+"""8 once left a process: the process of last resort was killed, and the guard a moment later. 11
+steps the clock by 25 years and freezes the disk."""
+
+SEEDS = 500
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    return clock_library(tmp_path_factory.mktemp("clock"))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*QUICK, *(pytest.param(n, marks=pytest.mark.long) for n in range(SEEDS) if n not in QUICK)],
+)
+def test_a_random_sequence_of_faults(seed: int, tmp_path: Path, library: Path | None) -> None:
+    Sequence(seed, tmp_path, library).run()
