@@ -1,0 +1,128 @@
+"""`python -m tests.faults.soak MINUTES [SEED]`: four ranks, 200 steps a second, a fault each 20 s.
+
+Prints a table of what the guard holds; `grown` tells what did not stay flat.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence as Rows
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from miner_guard.state_dir import StateDir
+from tests.faults.guarded import Guarded
+from tests.faults.sequences import (
+    FAULTS,
+    SETTINGS,
+    STOP_S,
+    World,
+    clock_library,
+    mounted,
+    steps_of,
+    thaw,
+)
+from tests.support.waiting import until
+
+STEP_S = 0.005
+FAULT_EVERY_S = 20.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the guard's own process holds."""
+
+    minute: float
+    rss_mb: float
+    descriptors: int
+    threads: int
+    log_mb: float
+    """Of guard.jsonl and its rotated files."""
+
+    steps_per_s: float
+    """Of rank 0, since the last sample."""
+
+
+def soak(minutes: float, seed: int, folder: Path) -> list[Sample]:
+    """Run it; a sample per fault. Raises AssertionError where the run or its end fails."""
+    guarded = Guarded(folder)
+    samples: list[Sample] = []
+    with mounted(folder) as disk:
+        if disk is not None:
+            guarded.state = StateDir(disk / "state")
+        clock, steps = folder / "clock", folder / "steps"
+        world = World(guarded, disk, random.Random(seed), clock, steps)
+        clock.write_text("0")
+        library = clock_library(folder)
+        env = {"SHIFTED_CLOCK_STATE": str(clock)}
+        if library is not None:
+            env["LD_PRELOAD"] = str(library)
+        try:
+            guarded.start(
+                guarded.miner("four_ranks", steps, STEP_S),
+                settings={**SETTINGS, "logs.max_bytes": 1_000_000},
+                env=env,
+            )
+            until(lambda: steps.exists() and len(steps_of(world)) > 20, 60, guarded.tail)
+            began, last = time.monotonic(), (time.monotonic(), steps_of(world)[-1][0])
+            while time.monotonic() - began < 60 * minutes:
+                due = time.monotonic() + FAULT_EVERY_S
+                words = world.random.choice(FAULTS)(world)
+                time.sleep(max(0.0, due - time.monotonic()))
+                assert guarded.processes[-1].poll() is None, f"the guard ended after: {words}"
+                now = (time.monotonic(), steps_of(world)[-1][0])
+                rate = (now[1] - last[1]) / (now[0] - last[0])
+                last = now
+                samples.append(_sample(world, (now[0] - began) / 60, rate))
+                print(
+                    " | ".join(f"{value:.1f}" for value in astuple(samples[-1])), words, flush=True
+                )
+            assert guarded.stop(seconds=STOP_S) == 0
+            guarded.assert_nothing_left(1.0)
+        finally:
+            thaw(world)
+            guarded.clean()
+    return samples
+
+
+def _sample(world: World, minute: float, rate: float) -> Sample:
+    proc = Path(f"/proc/{world.guard}")
+    pages = int((proc / "statm").read_text().split()[1])
+    logs = world.guarded.state.root.glob("guard.jsonl*")
+    return Sample(
+        minute,
+        pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        len(list((proc / "fd").iterdir())),
+        len(list((proc / "task").iterdir())),
+        sum(path.stat().st_size for path in logs) / 2**20,
+        rate,
+    )
+
+
+def grown(samples: Rows[Sample]) -> list[str]:
+    """What was more in the last third than in the second: the first third is for caches to fill."""
+    third = len(samples) // 3
+    second, last = samples[third : 2 * third], samples[2 * third :]
+    found = []
+    for name, share, slack in (("rss_mb", 1.05, 3.0), ("descriptors", 1.0, 4), ("threads", 1.0, 2)):
+        before = statistics.median(getattr(sample, name) for sample in second)
+        after = statistics.median(getattr(sample, name) for sample in last)
+        if after > before * share + slack:
+            found.append(f"{name} grew from {before:.1f} to {after:.1f}")
+    return found
+
+
+def main(minutes: str, seed: str = "1") -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        bad = grown(soak(float(minutes), int(seed), Path(folder)))
+    print("; ".join(bad) or "flat")
+    return min(len(bad), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
