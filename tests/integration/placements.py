@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from miner_guard.eventlog import catalog
+from miner_guard.flight_recorder.journal import JournalEntry, Training
 from miner_guard.rank.introspection import diagnose, placement
 
 
@@ -29,8 +30,8 @@ class Host:
         self.journaled: list[dict[str, Any]] = []
         self.said: list[catalog.Finding] = []
 
-    def journal(self, document: Any) -> bool:
-        self.journaled.append(json.loads(json.dumps(document)))
+    def journal(self, entry: JournalEntry) -> bool:
+        self.journaled.append(json.loads(json.dumps(entry.to_json())))
         return self.supervised
 
     def emit(self, finding: catalog.Finding) -> None:
@@ -105,9 +106,8 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
         reports = diagnose.diagnose(
             host,
             model,
+            Training(batch_size=2, effective_batch_size=512),
             deadline_s=deadline_s,
-            batch_size=2,
-            effective_batch_size=512,
             expect=expect,
         )
     seconds = time.monotonic() - started
