@@ -128,6 +128,15 @@ def known_count(count: int) -> int | None:
     return None if count < 0 else count
 
 
+_MAX_TIME_S = 1e12
+"""A host that runs for 30,000 years."""
+
+
+def is_time(value: float) -> bool:
+    """Whether it can be a monotonic time; NaN and infinities are none."""
+    return 0.0 <= value < _MAX_TIME_S
+
+
 def step_offset(number: int) -> int:
     """Offset of step record `number` (counted from 0)."""
     return RING_OFFSET + (number % RING_SLOTS) * STEP_SIZE

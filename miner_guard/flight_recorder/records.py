@@ -283,7 +283,9 @@ class StepRecord:
             values[:12]
         )
         reserved, tokens, flags, check = values[12:_FIRST_PHASE]
-        if sequence != number + 1 or check != check_of(number, inner, end):
+        if sequence != number + 1 or not (layout.is_time(start) and layout.is_time(end)):
+            return None
+        if check != check_of(number, inner, end):
             return None
         *columns, nested = values[_FIRST_PHASE:]
         return cls(

@@ -112,18 +112,31 @@ class Flights:
         first."""
         self._refresh_all()
         self._finish_past(reader)
-        for rank in sorted(self._open):
-            current = self._open[rank]
+
+        def hand_over(rank: int, current: _Open) -> None:
             ahead = self._hand_over(rank, current, reader, patient=current.waited < _PATIENCE)
             current.waited = current.waited + 1 if ahead else 0
+
+        self._of_each(hand_over)
         self._keep_copies()
 
     def last_look(self, reader: Reader) -> None:
         """Hand over all that is left: no rank writes any more, so none is waited for."""
         self._refresh_all()
         self._finish_past(reader)
+        self._of_each(lambda rank, each: self._hand_over(rank, each, reader, patient=False))
+
+    def _of_each(self, work: Callable[[int, _Open], object]) -> None:
+        """Do it for every rank, then raise what failed first: one rank's record must not hide the
+        others'."""
+        failed: list[Exception] = []
         for rank in sorted(self._open):
-            self._hand_over(rank, self._open[rank], reader, patient=False)
+            try:
+                work(rank, self._open[rank])
+            except Exception as error:  # noqa: BLE001 - raised below, when all have had their turn
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def _finish_past(self, reader: Reader) -> None:
         past, self._past = self._past, []

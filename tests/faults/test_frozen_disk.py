@@ -70,9 +70,7 @@ def start(guarded: Guarded) -> None:
         "miner.stop_timeout_s": 3,
         "health.snapshot_every_s": 0.5,
         "health.sample_every_s": 0.5,
-        "costs.write_every_s": 1,
     }
-    settings.pop("costs.write_every_s")
     guarded.start([sys.executable, "-c", f"{MINER} # {guarded.token}"], settings=settings)
     guarded.wait_for("health_snapshot", 2)
 
@@ -95,6 +93,22 @@ def test_a_frozen_disk_neither_slows_the_miner_nor_keeps_a_stop(
     assert guarded.stop(seconds=30) == 0
     assert time.monotonic() - asked < 15
     assert b"the disk does not answer" in guarded.output.read_bytes()
+    disk.thaw()
+    guarded.assert_nothing_left()
+
+
+def test_a_frozen_disk_costs_a_rank_no_step(guarded: Guarded, disk: Disk) -> None:
+    """Guards against a flight record on that disk: the rank hung in a write to its own memory."""
+    guarded.start(
+        guarded.miner("steps", 10**6, 0.02, "finish"), settings={"logs.step_lines_per_s": 100}
+    )
+    guarded.wait_for("inner_step", 20)
+    disk.freeze()
+    before, begin = guarded.output.read_bytes().count(b"Inner Step: "), time.monotonic()
+    until(lambda: b"DISK STUCK: " in guarded.output.read_bytes(), 30, guarded.tail)
+    steps = guarded.output.read_bytes().count(b"Inner Step: ") - before
+    assert steps / (time.monotonic() - begin) > 20, "of 50 steps a second"
+    assert guarded.stop(seconds=60) == 0
     disk.thaw()
     guarded.assert_nothing_left()
 

@@ -4,6 +4,7 @@ back for good."""
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ from typing import Any
 import pytest
 
 from miner_guard.flight_recorder import memory
-from miner_guard.flight_recorder.layout import ACK, FILE_SIZE, IDENTITY, MAGIC, NOW_OFFSET, VERSION
+from miner_guard.flight_recorder.layout import (
+    ACK,
+    FILE_SIZE,
+    IDENTITY,
+    MAGIC,
+    NOW_OFFSET,
+    VERSION,
+    step_offset,
+)
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter, process_start
@@ -22,6 +31,8 @@ from miner_guard.supervisor.flights import Flights
 from tests.unit.rank.helpers import place
 
 RUN = "r1"
+TIMES = 32
+"""Offset of `start` and `end` in a step record."""
 
 
 class _Heard:
@@ -106,6 +117,43 @@ def test_a_lead_rank_that_never_steps_holds_nobody_back_for_long(ranks: _Ranks) 
     ranks.step(1, 1)
     for _ in range(3):
         ranks.tick()
+    assert ranks.heard.steps_of == [(1, 1)]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 1e308, -1.0])
+def test_a_step_whose_times_are_no_times_is_torn_and_the_next_one_is_read(
+    ranks: _Ranks, odd: float
+) -> None:
+    """Guards against a NaN in the ring: reading it raised at every tick, and in the end of a
+    launch."""
+    ranks.step(0, 1)
+    ranks.step(0, 2)
+    memory_of_it = ranks.writers[0].map
+    # Sequence, outer, inner and total step come before the times.
+    struct.pack_into("<dd", memory_of_it, step_offset(0) + TIMES, odd, odd)
+    assert struct.unpack_from("<dd", memory_of_it, step_offset(1) + TIMES) == (2.0, 2.9)
+    ranks.tick()
+    assert ranks.heard.steps_of == [(0, 2)]
+
+
+def test_a_record_that_cannot_be_read_hides_no_other_rank(
+    ranks: _Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against one bad record that blinds the hang watch of all ranks."""
+    ranks.tick()
+    ranks.step(0, 1)
+    ranks.step(1, 1)
+    whole = FlightReader.steps
+
+    def steps(reader: FlightReader, since: int = 0) -> Iterator[StepRecord]:
+        if reader.identity.rank == 0:
+            raise ValueError("a defect")
+        return whole(reader, since)
+
+    monkeypatch.setattr(FlightReader, "steps", steps)
+    for _ in range(4):
+        with pytest.raises(ValueError, match="a defect"):
+            ranks.tick()
     assert ranks.heard.steps_of == [(1, 1)]
 
 
