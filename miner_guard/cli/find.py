@@ -28,7 +28,7 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
     """
     usual = choose_state(DEFAULT_NAME if name is None else name, state_dir)
     named = name is not None or state_dir is not None or "MINER_GUARD_STATE_DIR" in os.environ
-    if named or _listens(usual):
+    if named or listens(usual):
         return usual
     running = running_guards()
     if len(running) > 1:
@@ -54,7 +54,7 @@ def open_guard(config: Path | None, name: str | None, state_dir: str | None) -> 
 def running_guards() -> list[StateDir]:
     """The guards of this user, by the lock files that their processes hold open."""
     roots = {path.parent for pid in _guard_pids() for path in _open_files(pid) if _is_lock(path)}
-    return [state for root in sorted(roots) if _listens(state := StateDir(root))]
+    return [state for root in sorted(roots) if listens(state := StateDir(root))]
 
 
 def flag(state: StateDir) -> str:
@@ -95,7 +95,8 @@ def _is_lock(path: Path) -> bool:
     return path.is_absolute() and path == StateDir(path.parent).lock
 
 
-def _listens(state: StateDir) -> bool:
+def listens(state: StateDir) -> bool:
+    """Whether a guard runs in this state directory."""
     try:
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
@@ -31,14 +31,27 @@ _NUMBERS = {
 
 def command(
     cmd: Annotated[
-        list[str], typer.Argument(metavar="-- CMD…", help="The command that starts the miner.")
-    ],
+        Optional[list[str]],
+        typer.Argument(
+            metavar="-- CMD…", help="The command that starts the miner.", show_default=False
+        ),
+    ] = None,
     name: Name = DEFAULT_NAME,
     directory: Annotated[Path, typer.Option("--dir", help="Where to write.")] = Path(),
+    remove: Annotated[
+        bool,
+        typer.Option("--remove", help="Delete what init wrote, and the state directory instead."),
+    ] = False,
     config: Config = None,
     state_dir: State = None,
 ) -> None:
     """Write guard.toml and ecosystem.config.js for a miner's command; overwrites nothing."""
+    files = (directory / (config or "guard.toml"), directory / "ecosystem.config.js")
+    if remove:
+        from miner_guard.cli.uninstall import uninstall
+
+        uninstall(files, choose_state(name, state_dir))
+        return
     if not cmd:
         raise Refused(
             (
@@ -48,10 +61,7 @@ def command(
             USAGE,
         )
     choose_state(name, state_dir)
-    texts = {
-        directory / (config or "guard.toml"): guard_toml(cmd),
-        directory / "ecosystem.config.js": ecosystem(cmd, name, _flags(config, state_dir)),
-    }
+    texts = {files[0]: guard_toml(cmd), files[1]: ecosystem(cmd, name, _flags(config, state_dir))}
     if taken := [str(path) for path in texts if path.exists() or path.is_symlink()]:
         raise Refused(
             f"{' and '.join(taken)} already there, nothing written; move it away or use --dir",

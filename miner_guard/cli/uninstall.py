@@ -1,0 +1,47 @@
+"""`miner-guard init --remove`: deletes what init wrote and what the guard kept, nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from miner_guard.cli.echo import echo
+from miner_guard.cli.find import listens
+from miner_guard.exits import FAILED, Refused
+from miner_guard.state_dir import FOLDER, StateDir
+
+_MARK = "ritten by `miner-guard init`"
+"""In the first lines of both templates; a file without it is somebody's own."""
+
+
+def uninstall(files: Sequence[Path], state: StateDir) -> None:
+    """Delete `files` as far as init wrote them, and the state directory. Raises Refused (1) while a
+    guard runs there, for a directory that is none of ours, and for what can't be deleted."""
+    if listens(state):
+        raise Refused(f"a guard runs in {state.root}; stop it first", FAILED)
+    if state.root.exists() and not state.log.is_file() and not state.lock.is_file():
+        raise Refused(f"{state.root} is no state directory of a guard; nothing deleted", FAILED)
+    try:
+        for file in files:
+            _delete(file)
+        if state.root.exists():
+            shutil.rmtree(state.root)
+            echo(f"deleted {state.root}")
+        folder = state.root.parent
+        if folder.name == FOLDER and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        raise Refused(f"{error.filename} cannot be deleted: {error.strerror}", FAILED) from error
+    echo("left: the package (pip uninstall miner-guard), and lines of the guard in .env")
+
+
+def _delete(file: Path) -> None:
+    if not file.is_file():
+        return
+    head = file.read_text(encoding="utf-8", errors="replace")[:500]
+    if _MARK not in head:
+        echo(f"kept {file}: it was not written by init")
+        return
+    file.unlink()
+    echo(f"deleted {file}")
