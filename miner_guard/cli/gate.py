@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -183,7 +182,7 @@ def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
         raise Refused(
             f"decision {decision_id}: its record cannot be replayed: {error!r}", FAILED
         ) from error
-    equal = _judgement(again.as_dict()) == _judgement(document)
+    equal = _plain(again.as_dict()) == _plain(document)
     if as_json:
         echo(
             json.dumps(
@@ -194,14 +193,6 @@ def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
         _show(again, as_json=False)
         echo("replay: the same decision" if equal else "replay: DIFFERENT from what is stored")
     return OK if equal and again.allowed else FAILED
-
-
-def _judgement(decision: Mapping[str, Any]) -> Any:
-    """The decision without the two checksums of what the gate knew: a later version knows more
-    fields of a repo, and its checksums of the same facts are others."""
-    plain = _plain(decision)
-    record = {key: value for key, value in (plain.get("record") or {}).items() if key != "inputs"}
-    return {**plain, "record": record, "decision_id": None}
 
 
 def _plain(document: Any) -> Any:

@@ -6,13 +6,16 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from miner_guard.cli import options, screen
 from miner_guard.cli.echo import echo
 from miner_guard.cli.find import open_guard
 from miner_guard.cli.screen import CurveHistory
 from miner_guard.cli.top import curves_of
+from miner_guard.config import HangSettings
 from miner_guard.eventlog import query
 from miner_guard.eventlog.query import Query
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
@@ -29,6 +32,10 @@ def command(
     name: options.AnyName = None,
     state_dir: options.State = None,
     as_json: options.Json = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Only whether the miner progresses: 0, or 1 and why not."),
+    ] = False,
 ) -> None:
     """What the running guard knows. Exit code 3 where none runs."""
     from miner_guard.supervisor.control.control_socket import NotRunning, ask
@@ -43,6 +50,9 @@ def command(
         raise Refused(
             f"the guard in {place.state.root} does not answer: {error!r}", FAILED
         ) from error
+    if check:
+        _check(document, place.settings.config.hang)
+        return
     if as_json:
         echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
@@ -56,6 +66,16 @@ def command(
             )
         )
     )
+
+
+def _check(status: Mapping[str, Any], hang: HangSettings) -> None:
+    """What `/healthz` answers, for a container's or Kubernetes' probe that runs a command. Raises
+    Refused (1)."""
+    from miner_guard.reporting import progress
+
+    if (trouble := progress.trouble(status, 0.0, time.time(), hang)) is not None:
+        raise Refused(trouble, FAILED)
+    echo("progressing")
 
 
 def _last_end(log: Path) -> str:

@@ -98,6 +98,23 @@ def _packages(s: Snapshot) -> Iterator[Check]:
             "the guard's own",
             "pip uninstall validators in the miner's environment, then reinstall miner-guard",
         )
+    elif shared := p.get("validators_shared"):
+        yield _shared_package(shared)
+
+
+def _shared_package(other: Mapping[str, Any]) -> Check:
+    """Both work only as long as neither is reinstalled; removing the other takes files of ours."""
+    users = other["needed_by"]
+    seen = (
+        f"PyPI's validators {other['version']} is installed over the guard's package of that name"
+        + (f"; {', '.join(users)} needs it" if users else "; no installed package needs it")
+    )
+    alone = (
+        "give the guard a venv of its own and start the miner with its Python's full path: "
+        "`GUARD_VENV/bin/miner-guard run --attach … -- MINER_VENV/bin/python …`"
+    )
+    remove = "pip uninstall validators, then reinstall miner-guard"
+    return Check("env.validators", "warn", seen, "the guard's own", alone if users else remove)
 
 
 def _extras(s: Snapshot) -> Iterator[Check]:

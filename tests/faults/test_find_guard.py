@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -51,6 +52,12 @@ def test_the_guard_that_runs_is_found_wherever_its_state_is(
     for words in (["status"], ["logs", "--event", "miner_started"], ["top", "--once"]):
         assert run(words) == 0
         assert f"--state-dir {guarded.state.root}" in capsys.readouterr().err
+    assert run(["status", "--check"]) == 0
+    assert capsys.readouterr().out == "progressing\n"
+    assert run(["ctl", "pause"]) == 0
+    os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
+    until(lambda: run(["status", "--check"]) == 1, 60, "a miner that stays down to be unhealthy")
+    assert "miner-guard: the miner is" in capsys.readouterr().err
     assert run(["status", "--name", "another"]) == 3, "what is named is what is meant"
     assert guarded.stop() == 0
 

@@ -25,6 +25,7 @@ PACKAGES: dict[str, Any] = {
     "miner_guard": True,
     "validators": "/x/validators",
     "validators_ours": True,
+    "validators_shared": None,
     "pynvml_shim": None,
     "nvidia_ml_py": "13.0",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import subprocess
 import sys
@@ -178,6 +179,53 @@ def test_a_foreign_validators_package_is_seen_by_the_miners_interpreter(tmp_path
         check=True,
     )
     assert '"validators_ours": false' in answer.stdout
+
+
+@pytest.mark.parametrize("order", ["ours first", "theirs first"])
+@pytest.mark.parametrize("users", [[], ["webtool"]])
+def test_a_distribution_of_the_same_name_is_told_whichever_came_last(
+    tmp_path: Path, order: str, users: list[str]
+) -> None:
+    """Guards against no word of it: the later one overwrites files of the earlier one."""
+    package = tmp_path / "validators"
+    package.mkdir()
+    (package / "__init__.py").write_text("theirs" if order == "ours first" else "ours")
+    (package / "verdict.py").write_text("")
+    info = tmp_path / "validators-0.35.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: validators\nVersion: 0.35.0\n")
+    (info / "RECORD").write_text("validators/__init__.py,,\nvalidators/url.py,,\n")
+    for user in users:
+        (tmp_path / f"{user}-1.0.dist-info").mkdir()
+        (tmp_path / f"{user}-1.0.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {user}\nVersion: 1.0\n"
+            "Requires-Dist: validators>=0.20\nRequires-Dist: validators-extra\n"
+        )
+    place = str(Path(miner_side.__file__).parent)
+    answer = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {place!r})\n"
+            "import json, miner_side; print(json.dumps(miner_side.packages({})))",
+        ],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = json.loads(answer.stdout)
+    assert told["validators_shared"] == {"version": "0.35.0", "needed_by": users}
+    found = by_name(
+        environment.checks(
+            snapshot(packages={**PACKAGES, "validators_shared": told["validators_shared"]})
+        )
+    )["env.validators"]
+    assert found.level == "warn"
+    assert "PyPI's validators 0.35.0" in found.seen
+    step = str(found.next_step)
+    assert ("a venv of its own" in step) if users else ("pip uninstall validators" in step)
 
 
 @pytest.mark.parametrize(

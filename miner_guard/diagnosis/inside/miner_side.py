@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -37,6 +38,7 @@ def packages(request: Mapping[str, Any]) -> dict[str, Any]:
         "hook": _hook(),
         "validators": places[0] if places else None,
         "validators_ours": any(os.path.exists(os.path.join(p, "verdict.py")) for p in places),
+        "validators_shared": _other_owner("validators"),
         "pynvml_shim": _version("pynvml"),
         "nvidia_ml_py": _version("nvidia-ml-py"),
     }
@@ -50,6 +52,28 @@ def _hook() -> str | None:
     name = "_hot" + str(sysconfig.get_config_var("EXT_SUFFIX"))
     places = [os.path.join(p, "flight_recorder", name) for p in spec.submodule_search_locations]
     return "compiled" if any(map(os.path.exists, places)) else "python"
+
+
+def _other_owner(package: str) -> dict[str, Any] | None:
+    """The distribution of the same name, where it put files into the top-level package too: pip
+    lets the later one overwrite the earlier one without a word."""
+    try:
+        other = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if not any(file.parts[:1] == (package,) for file in other.files or ()):
+        return None
+    needing = re.compile(rf"{re.escape(package)}(?![\w.-])", re.IGNORECASE)
+    return {
+        "version": other.version,
+        "needed_by": sorted(
+            {
+                dist.metadata["Name"]
+                for dist in importlib.metadata.distributions()
+                if any(needing.match(requirement) for requirement in dist.requires or ())
+            }
+        ),
+    }
 
 
 def _version(distribution: str) -> str | None:
