@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from miner_guard.config import RepoSettings
 from miner_guard.system import probe
 from uploads.repos import open_repo
 from uploads.repos.base import (
+    LOOK_AGAIN_S,
     LOOKS,
     Damaged,
     Missing,
@@ -37,7 +39,9 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
     gradients.pt of more than `max_bytes` is not fetched, and neither is one that is `known`: its
     key, size and checksum are the same.
     """
-    for _ in range(LOOKS):
+    for number in range(LOOKS):
+        # A storage may show for a moment what was there before the last write.
+        time.sleep(LOOK_AGAIN_S if number else 0.0)
         answer, entry = _looked(repo, request)
         metadata = answer["metadata"] or {}
         if entry is None or metadata.get("outer_step") != answer["outer_step"]:

@@ -33,12 +33,26 @@ from pathlib import Path
 from typing import TypeVar
 
 from uploads.journal import COMMITTING, Journal, tickets_of
-from uploads.repos.base import CONFIG, GRADIENTS, METADATA, Repo, RepoError, StagedObject, epoch_key
+from uploads.repos.base import (
+    CONFIG,
+    GRADIENTS,
+    METADATA,
+    Differs,
+    Missing,
+    ObjectInfo,
+    Repo,
+    RepoError,
+    StagedObject,
+    epoch_key,
+)
 from validators.metadata import FILES
 
 T = TypeVar("T")
 
 _PARALLEL = 4
+_STALE_LOOKS = 4
+"""Pauses before a read that contradicts the write counts: 0.5, 1, 2 and 4 s by default. Storages
+that are consistent in the end were seen to be two seconds behind."""
 _PROGRESS_EVERY_S = 2.0
 
 
@@ -159,8 +173,12 @@ class Publisher:
         return None
 
     def publish(self, revision: Revision) -> Result:
-        """Publish and verify. Raises PublishError or Cancelled; then what was published before is
-        still whole."""
+        """Publish and verify. Raises PublishError or Cancelled.
+
+        Before anything of the revision is shown, what was published before is whole. An error that
+        comes while it is shown says that the two may be mixed; the journal keeps what the next
+        publisher needs to finish.
+        """
         effort = self._effort()
         missing = [str(path) for _, path in revision.files() if not path.is_file()]
         if missing:
@@ -171,11 +189,7 @@ class Publisher:
             self._mend()
             tickets = self._staged(revision, effort)
             self._journal.committing(tickets)
-            effort.of("showing", lambda: self._repo.commit(tickets, revision.tag), may_cancel=False)
-            entries = [
-                effort.of("reading back", partial(self._repo.confirm, ticket), may_cancel=False)
-                for ticket in tickets
-            ]
+            entries = self._shown(revision, tickets, effort)
         except RepoError as error:
             raise PublishError(str(error)) from error
         except OSError as error:
@@ -189,6 +203,33 @@ class Publisher:
         return Result(
             revision.tag, self._repo.label, size, seconds, effort.attempts, entries[0].checksum
         )
+
+    def _shown(
+        self, revision: Revision, tickets: Sequence[StagedObject], effort: _Effort
+    ) -> list[ObjectInfo]:
+        """Make the revision visible and read it back. Raises RepoError."""
+        try:
+            effort.of("showing", lambda: self._repo.commit(tickets, revision.tag), may_cancel=False)
+        except RepoError as error:
+            raise RepoError(
+                f"{error}; this came while tag {revision.tag} was being shown, so what is "
+                "published may be a mix of two revisions: publish again"
+            ) from error
+        return [self._read_back(ticket, effort) for ticket in tickets]
+
+    def _read_back(self, ticket: StagedObject, effort: _Effort) -> ObjectInfo:
+        """A committed object as it was staged. A read that is behind the write is repeated for
+        `_STALE_LOOKS` growing pauses before it counts."""
+        pause = effort.retry.backoff_s
+        for _ in range(_STALE_LOOKS):
+            try:
+                return effort.of(
+                    "reading back", partial(self._repo.confirm, ticket), may_cancel=False
+                )
+            except (Differs, Missing):
+                time.sleep(pause)
+                pause *= 2
+        return effort.of("reading back", partial(self._repo.confirm, ticket), may_cancel=False)
 
     def _mend(self) -> None:
         try:

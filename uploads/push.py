@@ -85,7 +85,8 @@ def _result(child: subprocess.Popen[str], say: Callable[[str], None], deadline_s
         seconds = time.monotonic() - start
         late = f" after its {deadline_s:g} s" if seconds >= deadline_s else ""
         raise PublishError(
-            f"the publisher ended with {code}{late} and no result; the published revision is whole"
+            f"the publisher ended with {code}{late} and no result; what it had begun to show is "
+            "finished by its recovery process or the next upload: see `miner-guard audit`"
         )
     if "error" in answer:
         raise PublishError(answer["error"])

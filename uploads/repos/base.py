@@ -29,6 +29,9 @@ METADATA = "metadata.json"
 BLOCK_BYTES = 1024 * 1024
 """Read and written at a time."""
 
+LOOK_AGAIN_S = 1.5
+"""Between two looks of an audit: reads may be two seconds behind the last write."""
+
 LOOKS = 3
 """A look that falls between two revisions is repeated; the switch takes a few short requests."""
 
@@ -70,6 +73,10 @@ class Refused(RepoError):
 class Unreadable(RepoError):
     """The storage keeps this object from every reader: encrypted with a customer's key, or
     archived."""
+
+
+class Differs(RepoError):
+    """What was committed reads back as something else: changed on the way, or read too early."""
 
 
 class Damaged(RepoError):

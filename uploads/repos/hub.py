@@ -25,6 +25,7 @@ from miner_guard.config import RepoSettings, optional_deps
 from uploads.repos.base import (
     BLOCK_BYTES,
     DOCUMENT_LIMIT,
+    Differs,
     Missing,
     Notes,
     ObjectInfo,
@@ -205,12 +206,12 @@ class HubRepo:
     def confirm(self, ticket: StagedObject) -> ObjectInfo:
         entry = self.head(ticket.key)
         if entry.size_bytes != ticket.size_bytes:
-            raise RepoError(
+            raise Differs(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were "
                 f"{ticket.size_bytes}; publish again"
             )
         if entry.checksum != ticket.checksum and self._hash_of(ticket.key) != ticket.checksum:
-            raise RepoError(
+            raise Differs(
                 f"{ticket.key} reads back with other content than was staged; publish again"
             )
         return entry

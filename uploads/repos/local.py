@@ -12,6 +12,7 @@ from pathlib import Path
 
 from uploads.repos.base import (
     DOCUMENT_LIMIT,
+    Differs,
     Missing,
     Notes,
     ObjectInfo,
@@ -157,7 +158,7 @@ class LocalRepo:
     def confirm(self, ticket: StagedObject) -> ObjectInfo:
         entry = self.head(ticket.key)
         if (entry.size_bytes, entry.checksum) != (ticket.size_bytes, ticket.checksum):
-            raise RepoError(
+            raise Differs(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes with sha256 "
                 f"{str(entry.checksum)[:12]}, "
                 f"staged were {ticket.size_bytes} bytes with {str(ticket.checksum)[:12]}; "

@@ -28,6 +28,7 @@ from uploads.repos.base import (
     DOCUMENT_LIMIT,
     GRADIENTS,
     METADATA,
+    Differs,
     Missing,
     Notes,
     ObjectInfo,
@@ -192,7 +193,11 @@ class S3Repo:
                 if not page.get("IsTruncated"):
                     return upload, there
                 more = {"PartNumberMarker": page["NextPartNumberMarker"]}
-        except Missing:
+        except RepoError as error:
+            # The upload is gone, or this server or these keys tell of no parts: without them it
+            # can't be continued, and another one can be begun. What lies there is swept later.
+            if error.transient:
+                raise
             return None, {}
 
     def _send(self, key: str, upload: _Upload, part: UploadPart, data: bytes) -> str:
@@ -260,7 +265,7 @@ class S3Repo:
     def confirm(self, ticket: StagedObject) -> ObjectInfo:
         entry = self.head(ticket.key)
         if entry.size_bytes != ticket.size_bytes:
-            raise RepoError(
+            raise Differs(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were "
                 f"{ticket.size_bytes}; publish again"
             )
@@ -269,7 +274,7 @@ class S3Repo:
             and not self._same_parts(ticket)
             and not self._same_content(ticket, entry.checksum)
         ):
-            raise RepoError(
+            raise Differs(
                 f"{ticket.key} reads back with other content than was staged; publish again"
             )
         return entry
