@@ -36,6 +36,9 @@ _OFTEN, _OFTEN_WITHIN = 3, 32
 _EPISODE = 8
 """Slow steps that follow each other within so many steps are one episode."""
 
+_LASTING_S = 20.0
+"""Step time for which short steps must be slower before that is a regression."""
+
 
 def kind_of(phases: Mapping[str, float]) -> str:
     """What sort of step it was: `training`, or the special phases in it, joined by `+`."""
@@ -235,8 +238,9 @@ class TokenNormalizer:
 
 
 class RegressionWatch:
-    """Says once when the median of the last 32 training steps has lastingly fallen behind the best
-    one."""
+    """Reports once when the median of the last 32 training steps has lastingly fallen behind the
+    best one: by `min_excess_s`, or by its share alone for 20 s. A busy host delays short steps by
+    fractions of a second, but not for so long."""
 
     def __init__(self, ratio: float, min_excess_s: float = 0.0) -> None:
         self._ratio = ratio
@@ -244,22 +248,27 @@ class RegressionWatch:
         self._recent = SortedWindow(_RECENT)
         self._since = 0
         self._best: float | None = None
+        self._behind_s = 0.0
+        """Step time since the median fell behind."""
+
         self._said = False
 
     def observe(self, seconds: float) -> Regression | None:
         """Take one training step; a finding at most once until the speed is back."""
         self._recent.add(seconds)
         self._since += 1
+        self._behind_s += seconds
         if self._since % 8 or len(self._recent) < _RECENT:
             return None
         median = self._recent.median
         if self._best is None or median < self._best:
             self._best = median
-        behind = self._best < self._ratio * median and median - self._best > self._min_excess_s
-        if not behind:
+        if self._best >= self._ratio * median:
             self._said = False
+            self._behind_s = 0.0
             return None
-        if self._said:
+        lasting = median - self._best > self._min_excess_s or self._behind_s >= _LASTING_S
+        if self._said or not lasting:
             return None
         self._said = True
         return Regression(median, self._best)

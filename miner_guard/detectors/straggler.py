@@ -5,8 +5,9 @@ The culprit is the rank with the least visible waiting. Score = (the others' med
 / step; 0.10 warns, 0.20 is critical, over a window of 20 steps, two windows in a row. Waiting that
 is timed by itself (phase `collective`) is the better witness. Where the miner's collectives hide in
 forward and backward (FSDP gathers there), those count as waiting too: a rank that is late elsewhere
-passes through them fastest. Then a phase of its own must explain the lateness, else the fastest
-rank of a miner that waits outside any phase would be named.
+passes through them fastest. Then a phase of its own must explain the lateness, or its time outside
+every phase (a data loader that is not named), else the fastest rank of a miner that waits outside
+any phase would be named.
 """
 
 from __future__ import annotations
@@ -18,7 +19,21 @@ from dataclasses import dataclass, field
 from miner_guard.config import StepSettings
 
 _WAITS: tuple[tuple[str, ...], ...] = (("collective",), ("collective", "forward", "backward"))
-_OWN = ("data", "forward", "backward", "optimizer", "monitor", "inference", "val_loss", "other")
+OUTSIDE = "no named phase"
+"""Stands for what a step spends outside all phases."""
+
+_OWN = (
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "monitor",
+    "inference",
+    "val_loss",
+    "other",
+    OUTSIDE,
+)
+
 _WINDOWS_IN_ROW = 2
 _MAX_PENDING = 256
 
@@ -100,7 +115,8 @@ class StragglerWatch:
     def _add(self, row: Mapping[int, tuple[float, Mapping[str, float]]]) -> None:
         for rank, (seconds, phases) in row.items():
             self._window.seconds.setdefault(rank, []).append(seconds)
-            self._window.phases.setdefault(rank, []).append(phases)
+            outside = max(0.0, seconds - sum(phases.values()))
+            self._window.phases.setdefault(rank, []).append({**phases, OUTSIDE: outside})
         self._window.count += 1
 
     def _close(self, window: _Window) -> Iterator[Straggler | tuple[int, int]]:

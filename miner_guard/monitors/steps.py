@@ -9,6 +9,7 @@ from typing import Any
 from miner_guard.detectors import step_time, timing
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.goodput import Goodput
+from miner_guard.detectors.pauses import PauseWatch
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.formatters import gb
 from miner_guard.flight_recorder.journal import JournalEntry, Training
@@ -49,7 +50,8 @@ class StepsMonitor(Monitor):
         self._regression = step_time.RegressionWatch(steps.regression_ratio, steps.min_excess_s)
         self._work = step_time.TokenNormalizer(steps)
         self._timing = timing.TimingLog(steps)
-        self._slow_said = float("-inf")
+        self._pauses = PauseWatch()
+        self._slow_said = self._remarked = float("-inf")
         self._slow_left_out = 0
         self._summary_stretch = 0
         self._fallback_said = False
@@ -127,13 +129,18 @@ class StepsMonitor(Monitor):
         # Beyond 60 s each step has its line, as source 004 shows; short ones would flood the
         # console. The report marks them all.
         too_soon = step.end - self._slow_said < _SLOW_REPEAT_S or self._fallback_said
-        level, left_out = None if slow.certain else "info", self._slow_left_out
+        pause = self._pause(step, slow)
+        level, left_out = None, self._slow_left_out
         expected = self.context.config.steps.expected
         if slow.rule == "relative" and slow.median_s is not None:
             expected = f"{slow.median_s:.1f}-{slow.limit_s:.1f}s"
-        if slow.rule == "relative" and too_soon:
+        remark = pause == "isolated" or not slow.certain
+        again = remark and step.end - self._remarked < _SLOW_REPEAT_S
+        if pause == "periodic" or again or (slow.rule == "relative" and too_soon):
             level = "debug"
             self._slow_left_out += 1
+        elif remark:
+            level, self._remarked = "info", step.end
         else:
             self._slow_left_out = 0
             self._slow_said = step.end if slow.rule == "relative" else self._slow_said
@@ -151,8 +158,19 @@ class StepsMonitor(Monitor):
             median_s=slow.median_s,
             step_kind=slow.kind,
             left_out=left_out,
+            pause=pause,
             phases_s={name: round(seconds, 3) for name, seconds in phases},
         )
+
+    def _pause(self, step: StepRecord, slow: step_time.SlowStep) -> str | None:
+        """What sort of pause it was; None for a step that is slow in a phase that the program
+        names, or by the absolute rule."""
+        if slow.rule != "relative" or slow.median_s is None:
+            return None
+        outside = step.seconds - sum(step.phases.values())
+        if outside < 0.5 * (step.seconds - slow.median_s):
+            return None
+        return self._pauses.observe(step.total_steps, step.seconds)
 
     def _summary(self, rank: int, step: StepRecord) -> Iterator[Finding]:
         stretch = step.total_steps // self.context.config.steps.breakdown_every

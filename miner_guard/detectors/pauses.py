@@ -1,0 +1,81 @@
+"""Pauses that a program makes by itself without naming them (an evaluation, a checkpoint, the end
+of an epoch), told from steps that become slow. Pure; counted in steps.
+
+One slow step is no trouble that a person can act on: it is over. Three of them within 20 steps are,
+unless they come with a period: then the program pauses on purpose.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+Kind = Literal["isolated", "periodic", "recurring"]
+
+_WITHIN_STEPS = 20
+_RECURRING = 3
+"""Slow steps within 20 that are a trouble."""
+
+_MIN_PERIOD = 10
+"""Steps; what is slow more often than that is how fast the program is."""
+
+_TOLERANCE = 0.02
+"""Of the period: a checkpoint every ten minutes comes after a varying number of steps."""
+
+_MAX_MISSED = 4
+"""Periods after which a pause that did not come is still expected."""
+
+_MAX_REMEMBERED = 16
+_MAX_PERIODS = 8
+_SIMILAR = 3.0
+"""Pauses of one kind are at most this many times as long as each other."""
+
+
+class PauseWatch:
+    """Streaming; O(1) memory."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=_MAX_REMEMBERED)
+        self._unexplained: deque[int] = deque(maxlen=_RECURRING)
+        self._periods: dict[int, tuple[int, float]] = {}
+        """By period in steps: the step of its last pause, and how long that was, s."""
+
+    def observe(self, step: int, seconds: float) -> Kind:
+        """Judge a step that was slow outside every named phase; `step` counts up."""
+        if self._expected(step, seconds) or self._learned(step, seconds):
+            return "periodic"
+        self._seen.append((step, seconds))
+        self._unexplained.append(step)
+        full = len(self._unexplained) == _RECURRING
+        return "recurring" if full and step - self._unexplained[0] < _WITHIN_STEPS else "isolated"
+
+    def _expected(self, step: int, seconds: float) -> bool:
+        for period, (last, length) in self._periods.items():
+            times = round((step - last) / period)
+            on_time = abs(step - last - times * period) <= _slack(period)
+            if 1 <= times <= _MAX_MISSED and on_time and _similar(seconds, length):
+                self._periods[period] = (step, seconds)
+                return True
+        return False
+
+    def _learned(self, step: int, seconds: float) -> bool:
+        """The third pause at equal distances makes a period."""
+        alike = {earlier for earlier, length in self._seen if _similar(seconds, length)}
+        for earlier in sorted(alike, reverse=True):
+            gap = step - earlier
+            slack = _slack(gap)
+            if gap >= _MIN_PERIOD and any(abs(earlier - first - gap) <= slack for first in alike):
+                if len(self._periods) >= _MAX_PERIODS:
+                    oldest = min(self._periods, key=lambda period: self._periods[period][0])
+                    del self._periods[oldest]
+                self._periods[gap] = (step, seconds)
+                return True
+        return False
+
+
+def _slack(period: int) -> int:
+    return max(1, int(_TOLERANCE * period))
+
+
+def _similar(one: float, other: float) -> bool:
+    return max(one, other) <= _SIMILAR * min(one, other)

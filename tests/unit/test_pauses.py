@@ -1,0 +1,114 @@
+"""Slow steps that a person should hear of, and pauses that a program makes by itself."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from miner_guard.config import StepSettings
+from miner_guard.detectors.pauses import PauseWatch
+from miner_guard.detectors.step_time import RegressionWatch, StepTimes
+from miner_guard.detectors.straggler import OUTSIDE, Straggler, StragglerWatch
+
+HOUR_S = 3600.0
+
+
+def test_an_evaluation_every_250_steps_is_learned_with_its_period() -> None:
+    watch = PauseWatch()
+    kinds = [watch.observe(step, 12.0 + step % 3) for step in range(250, 2001, 250)]
+    assert kinds == ["isolated", "isolated"] + ["periodic"] * 6
+
+
+def test_checkpoints_by_the_clock_and_epochs_between_them_are_both_learned() -> None:
+    watch, pauses = PauseWatch(), dict.fromkeys((1700, 3412, 5109, 6815, 8530), 9.0)
+    pauses |= dict.fromkeys((2500, 5000, 7500, 10000), 40.0)
+    kinds = [watch.observe(step, seconds) for step, seconds in sorted(pauses.items())]
+    assert kinds.count("periodic") == 5
+    assert "recurring" not in kinds
+
+
+def test_three_slow_steps_in_twenty_are_no_pause() -> None:
+    watch = PauseWatch()
+    assert [watch.observe(step, 3.0) for step in (100, 107, 109)][-1] == "recurring"
+
+
+def run(seconds_of: Callable[[int], float], hours: float) -> Iterator[tuple[str, int]]:
+    """The alarms of one run without named phases, with the step of each."""
+    settings = StepSettings()
+    times, pauses = StepTimes(settings), PauseWatch()
+    regression = RegressionWatch(settings.regression_ratio, settings.min_excess_s)
+    passed, step = 0.0, 0
+    while passed < hours * HOUR_S:
+        step += 1
+        seconds = seconds_of(step)
+        passed += seconds
+        slow = times.observe(seconds)
+        if slow is not None and pauses.observe(step, seconds) == "recurring":
+            yield "slow_step", step
+        if regression.observe(seconds) is not None:
+            yield "steps_regressed", step
+
+
+def healthy(seed: int) -> Callable[[int], float]:
+    """Steps of 2-5 s with the noise of a shared machine, an evaluation, an epoch's end and a
+    checkpoint by the clock."""
+    chance = random.Random(seed)
+    usual, every, epoch = (
+        chance.uniform(2, 5),
+        chance.choice((100, 250, 500)),
+        chance.randint(300, 900),
+    )
+    clock = [0.0, 0.0]
+
+    def seconds_of(step: int) -> float:
+        seconds = usual * chance.lognormvariate(0.0, 0.05)
+        if chance.random() < 0.002:
+            seconds *= chance.uniform(2, 4)
+        seconds += 30.0 * (step % every == 0) + 8.0 * (step % epoch == 0)
+        clock[0] += seconds
+        if clock[0] - clock[1] > 1200:
+            clock[1] = clock[0]
+            seconds += 15.0
+        return seconds
+
+    return seconds_of
+
+
+def test_a_week_of_healthy_runs_alarms_at_most_twice() -> None:
+    """Guards against 1,440 alarms a week, each in the overnight set: fourteen runs of 12 hours."""
+    alarms = Counter(event for seed in range(14) for event, _ in run(healthy(seed), 12.0))
+    assert alarms.total() <= 2, alarms
+
+
+@pytest.mark.parametrize(
+    ("usual", "slowed", "event"), [(0.35, 0.92, "steps_regressed"), (3.0, 7.0, "steps_regressed")]
+)
+def test_a_lasting_slowdown_is_an_alarm_for_short_steps_too(
+    usual: float, slowed: float, event: str
+) -> None:
+    """Guards against steps of 0.35 s that take 0.92 s for 70 steps, and not a word of it."""
+    seen = list(run(lambda step: usual if step < 200 else slowed if step < 275 else usual, 0.25))
+    assert event in {name for name, step in seen if 200 <= step < 275}
+
+
+def test_a_busy_host_of_a_moment_is_no_regression() -> None:
+    assert not list(run(lambda step: 0.002 if step % 900 < 850 else 0.005, 0.01))
+
+
+def test_a_rank_that_is_slow_outside_every_phase_is_the_straggler() -> None:
+    """Guards against a slow data loader under DDP that nothing names: both ranks' steps last the
+    same, the fast one waits in its backward, the slow one's time is in no phase."""
+    watch = StragglerWatch(StepSettings())
+    found: list[Straggler] = []
+    for step in range(70):
+        for rank, backward in ((0, 0.60), (1, 0.05)):
+            phases = {"backward": backward, "optimizer": 0.01}
+            seen = watch.observe(rank, step, 0.92, phases, 2)
+            found += [each for each in seen if isinstance(each, Straggler)]
+    assert found
+    assert {straggler.rank for straggler in found} == {1}
+    assert found[0].phase == OUTSIDE
+    assert "slow in no named phase: 0.86s, others 0.31s" in found[0].detail()
