@@ -10,7 +10,7 @@ PARALLEL := -n 3 --dist loadfile
 # Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
 AGAIN := --reruns 1
 
-.PHONY: demo test check unit faults bench soak screens dist clean
+.PHONY: demo test check unit faults bench soak screens gpu gpu-pack dist clean
 
 demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
@@ -32,6 +32,26 @@ faults: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m long tests $(PYTEST_ARGS)
+
+# Acceptance on one GPU, without a network: where `make gpu-pack` has filled .gpu/wheels, with the machine's own Python
+# and torch (GPU_PYTHON); else with the development environment, on a GPU or without one. Ends with a table and
+# .gpu/gpu-acceptance.json.
+GPU_PYTHON ?= python3
+GPU := .gpu
+gpu:
+	@if [ -d $(GPU)/wheels ]; then \
+	  $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(GPU)/site $(GPU)/wheels/*.whl \
+	  && $(GPU_PYTHON) setup.py -q build_ext --inplace || echo "no compiler: the hook runs in Python"; \
+	  PYTHONPATH=$(CURDIR)/$(GPU)/site:$(CURDIR) $(GPU_PYTHON) -m pytest -q -s -p no:cacheprovider tests/gpu $(PYTEST_ARGS); \
+	else $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -q -s tests/gpu $(PYTEST_ARGS); fi
+
+# What `make gpu` needs on a machine without a network, for its Python; at most 64 MiB, ignored by git.
+GPU_PACK := --only-binary=:all: --python-version 3.12 --implementation cp \
+  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform linux_x86_64
+gpu-pack: $(VENV)/.dev
+	rm -rf $(GPU)/wheels
+	$(BIN)/python -m pip download --quiet $(GPU_PACK) --dest $(GPU)/wheels --requirement tests/gpu/packages.txt
+	du -sh $(GPU)/wheels
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks
