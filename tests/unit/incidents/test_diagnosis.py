@@ -1,0 +1,38 @@
+"""`python -m tests.diagnosis`: its intervals, and what it says of a file that it can't use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import diagnosis
+
+
+def test_the_interval_is_wilsons() -> None:
+    low, high = diagnosis.wilson(62, 72)
+    assert (round(low, 3), round(high, 3)) == (0.763, 0.923)
+    assert diagnosis.wilson(0, 0) == (0.0, 1.0)
+
+
+def test_a_labelled_file_of_anybody_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(
+        '{"label": "cuda_oom", "text": "torch.OutOfMemoryError: CUDA out of memory."}\n'
+    )
+    excerpts = diagnosis.load(file)
+    for setting in diagnosis.SETTINGS.values():
+        assert diagnosis.answers(excerpts, setting) == ["cuda_oom"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "it needs entries"), ('{"label": "of_nobody", "text": ""}', "unknown label of_nobody")],
+)
+def test_a_file_that_cannot_be_used_is_refused_in_words(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(text)
+    with pytest.raises(diagnosis.BadFile, match=said):
+        diagnosis.load(file)
