@@ -30,7 +30,32 @@ def checks(s: Snapshot) -> Iterator[Check]:
     yield from _limits(s)
     yield from _disks(s)
     yield from _ports(s)
+    yield from _containment(s)
     yield from _xids(s)
+
+
+def _containment(s: Snapshot) -> Iterator[Check]:
+    """How the guard finds and signals what the miner starts."""
+    assert s.host is not None
+    seen = s.host.get("containment")
+    if seen is None:
+        return
+    if not s.config.miner.cgroup:
+        how = "by parentage: [miner] cgroup = false"
+    elif seen["no_cgroup"] is None:
+        how = "by a cgroup of its own: no process of the miner escapes"
+    else:
+        how = f"by parentage: no cgroup v2 can be made here ({seen['no_cgroup']})"
+    yield Check("host.containment", "ok", f"the miner's processes are found {how}")
+    yield Check(
+        "host.pidfd",
+        "ok" if seen["pidfd"] else "warn",
+        "processes are signalled by pidfd"
+        if seen["pidfd"]
+        else "no pidfd here: processes are signalled by pid, after their start time is checked",
+        "Linux 5.3, and a container that permits pidfd_open",
+        None if seen["pidfd"] else "update the kernel, or the container runtime's seccomp profile",
+    )
 
 
 def _shm(s: Snapshot) -> Iterator[Check]:

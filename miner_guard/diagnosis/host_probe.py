@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 
 from miner_guard.health.host import existing, read_cgroup_memory
-from miner_guard.system import probe
+from miner_guard.system import probe, processes
+from miner_guard.system.cgroup import Cgroup
 
 _LAST_XIDS = 5
 
@@ -41,6 +42,7 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
             p: os.access(p, os.R_OK | os.W_OK) for p in sorted(glob.glob("/dev/nvidia[0-9]*"))
         },
         "kernel_xids": _kernel_xids(),
+        "containment": {"pidfd": processes.pidfd_works(), "no_cgroup": _no_cgroup()},
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": _memory(),
     }
@@ -56,6 +58,15 @@ def _disk(path: str, what: str) -> int | None:
 def _limit(which: int) -> int:
     soft, _hard = resource.getrlimit(which)
     return -1 if soft == resource.RLIM_INFINITY else soft
+
+
+def _no_cgroup() -> str | None:
+    """Why the miner can't have a cgroup of its own; None where it can."""
+    try:
+        Cgroup.create(f"probe-{os.getpid()}").remove()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _memory() -> int:

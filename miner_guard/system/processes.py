@@ -5,6 +5,7 @@ A process is known by its pid and its start time, so that a reused pid is never 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -78,6 +79,16 @@ def stat(pid: int) -> Stat | None:
 def table() -> Table:
     """One pass through /proc. Raises OSError where it can't be read."""
     return {pid: seen for pid in pids() if (seen := stat(pid)) is not None}
+
+
+def children(pid: int) -> set[int]:
+    """Direct children of all its threads. Raises OSError."""
+    found: set[int] = set()
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        # A thread that ended.
+        with contextlib.suppress(*_GONE), open(f"/proc/{pid}/task/{thread}/children") as file:
+            found.update(map(int, file.read().split()))
+    return found
 
 
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:

@@ -26,7 +26,14 @@ _IDLE_S = 20.0
 
 def run() -> list[Row]:
     """Relaunch, hang, stop, start, memory, idle CPU."""
-    return [_relaunch(), _hang(), _stop_of_fifty(), _true(), *_idle()]
+    return [
+        _relaunch(),
+        _hang(),
+        _stop_of_fifty(),
+        *map(_stop_of_deaf, (500, 3000)),
+        _true(),
+        *_idle(),
+    ]
 
 
 class Guard:
@@ -121,6 +128,25 @@ def _stop_of_fifty() -> Row:
             "s",
             "",
             "verified gone",
+        )
+
+
+def _stop_of_deaf(children: int) -> Row:
+    """SIGTERM to the guard until it and children that ignore SIGTERM are gone."""
+    miner = [sys.executable, str(_MINERS / "deaf.py"), str(children), "bench"]
+    with _guard(miner, miner__stop_timeout_s=1) as guard:
+        pid = guard.wait_for("miner_started")["pid"]
+        below = Path(f"/proc/{pid}/task/{pid}/children")
+        until(lambda: len(below.read_text().split()) == children)
+        asked = time.monotonic()
+        guard.process.terminate()
+        guard.process.wait(120)
+        return Row(
+            f"stop of {children} deaf processes",
+            time.monotonic() - asked,
+            "s",
+            "<= 10 s",
+            "of it 1 s grace, 2 s from SIGTERM to SIGKILL",
         )
 
 

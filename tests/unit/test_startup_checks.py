@@ -42,6 +42,7 @@ from uploads.repos import credentials
         ({"shm_bytes": None}, "host.shm", "unknown"),
         ({"limits": {"nofile": 1024, "memlock": -1}}, "host.nofile", "warn"),
         ({"limits": {"nofile": -1, "memlock": 65536}}, "host.memlock", "warn"),
+        ({"containment": {"pidfd": False, "no_cgroup": None}}, "host.pidfd", "warn"),
         ({"disks": {"/": GIB}}, "host.disk", "warn"),
         ({"disks": {"/": None}}, "host.disk", "unknown"),
         (
@@ -66,6 +67,16 @@ def test_each_shortage_of_the_host_is_found(change: dict[str, Any], check: str, 
     assert found.level == level
     assert found.next_step
     assert {c.level for c in host.checks(snapshot())} == {"ok"}
+
+
+@pytest.mark.parametrize(("reason", "words"), [(None, "cgroup of its own"), ("Read-only", "Read-")])
+def test_the_doctor_tells_how_the_miners_processes_are_found(
+    reason: str | None, words: str
+) -> None:
+    seen = {"pidfd": True, "no_cgroup": reason}
+    found = by_name(host.checks(snapshot(host={**HEALTHY_HOST, "containment": seen})))
+    assert found["host.containment"].level == found["host.pidfd"].level == "ok"
+    assert words in found["host.containment"].seen
 
 
 def test_a_host_that_could_not_be_read_is_unknown_and_not_well() -> None:

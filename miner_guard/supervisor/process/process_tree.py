@@ -16,7 +16,7 @@ from miner_guard.system.clock import Clock
 from miner_guard.system.processes import Process, Table
 
 _LIST_EVERY_S = 1.0
-_SHARE_OF_CPU = 0.01
+_SHARE_OF_CPU = 0.002
 """Reading the processes costs at most this share of one CPU, on a host with thousands of them
 too."""
 
@@ -70,7 +70,7 @@ class ProcessTree:
         if now < self._list_at:
             return
         began = time.thread_time()
-        table = processes.table()
+        table = self._table()
         self._reap(launcher, table, now)
         known = frozenset(self._members(launcher, table))
         if known != self._known:
@@ -82,21 +82,21 @@ class ProcessTree:
     def leftovers(self, launcher: Process) -> set[Process]:
         """Living processes of the launch other than the launcher: members, descendants, and those
         listed before."""
-        table = processes.table()
+        table = self._table()
         found = self._members(launcher, table)
         found |= {
             p
             for p in self._known
             if p.pid in table and table[p.pid].process == p and table[p.pid].lives
         }
-        spared = _ancestors(table)
+        spared = processes.ancestors(os.getpid())
         found = {process for process in found if process.pid not in spared and process != launcher}
         now = self._clock.monotonic()
         if not found or now - self._marked_at >= _MARKED_EVERY_S:
             # Parentage finds all of them. The marker is the proof of that, and costs more than the
             # rest.
             self._marked_at = now
-            marked = processes.marked(str(self._state.root), table)
+            marked = processes.marked(str(self._state.root))
             found |= {
                 process for process in marked if process.pid not in spared and process != launcher
             }
@@ -111,6 +111,14 @@ class ProcessTree:
         """The run is over."""
         if self._cgroup is not None:
             self._cgroup.remove()
+
+    def _table(self) -> Table:
+        """What may belong to the run: with a cgroup its members and the guard's children, else all
+        processes of the host."""
+        if self._cgroup is None:
+            return processes.table()
+        pids = self._cgroup.pids() | processes.children(os.getpid())
+        return {pid: seen for pid in pids if (seen := processes.stat(pid)) is not None}
 
     def _members(self, launcher: Process | None, table: Table) -> set[Process]:
         roots = set(self._adopted(table))
@@ -163,12 +171,3 @@ class ProcessTree:
                 with contextlib.suppress(ChildProcessError):
                     os.waitid(os.P_PID, seen.process.pid, os.WEXITED | os.WNOHANG)
         self._zombies = zombies
-
-
-def _ancestors(table: Table) -> set[int]:
-    found: set[int] = set()
-    pid = os.getpid()
-    while pid in table and pid not in found:
-        found.add(pid)
-        pid = table[pid].parent
-    return found
