@@ -77,7 +77,7 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
             or answer.value.get("refused")
             or "metadata.json is missing or names no outer step"
         )
-        return Progress(reason=f"the master's {why}")
+        return Progress(reason=f"the master's repo: {why}")
     block = (answer.value.get("config") or {}).get("last_allreduce_block")
     return Progress(outer, block if isinstance(block, int) else None)
 

@@ -58,10 +58,17 @@ def outline(document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, A
         problems.append(
             f"validators know none of its {len(named)} parameters ({why}) and skip them all"
         )
+    # A large model has few shapes, and many parameters of each.
+    judged: dict[tuple[Tensors, tuple[int, ...] | None], str | None] = {}
     for name in known:
         found = _tensors(document, name, limits)
-        known_shape = None if shapes is None else shapes.of.get(name)
-        wrong = found if isinstance(found, str) else misfit(found, known_shape, limits)
+        shape = None if shapes is None else tuple(shapes.of[name])
+        if isinstance(found, str):
+            problems.append(f"{name}: {found}")
+            continue
+        if (found, shape) not in judged:
+            judged[found, shape] = misfit(found, shape, limits)
+        wrong = judged[found, shape]
         if wrong is not None:
             problems.append(f"{name}: {wrong}")
     return _report(problems, len(known), shapes)

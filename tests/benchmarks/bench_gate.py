@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 from miner_guard.config import GateSettings
 from tests.benchmarks.frame import Row, per_call
@@ -13,7 +14,10 @@ from uploads import gate
 from uploads import inputs as gate_inputs
 from uploads.inputs import GateInputs
 from validators.facts import Candidate, Network, Published
+from validators.limits import Limits
+from validators.outline import outline
 from validators.profiles import load_profile
+from validators.shapes import Shapes
 
 TITLE = "Gate"
 _TARGET = "<= 200 µs"
@@ -57,10 +61,25 @@ def run() -> list[Row]:
         return [
             _row("a decision: steps, loss, repo, network", lambda: decide(small), _TARGET),
             _row("a decision with files, config, metadata", lambda: decide(full), _TARGET),
+            _headers(settings),
             _row(
                 "`upload_due` alone", lambda: gate.due(gate_inputs.read(path), settings, 1010.0), ""
             ),
         ]
+
+
+def _headers(settings: GateSettings) -> Row:
+    """Names, types and shapes of what is about to be written; no tensor is read, none is needed."""
+    limits = Limits.of(settings, load_profile("sn38").limits)
+    names = [f"model.layers.{n // 9}.part{n % 9}.weight" for n in range(300)]
+    tensor = SimpleNamespace(shape=(32, 64, 32), dtype="torch.float32")
+    document: dict[str, object] = {"metadata": {}}
+    for name in names:
+        document |= {f"{name}idxs": tensor, f"{name}vals": tensor}
+    shapes = Shapes(dict.fromkeys(names, (2048, 2048)))
+    assert outline(document, limits, shapes)["problems"] == []
+    what = "headers of a gradient of 300 parameters (1 B)"
+    return _row(what, lambda: outline(document, limits, shapes), "<= 1 ms")
 
 
 def _row(what: str, function: Callable[[], object], target: str) -> Row:
