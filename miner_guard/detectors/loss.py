@@ -193,6 +193,8 @@ class Divergence:
         self._best: tuple[float, int] | None = None
         self._rise = self._recovered = 0.0
         self._said = False
+        self.came_back = False
+        """Since the last finding."""
 
     def reported(self) -> None:
         """The present climb has been reported in another way."""
@@ -219,7 +221,7 @@ class Divergence:
         self._rise = max(self._rise, level - best)
         if self._said or not self._climbs(best):
             return
-        self._said = True
+        self._said, self.came_back = True, False
         cause, fixes = advice.for_divergence(lr, best_step)
         window = self._size * self._LASTING
         yield Anomaly(
@@ -235,7 +237,7 @@ class Divergence:
 
     def _came_back(self, rise: float) -> None:
         self._recovered = max(self._recovered, self._rise)
-        self._rise, self._said = rise, False
+        self._rise, self._said, self.came_back = rise, False, True
 
     def _climbs(self, best: float) -> bool:
         if len(self._levels) < self._LASTING:

@@ -91,6 +91,29 @@ def grade(seconds: float, settings: StepSettings) -> str:
     return "bad" if seconds > settings.slow_s else "poor"
 
 
+class SlowEpisodes:
+    """Which of the slow steps are worth a warning: see `SlowStep.certain`. One per episode."""
+
+    def __init__(self, clear_ratio: float = _CLEAR_RATIO) -> None:
+        """A step of `clear_ratio` times the usual needs no others to count."""
+        self._clear_ratio = clear_ratio
+        self._places: deque[int] = deque(maxlen=_OFTEN)
+        self._told = False
+
+    def certain(self, place: int, ratio: float) -> bool:
+        """Take the next slow step: the how-manieth step it is, and its multiple of the usual."""
+        earlier = list(self._places)
+        self._places.append(place)
+        if not earlier or place - earlier[-1] > _EPISODE:
+            self._told = False
+        often = len(earlier) >= _OFTEN - 1 and place - earlier[1 - _OFTEN] < _OFTEN_WITHIN
+        certain = (ratio >= self._clear_ratio or often) and not self._told
+        if _regular([*earlier, place]):
+            return False
+        self._told = self._told or certain
+        return certain
+
+
 class StepTimes:
     """Streaming judge of step durations of one rank. Memory: one window per kind of step, at most
     64 kinds."""
@@ -101,9 +124,7 @@ class StepTimes:
         self._early: dict[str, SortedWindow] = {}
         self._streak: dict[str, int] = {}
         self._seen = 0
-        self._slow_at: deque[int] = deque(maxlen=_OFTEN)
-        self._told = False
-        """This episode was told with certainty."""
+        self._episodes = SlowEpisodes()
 
     def observe(
         self, seconds: float, kind: str = TRAINING, scheduled_s: float = 0.0
@@ -131,7 +152,10 @@ class StepTimes:
         )
         self._admit(seconds, kind, window, outlier=relative is not None)
         absolute = self._absolute(seconds, scheduled_s, kind)
-        return absolute or (None if relative is None else self._weighed(relative))
+        if absolute is not None or relative is None or relative.median_s is None:
+            return absolute or relative
+        certain = self._episodes.certain(self._seen, seconds / relative.median_s)
+        return replace(relative, certain=certain)
 
     def training_window(self) -> SortedWindow | None:
         """Durations of the recent training steps after the warm-up; of the warm-up where there is
@@ -140,18 +164,6 @@ class StepTimes:
             return None
         window, early = self._windows.get(TRAINING), self._early.get(TRAINING)
         return window or early or None
-
-    def _weighed(self, slow: SlowStep) -> SlowStep:
-        """The same step with how certain it is; certain once per episode."""
-        earlier = list(self._slow_at)
-        self._slow_at.append(self._seen)
-        if not earlier or self._seen - earlier[-1] > _EPISODE:
-            self._told = False
-        often = len(earlier) >= _OFTEN - 1 and self._seen - earlier[1 - _OFTEN] < _OFTEN_WITHIN
-        clear = slow.median_s is not None and slow.seconds >= _CLEAR_RATIO * slow.median_s
-        certain = (clear or often) and not self._told and not _regular([*earlier, self._seen])
-        self._told = self._told or certain
-        return replace(slow, certain=certain)
 
     def _relative(self, seconds: float, kind: str, window: SortedWindow) -> SlowStep | None:
         if len(window) < _MIN_COUNT:

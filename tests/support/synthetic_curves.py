@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 
 LENGTH = 1200
+_ONSET_OFF = LENGTH // 20
+"""Values before a climb at which its onset may be seen: noise hides it."""
 
 Curve = list[float]
 Maker = Callable[[random.Random], Curve]
@@ -173,15 +175,14 @@ def divergence(curve: Curve, chance: random.Random) -> Injected:
         # What the curve would still have fallen is not climbed away.
         here = median(curve[max(0, n - 20) : n + 20])
         values[n] = curve[n] * level / here * (1 + min(1.0, (n - at) / ramp))
-    return Injected(values, "divergence", at, LENGTH)
+    return Injected(values, "divergence", at - _ONSET_OFF, LENGTH)
 
 
 def explosion(curve: Curve, chance: random.Random) -> Injected:
     """A loss that is ten times its level from one step on."""
     at = chance.randrange(200, LENGTH - 200)
-    return Injected(
-        [x * 10 if n >= at else x for n, x in enumerate(curve)], "divergence", at, LENGTH
-    )
+    values = [x * 10 if n >= at else x for n, x in enumerate(curve)]
+    return Injected(values, "divergence", at - _ONSET_OFF, LENGTH)
 
 
 def slow_step(curve: Curve, chance: random.Random) -> Injected:

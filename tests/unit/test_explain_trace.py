@@ -395,3 +395,15 @@ def test_the_settings_say_which_examples_a_nan_came_from(
         == 0
     )
     assert "check examples 128 to 143" in capsys.readouterr().out
+
+
+def test_five_evaluations_that_rise_one_by_one_show_overfitting() -> None:
+    evaluations = [1.0, 0.8, 0.9, 1.05, 1.2]
+    rows = [{"step": step, "loss": 2.0 / (1 + step / 40)} for step in range(1, 101)]
+    for number, value in enumerate(evaluations, 1):
+        rows[20 * number - 1]["eval_loss"] = value
+    kinds = {a.type for a in judge(reading.read(json.dumps(row) for row in rows))}
+    assert kinds == {"overfit"}
+    for row in rows[79:]:
+        row.pop("eval_loss", None)
+    assert not judge(reading.read(json.dumps(row) for row in rows)), "two of them are chance"

@@ -8,8 +8,11 @@ from statistics import median
 
 from miner_guard.detectors.trace.series import Series, centred
 
-_MIN_COUNT = 6
+_MIN_COUNT = 5
 _AFTER = 4
+_AFTER_MONOTONE = 3
+"""Evaluations after the best one that are enough where each is worse than the one before it."""
+
 _SMOOTHED = 15
 _RISE = 1.12
 _STEADY_RISE = 1.05
@@ -36,8 +39,8 @@ def overfit(evaluation: Series, training: Series) -> Overfit | None:
     """Overfitting of a run, or None. Both series finite.
 
     The smoothed evaluation (means over a tenth of the run) ends 12 % above its minimum, or 5 %
-    where it rises nearly all the time; at least four evaluations lie after the minimum; training
-    fell meanwhile.
+    where it rises nearly all the time; at least four evaluations lie after the minimum, or three
+    that rise one by one; training fell meanwhile.
     """
     if len(evaluation) < _MIN_COUNT or len(training) < _MIN_COUNT:
         return None
@@ -47,9 +50,10 @@ def overfit(evaluation: Series, training: Series) -> Overfit | None:
     at = min(range((width - 1) // 2, len(smooth) - width // 2), key=lambda n: smooth[n])
     after = evaluation.values[at:]
     best, last = smooth[at], median(smooth[-3:])
-    if len(after) - 1 < _AFTER or best <= 0:
-        return None
     rising = kendall(after)
+    least = _AFTER_MONOTONE if rising == 1 else _AFTER
+    if len(after) - 1 < least or best <= 0:
+        return None
     steady = last >= _STEADY_RISE * best and rising >= _STEADY and len(after) - 1 >= _STEADY_AFTER
     if not steady and not (last >= _RISE * best and rising >= _RISING):
         return None

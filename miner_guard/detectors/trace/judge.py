@@ -7,16 +7,22 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from miner_guard.config import LossSettings
 from miner_guard.detectors import advice
 from miner_guard.detectors.advice import Anomaly
 from miner_guard.detectors.eta import TrainingFacts
+from miner_guard.detectors.loss import Divergence
+from miner_guard.detectors.step_time import SlowEpisodes
 from miner_guard.detectors.trace import evaluation, levels, memory_curve
-from miner_guard.detectors.trace.outliers import SLOW, SPIKE, Outlier, outliers, runs
+from miner_guard.detectors.trace.outliers import SLOW, SPIKE, Outlier, deepest_dip, outliers, runs
 from miner_guard.detectors.trace.restarts import restarts
 from miner_guard.detectors.trace.series import Series, Trace
 
 _SAME_SPIKE = 8
 _NEAR_RESTART = 3
+_TAIL = 1.5
+"""A spike stands out by this multiple of the deepest dip: heavy-tailed noise jumps both ways."""
+
 _MIN_SHARE = 0.05
 """A spike is at least this share of what the loss has fallen in all: near zero, tiny losses jump
 about."""
@@ -25,6 +31,13 @@ _MAX_NAN = 5
 _FROM_START = 3
 """A trace whose first step is within three strides shows its run from the start, else it is a
 window of it."""
+
+_SLOW_RATIO = 1.5
+_CLEAR_RATIO = 1.9
+"""Less than live: of a whole trace it is known whether a slow step comes again."""
+
+_BEYOND = 1.3
+"""A slow step stands out from those that come regularly by this multiple of theirs."""
 
 _ZEROS = 3
 _FIRST_STEP = 1
@@ -101,6 +114,8 @@ def _loss(trace: Trace, facts: TrainingFacts, has_nan: bool) -> Iterator[Anomaly
     again = restarts(loss.values)
     start = again[-1] if again else 0
     climbed = levels.climb(loss.values[start:])
+    if climbed is None and not again:
+        climbed = _unreturned(loss.values)
     if climbed is not None:
         yield _climb(trace, loss, start + climbed.index, climbed)
     until = len(loss) if climbed is None else start + climbed.index
@@ -114,6 +129,17 @@ def _loss(trace: Trace, facts: TrainingFacts, has_nan: bool) -> Iterator[Anomaly
         yield _overfit(over)
 
 
+def _unreturned(values: Sequence[float]) -> levels.Climb | None:
+    """The last climb that the live judge reports and that the trace does not come back from."""
+    watch, found = Divergence(LossSettings()), None
+    for index, value in enumerate(values):
+        found = next(iter(watch.observe(index, value, None)), found)
+    if found is None or watch.came_back:
+        return None
+    onset = found.at_step + 1 - found.evidence["window"]
+    return levels.Climb(onset, found.evidence["best"], found.evidence["level"])
+
+
 def spikes(
     trace: Trace, loss: Series, found: Sequence[Outlier], facts: TrainingFacts | None = None
 ) -> Iterator[Anomaly]:
@@ -121,6 +147,7 @@ def spikes(
     jumping of a tiny loss."""
     again = restarts(loss.values)
     least = _MIN_SHARE * levels.fall(loss.values)
+    deepest = deepest_dip(tuple(loss.values)) if found else 0.0
     for group in runs(found, _SAME_SPIKE):
         top = max(group, key=lambda o: o.value)
         restarted = any(-1 <= top.index - place <= _NEAR_RESTART for place in again)
@@ -134,7 +161,13 @@ def spikes(
             f"value{'s' if len(group) > 1 else ''}"
         )
         yield Anomaly(
-            "spike", step, "warning", detail, fixes, cause, {"loss": top.value, "level": top.level}
+            "spike",
+            step,
+            "warning" if top.sigmas > _TAIL * deepest else "info",
+            detail,
+            fixes,
+            cause,
+            {"loss": top.value, "level": top.level},
         )
 
 
@@ -199,14 +232,19 @@ def _overfit(seen: evaluation.Overfit) -> Anomaly:
 def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
     values = times.values
     slow = outliers(values, SLOW)
-    period = _period(slow)
+    period, episodes = _period(slow), SlowEpisodes(_CLEAR_RATIO)
+    usual = median([o.ratio for o in slow]) if slow else 0.0
     for seen in slow:
+        # Below half as much again nothing is worth a warning, as live.
+        scheduled = period is not None and seen.ratio < _BEYOND * usual
+        worth_it = seen.ratio >= _SLOW_RATIO and not scheduled
+        certain = worth_it and episodes.certain(seen.index, seen.ratio)
         regular = "" if period is None else f"; every {period} values: scheduled work?"
         first = times.steps[seen.index] <= _FIRST_STEP
         yield Anomaly(
             "slow_steps",
             times.steps[seen.index],
-            "info" if first else "warning",
+            "info" if first or not certain else "warning",
             (
                 f"step time {seen.value:.4g} against {seen.level:.4g} around it "
                 f"({seen.ratio:.2f} times){regular}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median
 
 from miner_guard.detectors.window import MAD_TO_SIGMA, SortedWindow
@@ -60,6 +61,16 @@ class Outlier:
 def outliers(values: Sequence[float], rule: OutlierRule) -> list[Outlier]:
     """All of them, in order. `values` are finite."""
     return select(candidates(values, rule), rule)
+
+
+@lru_cache(maxsize=2)
+def deepest_dip(values: tuple[float, ...]) -> float:
+    """Sigmas of the value that stands out downwards the most, among those that would be spikes
+    upwards; 0 without one, or where not all values are positive."""
+    if not values or min(values) <= 0:
+        return 0.0
+    upside_down = outliers([1 / value for value in values], SPIKE)
+    return max((o.sigmas for o in upside_down), default=0.0)
 
 
 def select(every: Iterable[Outlier], rule: OutlierRule) -> list[Outlier]:

@@ -14,6 +14,9 @@ _FOLLOWED = 20
 exploded stays up."""
 
 _MIN_FALL = 1.02
+_AT_ONCE = 0.5
+"""Share of the descent that a restart takes back in one value."""
+
 _MIN_RUN = 5
 
 
@@ -62,6 +65,10 @@ def _follows(values: Sequence[float], place: int) -> bool:
 
 
 def _jumps(values: Sequence[float], place: int, last: int) -> bool:
-    """Whether the value is clearly above the ones before it."""
-    before = sorted(values[max(last, place - 4) : place])
-    return bool(before) and values[place] > _MIN_FALL * before[len(before) // 2]
+    """Whether the value is clearly above the ones before it, and takes back most of the descent at
+    once: a loss that diverges comes back to its first values step by step."""
+    before = values[max(last, place - 4) : place]
+    if not before or values[place] <= _MIN_FALL * (level := median(before)) or level <= 0:
+        return False
+    lowest = min(v for v in values[last:place] if v > 0)
+    return math.log(values[place] / level) >= _AT_ONCE * math.log(values[last] / lowest)
