@@ -142,6 +142,12 @@ def test_a_compiled_step_is_followed_and_nothing_of_the_guard_is_compiled(tmp_pa
         ("diloco.py", False, ()),
         ("lbfgs.py", False, ()),
         ("with_accelerate.py", False, ("accelerate",)),
+        pytest.param("two_optimizers.py", False, (), marks=pytest.mark.long),
+        pytest.param("critic.py", False, (), marks=pytest.mark.long),
+        pytest.param("mnist.py", False, (), marks=pytest.mark.long),
+        pytest.param("clipped.py", False, (), marks=pytest.mark.long),
+        pytest.param("truncated.py", False, (), marks=pytest.mark.long),
+        pytest.param("with_fabric.py", False, ("lightning",), marks=pytest.mark.long),
     ],
 )
 def test_the_loss_is_the_one_that_the_trainer_logs(
