@@ -79,7 +79,9 @@ class MemoryTier:
         target = self._slot(slot, leaves[-1].offset + leaves[-1].size if leaves else objects.tell())
         target[: objects.tell()] = objects.getvalue()
         done = self._copy(target, [(leaf, tensors[leaf.name]) for leaf in leaves])
-        self._pending = self._writer.submit(self._seal, slot, step, objects.tell(), leaves, done)
+        self._pending = self._writer.submit(
+            self._seal, slot, step, objects.tell(), leaves, done=done
+        )
         return time.monotonic() - started
 
     def wait(self) -> None:
@@ -221,7 +223,7 @@ class MemoryTier:
         current.wait_stream(self._stream)
         return self._stream.record_event()
 
-    def _seal(self, slot: int, step: int, objects: int, leaves: list[_Leaf], done: Any) -> None:
+    def _seal(self, slot: int, step: int, objects: int, leaves: list[_Leaf], *, done: Any) -> None:
         if done is not None:
             done.synchronize()
         size = leaves[-1].offset + leaves[-1].size if leaves else objects

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miner_guard.config import GateSettings, MinerSettings
-from miner_guard.flight_recorder.journal import Training
+from miner_guard.flight_recorder.journal import TrainingEntry
 
 _FROM_ENTRY = (
     "batch_size",
@@ -47,7 +47,7 @@ class TrainingFacts:
             min_inner_step=gate.min_inner_step,
         )
 
-    def with_entry(self, entry: Training) -> TrainingFacts:
+    def with_entry(self, entry: TrainingEntry) -> TrainingFacts:
         """The same with what the hook's `training` entry says."""
         known = {name: value for name in _FROM_ENTRY if _is_count(value := getattr(entry, name))}
         return replace(self, **known)

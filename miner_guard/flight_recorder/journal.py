@@ -41,7 +41,7 @@ class JournalEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reported(JournalEntry):
+class FindingEntry(JournalEntry):
     """A finding of the rank's own."""
 
     KIND = "finding"
@@ -53,7 +53,7 @@ class Reported(JournalEntry):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision(JournalEntry):
+class DecisionEntry(JournalEntry):
     """A gate decision. Rank 0's only."""
 
     KIND = "decision"
@@ -66,14 +66,14 @@ class Decision(JournalEntry):
         return {"kind": self.KIND, **({"t": self.t} if self.t else {}), **document}
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Decision:
+    def from_json(cls, document: Mapping[str, Any]) -> DecisionEntry:
         rest = {k: v for k, v in document.items() if k not in ("kind", "t", "upload_kind")}
         decision = {**rest, "kind": document.get("upload_kind")}
         return cls(t=document.get("t", 0.0), decision=decision)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upload(JournalEntry):
+class UploadEntry(JournalEntry):
     """An upload's start or end. Rank 0's; another rank's only where it failed there."""
 
     KIND = "upload"
@@ -101,7 +101,7 @@ class Upload(JournalEntry):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis(JournalEntry):
+class DiagnosisEntry(JournalEntry):
     """A part of what rank 0 gathered of all ranks, as diagnosis_codec packs it."""
 
     KIND = "diagnosis"
@@ -110,7 +110,7 @@ class Diagnosis(JournalEntry):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(JournalEntry):
+class TrainingEntry(JournalEntry):
     """Settings as the hook knows them; None: not told."""
 
     KIND = "training"
@@ -130,7 +130,7 @@ class Training(JournalEntry):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(JournalEntry):
+class CheckpointEntry(JournalEntry):
     """A checkpoint that was written."""
 
     KIND = "checkpoint"
@@ -143,7 +143,7 @@ class Checkpoint(JournalEntry):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost(JournalEntry):
+class CostEntry(JournalEntry):
     """What a monitoring operation took: sums since its last entry."""
 
     KIND = "cost"
@@ -157,7 +157,16 @@ class Cost(JournalEntry):
 
 
 _KINDS: Mapping[str, type[JournalEntry]] = {
-    cls.KIND: cls for cls in (Reported, Decision, Upload, Diagnosis, Training, Checkpoint, Cost)
+    cls.KIND: cls
+    for cls in (
+        FindingEntry,
+        DecisionEntry,
+        UploadEntry,
+        DiagnosisEntry,
+        TrainingEntry,
+        CheckpointEntry,
+        CostEntry,
+    )
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.journal import Cost, JournalEntry
+from miner_guard.flight_recorder.journal import CostEntry, JournalEntry
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 
@@ -62,7 +62,7 @@ class CostsMonitor(Monitor):
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
         # Ranks wait for each other: what one of them pays, all pay. The lead's account is the
         # run's.
-        if isinstance(entry, Cost) and rank == (self._lead or 0):
+        if isinstance(entry, CostEntry) and rank == (self._lead or 0):
             self.tracker.record(
                 entry.operation, entry.seconds, blocking=entry.blocking, calls=entry.count
             )

@@ -14,7 +14,7 @@ from miner_guard.detectors.trace.reading import EVALUATION_WORDS, evaluation_in
 from miner_guard.detectors.window import SortedWindow
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.formatters import gb
-from miner_guard.flight_recorder.journal import JournalEntry, Training
+from miner_guard.flight_recorder.journal import JournalEntry, TrainingEntry
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Launch, Monitor
 
@@ -61,7 +61,7 @@ class CurvesMonitor(Monitor):
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        if isinstance(entry, Training):
+        if isinstance(entry, TrainingEntry):
             self._facts = self._facts.with_entry(entry)
         return ()
 

@@ -9,7 +9,7 @@ from typing import Any
 from miner_guard.diagnosis import across_ranks
 from miner_guard.diagnosis.request import PreflightRequest, expectation_of
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.journal import Diagnosis, JournalEntry
+from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.rank.introspection.diagnosis_codec import unpack
 
@@ -33,7 +33,7 @@ class DiagnosisMonitor(Monitor):
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        if not isinstance(entry, Diagnosis):
+        if not isinstance(entry, DiagnosisEntry):
             return ()
         part = entry.report
         if part.get("part", 0) == 0:

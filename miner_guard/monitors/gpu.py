@@ -12,7 +12,7 @@ from miner_guard.detectors.model_sizes import size_of
 from miner_guard.diagnosis.faults import Faults
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.line_templates import template
-from miner_guard.flight_recorder.journal import Diagnosis, JournalEntry, Training
+from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Launch, Monitor
 from miner_guard.rank.introspection.diagnosis_codec import unpack
@@ -63,10 +63,10 @@ class GpuMonitor(Monitor):
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        if isinstance(entry, Training):
+        if isinstance(entry, TrainingEntry):
             self._params = entry.params or self._params
             self._model = self._settings.model_name or entry.model_name or self._model
-        elif isinstance(entry, Diagnosis) and entry.report:
+        elif isinstance(entry, DiagnosisEntry) and entry.report:
             reports = unpack([entry.report])
             self._totals |= {
                 int(r["rank"]): float(r["total_bytes"]) for r in reports if r.get("total_bytes")

@@ -94,7 +94,7 @@ class IncidentsMonitor(Monitor):
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        if isinstance(entry, journal.Training):
+        if isinstance(entry, journal.TrainingEntry):
             self._training = Training(
                 entry.batch_size, entry.effective_batch_size, entry.world_size
             )

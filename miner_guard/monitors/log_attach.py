@@ -20,7 +20,7 @@ from miner_guard.detectors.log_lines import (
 from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.journal import Upload
+from miner_guard.flight_recorder.journal import UploadEntry
 from miner_guard.flight_recorder.layout import NAN
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter
@@ -162,9 +162,9 @@ class LogAttachMonitor(Monitor):
         flight.show_state(state, now)
         flight.show_phase(b"allreduce" if inside else b"", now, now, allowance or NAN)
 
-    def _upload(self, push: PushLine, now: float) -> Upload:
+    def _upload(self, push: PushLine, now: float) -> UploadEntry:
         line = self._last.line if self._last is not None else None
-        return Upload(
+        return UploadEntry(
             t=now,
             phase="finished" if push.error is None else "failed",
             outer_step=line.outer if line else None,

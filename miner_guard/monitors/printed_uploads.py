@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from miner_guard.attach.patterns import patterns
 from miner_guard.detectors.log_lines import Patterns, PushLine, read_push
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.journal import JournalEntry, Upload
+from miner_guard.flight_recorder.journal import JournalEntry, UploadEntry
 from miner_guard.monitors.base import Context, Monitor
 
 
@@ -30,7 +30,7 @@ class PrintedUploadsMonitor(Monitor):
         self._last: PushLine | None = None
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        self._silent = self._silent or isinstance(entry, Upload)
+        self._silent = self._silent or isinstance(entry, UploadEntry)
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterator[Finding]:

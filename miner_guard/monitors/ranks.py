@@ -15,7 +15,7 @@ from miner_guard.detectors.slow_cause import explain
 from miner_guard.detectors.straggler import Straggler, StragglerWatch
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.formatters import gb
-from miner_guard.flight_recorder.journal import Diagnosis, JournalEntry, Training
+from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.flight_recorder.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
@@ -54,9 +54,9 @@ class RanksMonitor(Monitor):
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        if isinstance(entry, Training):
+        if isinstance(entry, TrainingEntry):
             self._facts = self._facts.with_entry(entry)
-        if isinstance(entry, Diagnosis):
+        if isinstance(entry, DiagnosisEntry):
             for report in diagnosis_codec.unpack([entry.report]):
                 device = report.get("model_device")
                 if device and isinstance(report.get("rank"), int):

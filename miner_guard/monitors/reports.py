@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.flight_recorder.journal import Checkpoint, JournalEntry, Reported
+from miner_guard.flight_recorder.journal import CheckpointEntry, FindingEntry, JournalEntry
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Launch, Monitor
 
@@ -20,7 +20,7 @@ class ReportsMonitor(Monitor):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._newest: Checkpoint | None = None
+        self._newest: CheckpointEntry | None = None
         self._at: float | None = None
         self._stale_said = False
 
@@ -32,7 +32,7 @@ class ReportsMonitor(Monitor):
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        if isinstance(entry, Reported):
+        if isinstance(entry, FindingEntry):
             finding = Finding.from_dict(entry.to_json(), rank)
             if finding is None:
                 what = (
@@ -41,11 +41,11 @@ class ReportsMonitor(Monitor):
                 )
                 return (make_finding("guard_degraded", what=what),)
             return (finding,)
-        if isinstance(entry, Checkpoint):
+        if isinstance(entry, CheckpointEntry):
             return self._saved(rank, entry)
         return ()
 
-    def _saved(self, rank: int, entry: Checkpoint) -> Iterable[Finding]:
+    def _saved(self, rank: int, entry: CheckpointEntry) -> Iterable[Finding]:
         path, size = entry.path, entry.size_bytes
         if not entry.complete:
             return (

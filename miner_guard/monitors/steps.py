@@ -12,7 +12,7 @@ from miner_guard.detectors.goodput import Goodput
 from miner_guard.detectors.pauses import PauseWatch
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.formatters import gb
-from miner_guard.flight_recorder.journal import JournalEntry, Training
+from miner_guard.flight_recorder.journal import JournalEntry, TrainingEntry
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
@@ -62,7 +62,7 @@ class StepsMonitor(Monitor):
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        if isinstance(entry, Training):
+        if isinstance(entry, TrainingEntry):
             self._facts = self._facts.with_entry(entry)
         return ()
 

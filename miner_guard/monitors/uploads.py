@@ -12,7 +12,7 @@ from typing import Any
 
 from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
-from miner_guard.flight_recorder.journal import Decision, JournalEntry, Upload
+from miner_guard.flight_recorder.journal import DecisionEntry, JournalEntry, UploadEntry
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Monitor
@@ -54,7 +54,7 @@ three times."""
 class _Begun:
     """A push of which the end was not reported yet."""
 
-    entry: Upload
+    entry: UploadEntry
     at: float | None
     before: Published
 
@@ -63,7 +63,7 @@ class _Begun:
 class _Push:
     """A push that was reported and is to be looked for."""
 
-    entry: Upload
+    entry: UploadEntry
     began: float | None
     """Monotonic; None where only the end was reported."""
 
@@ -103,7 +103,7 @@ class UploadsMonitor(Monitor):
         self._watched_written = False
         self._began: dict[str, _Begun] = {}
         self._pushes: list[_Push] = []
-        self._unsettled: list[Upload] = []
+        self._unsettled: list[UploadEntry] = []
         self._last: dict[str, Any] = dict.fromkeys(
             ("decision", "upload", "audit", "incident", "restart")
         )
@@ -235,9 +235,9 @@ class UploadsMonitor(Monitor):
             )
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        if isinstance(entry, Decision):
+        if isinstance(entry, DecisionEntry):
             return self._decided(entry.decision)
-        if isinstance(entry, Upload):
+        if isinstance(entry, UploadEntry):
             return self._uploaded(rank, entry)
         return ()
 
@@ -252,7 +252,7 @@ class UploadsMonitor(Monitor):
         if finding is not None:
             yield finding
 
-    def _uploaded(self, rank: int, entry: Upload) -> Iterator[Finding]:
+    def _uploaded(self, rank: int, entry: UploadEntry) -> Iterator[Finding]:
         decision = entry.decision_id
         now = self.context.clock.monotonic()
         if entry.phase == "started":
@@ -273,7 +273,7 @@ class UploadsMonitor(Monitor):
         yield from self._reported(entry, begun.at, begun.before)
 
     def _reported(
-        self, entry: Upload, began: float | None, before: Published | None
+        self, entry: UploadEntry, began: float | None, before: Published | None
     ) -> Iterator[Finding]:
         if self._repo.kind == "none" or not self._repo.verify_uploads:
             why = (
@@ -326,7 +326,7 @@ class UploadsMonitor(Monitor):
 
     def _printed(self, finding: Finding) -> Iterable[Finding]:
         """A push of which the miner's own line alone tells."""
-        entry = Upload(phase="finished", tag=finding.fields.get("tag"))
+        entry = UploadEntry(phase="finished", tag=finding.fields.get("tag"))
         if finding.event == "upload_failed":
             self._store(entry, "failed", error=finding.fields.get("reason"))
         elif finding.event == "upload_reported":
@@ -397,7 +397,7 @@ class UploadsMonitor(Monitor):
             reason = f"reported as pushed, but {seen.detail} (tag {tag}). Upload again"
             self.context.emit(make_finding("upload_failed", reason=reason))
 
-    def _store(self, entry: Upload, outcome: str, **more: Any) -> None:
+    def _store(self, entry: UploadEntry, outcome: str, **more: Any) -> None:
         names = (
             "decision_id",
             "outer_step",
@@ -456,20 +456,20 @@ def _audit_every_s(config: Config) -> float:
     return _AUDIT_EVERY_S if chosen(config.miner) is not None else 0.0
 
 
-def _steps(entry: Upload) -> tuple[int | None, int | None]:
+def _steps(entry: UploadEntry) -> tuple[int | None, int | None]:
     """Outer and inner step by the tag, else by the entry: a log's last step may be later than what
     was pushed."""
     match = re.search(r"(\d+)\.(\d+)$", entry.tag or "")
     return (int(match[1]), int(match[2])) if match else (entry.outer_step, entry.inner_step)
 
 
-def _took(entry: Upload) -> str:
+def _took(entry: UploadEntry) -> str:
     """A log tells of a push's end alone."""
     seconds = entry.seconds
     return "pushed, says the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
 
 
-def _tag(entry: Upload) -> str | None:
+def _tag(entry: UploadEntry) -> str | None:
     if entry.tag:
         return entry.tag
     if entry.outer_step is None or entry.inner_step is None:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
-from miner_guard.flight_recorder.journal import Cost
+from miner_guard.flight_recorder.journal import CostEntry
 from miner_guard.rank.recorder import Recorder, describe
 
 OWN = "guard.hook"
@@ -70,7 +70,7 @@ class RankCosts:
             if operation == OWN:
                 self._own_seconds, self._own_count = 0.0, 0
             self._recorder.journal(
-                Cost(operation=operation, seconds=seconds, blocking=blocking, count=count)
+                CostEntry(operation=operation, seconds=seconds, blocking=blocking, count=count)
             )
 
     @contextlib.contextmanager

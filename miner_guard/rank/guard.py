@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, ParamSpec, TypeVar
 
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.journal import Checkpoint, Decision, Training
+from miner_guard.flight_recorder.journal import CheckpointEntry, DecisionEntry, TrainingEntry
 from miner_guard.rank import ending, environment
 from miner_guard.rank.consensus import gating
 from miner_guard.rank.consensus.collective_queries import CollectiveQueries
@@ -272,9 +272,9 @@ class Guard:
         if self.rank != 0:
             return
         document = decision.as_dict()
-        if not self._recorder.journal(Decision(decision=document)):
+        if not self._recorder.journal(DecisionEntry(decision=document)):
             short = {**document, "verdicts": [], "record": {}}
-            self._recorder.journal(Decision(decision=short))
+            self._recorder.journal(DecisionEntry(decision=short))
         if self._recorder.bell.alone:
             self._recorder.own_log.say(gating.finding_of(decision))
 
@@ -291,9 +291,8 @@ class Guard:
                 "upload", TypeError(f"{type(given).__name__} is no decision of may_upload")
             )
             given = self._gate.blocked(Candidate("gradient", -1, -1), "no decision was given")
-        return UploadRecorder(
-            self._recorder, self._hot.names.named("upload"), given, self._gate.uploaded, tag
-        )
+        phase = self._hot.names.named("upload")
+        return UploadRecorder(self._recorder, phase, given, finished=self._gate.uploaded, tag=tag)
 
     @_harmless(lambda: False)
     def upload_due(self) -> bool:
@@ -329,7 +328,7 @@ class Guard:
         own. Collective."""
         from miner_guard.rank.introspection import diagnose
 
-        given = Training(
+        given = TrainingEntry(
             batch_size=batch_size,
             effective_batch_size=effective_batch_size,
             accumulation_steps=accumulation_steps,
@@ -361,7 +360,7 @@ class Guard:
     ) -> None:
         """Report a checkpoint that was written."""
         self.journal(
-            Checkpoint(
+            CheckpointEntry(
                 path=str(path), step=step, seconds=seconds, size_bytes=size_bytes, complete=complete
             )
         )

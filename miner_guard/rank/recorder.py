@@ -10,7 +10,7 @@ from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.journal import JournalEntry, Reported
+from miner_guard.flight_recorder.journal import FindingEntry, JournalEntry
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.rank.environment import RankContext
@@ -111,7 +111,7 @@ class Recorder:
 
     def emit(self, finding: Finding, /) -> None:
         """Log a finding: through the supervisor where there is one, else here."""
-        entry = Reported(
+        entry = FindingEntry(
             event=finding.event,
             level=finding.level,
             rank=self.place.rank if finding.rank is None else finding.rank,

@@ -19,6 +19,7 @@ class UploadRecorder:
         recorder: Recorder,
         phase: AnyPhase,
         decision: GateDecision,
+        *,
         finished: Callable[[], None],
         tag: str | None = None,
     ) -> None:
@@ -72,9 +73,9 @@ class UploadRecorder:
                 "upload entry", f"the upload could not be recorded: {describe(error)}"
             )
 
-    def _entry(self, phase: str) -> journal.Upload:
+    def _entry(self, phase: str) -> journal.UploadEntry:
         decision = self.decision
-        return journal.Upload(
+        return journal.UploadEntry(
             phase=phase,
             decision_id=decision.decision_id,
             outer_step=decision.outer_step,

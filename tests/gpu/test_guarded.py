@@ -16,11 +16,11 @@ from miner_guard.state_dir import StateDir
 from tests.gpu.conftest import Table
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 GUARD = [sys.executable, "-m", "miner_guard"]
-STEPS = 12
-FAULT = 7
+STEPS = 6
+FAULT = 4
 
 
 class Demo:
@@ -39,7 +39,7 @@ class Demo:
             text=True,
         )
 
-    def finish(self, seconds: float = 240) -> str:
+    def finish(self, seconds: float = 400) -> str:
         output, _ = self.process.communicate(timeout=seconds)
         return output
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from miner_guard.eventlog import catalog
-from miner_guard.flight_recorder.journal import JournalEntry, Training
+from miner_guard.flight_recorder.journal import JournalEntry, TrainingEntry
 from miner_guard.rank.introspection import diagnose, placement
 
 
@@ -106,7 +106,7 @@ def one(case: str, deadline_s: float, supervised: bool, expect: int | None) -> d
         reports = diagnose.diagnose(
             host,
             model,
-            Training(batch_size=2, effective_batch_size=512),
+            TrainingEntry(batch_size=2, effective_batch_size=512),
             deadline_s=deadline_s,
             expect=expect,
         )

@@ -10,7 +10,7 @@ import pytest
 
 from miner_guard.config import Config, GateSettings, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import Finding, message
-from miner_guard.flight_recorder.journal import Decision, parse
+from miner_guard.flight_recorder.journal import DecisionEntry, parse
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors import uploads as module
 from miner_guard.state_dir import StateDir
@@ -108,7 +108,7 @@ class Bench:
             Candidate(kind, 56, inner, loss=3.4), known, self.part.context.config.gate,
             now=self.clock.monotonic(), wall=self.clock.wall(),
         )  # fmt: skip
-        return Decision(decision=decided.as_dict()).to_json()
+        return DecisionEntry(decision=decided.as_dict()).to_json()
 
     def push(self, phase: str, **more: Any) -> list[Finding]:
         return self.entry(

@@ -12,7 +12,7 @@ from miner_guard.config import Config, GpuSettings
 from miner_guard.diagnosis import across_ranks, expectation
 from miner_guard.eventlog import catalog
 from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.journal import Diagnosis
+from miner_guard.flight_recorder.journal import DiagnosisEntry
 from miner_guard.monitors.diagnosis import DiagnosisMonitor
 from miner_guard.rank.introspection.diagnosis_codec import pack, unpack
 from miner_guard.state_dir import StateDir, write_json
@@ -189,7 +189,7 @@ def test_a_thousand_ranks_fit_into_the_journal_and_come_back_whole() -> None:
     reports[700] = {"rank": 700, "error": "no answer within 30 s"}
     parts = pack(reports)
     assert len(parts) <= layout.JOURNAL_SLOTS
-    entries = [Diagnosis(t=1234567.891, report=p).to_json() for p in parts]
+    entries = [DiagnosisEntry(t=1234567.891, report=p).to_json() for p in parts]
     assert (
         max(len(json.dumps(e, separators=(",", ":")).encode()) for e in entries)
         <= layout.SLOT_PAYLOAD
@@ -203,7 +203,7 @@ def part(tmp_path: Any, **gpu: Any) -> DiagnosisMonitor:
 
 def test_the_part_speaks_once_all_entries_are_there(tmp_path: Any) -> None:
     reports = [report(r, uuid=f"GPU-{r:032d}") for r in range(64)]
-    entries = [Diagnosis(report=p) for p in pack(reports)]
+    entries = [DiagnosisEntry(report=p) for p in pack(reports)]
     assert len(entries) > 1
     diagnosis = part(tmp_path)
     findings = [list(diagnosis.on_entry(0, e)) for e in entries]
@@ -220,7 +220,7 @@ def test_the_last_runs_gpus_make_a_cpu_run_an_accident(tmp_path: Any) -> None:
         )
         for r in (0, 1)
     ]
-    entry = Diagnosis(report=pack(cpu)[0])
+    entry = DiagnosisEntry(report=pack(cpu)[0])
     assert [f.event for f in part(tmp_path).on_entry(0, entry)][1:2] != ["cuda_unavailable"]
     write_json(StateDir(tmp_path).host_facts, {"gpu_count": 4})
     assert "cuda_unavailable" in [f.event for f in part(tmp_path).on_entry(0, entry)]

@@ -12,7 +12,7 @@ import pytest
 from miner_guard.cli.main import run
 from miner_guard.costs import set_global_tracker
 from miner_guard.eventlog.catalog import Finding
-from miner_guard.flight_recorder.journal import Cost
+from miner_guard.flight_recorder.journal import CostEntry
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.costs import CostsMonitor
@@ -145,7 +145,7 @@ def test_phases_are_entered_once_each(part: CostsMonitor) -> None:
 def test_only_the_lead_rank_is_counted(part: CostsMonitor) -> None:
     for rank in (0, 1):
         part.on_steps(rank, [_step(0, 10.0)])
-        part.on_entry(rank, Cost(operation="guard.hook", seconds=0.5, count=64))
+        part.on_entry(rank, CostEntry(operation="guard.hook", seconds=0.5, count=64))
     row = part.tracker.get_report()["operations"]["guard.hook"]
     assert (row["total_time"], row["calls"]) == (0.5, 64)
     assert part.snapshot()["guard_blocking_pct"] == pytest.approx(100 * 0.5 / 9.5, abs=1e-3)
@@ -157,7 +157,7 @@ def test_after_the_nodes_met_anew_the_ranks_that_are_here_now_pay(part: CostsMon
     part.on_steps(0, [_step(0, 10.0)])
     part.on_tick(10.0, headers(4, 5))
     part.on_steps(4, [_step(1, 10.0, {"inference": 3.0})])
-    part.on_entry(4, Cost(operation="guard.hook", seconds=0.5, count=64))
+    part.on_entry(4, CostEntry(operation="guard.hook", seconds=0.5, count=64))
     operations = part.tracker.get_report()["operations"]
     assert {name: row["total_time"] for name, row in operations.items() if row["total_time"]} == {
         "inference": 3.0, "guard.hook": 0.5,
@@ -169,7 +169,7 @@ def test_an_expensive_call_of_a_rank_is_called_out(
     part: CostsMonitor, emitted: list[Finding], tmp_path: Path
 ) -> None:
     part.on_steps(0, [_step(0, 1750.0)])
-    part.on_entry(0, Cost(operation="evolution_snapshot", seconds=180.0))
+    part.on_entry(0, CostEntry(operation="evolution_snapshot", seconds=180.0))
     assert [finding.event for finding in emitted] == [
         "monitoring_operation_slow",
         "monitoring_over_budget",

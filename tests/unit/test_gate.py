@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import GateSettings
-from miner_guard.flight_recorder.journal import Decision
+from miner_guard.flight_recorder.journal import DecisionEntry
 from miner_guard.flight_recorder.layout import SLOT_PAYLOAD
 from uploads import inputs as gate_inputs
 from uploads.decision import GateDecision
@@ -317,7 +317,7 @@ def test_a_decision_fits_into_one_journal_entry(
     long = "x" * 4000
     known = GateInputs(Published(reason=long), Network(reason=long), written_monotonic=NOW)
     decided = decide(candidate, known, settings, now=NOW, wall=WALL)
-    document = Decision(t=1e6, decision=decided.as_dict()).to_json()
+    document = DecisionEntry(t=1e6, decision=decided.as_dict()).to_json()
     assert len(json.dumps(document, separators=(",", ":")).encode()) <= SLOT_PAYLOAD
 
 

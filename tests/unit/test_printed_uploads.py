@@ -10,7 +10,7 @@ import pytest
 
 from miner_guard.config import Config, MinerSettings, RepoSettings
 from miner_guard.eventlog.catalog import message
-from miner_guard.flight_recorder.journal import Decision, Upload
+from miner_guard.flight_recorder.journal import DecisionEntry, UploadEntry
 from miner_guard.monitors.printed_uploads import PrintedUploadsMonitor
 from tests.support.contexts import context
 from tests.support.output import show
@@ -73,8 +73,8 @@ def test_what_is_no_push_of_a_model_is_none(tmp_path: Path, text: bytes) -> None
 
 def test_a_hook_that_tells_of_pushes_is_believed_alone(tmp_path: Path) -> None:
     one = part(tmp_path)
-    assert not list(one.on_entry(0, Decision(decision={})))
-    assert not list(one.on_entry(0, Upload(phase="started")))
+    assert not list(one.on_entry(0, DecisionEntry(decision={})))
+    assert not list(one.on_entry(0, UploadEntry(phase="started")))
     assert said(one, PUSHED) == []
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miner_guard.eventlog.catalog import message
-from miner_guard.flight_recorder.journal import Checkpoint, Reported
+from miner_guard.flight_recorder.journal import CheckpointEntry, FindingEntry
 from miner_guard.monitors.base import Launch
 from miner_guard.monitors.reports import ReportsMonitor
 from miner_guard.system.clock import FakeClock
@@ -26,20 +26,20 @@ def part(tmp_path: Path, clock: FakeClock) -> ReportsMonitor:
     return ReportsMonitor(context(tmp_path, clock=clock))
 
 
-def checkpoint(step: int, size: int = 1000, complete: bool = True) -> Checkpoint:
+def checkpoint(step: int, size: int = 1000, complete: bool = True) -> CheckpointEntry:
     path = f"ckpt/step-{step}"
-    return Checkpoint(path=path, step=step, seconds=0.5, size_bytes=size, complete=complete)
+    return CheckpointEntry(path=path, step=step, seconds=0.5, size_bytes=size, complete=complete)
 
 
 def test_a_ranks_own_finding_is_logged_with_its_rank(part: ReportsMonitor) -> None:
     fields = {"path": "a", "step": 20}
-    entry = Reported(event="checkpoint_resumed", rank=1, fields=fields)
+    entry = FindingEntry(event="checkpoint_resumed", rank=1, fields=fields)
     (finding,) = part.on_entry(1, entry)
     assert (finding.rank, message(finding)) == (1, "CHECKPOINT RESUMED: a at step 20")
 
 
 def test_a_finding_that_the_catalogue_lacks_is_said_not_dropped(part: ReportsMonitor) -> None:
-    (finding,) = part.on_entry(0, Reported(event="nonsense"))
+    (finding,) = part.on_entry(0, FindingEntry(event="nonsense"))
     assert "nonsense" in message(finding)
 
 

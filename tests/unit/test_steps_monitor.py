@@ -22,7 +22,7 @@ from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.rendering import json_line
 from miner_guard.flight_recorder import layout
-from miner_guard.flight_recorder.journal import Training
+from miner_guard.flight_recorder.journal import TrainingEntry
 from miner_guard.flight_recorder.reader import FlightReader
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.health.snapshot import assemble, summary
@@ -220,7 +220,7 @@ def test_snapshot_has_percentiles_eta_and_goodput_that_adds_up(tmp_path: Path) -
     part = StepsMonitor(context(tmp_path, clock=clock, config=config))
     list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
     clock.advance(100)
-    list(part.on_entry(0, Training(effective_batch_size=512, inner_steps_per_outer=500)))
+    list(part.on_entry(0, TrainingEntry(effective_batch_size=512, inner_steps_per_outer=500)))
     drive(part, clock, [15.0] * 40, phases={"data": 3.0})
     shot = part.snapshot()
     assert (shot["p50_s"], shot["p95_s"], shot["max_s"], shot["grade"]) == (

@@ -22,7 +22,7 @@ import torch
 
 from miner_guard.diagnosis import across_ranks
 from miner_guard.eventlog import catalog
-from miner_guard.flight_recorder.journal import Diagnosis, JournalEntry, Training
+from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.rank.introspection import placement
 from miner_guard.rank.introspection.diagnosis_codec import Report, pack
 from miner_guard.system.boot import boot_id
@@ -178,7 +178,7 @@ one's reports."""
 
 
 def collect(
-    host: DiagnosisGuard, model: torch.nn.Module | None, given: Training, *, deadline_s: float
+    host: DiagnosisGuard, model: torch.nn.Module | None, given: TrainingEntry, *, deadline_s: float
 ) -> list[Report]:
     """All ranks' reports on rank 0, this rank's own alone elsewhere or without a process group.
 
@@ -203,7 +203,7 @@ def collect(
 def diagnose(
     guard: DiagnosisGuard,
     model: torch.nn.Module | None,
-    given: Training,
+    given: TrainingEntry,
     *,
     deadline_s: float = 30.0,
     expect: int | None = None,
@@ -237,7 +237,7 @@ def _write_shapes(file: Path, model: torch.nn.Module, reports: list[Report]) -> 
     shapes.write(file, placement.shapes(model) if same else None)
 
 
-def training(own: Report, model: torch.nn.Module | None, given: Training) -> Training:
+def training(own: Report, model: torch.nn.Module | None, given: TrainingEntry) -> TrainingEntry:
     """The journal's `training` entry: what was given, and what `diagnose` knows."""
     named = getattr(getattr(model, "config", None), "_name_or_path", None) or (
         type(model).__name__ if model else None
@@ -252,12 +252,12 @@ def training(own: Report, model: torch.nn.Module | None, given: Training) -> Tra
 
 
 def _hand_over(
-    guard: DiagnosisGuard, reports: list[Report], training: Training, expect: int | None
+    guard: DiagnosisGuard, reports: list[Report], training: TrainingEntry, expect: int | None
 ) -> None:
     now = time.monotonic()
     stored = guard.journal(replace(training, t=now))
     for part in pack(reports):
-        stored = guard.journal(Diagnosis(t=now, report=part)) and stored
+        stored = guard.journal(DiagnosisEntry(t=now, report=part)) and stored
     if not guard.supervised or not stored:
         for finding in across_ranks.findings(reports, expect):
             guard.emit(finding)
