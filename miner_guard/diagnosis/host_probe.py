@@ -63,7 +63,7 @@ def _limit(which: int) -> int:
 def _no_cgroup() -> str | None:
     """Why the miner can't have a cgroup of its own; None where it can."""
     try:
-        Cgroup.create(f"probe-{os.getpid()}").remove()
+        Cgroup.create("probe", str(os.getpid())).remove()
     except OSError as error:
         return error.strerror or str(error)
     return None

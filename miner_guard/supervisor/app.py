@@ -293,7 +293,7 @@ class GuardApp:
         # Most containers refuse it; `doctor` tells. Parentage finds the processes there.
         if self.request.config.miner.cgroup:
             with contextlib.suppress(OSError):
-                cgroup = Cgroup.create(self.run_id)
+                cgroup = Cgroup.create(str(self.request.state.root), self.run_id)
                 family.use_cgroup(cgroup)
         run = RunToEnd(
             self.run_id,

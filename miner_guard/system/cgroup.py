@@ -8,6 +8,7 @@ hierarchy is left alone.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +24,9 @@ class Cgroup:
         self.path = path
 
     @classmethod
-    def create(cls, run_id: str) -> Cgroup:
+    def create(cls, state_dir: str, run_id: str) -> Cgroup:
         """Make the group of this run. Raises OSError with the reason where that is not possible."""
-        path = _own_group() / f"{_PREFIX}{run_id}"
+        path = _own_group() / f"{_prefix_of(state_dir)}{run_id}"
         path.mkdir(exist_ok=True)
         group = cls(path)
         try:
@@ -42,6 +43,15 @@ class Cgroup:
         if not isinstance(path, str) or not Path(path).name.startswith(_PREFIX):
             return None
         return cls(Path(path)) if (Path(path) / "cgroup.procs").is_file() else None
+
+    @classmethod
+    def beside(cls, state_dir: str) -> list[Cgroup]:
+        """The groups of earlier guards of this state directory, where this guard would make its own
+        too: they are found without any list."""
+        try:
+            return [cls(path) for path in _own_group().glob(f"{_prefix_of(state_dir)}*")]
+        except OSError:
+            return []
 
     def open_to_join(self) -> int:
         """A descriptor; whoever writes `0` to it is a member, and so is what it starts. Raises
@@ -77,6 +87,10 @@ class Cgroup:
         yield self.path
         for where, folders, _ in os.walk(self.path):
             yield from (Path(where, name) for name in folders)
+
+
+def _prefix_of(state_dir: str) -> str:
+    return f"{_PREFIX}{hashlib.blake2s(os.fsencode(state_dir), digest_size=6).hexdigest()}-"
 
 
 def _own_group() -> Path:

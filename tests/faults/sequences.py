@@ -113,25 +113,33 @@ def all_helpers_killed(world: World) -> str:
     return "SIGKILL to all helpers"
 
 
+FILES = (
+    "control.sock",
+    "flight/rank-0000.bin",
+    "flight/rank-0000.live",
+    "flight/rank-0000.stacks",
+    "gate-inputs.json",
+    "guard.jsonl",
+    "guard.sock",
+    "host.json",
+    "lock",
+    "run.json",
+    "status.json",
+    "status/monitoring_costs.json",
+    "watched.json",
+)
+"""By name, not by what is there: a seed must always choose the same. Not the ledger: SQLite
+maps one of its files."""
+
+
 def lost_file(world: World) -> str:
-    files = sorted(p for p in world.guarded.state.root.rglob("*") if not p.is_dir())
-    if not files:
-        return "no file to remove"
-    path = world.random.choice(files)
+    path = world.guarded.state.root / world.random.choice(FILES)
     path.unlink(missing_ok=True)
     return f"removed {path.name}"
 
 
 def cut_file(world: World) -> str:
-    """But the ledger's: SQLite maps one of its files."""
-    files = sorted(
-        p
-        for p in world.guarded.state.root.rglob("*")
-        if p.is_file() and not p.name.startswith("ledger")
-    )
-    if not files:
-        return "no file to cut"
-    path = world.random.choice(files)
+    path = world.guarded.state.root / world.random.choice(FILES)
     with contextlib.suppress(OSError):
         os.truncate(path, 0)
     return f"cut {path.name}"

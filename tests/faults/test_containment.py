@@ -27,7 +27,7 @@ def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
     if request.param == "without a cgroup":
         return {**FAST, "miner.cgroup": "false"}
     try:
-        Cgroup.create("test").remove()
+        Cgroup.create("test", "1").remove()
     except OSError as error:
         pytest.skip(f"no cgroup can be made here: {error}")
     return FAST
@@ -140,6 +140,24 @@ def test_guard_and_last_resort_killed_at_once_leave_the_rest_to_the_next_guard(
     os.kill(last, signal.SIGKILL)
     _kill_guard(guarded)
     guarded.start(["true"], settings={**settings, "miner.finite": "true"})
+    assert guarded.processes[-1].wait(60) == 0
+    guarded.assert_nothing_left(1)
+
+
+def test_a_removed_list_hides_nothing_from_the_next_guard_where_there_are_cgroups(
+    guarded: Guarded,
+) -> None:
+    """Found by a random sequence: run.json was gone, then everything was killed at once."""
+    try:
+        Cgroup.create("test", "2").remove()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    started(guarded, "shedding", b"all hidden", FAST)
+    guarded.state.roster.unlink()
+    (last,) = _last_resorts(guarded)
+    os.kill(last, signal.SIGKILL)
+    _kill_guard(guarded)
+    guarded.start(["true"], settings={**FAST, "miner.finite": "true"})
     assert guarded.processes[-1].wait(60) == 0
     guarded.assert_nothing_left(1)
 

@@ -12,8 +12,7 @@ import pytest
 from tests.faults.sequences import Sequence, clock_library
 
 QUICK = (8, 11)
-"""8 once left a process: the process of last resort was killed, and the guard a moment later. 11
-steps the clock by 25 years and freezes the disk."""
+"""For every run of the tests; a seed that failed is added here."""
 
 SEEDS = 500
 

@@ -37,8 +37,8 @@ def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], Non
         remaining = search.wait(grace_s)
         deadline = time.monotonic() + _GIVE_UP_AFTER_S
         while remaining and time.monotonic() < deadline:
-            if search.cgroup is not None:
-                search.cgroup.kill()
+            for group in search.cgroups:
+                group.kill()
             for process in remaining:
                 processes.send(process, signal.SIGKILL)
             remaining = search.wait(2 * _LOOK_EVERY_S)
@@ -46,8 +46,8 @@ def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], Non
             (process, commands[process], run) for process, run in left.items()
         ):
             report(finding)
-    if search.cgroup is not None:
-        search.cgroup.remove()
+    for group in search.cgroups:
+        group.remove()
 
 
 class _Search:
@@ -58,15 +58,15 @@ class _Search:
         self._state = state
         self._spared = processes.ancestors(os.getpid())
         left = left_behind(state)
-        self.cgroup: Cgroup | None = left.cgroup
+        self.cgroups: tuple[Cgroup, ...] = left.cgroups
         self._runs: dict[Process, str] = dict.fromkeys(left.processes, _LIST)
 
     def living(self) -> dict[Process, str]:
         """Each with the id of its run, where its environment names one."""
         table = processes.table()
         roots = {p.pid for p in self._runs if p.pid in table and table[p.pid].process == p}
-        if self.cgroup is not None:
-            roots |= self.cgroup.pids()
+        for group in self.cgroups:
+            roots |= group.pids()
         self._runs = dict.fromkeys(processes.descendants(roots - self._spared, table), _LIST)
         self._runs |= processes.marked(str(self._state.root), table)
         self._runs = {

@@ -22,7 +22,7 @@ class Left:
     """What an earlier guard left behind, by its list."""
 
     processes: frozenset[Process]
-    cgroup: Cgroup | None
+    cgroups: tuple[Cgroup, ...]
 
 
 class PidRegistry:
@@ -43,12 +43,15 @@ class PidRegistry:
 
 def left_behind(state: StateDir) -> Left:
     """What still lives of the last list."""
+    cgroups = {group.path: group for group in Cgroup.beside(str(state.root))}
     document = read_json(state.roster)
     if not isinstance(document, dict) or document.get("boot") != (boot_id() or ""):
-        return Left(frozenset(), None)
-    cgroup = Cgroup.of_earlier_guard(document.get("cgroup"))
+        return Left(frozenset(), tuple(cgroups.values()))
+    if (named := Cgroup.of_earlier_guard(document.get("cgroup"))) is not None:
+        cgroups[named.path] = named
     try:
         listed = {Process(int(pid), int(start)) for pid, start in document["processes"]}
     except (KeyError, TypeError, ValueError):
         listed = set()
-    return Left(frozenset(process for process in listed if processes.alive(process)), cgroup)
+    living = frozenset(process for process in listed if processes.alive(process))
+    return Left(living, tuple(cgroups.values()))

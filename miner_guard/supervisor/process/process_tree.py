@@ -16,6 +16,7 @@ from miner_guard.system.clock import Clock
 from miner_guard.system.processes import Process, Table
 
 _LIST_EVERY_S = 1.0
+_WRITE_EVERY_S = 10.0
 _SHARE_OF_CPU = 0.002
 """Reading the processes costs at most this share of one CPU, on a host with thousands of them
 too."""
@@ -40,7 +41,7 @@ class ProcessTree:
         self.on_listed: Callable[[frozenset[Process]], None] = lambda _processes: None
         """Called with the list whenever it changes."""
 
-        self._list_at = float("-inf")
+        self._list_at = self._written_at = float("-inf")
         self._marked_at = float("-inf")
         self._known: frozenset[Process] = frozenset()
         self._zombies: dict[Process, float] = {}
@@ -74,9 +75,13 @@ class ProcessTree:
         self._reap(launcher, table, now)
         known = frozenset(self._members(launcher, table))
         if known != self._known:
-            self._known = known
+            self._known, self._written_at = known, now
             self._roster.write(known, self._cgroup)
             self.on_listed(known)
+        elif now - self._written_at >= _WRITE_EVERY_S:
+            # Somebody may have removed it.
+            self._written_at = now
+            self._roster.write(known, self._cgroup)
         self._list_at = now + max(_LIST_EVERY_S, (time.thread_time() - began) / _SHARE_OF_CPU)
 
     def leftovers(self, launcher: Process) -> set[Process]:
