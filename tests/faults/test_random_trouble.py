@@ -22,7 +22,7 @@ import pytest
 
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.control.control_socket import NotRunning, ask
-from tests.faults.guarded import Guarded, living
+from tests.faults.guarded import Guarded, living, until
 from tests.faults.test_frozen_disk import Disk
 
 GRACE_S = 2
@@ -76,7 +76,7 @@ class Trouble:
         }
         words = [sys.executable, "-c", f"{MINER} # {self.guarded.token}", str(self._flood)]
         self.guarded.start(words, settings=settings)
-        self.guarded.wait_for("miner_started")
+        until(lambda: b" line 0\n" in self.guarded.output.read_bytes(), 60, self.guarded.tail)
 
     @property
     def guard(self) -> int:
@@ -181,7 +181,6 @@ class Trouble:
             launch, number = match[1].decode(), int(match[2])
             assert number == numbers.get(launch, -1) + 1, (self.done, match[0])
             numbers[launch] = number
-        assert numbers
 
 
 def _threads(pid: int) -> list[str]:
