@@ -44,7 +44,7 @@ class Saved:
     step: int
     size_bytes: int
     seconds: float
-    """From the request to the rename; training went on for nearly all of it."""
+    """From the request to the rename; training continued for nearly all of it."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,8 @@ class Checkpointer:
         """Load a checkpoint into `state`, in place: the newest whole one, or the one named
         `step-…`. From memory where all ranks have the same step there, and the disk no newer one.
 
-        None where there is none. Damaged ones are skipped, each said through `on_skipped` on rank
+        None where there is not one. Damaged ones are skipped, each said through `on_skipped` on
+        rank
         0. Raises CheckpointError for a named one that is damaged or not there.
         """
         if which == "latest":
@@ -287,7 +288,7 @@ class Checkpointer:
         reason: str | None = None
         try:
             load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - any failure is a reason to take another, and is said
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - any failure is a reason to take another, and is reported
             reason = (
                 f"cannot be loaded: {type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}"

@@ -317,7 +317,7 @@ def _facts(
     named = metadata.get("outer_step") if metadata else None
     # The root metadata names the newest step; the epoch that is scored may be the one before.
     outer = named if isinstance(named, int) and not isinstance(named, bool) else outer_step
-    # Of the epoch before nothing is said by the inner step that the root metadata names.
+    # Of the epoch before nothing is reported by the inner step that the root metadata names.
     kind = "archive" if inner == 0 and outer == outer_step else "gradient"
     candidate = Candidate(
         kind,

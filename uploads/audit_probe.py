@@ -35,7 +35,7 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
 
     Raises RepoError, and Damaged for a document that no validator can read either.
 
-    `keys` have `{outer_step}`; where the epoch is not said, it is what metadata.json names. A
+    `keys` have `{outer_step}`; where the epoch is not reported, it is what metadata.json names. A
     gradients.pt of more than `max_bytes` is not fetched, and neither is one that is `known`: its
     key, size and checksum are the same.
     """

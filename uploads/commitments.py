@@ -24,7 +24,7 @@ def configured(repo: RepoSettings) -> dict[str, str] | None:
     try:
         keys = find(repo)
     except RepoError:
-        # Whoever opens the repo with these settings says what is wrong with the file.
+        # Anyone who opens the repo with these settings says what is wrong with the file.
         return None
     found = {name: keys.get(name, "").strip() for name in NAMES}
     return found if all(found.values()) else None

@@ -1,6 +1,6 @@
 """Forecast: will the minimum inner step be reached before the repo goes stale?
 
-Pure. What can be known 40 minutes ahead should not be said when it has happened.
+Pure. What can be known 40 minutes ahead should not be reported when it has happened.
 """
 
 from __future__ import annotations

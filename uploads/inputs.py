@@ -24,7 +24,7 @@ _Known = TypeVar("_Known", Published, Network)
 
 @dataclass(frozen=True)
 class GateInputs:
-    """The file's content; unknown where there is none."""
+    """The file's content; unknown where none exists."""
 
     published: Published = field(default_factory=Published)
     network: Network = field(default_factory=Network)

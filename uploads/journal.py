@@ -1,4 +1,4 @@
-"""What a publisher is doing, on disk: so that whoever comes after its death can finish or undo
+"""What a publisher is doing, on disk: so that anyone who comes after its death can finish or undo
 it."""
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class Ledger:
             self._report(finding)
 
     def _write_waiting(self, seconds: float) -> Finding | None:
-        """Write what waits, for so long at most; what is to be said of it."""
+        """Write what waits, for so long at most; what is to be reported of it."""
         until = self._monotonic() + seconds
         try:
             if self._connection is not None and not self.path.exists():
@@ -446,7 +446,7 @@ class ReadOnlyLedger(Ledger):
 
 
 class RemoteLedger(ReadOnlyLedger):
-    """For the guard: rows are handed to whoever writes its files; what is read is read here."""
+    """For the guard: rows are handed to anyone who writes its files; what is read is read here."""
 
     def __init__(self, path: Path, send: Callable[[str, Sequence[Any]], None]) -> None:
         super().__init__(path)

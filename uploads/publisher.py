@@ -10,11 +10,11 @@ S3 show one object at once, under names that validators prescribe and that two r
 step share, so no order of requests can switch them all together. What holds there:
 
 - The bytes are there before the first name is switched: the switch is a few short requests,
-  however large the files (docs/figures.md has its length), and a death within it is mended.
+  however large the files (docs/figures.md has its length), and a death within it is fixed.
 - What the root metadata names is there. In between it may be older than the gradients, never
   newer: a validator reads whole new gradients under the inner step before. A new outer step has
   new names, so it begins with its metadata.
-- The metadata names the size and checksum of the gradients it goes with, so whoever compares
+- The metadata names the size and checksum of the gradients it goes with, so anyone who compares
   knows a mixed view from a whole one (`validators.metadata.mixed`). The guard's own looks and
   audit do, and look again.
 """
@@ -142,7 +142,7 @@ class _Effort:
 
 
 class Publisher:
-    """Publishes to one repo. Whoever calls holds `journal.exclusively`."""
+    """Publishes to one repo. Anyone who calls holds `journal.exclusively`."""
 
     def __init__(
         self, repo: Repo, journal: Journal, say: Callable[[str], None], retry: Retry | None = None

@@ -1,5 +1,5 @@
-"""What is said of the repo and of the gate's decisions, and how often. Pure: times are handed in
-(monotonic)."""
+"""What is reported of the repo and of the gate's decisions, and how often. Pure: times are handed
+in (monotonic)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS_KEPT = 20
 
 
 class RateLimiter:
-    """Says yes when what is said changes, and else once in `every_s`."""
+    """Says yes when what is reported changes, and else once in `every_s`."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -34,7 +34,7 @@ class RateLimiter:
         self.left_out = 0
 
     def ask(self, what: object, now: float) -> bool:
-        """May `what` be said now? Counts in `left_out` what was not since the last yes."""
+        """May `what` be reported now? Counts in `left_out` what was not since the last yes."""
         if self._last is not None and self._last[0] == what and now - self._last[1] < self._every_s:
             self.left_out += 1
             return False
@@ -84,7 +84,7 @@ class RepoWatch:
             )
             if reason is not None and self._unknown.ask(reason, now):
                 yield make_finding("repo_unknown", reason=reason)
-            # When it can be read again that is said at once: the line that it is unknown is the
+            # When it can be read again that is reported at once: the line that it is unknown is the
             # last one until then.
             self._age.forget()
             return
@@ -163,7 +163,7 @@ class ForecastWatch:
             unscored=published_inner_step == 0,
         )
         if not ahead.late or ahead.stale_s == 0:
-            # Stale already: that is said by itself, and no forecast.
+            # Stale already: that is reported by itself, and no forecast.
             return
         if self._said.ask(outer_step, now):
             yield make_finding(
@@ -183,14 +183,14 @@ def note_of(verdicts: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 class DecisionNotifier:
-    """Decisions as events. The first block is said, then what changes, then the same once in five
-    minutes."""
+    """Decisions as events. The first block is reported, then what changes, then the same once in
+    five minutes."""
 
     def __init__(self) -> None:
         self._blocked = RateLimiter(BLOCKED_EVERY_S)
 
     def say(self, decision: Mapping[str, Any], now: float) -> Finding | None:
-        """The decision's event, or None for a block that was said already."""
+        """The decision's event, or None for a block that was reported already."""
         verdicts = decision.get("verdicts") or []
         fields: dict[str, Any] = {
             "reason": decision.get("reason"),

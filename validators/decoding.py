@@ -2,7 +2,7 @@
 needs torch.
 
 What a validator would raise on is `Unusable`: it resets the scores of the whole file. What it skips
-without a word is no error there, and is said as a warning here.
+without a word is no error there, and is reported as a warning here.
 """
 
 from __future__ import annotations

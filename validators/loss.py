@@ -1,4 +1,4 @@
-"""Loss: NaN and infinities never go out; a loss that rises is said."""
+"""Loss: NaN and infinities never go out; a loss that rises is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What can be said of gradients before they are written to a file: names, types and shapes alone.
+"""What can be reported of gradients before they are written to a file: names, types and shapes
+alone.
 
 Standard library only, and no tensor is read: this runs inside rank 0, on what is about to go out.
 Where a tensor's shape decides, the words of `validators.decoding` and of this module are the same.
@@ -31,7 +32,7 @@ def outline(document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, A
     """The report of `validators.inspection.inspect_file`, of a dictionary in memory.
 
     `shapes` are the model's by plain name, where they are known. What needs the values themselves
-    (bounds, NaN, lookup tables) is not said: `values_read` is False.
+    (bounds, NaN, lookup tables) is not reported: `values_read` is False.
     """
     if not isinstance(document, Mapping):
         return _report([f"holds a {type(document).__name__}, not a dictionary"], 0, shapes)

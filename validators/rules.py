@@ -29,7 +29,7 @@ Rule = tuple[str, Judge]
 
 
 def gate_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
-    """Rules for a candidate, in the order in which they are said."""
+    """Rules for a candidate, in the order in which they are reported."""
     candidate = facts.candidate
     yield min_inner_step.RULE, min_inner_step.judge
     yield repo_age.RULE, repo_age.judge

@@ -85,7 +85,7 @@ class Adapter:
                 os.write(2, f"{message(finding)}\n".encode("utf-8", "replace"))
 
     def degraded(self, what: str) -> None:
-        """Something does not fit; the program goes on untouched there."""
+        """Something does not fit; the program continues untouched there."""
         self.say(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
@@ -123,7 +123,8 @@ def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Calla
 def followed(
     function: Callable[..., Any], after: Callable[[Any, BaseException | None], None]
 ) -> Callable[..., Any]:
-    """`function` with `after(self, error)` called when a call ends; the error goes on as it was."""
+    """`function` with `after(self, error)` called when a call ends; the error continues as it
+    was."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)

@@ -5,7 +5,7 @@ shapes.
     miner class     inner_optimizer_step, start_background_upload, upload_model, the phases below
     state_loader    load_state_from_peer
 
-Facts and dates in ops/sn38/README.md. What is not recognised is said and left as it is.
+Facts and dates in ops/sn38/README.md. What is not recognised is reported and left as it is.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Subnet38:
 
 
 class WatchedEvent(threading.Event):
-    """The miner's `training_active`: whoever waits for it is in the phase `pause`."""
+    """The miner's `training_active`: anyone who waits for it is in the phase `pause`."""
 
     def __init__(self, adapter: Adapter, replaced: threading.Event) -> None:
         super().__init__()

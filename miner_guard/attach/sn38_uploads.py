@@ -72,7 +72,7 @@ class Sn38Uploads:
             self._adapter.degraded("an upload began before the guard did; it is not gated")
             return None
         self._asked += 1
-        # A rank that can't read what it would upload asks all the same: the others wait for it.
+        # A rank that can't read what it would upload asks anyway: the others wait for it.
         seen = self._adapter.quiet(self._candidate, signature, miner, args, kwargs) or _UNREAD
         return guard.may_upload(**seen, question=f"upload {self._asked}")
 

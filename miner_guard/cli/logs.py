@@ -103,8 +103,8 @@ def command(
 def _ledger(
     state: StateDir, table: str, since: str, lines: int | None, *, as_json: bool
 ) -> Iterator[bytes]:
-    """The ledger's rows, oldest first. Raises Refused: 64 for a table that is none, 1 where it has
-    no row."""
+    """The ledger's rows, oldest first. Raises Refused: 64 for a table that is not one, 1 where it
+    has no row."""
     from uploads.ledger import ReadOnlyLedger
 
     ledger = ReadOnlyLedger(state.ledger)

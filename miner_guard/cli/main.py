@@ -122,7 +122,7 @@ def run(arguments: Sequence[str]) -> int:
         return _refused(
             f"{error.filename or 'the output'}: {error.strerror or error}", exits.FAILED
         )
-    except Exception as error:  # noqa: BLE001 - a defect of ours; it is said with its place
+    except Exception as error:  # noqa: BLE001 - a defect of ours; it is reported with its place
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
         return _refused(f"a defect of miner-guard, please report it: {what}", exits.FAILED)

@@ -113,8 +113,8 @@ def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
     try:
         return repo.credentials_file or ".env", find(repo)
     except RepoError:
-        # Whoever looks at the repo says what is wrong with the file; a command that needs no key
-        # goes on.
+        # Anyone who looks at the repo says what is wrong with the file; a command that needs no key
+        # continues.
         return None
 
 

@@ -25,7 +25,7 @@ _CELLS = 9
 
 @dataclass
 class CurveHistory:
-    """Loss and step time by step, as seen by whoever watches."""
+    """Loss and step time by step, as seen by anyone who watches."""
 
     loss: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     step_time: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -227,7 +227,7 @@ def _ranks(steps: Mapping[str, Any]) -> list[str]:
 
 
 def _in_threes(cells: list[str]) -> list[str]:
-    """Three lines of three at most; how many are left out is said."""
+    """Three lines of three at most; how many are left out is reported."""
     if len(cells) > _CELLS:
         cells = [*cells[: _CELLS - 1], f"and {len(cells) - _CELLS + 1} more"]
     return [" | ".join(cells[place : place + 3]) for place in range(0, len(cells), 3)]

@@ -17,7 +17,7 @@ _MARK = "ritten by `miner-guard init`"
 
 def uninstall(files: Sequence[Path], state: StateDir) -> None:
     """Delete `files` as far as init wrote them, and the state directory. Raises Refused (1) while a
-    guard runs there, for a directory that is none of ours, and for what can't be deleted."""
+    guard runs there, for a directory that is not one of ours, and for what can't be deleted."""
     if listens(state):
         raise Refused(f"a guard runs in {state.root}; stop it first", FAILED)
     if state.root.exists() and not state.log.is_file() and not state.lock.is_file():

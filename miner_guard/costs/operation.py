@@ -1,4 +1,4 @@
-"""One operation's account, and the share that the dearest ones may keep."""
+"""One operation's account, and the share that the most expensive ones may keep."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def impact(share_pct: float) -> str:
 def fair_cap(shares_pct: Collection[float], budget_pct: float) -> float:
     """The largest share an operation may keep so that all of them together fit the budget.
 
-    Operations below it are left alone, those above it are the dearest: sum(min(share, cap)) =
-    budget. Infinite where all fit as they are.
+    Operations below it are left alone, those above it are the most expensive: sum(min(share, cap))
+    = budget. Infinite where all fit as they are.
     """
     if sum(shares_pct) <= budget_pct:
         return float("inf")

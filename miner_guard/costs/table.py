@@ -10,7 +10,7 @@ _WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """Verdict, then one row per operation, the dearest first."""
+    """Verdict, then one row per operation, the most expensive first."""
     operations: Mapping[str, Mapping[str, Any]] = report["operations"]
     ordered = sorted(
         operations.items(),

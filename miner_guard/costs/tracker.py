@@ -186,9 +186,9 @@ class MonitoringCostTracker:
         """Whether `operation` should run now, asked at every step (or as often as one likes).
 
         Give either `every_s`, or `every_steps` and the current `step`. Where the budget allows
-        throttling, a dear operation waits longer while its next call would take monitoring over
-        budget. The answer depends on this process's clock: where the operation holds a collective,
-        ask on one rank and broadcast. Raises ValueError without an interval.
+        throttling, an expensive operation waits longer while its next call would take monitoring
+        over budget. The answer depends on this process's clock: where the operation holds a
+        collective, ask on one rank and broadcast. Raises ValueError without an interval.
         """
         said: Finding | None = None
         with self._mutex:

@@ -13,7 +13,7 @@ _LIMIT = 8 * 1024 * 1024
 
 
 class Corpus:
-    """Windows of bytes, the same for the same (seed, rank, step): a run that is resumed goes on
+    """Windows of bytes, the same for the same (seed, rank, step): a run that is resumed continues
     with its own data."""
 
     def __init__(self, data: bytes, seed: int, rank: int) -> None:

@@ -265,7 +265,8 @@ class Miner:
         if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
             self.lines.info("Loss or gradient is not finite: this state is not worth a checkpoint")
             return
-        # Copying the state holds up every rank: a step with it is none to compare with the others.
+        # Copying the state holds up every rank: a step with it is not one to compare with the
+        # others.
         with self.guard.phase("pause"):
             self.checkpoints.save(self.total_steps, self._state())
 

@@ -30,7 +30,8 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the outer parameters along the pseudo-gradient; the inner ones go on from there."""
+        """Move the outer parameters along the pseudo-gradient; the inner ones continue from
+        there."""
         for name, parameter in self._model.named_parameters():
             gradient = self.pseudo_gradient(name, parameter)
             self.velocity[name].mul_(self._momentum).add_(gradient)

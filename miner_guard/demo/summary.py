@@ -36,7 +36,7 @@ class Summary:
     p50_s: float | None
     p95_s: float | None
     blocked: int
-    """Lines `UPLOAD BLOCKED`; the same block is said once in five minutes."""
+    """Lines `UPLOAD BLOCKED`; the same block is reported once in five minutes."""
 
     asked: int
     """Decisions of the ledger that blocked; 0 where it could not be read."""

@@ -344,8 +344,8 @@ class OverfitWatch:
         self._not_finite = False
 
     def observe(self, step: int, eval_loss: float, train_loss: float) -> Anomaly | None:
-        """Take one evaluation with the training loss of that time. One that is not finite is said,
-        then left out."""
+        """Take one evaluation with the training loss of that time. One that is not finite is
+        reported, then left out."""
         before, self._not_finite = self._not_finite, not math.isfinite(eval_loss)
         if self._not_finite or not math.isfinite(train_loss):
             return (
@@ -430,7 +430,7 @@ def evaluation_not_finite(step: int, eval_loss: float, train_loss: float) -> Ano
 
 def hides_nan(loss: float, grad_norm: float | None) -> bool:
     """Whether a loss of exactly 0 stands for NaN: HF Trainer shows it so, beside a gradient norm
-    that is none."""
+    that is not one."""
     return loss == 0.0 and grad_norm is not None and not math.isfinite(grad_norm)
 
 

@@ -38,7 +38,7 @@ class RunVerdict:
     """What to do; empty where there is nothing to do."""
 
     event: str | None
-    """The event whose runbook row helps; None where there is none."""
+    """The event whose runbook row helps; None where there is not one."""
 
     confidence: str
     """`measured`, `likely` (inferred from something near it) or `unknown`."""

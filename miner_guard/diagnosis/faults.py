@@ -1,4 +1,4 @@
-"""GPU faults while the miner runs: what the rows of successive samples say anew. Pure;
+"""GPU faults while the miner runs: what the rows of successive samples say again. Pure;
 streaming."""
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _WATCHED = frozenset(
         "gpu.compute_mode",
     }
 )
-"""Modes and limits that stand still were said at the preflight; throttling has a rule of its own
-here."""
+"""Modes and limits that stand still were reported at the preflight; throttling has a rule of its
+own here."""
 
 _CONFIRM = frozenset({"gpu.pcie", "gpu.temperature"})
-"""Seen in two samples running before they are said: both move with the load."""
+"""Seen in two samples running before they are reported: both move with the load."""
 
 
 DRIVER_SILENT_S = 20.0

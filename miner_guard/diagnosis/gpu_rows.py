@@ -224,7 +224,7 @@ def _pcie(row: Row) -> Iterator[Check]:
 def _nvlink(row: Row) -> Iterator[Check]:
     up, there = row.get("nvlinks_up"), row.get("nvlinks")
     if there and up == 0:
-        # A card without a bridge (RTX 3090, A6000, A100 PCIe) has its links all the same, and all
+        # A card without a bridge (RTX 3090, A6000, A100 PCIe) has its links anyway, and all
         # of them down.
         yield _check(row, "gpu.nvlink", "ok", f"none of {there} NVLinks is connected", str(there))
     elif there and up is not None:

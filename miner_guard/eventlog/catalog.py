@@ -130,7 +130,7 @@ def message(finding: Finding) -> str:
         if callable(spec.line):
             return spec.line(finding.fields)
         return _formatter.vformat(spec.line, (), {"rank": finding.rank, **finding.fields})
-    except Exception as error:  # noqa: BLE001 - a line that raises would stop whoever logs it; the line says what is wrong
+    except Exception as error:  # noqa: BLE001 - a line that raises would stop anyone who logs it; the line says what is wrong
         shown = str(dict(finding.fields))[:_MAX_ODD_LENGTH]
         return (
             f"{finding.event} with fields that do not fit its words "

@@ -58,8 +58,8 @@ def _loss_remark(fields: Mapping[str, Any]) -> str:
 
 
 def upload_blocked(fields: Mapping[str, Any]) -> str:
-    """Source 004's line; the same block is said once in five minutes, so the next one counts those
-    in between."""
+    """Source 004's line; the same block is reported once in five minutes, so the next one counts
+    those in between."""
     left_out = fields.get("left_out")
     return f"UPLOAD BLOCKED: {fields['reason']}" + (
         f" (asked {left_out} more time{'s'[: left_out != 1]} since it was said)" if left_out else ""

@@ -405,7 +405,7 @@ class Follower:
             self._file = None
 
     def hits(self) -> Iterator[Hit]:
-        """For ever, until interrupted."""
+        """Forever, until interrupted."""
         while True:
             yield from self.poll()
             time.sleep(_LOOK_EVERY_S)

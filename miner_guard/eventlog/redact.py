@@ -99,7 +99,7 @@ _FLAG = re.compile(
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,31}://[^\s/:@]{0,256}:)([^\s/@]+)(@)", re.IGNORECASE)
 _ANSI = r"(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,12}m"
-# Each text is a gap in one way only: else the search below takes for ever on a row of `\\n`.
+# Each text is a gap in one way only: else the search below takes forever on a row of `\\n`.
 _GAP = rf"(?:{_ANSI}|\\[nrt]|\\(?![nrtux])|[^\w\x1b\\])"
 _WORDS = r"[a-z]{3,8}(?:[ ]{1,4}[a-z]{3,8}){11,23}(?![A-Za-z])"
 # "The mnemonic to the new coldkey is:", a line or two, and then the words.

@@ -34,7 +34,7 @@ _RUNNING = layout.STATES.index("running")
 
 
 def process_start(pid: int) -> int:
-    """Start of a process in clock ticks since boot. Raises OSError where there is none."""
+    """Start of a process in clock ticks since boot. Raises OSError where none exists."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rsplit(b")", 1)[1].split()[19])
 

@@ -1,6 +1,6 @@
 """A long-lived child that samples all GPUs on request: `python -m miner_guard.health.nvml_probe`.
 
-A driver call can block for ever, in a state that no signal ends. So every GPU has a thread of its
+A driver call can block forever, in a state that no signal ends. So every GPU has a thread of its
 own here, initialisation has one too, and the main thread calls nothing of NVML: it answers by the
 deadline with what there is, and names the GPU that hangs and the call it hangs in. Requests and
 answers are lines of JSON: `{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml`
@@ -96,7 +96,7 @@ class GpuHandle:
                 self._read(field, row, unread)
         except nvml.NVMLError as error:
             # The handle's own failure, or one that condemns the GPU: its rows end here, the others'
-            # go on.
+            # continue.
             row["state"] = STATES.get(error.value, "unreadable")
             row["error"] = f"{error} in {self.worker.at}"
             row.update(self._constants)
@@ -316,5 +316,5 @@ if __name__ == "__main__":
         os.dup2(2, 1)
         main(sys.stdin, own)
         own.flush()
-        # A thread that hangs in the driver would hold up an orderly exit for ever.
+        # A thread that hangs in the driver would hold up an orderly exit forever.
         os._exit(0)

@@ -53,7 +53,7 @@ def assemble(
 
 
 def part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One part of a status or of a part, empty where there is none."""
+    """One part of a status or of a part, empty where none exists."""
     value = document.get(name)
     return value if isinstance(value, Mapping) else {}
 

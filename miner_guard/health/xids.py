@@ -43,7 +43,7 @@ def catalogue() -> tuple[Xid, ...]:
 
 
 def of_number(number: int) -> Xid | None:
-    """The row of an Xid event, which has a number and no text; None where there is none."""
+    """The row of an Xid event, which has a number and no text; None where there is not one."""
     return next((x for x in catalogue() if x.number == number and x.line is None), None)
 
 

@@ -40,8 +40,8 @@ RESTARTS = ("transient", "outage", "once", "hardware", "config", "never")
 
 `transient`: it may pass by itself; restart with backoff. `outage`: the same, with the longer waits
 that a service somewhere else needs to come back. `once`: try again, but the same label again soon
-means that a restart does not mend it. `hardware`: restart only where the startup checks pass.
-`config`: a person must change something first; tried once all the same, since a line may be
+means that a restart does not fix it. `hardware`: restart only where the startup checks pass.
+`config`: a person must change something first; tried once anyway, since a line may be
 misread. `never`: it was asked to stop.
 """
 
@@ -181,7 +181,7 @@ class Benign:
     """Labels seen just before that this line takes back."""
 
     roles: tuple[str, ...] = ()
-    """Only what was seen in one of these roles is taken back; in any, where there is none."""
+    """Only what was seen in one of these roles is taken back; in any, where none exists."""
 
 
 @dataclass(frozen=True)
@@ -207,11 +207,11 @@ class Label:
     """Labels that this one is a consequence of, where both are seen."""
 
     events: frozenset[str]
-    """The guard's own events that say the same; after one of them the incident is said only where
-    the miner ends."""
+    """The guard's own events that say the same; after one of them the incident is reported only
+    where the miner ends."""
 
     overcome_by_steps: bool = False
-    """Where it was only tried again or warned of, training that goes on shows that it was
+    """Where it was only tried again or warned of, training that continues shows that it was
     overcome."""
 
     undone_by_losses: bool = False

@@ -1,4 +1,4 @@
-"""What a log tells of the run's own course: steps that go on after a trouble, training that had
+"""What a log tells of the run's own course: steps that continue after a trouble, training that had
 finished before it."""
 
 from __future__ import annotations

@@ -38,11 +38,11 @@ class SightingHistory:
 
     @property
     def behind(self) -> bool:
-        """Training went on after the latest sighting."""
+        """Training continued after the latest sighting."""
         return bool(self.recent) and self.recent[-1] <= self.passed
 
     def add(self, sighting: Sighting) -> None:
-        """Count it; a message that goes on replaces its beginning."""
+        """Count it; a message that continues replaces its beginning."""
         if self.recent and self.recent[-1] == sighting.line:
             self.kept = [
                 sighting if s.line == sighting.line and sighting.more else s for s in self.kept

@@ -58,13 +58,13 @@ _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
 """How torch and glog begin a line that is a warning."""
 
 _UPLOADS = re.compile(r"\bput\b|\bpost\b|upload|push|commit|sav(?:e|ing)\b")
-"""What goes out: training that goes on says nothing of it."""
+"""What goes out: training that continues says nothing of it."""
 
 _NAN = re.compile(
     r"^(?!.*\b(?:e?val(?:uation|idation)?|valid|test)(?:\b|_))(?!.*(?:stop|exit|abort|terminat))"
     r".*(?:\b|_)(?:nan|inf\w*)(?:\b|_)"
 )
-"""Of training that goes on: the steps say nothing of an evaluation, and a loss that exploded is a
+"""Of training that continues: the steps say nothing of an evaluation, and a loss that exploded is a
 number."""
 
 _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
@@ -89,7 +89,7 @@ _TAIL_LINES = 3
 class _Traceback:
     line: int
     ignored: bool = False
-    """Python itself says that it goes on: raised in a destructor or while it shuts down."""
+    """Python itself says that it continues: raised in a destructor or while it shuts down."""
 
     frames: str = ""
     raises: str = ""
@@ -226,7 +226,7 @@ class Scanner:
         )
 
     def _tried(self, seen: list[Seen]) -> dict[int, set[PendingError]]:
-        """What was seen in this block, by line, with what steps that go on would show to be
+        """What was seen in this block, by line, with what steps that continue would show to be
         past."""
         tried: dict[int, set[PendingError]] = {}
         for s in seen:
@@ -253,7 +253,7 @@ class Scanner:
         return PendingError(label.name, raised=True) if label.overcome_by_steps else None
 
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
-        """Which lines may go on with an out-of-memory message."""
+        """Which lines may continue with an out-of-memory message."""
         starts = {index for index in hits if b"out of memory" in shapes[index]} | (
             {-1} if self._tail else set()
         )
@@ -348,7 +348,7 @@ class Scanner:
                 yield Retraction((passed.label,), number, number - passed.line, ("cause", "remark"))
 
     def _go_on(self, line: bytes, number: int, seen: list[Seen]) -> None:
-        """Add a line to the message that goes on in it."""
+        """Add a line to the message that continues in it."""
         sighting = self._tail
         if sighting is None or number <= max(sighting.line, self._tail_line) or not line.strip():
             return
@@ -363,7 +363,7 @@ class Scanner:
         """Keep track of the traceback that this rank prints; a log may begin in the middle of one.
 
         True for a line that only says where in a file it was, or what stands there: what went wrong
-        is said at the end.
+        is reported at the end.
         """
         starts, frame = (
             _TRACEBACK in lowered,

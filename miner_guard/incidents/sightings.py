@@ -21,7 +21,7 @@ class Sighting:
     """Of the pattern, where it says something else than the label."""
 
     more: str = ""
-    """The lines after it, where the message goes on there."""
+    """The lines after it, where the message continues there."""
 
     fix: str = ""
     """Of the pattern, like `restart`, `source` and `least`."""
@@ -42,12 +42,12 @@ class Retraction:
     """Lines that it reaches back; None: to the beginning."""
 
     roles: tuple[str, ...] = ()
-    """Only sightings in these roles; in any, where there is none."""
+    """Only sightings in these roles; in any, where none exists."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """Training went on after these labels were tried again or warned of: whatever ends it later,
+    """Training continued after these labels were tried again or warned of: whatever ends it later,
     they don't."""
 
     labels: tuple[str, ...]

@@ -69,7 +69,7 @@ class AlertsMonitor(Monitor):
             progress.trouble(status, 0.0, self.context.clock.wall(), self.context.config.hang)
             is not None
         ):
-            # Silence is the message: whoever waits for the ping is told by its absence.
+            # Silence is the message: anyone who waits for the ping is told by its absence.
             return
         answer = probe.ask(
             alert_queue.SENDER, {"heartbeat_url": self._settings.heartbeat_url}, _HEARTBEAT_S

@@ -1,8 +1,9 @@
 """Parts: one concern beside the miner each; the supervisor feeds them and logs what they find.
 
 A part glues a pure room (detectors, incidents, uploads, health) to the running supervisor. The
-supervisor calls every part from its own thread. A part must not block: what takes time goes through
-`Context.jobs`. A part that raises is said once (`guard_degraded`) and the others go on.
+supervisor calls every monitor from its own thread. A part must not block: what takes time goes
+through `Context.jobs`. A part that raises is reported once (`guard_degraded`) and the others
+continue.
 """
 
 from __future__ import annotations
@@ -109,14 +110,14 @@ class Context:
     jobs: Jobs
     control: SupervisorControl
     status: Callable[[], Mapping[str, Any]]
-    """The latest status document: every part's `snapshot` under its name."""
+    """The latest status document: every monitor's `snapshot` under its name."""
 
     redactor: Redactor
     """Knows the secrets of the guard and of the miner; what is logged through `emit` passes it
     anyhow."""
 
     write_row: Callable[[str, Sequence[Any]], None] | None = None
-    """Takes rows for the ledger (SQL and its values) and never waits for the disk; None: whoever
+    """Takes rows for the ledger (SQL and its values) and never waits for the disk; None: anyone who
     has rows writes them."""
 
 
@@ -141,7 +142,7 @@ class Monitor:
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        """A new journal entry of one rank; acknowledged after all parts have returned."""
+        """A new journal entry of one rank; acknowledged after all monitors have returned."""
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
@@ -157,7 +158,7 @@ class Monitor:
         return ()
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        """Something another part found."""
+        """Something another monitor found."""
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:

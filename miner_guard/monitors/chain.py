@@ -51,7 +51,7 @@ class ChainMonitor(Monitor):
             self.context.emit(finding)
 
     def looked(self, look: ChainLook, ahead: Progress, now: float) -> Iterator[Finding]:
-        """What is to be said of one look, at `now` (monotonic). Its `network` field is for the
+        """What is to be reported of one look, at `now` (monotonic). Its `network` field is for the
         gate."""
         frozen = self._frozen_s(look, now)
         # A block counts from when it was first seen: behind a node that stands still the chain goes

@@ -73,7 +73,7 @@ class CurvesMonitor(Monitor):
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if ranks and self._lead not in ranks:
-            # The nodes met anew and this one got other ranks.
+            # The nodes met again and this one got other ranks.
             self._lead = None
             self._not_finite &= ranks.keys()
         return ()
@@ -134,7 +134,7 @@ class CurvesMonitor(Monitor):
 
     def _recorded_evaluation(self, step: StepRecord, value: float) -> Iterator[Anomaly]:
         if not self._evaluations_come:
-            # The same evaluation may have been read from the miner's lines: begin anew.
+            # The same evaluation may have been read from the miner's lines: begin again.
             self._evaluations_come = True
             self._overfit = OverfitWatch(self.context.config.loss)
         anomaly = self._judge_evaluation(step, value)

@@ -15,7 +15,7 @@ from miner_guard.rank.introspection.diagnosis_codec import unpack
 
 
 class DiagnosisMonitor(Monitor):
-    """Puts the parts of a diagnosis together and says what it means."""
+    """Puts the monitors of a diagnosis together and says what it means."""
 
     name = "diagnosis"
 

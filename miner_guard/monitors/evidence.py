@@ -110,8 +110,8 @@ class Scene:
 
     def __init__(self, state: StateDir, folder: Path, who: list[Subject], timeout_s: float) -> None:
         """Raises OSError where the folder cannot be made."""
-        # Through whoever writes this process's files: a disk that does not answer is an error here,
-        # and no thread hangs in one of the direct writes that follow.
+        # Through anyone who writes this process's files: a disk that does not answer is an error
+        # here, and no thread hangs in one of the direct writes that follow.
         write_json(folder / _STORY, {})
         self._state, self._folder, self._who = state, folder, who
         self._deadline = time.monotonic() + timeout_s

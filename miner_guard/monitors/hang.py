@@ -214,7 +214,7 @@ class HangMonitor(Monitor):
         }
 
     def _report(self, hang: Hang, story: Mapping[str, Any]) -> bool:
-        """False where it is none any more: it ended by itself, or the miner is being ended."""
+        """False where it is over: it ended by itself, or the miner is being ended."""
         if self._launch is None or self._hang is not hang:
             return False
         rank = hang.culprits[0] if len(hang.culprits) == 1 else None

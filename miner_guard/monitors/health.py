@@ -62,8 +62,8 @@ class HealthMonitor(Monitor):
     def _gpus(self) -> Mapping[str, Any]:
         sample = self._nvml.sample()
         if self.context.config.gpu.expect != 0:
-            # Said here: the status, from which other parts read the rows, shows only the latest of
-            # several samples.
+            # Said here: the status, from which other monitors read the rows, shows only the latest
+            # of several samples.
             for finding in faults.of_events(sample["gpus"]):
                 self.context.emit(finding)
         if sample["state"] not in ("ok", "absent"):

@@ -42,7 +42,7 @@ SYMPTOMS_S = 3600.0
 """Ranks wait for as long as their collective's timeout before they notice that one is gone."""
 
 COOLDOWN_S = 900.0
-"""The same label within one launch is not said again sooner."""
+"""The same label within one launch is not reported again sooner."""
 
 REMARKS = 3
 """What is tried again counts as an incident when it was seen so often, or when the miner ended."""
@@ -112,7 +112,7 @@ class IncidentsMonitor(Monitor):
         return self._overcome(seen)
 
     def _overcome(self, seen: Iterable[Seen]) -> list[Finding]:
-        """What was named as an incident, and training then went on after."""
+        """What was named as an incident, and training then continued after."""
         past = {
             label
             for item in seen
@@ -174,7 +174,7 @@ class IncidentsMonitor(Monitor):
         lasting = self._lasting()
         self._case.add(lasting)
         if lasting or now - self._last_s <= EPISODE_S:
-            # Why it ended is said, also where the guard has said before what led to it.
+            # Why it ended is reported, also where the guard has said before what led to it.
             self._events.clear()
         return () if end.asked or end.finished else self._name(now, remarks=1)
 
@@ -223,8 +223,8 @@ class IncidentsMonitor(Monitor):
         return replace(root, label=name, first=first, kept=())
 
     def _name(self, now: float, remarks: int) -> Iterable[Finding]:
-        """Say the root of what was seen, unless it was said, or is a mere remark seen fewer than
-        `remarks` times."""
+        """Say the root of what was seen, unless it was reported, or is a mere remark seen fewer
+        than `remarks` times."""
         self._first_s = None
         root = self._seen_root()
         if root is not None:

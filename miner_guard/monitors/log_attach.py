@@ -53,7 +53,7 @@ class LogAttachMonitor(Monitor):
         self._written = 0
         self._line_at: float | None = None
         self._allreduce_at: float | None = None
-        """When the AllReduce that no step has followed yet was said."""
+        """When the AllReduce that no step has followed yet was reported."""
 
         self._longest_gap = 0.0
         self._last: LoggedStep | None = None

@@ -11,7 +11,7 @@ from miner_guard.monitors import reachability
 from miner_guard.monitors.base import Context, Launch, Monitor
 
 _MISSES = 2
-"""So many looks in a row without an answer, before it is said: one lost packet is no outage."""
+"""So many looks in a row without an answer, before it is reported: one lost packet is no outage."""
 
 
 @dataclass

@@ -124,7 +124,7 @@ class RanksMonitor(Monitor):
         yield from self._slow_cause()
 
     def _forget(self, gone: Iterable[int]) -> Iterator[Finding]:
-        """The nodes met anew and this one got other ranks: for one that is no more nobody must
+        """The nodes met again and this one got other ranks: for one that is no more nobody must
         wait."""
         for rank in list(gone):
             del self._watches[rank]

@@ -35,13 +35,13 @@ MONITORS = (
 
 
 def load_monitors(context: Context, report: Callable[[Finding], None]) -> list[Monitor]:
-    """Make all parts; one that can't be made is reported and left out."""
+    """Make all monitors; one that can't be made is reported and left out."""
     parts: list[Monitor] = []
     for name in MONITORS:
         module = f"miner_guard.monitors.{name}"
         try:
             parts.append(_monitor_of(importlib.import_module(module))(context))
-        except Exception as error:  # noqa: BLE001 - a part's defect must not stop the miner; it is reported
+        except Exception as error:  # noqa: BLE001 - a monitor's defect must not stop the miner; it is reported
             what = (
                 f"part {name} could not be made: {type(error).__name__}: {error}; the rest goes on"
             )

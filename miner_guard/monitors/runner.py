@@ -1,4 +1,4 @@
-"""Calls the parts, one after another, so that one that fails neither stops the others nor the
+"""Calls the monitors, one after another, so that one that fails neither stops the others nor the
 supervisor."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from miner_guard.monitors.base import Exit, Launch, Monitor
 from miner_guard.monitors.line_router import Delivery, LineRouter
 
 _MAX_DEPTH = 4
-"""A finding may lead to another part's finding, and so on; not for ever."""
+"""A finding may lead to another monitor's finding, and so on; not forever."""
 
 
 class MonitorRunner:
@@ -43,8 +43,8 @@ class MonitorRunner:
             self._each("on_entry", rank, parsed)
 
     def output(self, chunk: bytes) -> None:
-        """Show output of the miner to the parts; the unfinished end of a long piece waits for the
-        next tick."""
+        """Show output of the miner to the monitors; the unfinished end of a long piece waits for
+        the next tick."""
         if self._output is None:
             self._output = LineRouter(self.parts)
         self._show(self._output.pieces(chunk))
@@ -92,11 +92,11 @@ class MonitorRunner:
         return any(part.lingers() for part in self.parts)
 
     def finding(self, finding: Finding, source: Monitor | None = None, depth: int = 0) -> None:
-        """Log a finding and show it to every part but the one it comes from. Never raises."""
+        """Log a finding and show it to every monitor but the one it comes from. Never raises."""
         try:
             self._log(finding)
             self.on_finding(finding)
-        except Exception as error:  # noqa: BLE001 - what one rank reports must not stop the watch over all; it is said
+        except Exception as error:  # noqa: BLE001 - what one rank reports must not stop the watch over all; it is reported
             self._say(finding.event, "log", error)
         if depth >= _MAX_DEPTH:
             return
@@ -106,12 +106,12 @@ class MonitorRunner:
                     self.finding(further, part, depth + 1)
 
     def snapshots(self) -> dict[str, Any]:
-        """Every part's snapshot under its name."""
+        """Every monitor's snapshot under its name."""
         documents: dict[str, Any] = {}
         for part in self.parts:
             try:
                 documents[part.name] = dict(part.snapshot())
-            except Exception as error:  # noqa: BLE001 - a part's defect must not end supervision; it is said once
+            except Exception as error:  # noqa: BLE001 - a monitor's defect must not end supervision; it is reported once
                 self._say(part.name, "snapshot", error)
                 documents[part.name] = None
         return documents
@@ -124,7 +124,7 @@ class MonitorRunner:
     def _call(self, part: Monitor, method: str, *arguments: Any) -> Iterable[Finding]:
         try:
             return list(getattr(part, method)(*arguments))
-        except Exception as error:  # noqa: BLE001 - a part's defect must not end supervision; it is said once
+        except Exception as error:  # noqa: BLE001 - a monitor's defect must not end supervision; it is reported once
             self._say(part.name, method, error)
             return ()
 

@@ -1,5 +1,5 @@
-"""Secrets that the miner prints itself: said once each, never repeated. Its output is relayed as it
-is."""
+"""Secrets that the miner prints itself: suppressed after the first report, never repeated. Its
+output is relayed as it is."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class StepsMonitor(Monitor):
         self._reset()
 
     def _reset(self) -> None:
-        """What starts anew with each launch."""
+        """What starts again with each launch."""
         steps = self.context.config.steps
         self._times = step_time.StepTimes(steps)
         self._regression = step_time.RegressionWatch(steps.regression_ratio, steps.min_excess_s)
@@ -236,7 +236,7 @@ class StepsMonitor(Monitor):
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         self._phase = ranks[min(ranks)].phase if ranks else ""
         for rank in self._last.keys() - ranks.keys() if ranks else ():
-            # The nodes met anew and this one got other ranks: one that is no more must not lead.
+            # The nodes met again and this one got other ranks: one that is no more must not lead.
             del self._last[rank]
         return self._left_out(now)
 

@@ -31,7 +31,7 @@ class RankCosts:
         self._flushed = -math.inf
 
     def add(self, operation: str, seconds: float, blocking: bool) -> None:
-        """Account for one run of an operation. Raises ValueError for a time that is none."""
+        """Account for one run of an operation. Raises ValueError for a time that is not one."""
         if not 0.0 <= seconds < math.inf:
             raise ValueError(
                 f"{operation} took {seconds} s: not a time; it would spoil the whole account"

@@ -8,8 +8,8 @@
         with guard.upload(decision): ...
     guard.close(finished=True)
 
-Nothing here raises, synchronises the GPU or uses the network. What does not work is said once as
-`guard_degraded`, and training goes on.
+Nothing here raises, synchronises the GPU or uses the network. What does not work is reported once
+as `guard_degraded`, and training continues.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Guard:
         eval_loss: Any = None,
     ) -> None:
         """The end of an inner step. Numbers are floats or CPU tensors; one on the GPU is not read,
-        and is said.
+        and is reported.
 
         `eval_loss`: on held-out data, at the steps that evaluated; with it overfitting is seen.
         """
@@ -235,7 +235,7 @@ class Guard:
             )
             agreed, wrong = self._questions.may_upload(candidate, question)
             self._decided(agreed, wrong)
-        except Exception as error:  # noqa: BLE001 - an upload that nobody judged must not go out, and training must go on
+        except Exception as error:  # noqa: BLE001 - an upload that nobody judged must not go out, and training must continue
             self._degraded("may_upload", error)
             if agreed is None:
                 return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
@@ -283,7 +283,7 @@ class Guard:
         it.
 
         Set `tag` (if not given), `size_bytes` on what it yields. What the body raises is recorded
-        and goes on.
+        and continues.
         """
         given: Any = decision
         if not isinstance(given, GateDecision):

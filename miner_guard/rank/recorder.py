@@ -23,7 +23,7 @@ NOTIFY_EVERY_S = 0.05
 """The least time between two notifications of the supervisor about steps."""
 
 _MAX_TROUBLES = 20
-"""Different troubles that are said; the rest are counted."""
+"""Different troubles that are reported; the rest are counted."""
 
 
 class Recorder:

@@ -99,7 +99,7 @@ def _file(path: Path) -> str:
 
 
 def run(command: list[str]) -> str:
-    """Output of a command, or why there is none."""
+    """Output of a command, or why there is no output."""
     if shutil.which(command[0]) is None:
         return f"{command[0]} is not installed\n"
     try:

@@ -57,7 +57,7 @@ from uploads.repos.credentials import beside
 _LAST_WORDS_S = 2.0
 _SWITCH_S = 0.0001
 """Python's own 5 ms between two threads would hold up the thread that writes, and the miner with
-it, while the parts look at a flood."""
+it, while the monitors look at a flood."""
 
 _SWEEP_GRACE_S = 5.0
 _GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
@@ -66,7 +66,7 @@ _LEAVE_S = 5.0
 
 _FLUSH_S = 10.0
 _FLUSH_ASKED_S = 2.0
-"""Whoever asked for the end needs no alert of it."""
+"""Anyone who asked for the end needs no alert of it."""
 
 
 STOP_SIGNALS = (
@@ -140,7 +140,7 @@ class GuardApp:
     def _question(self) -> PreflightRequest:
         request = self.request
         env = environment.of_miner(self.env, request.config, request.state, self.run_id, 0)
-        # The probes see what the miner will see, and are known for the guard's own all the same.
+        # The probes see what the miner will see, and are known for the guard's own anyway.
         probes = {**env, HELPER: str(os.getpid())}
         return PreflightRequest(request.config, request.state, request.command, probes, torch=False)
 
@@ -180,7 +180,7 @@ class GuardApp:
         self.emitter.emit(finding)
 
     def report(self, finding: Finding) -> None:
-        """Write one finding and show it to the parts. Safe from any thread."""
+        """Write one finding and show it to the monitors. Safe from any thread."""
         if self._ended:
             self.log(finding)
         else:
@@ -234,8 +234,8 @@ class GuardApp:
             )
         orphan_cleanup.end_orphans(self.request.state, _SWEEP_GRACE_S, self.log)
         self._contain()
-        # Only now: what is left of an earlier run would be seen. Its children work while the parts
-        # are made.
+        # Only now: what is left of an earlier run would be seen. Its children work while the
+        # monitors are made.
         self.startup.look()
         self.host.parts = registry.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
@@ -376,8 +376,8 @@ class GuardApp:
         self.loop.close()
 
     def _linger(self) -> None:
-        """Wait, with the loop running, until the parts have sent their last words; not for a dead
-        webhook."""
+        """Wait, with the loop running, until the monitors have sent their last words; not for a
+        dead webhook."""
         within_s = _FLUSH_S if self.supervisor.exit_code in _GAVE_UP else _FLUSH_ASKED_S
         over = self.loop.after(within_s, lambda: None).when
         while self.host.lingers() and self.clock.monotonic() < over:

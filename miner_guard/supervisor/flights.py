@@ -255,7 +255,7 @@ class Flights:
         self._open[identity.rank] = _Open(flight, version, next_entry=flight.acknowledged())
 
     def _retire(self, successor: Identity) -> None:
-        """A launcher that starts its workers anew may number them otherwise: torchrun does, at a
+        """A launcher that starts its workers again may number them otherwise: torchrun does, at a
         new rendezvous."""
         for rank, older in list(self._open.items()):
             own = older.reader.identity

@@ -1,7 +1,7 @@
 """Whether a miner that failed is started again, and when: pure, by cause.
 
 The causes come from the incident knowledge (`miner_guard/incidents/*.toml`, field `restart`). A
-cause that a restart can't mend is not tried again and again; what may pass is, with growing waits.
+cause that a restart cannot fix is not tried again and again; what may pass is, with growing waits.
 """
 
 from __future__ import annotations

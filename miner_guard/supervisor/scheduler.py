@@ -1,7 +1,7 @@
-"""Work on a schedule, in threads, never piling up: APScheduler behind the parts' `Jobs`.
+"""Work on a schedule, in threads, never piling up: APScheduler behind the monitors' `Jobs`.
 
 APScheduler plans in wall-clock time and would enumerate every run that a clock set from 2000 to
-today has "missed", under the lock that whoever adds a job waits for. So the interval of a job is
+today has "missed", under the lock that anyone who adds a job waits for. So the interval of a job is
 measured by the monotonic clock, the plan is moved with a stepped wall clock before it is read, and
 nobody but the scheduler's own thread touches the plan.
 """

@@ -174,7 +174,7 @@ class Supervisor:
             self._say_ending(wish)
 
     def _say_ending(self, wish: StopRequest) -> None:
-        """Whoever asks again for the end is told what it waits for, and how long at most."""
+        """Anyone who asks again for the end is told what it waits for, and how long at most."""
         teardown = self.launch.teardown if self.launch is not None else None
         if wish.then is Then.STOP and teardown is not None and teardown.may_say():
             reason = f"{wish.cause}, and it is ending already: {teardown.waits_for()}"

@@ -54,7 +54,7 @@ class Cgroup:
             return []
 
     def open_to_join(self) -> int:
-        """A descriptor; whoever writes `0` to it is a member, and so is what it starts. Raises
+        """A descriptor; anyone who writes `0` to it is a member, and so is what it starts. Raises
         OSError."""
         return os.open(self.path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
@@ -94,7 +94,7 @@ def _prefix_of(state_dir: str) -> str:
 
 
 def _own_group() -> Path:
-    """This process's own group in the v2 hierarchy. Raises OSError where there is none."""
+    """This process's own group in the v2 hierarchy. Raises OSError where none exists."""
     with open("/proc/self/cgroup", encoding="utf-8") as file:
         own = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), None)
     with open("/proc/self/mountinfo", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What a process inherits from whoever started it, and what the guard can't work with: put right
+"""What a process inherits from anyone who started it, and what the guard can't work with: put right
 before anything else.
 
 Signals that the parent blocked or ignores, and standard streams that it closed. Without this a stop

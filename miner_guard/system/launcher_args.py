@@ -22,7 +22,7 @@ def value_of(command: Sequence[str], *names: str) -> str | None:
 
 
 def number_of(command: Sequence[str], *names: str) -> int | None:
-    """The same as a whole number; None where it is none, such as `--nproc-per-node=gpu`."""
+    """The same as a whole number; None where it is not one, such as `--nproc-per-node=gpu`."""
     value = value_of(command, *names)
     return int(value) if value is not None and value.isascii() and value.isdigit() else None
 

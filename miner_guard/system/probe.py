@@ -106,7 +106,8 @@ def ask(
 
 
 def end_all() -> None:
-    """End all probes in progress: whoever asked gets a reason at once. For a guard that stops."""
+    """End all probes in progress: anyone who asked gets a reason at once. For a guard that
+    stops."""
     for child in list(_asked):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

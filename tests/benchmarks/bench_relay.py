@@ -23,7 +23,7 @@ TITLE = "The relay, 80-byte lines, wall against direct-to-file"
 
 _MEGABYTES = 80
 _FLOOD_MEGABYTES = 400
-"""More than the parts may be behind with: what goes through for ever."""
+"""More than the monitors may be behind with: what goes through forever."""
 
 _ROUNDS = 5
 _SETTLE_S = 2.0

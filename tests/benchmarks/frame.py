@@ -22,7 +22,7 @@ class Row:
 
     unit: str
     target: str = ""
-    """The target as a person writes it (`<= 200 µs`), empty where there is none."""
+    """The target as a person writes it (`<= 200 µs`), empty where none exists."""
 
     note: str = ""
 

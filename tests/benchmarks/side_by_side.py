@@ -3,7 +3,7 @@ what others use.
 
 Seconds from the fault to the child's next first line, and processes left after the supervisor's own
 SIGKILL. The child has one descendant in a session of its own, as a dataloader or a rank is. It
-beats for whoever listens: miner-guard's hook, NVRx's client. A contender that can't be had here
+beats for anyone who listens: miner-guard's hook, NVRx's client. A contender that can't be had here
 says why in its row.
 """
 

@@ -70,7 +70,8 @@ def _parameters(command: Any) -> dict[str, Any]:
 def _state_files() -> list[str]:
     root = Path("/state")
     named = inspect.getmembers(StateDir, lambda member: isinstance(member, property))
-    return sorted(str(getattr(StateDir(root), name).relative_to(root)) for name, _ in named)
+    paths = [getattr(StateDir(root), name) for name, _ in named]
+    return sorted(str(path.relative_to(root)) for path in paths if path.is_relative_to(root))
 
 
 def text() -> str:

@@ -1,4 +1,4 @@
-"""What a restart can't mend is not tried again and again."""
+"""What a restart cannot fix is not tried again and again."""
 
 from __future__ import annotations
 

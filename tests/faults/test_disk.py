@@ -1,4 +1,4 @@
-"""A full disk stops the guard's writing, not the miner; said once, and resumed when there is
+"""A full disk stops the guard's writing, not the miner; reported once, and resumed when there is
 room."""
 
 from __future__ import annotations

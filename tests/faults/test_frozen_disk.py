@@ -43,7 +43,7 @@ class Disk:
                 pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
 
     def freeze(self) -> None:
-        """From now on whoever writes waits in the kernel, and not even SIGKILL ends it."""
+        """From now on anyone who writes waits in the kernel, and not even SIGKILL ends it."""
         subprocess.run(["fsfreeze", "-f", str(self.place)], check=True)
         self.frozen = True
 

@@ -1,4 +1,4 @@
-"""GPU memory is back at its level from before the launch, or that is said, before the miner is
+"""GPU memory is back at its level from before the launch, or that is reported, before the miner is
 started again."""
 
 from __future__ import annotations

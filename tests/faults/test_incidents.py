@@ -24,7 +24,7 @@ def miner(*lines: str) -> list[str]:
 
 
 def test_a_wrong_key_is_named_and_tried_once_more(guarded: Guarded) -> None:
-    """A restart can't mend it: the guard says what a person must do instead of spinning; one line
+    """A restart cannot fix it: the guard says what a person must do instead of spinning; one line
     may be misread."""
     guard = guarded.start(
         miner(

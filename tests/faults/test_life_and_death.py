@@ -271,7 +271,7 @@ def test_without_restarts_the_exit_code_is_the_miners(guarded: Guarded, code: in
 def test_a_signal_death_is_named_and_reported_as_a_shell_does(
     guarded: Guarded, number: int, name: str
 ) -> None:
-    """40 is a real-time signal: one without a name once left the guard waiting for ever."""
+    """40 is a real-time signal: one without a name once left the guard waiting forever."""
     guarded.start(["sh", "-c", f"kill -{int(number)} $$"], "--no-restart", settings=FAST)
     assert guarded.processes[0].wait(60) == 128 + number
     assert f"signal {name}" in guarded.named("miner_exited")[0]["msg"]

@@ -116,7 +116,7 @@ def test_all_signals_pass_after_settling() -> None:
 def test_a_stop_of_a_guard_whose_loop_hangs_ends_the_miner_and_leaves_the_stacks(
     guarded: Guarded,
 ) -> None:
-    """Guards against a wedged guard: state `ending` for ever, SIGTERM ignored, the miner kept alive
+    """Guards against a wedged guard: state `ending` forever, SIGTERM ignored, the miner kept alive
     with it."""
     wedge = Path(__file__).with_name("miners") / "wedged_guard.py"
     guarded.entry = str(wedge)

@@ -1,4 +1,4 @@
-"""The miner's output: unchanged, never in the way of the miner, whoever reads it or does not."""
+"""The miner's output: unchanged, never in the way of the miner, anyone who reads it or does not."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_a_loss_that_is_normalised_over_the_whole_step_is_not_divided_again(tmp_
 
 
 def test_a_training_that_a_callback_stops_early_has_finished(tmp_path: Path) -> None:
-    """Guards against a miner that has converged and is restarted for ever."""
+    """Guards against a miner that has converged and is restarted forever."""
     requires.module("transformers")
     requires.module("accelerate")
     attached = run(tmp_path / "attached", "with_transformers.py", "out", "stops")

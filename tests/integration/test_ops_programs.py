@@ -261,7 +261,7 @@ def test_logrotate_rotates_what_pm2_writes_and_pm2_goes_on_in_a_new_file(tmp_pat
         subprocess.run([pm2, "kill"], env=env, capture_output=True, timeout=60)
     written = lines()
     assert written == sorted(set(written))
-    # pm2 drops what it has not written yet when it opens its files anew: few lines, and mostly
+    # pm2 drops what it has not written yet when it opens its files again: few lines, and mostly
     # none.
     assert len(written) > 0.95 * written[-1]
 

@@ -177,7 +177,7 @@ def test_age_is_the_hubs_age_whatever_this_hosts_clock(
 def test_a_commit_to_another_file_makes_no_gradients_younger(
     server: tuple[RepoSettings, hub.HubState], tmp_path: Path
 ) -> None:
-    """Guards against a model card that is edited: the gradients were as if published anew, and a
+    """Guards against a model card that is edited: the gradients were as if published again, and a
     push as if arrived."""
     settings, state = server
     state.shift_s = -3000.0

@@ -1,4 +1,4 @@
-"""In FSDP a rank that goes its own way leaves the others in a collective for ever: the answers are
+"""In FSDP a rank that goes its own way leaves the others in a collective forever: the answers are
 the same on all."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`run` with a fake NVML library, end to end: what stops the start, and what is said while the
-miner goes on."""
+"""`run` with a fake NVML library, end to end: what stops the start, and what is reported while the
+miner continues."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_xid_is_said_while_the_miner_goes_on(
         # An event is told once, and only to a reader that has asked before: it asks with its first
         # sample.
         running.wait_for("health_snapshot", "4x")
-        # The last GPU's loss has the reader started anew.
+        # The last GPU's loss has the reader started again.
         fake_nvml.set(count=3)
         running.wait_for("gpu_fault", "is no longer there")
         fake_nvml.set({"xid.2": 79})

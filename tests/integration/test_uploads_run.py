@@ -38,7 +38,7 @@ def test_every_upload_is_decided_told_stored_and_looked_for(
     )  # fmt: skip
     out = done.stdout
     assert done.returncode == 0, out + done.stderr
-    # The archive at inner step 0 goes out; the first block is said, its repetitions are not.
+    # The archive at inner step 0 goes out; the first block is reported, its repetitions are not.
     assert "archive at inner_step 0: exempt from the minimum of 5" in out
     assert (
         out.count("UPLOAD BLOCKED: inner_step (1) < minimum (5). Validators will reject this!") == 1

@@ -25,7 +25,7 @@ RANKS = 2
 
 
 class WholeRun:
-    """Every part of the guard, fed by `step` and `host`; what it logs is in `state.log`."""
+    """Every monitor of the guard, fed by `step` and `host`; what it logs is in `state.log`."""
 
     def __init__(
         self, folder: Path, clock: FakeClock, jobs: Jobs, report: Callable[[Finding], None] | None

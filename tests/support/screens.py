@@ -1,4 +1,4 @@
-"""Makes docs/screens.md and its pictures anew from a real run of the demo: `make screens`, about
+"""Makes docs/screens.md and its pictures again from a real run of the demo: `make screens`, about
 four minutes."""
 
 from __future__ import annotations

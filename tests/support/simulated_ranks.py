@@ -1,4 +1,4 @@
-"""A simulated run of several ranks through the parts that judge steps, on a fake clock."""
+"""A simulated run of several ranks through the monitors that judge steps, on a fake clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ QUIET = {"inner_step", "step_lines_left_out", "fast_log", "timing_breakdown", "s
 
 
 class Run:
-    """A simulated run: steps of several ranks through all parts of this room, on a fake clock."""
+    """A simulated run: steps of several ranks through all monitors of this room, on a fake
+    clock."""
 
     def __init__(self, folder: Path, config: Config | None = None, ranks: int = 2) -> None:
         self.clock = FakeClock()
@@ -67,7 +68,7 @@ class Run:
             self._take(getattr(monitor, method)(argument))
 
     def renumber(self, *ranks: int) -> None:
-        """The nodes meet anew, and this one's workers get other ranks."""
+        """The nodes meet again, and this one's workers get other ranks."""
         self.ranks = ranks
         for part in self.parts:
             self._take(part.on_tick(self.clock.monotonic(), headers(*ranks)))

@@ -58,9 +58,10 @@ class Bench:
         )
         monkeypatch.setattr(module, "look_at", lambda _settings: self.repo)
         config = Config(
-            miner=MinerSettings(profile="sn38"), gate=GateSettings(**gate),
+            miner=MinerSettings(profile="sn38"),
+            gate=GateSettings(**gate),
             repo=RepoSettings(kind=repo, path=str(tmp_path), audit_every_s=audit_every_s),  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
         self.state = StateDir(tmp_path / "state")
         self.part = module.UploadsMonitor(
             context(

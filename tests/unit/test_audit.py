@@ -41,7 +41,7 @@ KEYS = {
 
 @pytest.fixture
 def inspected_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same inspection without a child that imports torch anew; the child itself has its own
+    """The same inspection without a child that imports torch again; the child itself has its own
     tests."""
 
     def inspect(path: Path, limits: Limits, **_: Any) -> dict[str, Any]:

@@ -240,7 +240,7 @@ def test_workers_that_the_launcher_starts_anew_under_other_ranks_replace_the_old
     tmp_path: Path,
 ) -> None:
     """Guards against a hang of ranks that are no more, and a finish that they never declare:
-    torchrun numbers anew."""
+    torchrun numbers again."""
     state, heard, gone = StateDir(tmp_path), _Heard(), 2**22
     flights = Flights(state, RUN, lambda finding: pytest.fail(str(finding)))
     old = [_worker(state, rank, rank - 2, process=gone) for rank in (2, 3)]

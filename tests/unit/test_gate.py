@@ -1,4 +1,4 @@
-"""The gate: nothing invalid goes out, unknown is said and does not block, and a decision can be
+"""The gate: nothing invalid goes out, unknown is reported and does not block, and a decision can be
 replayed."""
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def test_the_archive_after_an_outer_step_is_allowed_at_inner_step_0() -> None:
     decision = ask(0, "archive")
     assert decision.allowed
     assert outcomes(decision)["min_inner_step"] == "pass"
-    # On the line of an upload that is needed, these words would only frighten whoever is on call.
+    # On the line of an upload that is needed, these words would only frighten anyone who is on
+    # call.
     assert "Validators will reject this" not in decision.reason
     assert "archive at inner_step 0: exempt" in decision.reason
 

@@ -1,5 +1,5 @@
-"""Faults of GPUs over successive samples: said once when they come, once when they go, not for what
-wobbles."""
+"""Faults of GPUs over successive samples: reported once when they come, once when they go, not for
+what wobbles."""
 
 from __future__ import annotations
 

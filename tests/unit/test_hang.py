@@ -182,7 +182,8 @@ def test_entering_a_phase_again_and_again_is_no_progress(detector: HangDetector)
 def test_a_suspended_machine_is_not_a_hang(detector: HangDetector) -> None:
     ranks = {0: rank("forward", 100.0)}
     assert watch(detector, 101.0, 200.0, ranks) is None
-    # Nobody looked for an hour: this process did not run, so that nothing can be said of the miner.
+    # Nobody looked for an hour: this process did not run, so that nothing can be reported of the
+    # miner.
     assert detector.look(3800.0, ranks) is None
     assert watch(detector, 3801.0, 3990.0, ranks) is None
     assert watch(detector, 3991.0, 4010.0, ranks) is not None
@@ -307,7 +308,7 @@ def before_init(cpu_share: float, prints: bool) -> float | None:
 
 
 def test_silence_without_cpu_time_before_init_is_a_hang_and_work_is_not() -> None:
-    """Guards against a miner that waits for a lock before `init` for ever, and one that tokenizes
+    """Guards against a miner that waits for a lock before `init` forever, and one that tokenizes
     for hours."""
     assert before_init(cpu_share=0.01, prints=False) == pytest.approx(1800.0, abs=12)
     assert before_init(cpu_share=0.9, prints=False) is None

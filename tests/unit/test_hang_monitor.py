@@ -1,4 +1,4 @@
-"""The part that watches for hangs: a miner whose steps it can't see is said to be unseen, not
+"""The part that watches for hangs: a miner whose steps it can't see is reported to be unseen, not
 hanging."""
 
 from __future__ import annotations

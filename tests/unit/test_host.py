@@ -1,4 +1,4 @@
-"""A part that fails is said once; the others and the supervisor go on."""
+"""A part that fails is reported once; the others and the supervisor continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output on its way to the parts: nothing lost, nothing twice, and no part is asked about what
+"""Output on its way to the monitors: nothing lost, nothing twice, and no part is asked about what
 can't concern it."""
 
 from __future__ import annotations

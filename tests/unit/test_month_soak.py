@@ -1,4 +1,4 @@
-"""A month of events through every part at once, with a fake clock: memory and files stay
+"""A month of events through every monitor at once, with a fake clock: memory and files stay
 bounded."""
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def test_a_lost_gpu_does_not_take_the_others_events_with_it(fake_nvml: FakeNvml)
         sampler.sample()
         fake_nvml.set({"xid.2": 79})
         assert sampler.memory_levels()
-        # It came with a reading of the levels, and is told with the next sample all the same.
+        # It came with a reading of the levels, and is told with the next sample anyway.
         assert [row["xids"] for row in sampler.sample()["gpus"]] == [[], [], [79], []]
     finally:
         sampler.close()

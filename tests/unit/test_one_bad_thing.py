@@ -98,7 +98,7 @@ def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_a
 
 
 def test_an_entry_that_nobody_can_take_is_acknowledged_all_the_same(state: StateDir) -> None:
-    """Guards against a start that fails for ever at what an earlier run has left."""
+    """Guards against a start that fails forever at what an earlier run has left."""
     writer = _rank_with_an_odd_entry(state, "another run")
 
     class Refuses:

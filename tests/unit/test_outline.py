@@ -1,4 +1,4 @@
-"""What is said of gradients before they are written, and that no tensor is read for it."""
+"""What is reported of gradients before they are written, and that no tensor is read for it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The relay passes on before the parts look: neither a slow part nor one that fails holds the miner
-up."""
+"""The relay passes on before the monitors look: neither a slow part nor one that fails holds the
+miner up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Keys come from where the miner has them, and what is missing or unsafe is said without showing a
-key."""
+"""Keys come from where the miner has them, and what is missing or unsafe is reported without
+showing a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank journals is said, and a checkpoint that grows old is said once."""
+"""What a rank journals is reported, and a checkpoint that grows old is reported once."""
 
 from __future__ import annotations
 

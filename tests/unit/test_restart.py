@@ -1,4 +1,4 @@
-"""Restart policy: growing waits, a budget, and no loops on what a restart can't mend."""
+"""Restart policy: growing waits, a budget, and no loops on what a restart cannot fix."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_a_stepped_wall_clock_neither_delays_nor_hurries_a_job(
     made: Make, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
     """Guards against a clock set from 2000 to today: every run since then was enumerated, under a
-    lock, for ever."""
+    lock, forever."""
     clock = Stepped()
 
     class Now(datetime):

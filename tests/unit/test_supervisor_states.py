@@ -132,7 +132,7 @@ def launcher(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Launche
 def test_a_launch_without_descriptors_is_a_failure_that_is_tried_again(
     supervisor: Supervisor, said: list[Finding]
 ) -> None:
-    """Guards against a guard that waits for ever with nothing running and nothing planned."""
+    """Guards against a guard that waits forever with nothing running and nothing planned."""
     supervisor._first_launch()
     assert supervisor.state is State.WAITING
     assert [finding.event for finding in said] == ["miner_exited", "miner_restarting"]
@@ -222,7 +222,7 @@ def test_the_end_of_a_launch_survives_whatever_fails_in_it(
     defects: list[Exception],
     asked: bool,
 ) -> None:
-    """Guards against a NaN in a ring record, which left the state `ending` for ever and every later
+    """Guards against a NaN in a ring record, which left the state `ending` forever and every later
     SIGTERM unheard."""
     cast(Any, supervisor.flights).failing = cast(Any, supervisor.relay).failing = True
     if asked:
@@ -255,7 +255,7 @@ def test_a_stop_is_honoured_after_a_failure_while_it_was_begun(
 def test_a_wait_for_gpu_memory_that_fails_does_not_keep_the_next_launch(
     supervisor: Supervisor, launcher: Launcher
 ) -> None:
-    """Guards against a guard that waits for ever for a look that broke."""
+    """Guards against a guard that waits forever for a look that broke."""
 
     def fail(_proceed: object) -> None:
         raise RuntimeError("a defect")

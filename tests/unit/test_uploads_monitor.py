@@ -1,5 +1,5 @@
-"""Uploads beside the miner: what is said and how often, what is kept, and that nothing is believed
-unseen."""
+"""Uploads beside the miner: what is reported and how often, what is kept, and that nothing is
+believed unseen."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_numbers_that_no_ledger_takes_keep_no_look_from_the_gate(bench: Bench) -
 
 def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: Bench) -> None:
     """Guards against a status that knows no upload and no restart just when somebody looks why the
-    guard began anew."""
+    guard began again."""
     bench.entry(**bench.decide(15))
     bench.push("started")
     list(bench.part.on_exit(Exit(137, 9, False, False, 60.0)))
@@ -448,7 +448,7 @@ def test_audits_run_by_themselves_after_each_verified_push_and_on_a_schedule(
     assert len(looked) == 1
     bench.jobs.repeated["audit"]()
     assert len(looked) == 2
-    # The same verdict again is not said again.
+    # The same verdict again is not reported again.
     assert [f.severity for f in bench.emitted if f.event == "audit_passed"] == ["info", "debug"]
     without = Bench(tmp_path / "none", monkeypatch, repo="none", audit_every_s=None)
     assert "audit" not in without.jobs.repeated

@@ -43,8 +43,8 @@ Progress = Callable[[int], None]
 
 
 Notes = MutableMapping[str, Any]
-"""JSON that survives the publisher: what the repo needs to go on with a staged object that was cut
-off."""
+"""JSON that survives the publisher: what the repo needs to continue with a staged object that was
+cut off."""
 
 
 def epoch_key(outer_step: int, name: str) -> str:
@@ -176,8 +176,8 @@ class Repo(Protocol):
 
 
 def document(repo: Repo, key: str) -> dict[str, Any] | None:
-    """The JSON object at `key`, None where there is none. Raises RepoError; Damaged for what is no
-    JSON object."""
+    """The JSON object at `key`, None where there is not one. Raises RepoError; Damaged for what is
+    no JSON object."""
     try:
         return parsed(key, repo.get(key))
     except Missing:

@@ -57,7 +57,7 @@ def beside(env: Mapping[str, str], settings: RepoSettings) -> Mapping[str, str]:
     try:
         return {**find(settings, env), **env}
     except RepoError:
-        # Whoever looks at the repo says what is wrong with the file.
+        # Anyone who looks at the repo says what is wrong with the file.
         return env
 
 

@@ -177,8 +177,8 @@ class S3Repo:
     def _begun(
         self, key: str, notes: Notes, part_bytes: int
     ) -> tuple[_Upload | None, dict[int, str]]:
-        """The upload that an earlier attempt began, and the ETags of the parts that had arrived, by
-        number."""
+        """The upload that an earlier attempt began, and the ETags of the monitors that had arrived,
+        by number."""
         if (
             "multipart" not in notes
             or (upload := _Upload(**notes["multipart"])).part_bytes != part_bytes
@@ -288,8 +288,8 @@ class S3Repo:
         return bool(str(answer.get("ChecksumCRC32", "")).partition("-")[0] == wanted)
 
     def _same_content(self, ticket: StagedObject, etag: str | None) -> bool:
-        """For servers whose ETag is not the digest of the parts' digests: rclone gives the md5 of
-        the whole file."""
+        """For servers whose ETag is not the digest of the monitors' digests: rclone gives the md5
+        of the whole file."""
         path = Path(ticket.data["path"])
         try:
             with open(path, "rb") as file:

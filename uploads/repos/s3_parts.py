@@ -61,8 +61,8 @@ def read(number: int, data: bytes) -> UploadPart:
 
 
 def expected_etags(parts: Sequence[UploadPart]) -> list[str]:
-    """What the server may give as the ETag of the whole, the likeliest first: `<md5 of the parts'
-    md5s>-<count>`."""
+    """What the server may give as the ETag of the whole, the likeliest first: `<md5 of the
+    monitors' md5s>-<count>`."""
     whole = hashlib.md5(
         b"".join(bytes.fromhex(p.md5) for p in parts), usedforsecurity=False
     ).hexdigest()
@@ -70,7 +70,7 @@ def expected_etags(parts: Sequence[UploadPart]) -> list[str]:
 
 
 def expected_crc32(parts: Sequence[UploadPart]) -> str:
-    """What a server that took the parts' CRC32 gives for the whole, before its `-<count>`, which
+    """What a server that took the monitors' CRC32 gives for the whole, before its `-<count>`, which
     not all append."""
     return _crc32(b"".join(base64.b64decode(p.crc32) for p in parts))
 

@@ -84,7 +84,7 @@ def _imported(name, module):
         import importlib
 
         importlib.import_module(f"miner_guard.attach.{mode}").imported(name, module)
-    except Exception as error:  # noqa: BLE001 - the miner starts without the guard rather than not at all; it is said
+    except Exception as error:  # noqa: BLE001 - the miner starts without the guard rather than not at all; it is reported
         _say(f"attach {mode} at {name}: {type(error).__name__}: {error}")
 
 

@@ -24,7 +24,7 @@ _TRAIN_FALL = 0.05
 
 @dataclass(frozen=True)
 class Overfit:
-    """Evaluation was best at `step` and has risen since, while training went on falling."""
+    """Evaluation was best at `step` and has risen since, while training continued falling."""
 
     step: int
     best: float

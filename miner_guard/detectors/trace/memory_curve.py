@@ -1,4 +1,4 @@
-"""GPU memory of a whole run: growth that goes on after the start, drops, and other changes of
+"""GPU memory of a whole run: growth that continues after the start, drops, and other changes of
 level."""
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ _RISING = 7
 
 
 def late_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Growth that begins in the middle of a run and goes on to its end: the minima of at least 7
+    """Growth that begins in the middle of a run and continues to its end: the minima of at least 7
     blocks of a 32nd of the run rise in a row, but for one; more than 5 % and 1 GiB in all."""
     size = max(4, len(values) // _BLOCKS)
     start = len(values) % size

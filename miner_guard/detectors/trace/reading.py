@@ -164,7 +164,7 @@ class _Spread:
 
 class _Counter:
     """Step numbers for records that have none, and a step number over outer steps for those that
-    start anew."""
+    start again."""
 
     def __init__(self) -> None:
         self.records = 0

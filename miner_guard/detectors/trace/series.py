@@ -52,8 +52,8 @@ class Trace:
         return self.series[name]
 
     def nearest(self, name: str, step: int) -> float | None:
-        """The last finite value of `name` at or before `step`; None where there is none. Steps are
-        taken to rise."""
+        """The last finite value of `name` at or before `step`; None where there is not one. Steps
+        are taken to rise."""
         series = self.series[name]
         for place in range(bisect_right(series.steps, step) - 1, -1, -1):
             if math.isfinite(series.values[place]):

@@ -73,7 +73,7 @@ class SingleRank:
     """A world of one rank: its own answer is everybody's."""
 
     def share(self, question: str, answer: bytes | None) -> bytes:
-        """The answer. Raises NoConsensus where there is none."""
+        """The answer. Raises NoConsensus where none exists."""
         if answer is None:
             raise NoConsensus("rank 0 had no answer")
         return answer

@@ -1,4 +1,4 @@
-"""The questions that all ranks answer alike: rank 0 knows the answer, and nobody goes on without
+"""The questions that all ranks answer alike: rank 0 knows the answer, and nobody continues without
 it."""
 
 from __future__ import annotations

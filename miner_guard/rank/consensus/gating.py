@@ -117,7 +117,7 @@ class Gate:
         return read(self._place.state.gate_inputs)
 
     def blocked(self, candidate: Candidate, why: str) -> GateDecision:
-        """A block that this rank has come to by itself; in shadow mode it is said, and allowed.
+        """A block that this rank has come to by itself; in shadow mode it is reported, and allowed.
 
         Its id is another one in each launch: the ledger takes an id once.
         """

@@ -20,7 +20,7 @@ def compiling() -> bool:
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, run as it stands where a compiled function calls it: the graph ends before it and
-    goes on after it.
+    continues after it.
 
     Else torch compiles the hook as well, and again at each step, since its clocks and counters are
     never the same. As `torch.compiler.disable`, which would import dynamo, and that takes seconds.

@@ -209,11 +209,12 @@ def diagnose(
     expect: int | None = None,
     shapes_file: Path | None = None,
 ) -> list[Report]:
-    """Gather, hand to the supervisor through the journal, or say it here where there is none.
+    """Gather, hand to the supervisor through the journal, or say it here where none exists.
 
     `given`: what the training loop says of itself. `expect`: GPUs that must be there, None where it
     is not known; only for a rank 0 that prints by itself. `shapes_file`: where rank 0 writes the
-    model's shapes, for whoever judges its gradients. Returns what `collect` gathered. Never raises.
+    model's shapes, for anyone who judges its gradients. Returns what `collect` gathered. Never
+    raises.
     """
     try:
         reports = collect(guard, model, given, deadline_s=deadline_s)

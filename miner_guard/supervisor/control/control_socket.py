@@ -55,7 +55,7 @@ class ControlSocket:
         fd = client.fileno()
         self._clients[fd] = (client, b"")
         self._loop.watch(fd, lambda: self._readable(fd))
-        # A client that says nothing must not hold a descriptor for ever.
+        # A client that says nothing must not hold a descriptor forever.
         self._loop.after(_PATIENCE_S, lambda: self._drop(fd, client))
 
     def _readable(self, fd: int) -> None:

@@ -1,4 +1,4 @@
-"""Whoever runs the guard: pm2 through its IPC socket, systemd through its notify socket."""
+"""Anyone who runs the guard: pm2 through its IPC socket, systemd through its notify socket."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _is_shutdown(line: bytes) -> bool:
 
 
 def monitor_values(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Name to value, as pm2 shows them; unknown values are said as such."""
+    """Name to value, as pm2 shows them; unknown values are reported as such."""
     steps = status.get("steps") or {}
     outer, inner, loss, step_s = (
         steps.get(k) for k in ("outer_step", "inner_step", "loss", "step_time_s")

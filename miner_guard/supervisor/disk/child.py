@@ -1,7 +1,7 @@
 """`python -m miner_guard.supervisor.disk.child`: the process that writes the guard's files.
 
 A process, not a thread: a thread that a dead disk holds in the kernel (D state) keeps its whole
-process from ending, SIGKILL included, and with it whoever waits for the guard. It ends with its
+process from ending, SIGKILL included, and with it anyone who waits for the guard. It ends with its
 standard input.
 """
 
@@ -200,7 +200,7 @@ class Lane(threading.Thread):
 def main() -> None:
     """Read messages until the guard closes the pipe; then write what is left and end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Whoever stops the whole group, as systemd does, wants the guard's last lines too.
+        # Anyone who stops the whole group, as systemd does, wants the guard's last lines too.
         signal.signal(number, signal.SIG_IGN)
     order = json.loads(sys.stdin.buffer.readline())
     state, settings = StateDir(Path(order["state"])), LogSettings(**order["logs"])

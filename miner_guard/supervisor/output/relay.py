@@ -1,4 +1,4 @@
-"""The miner's output: read from its pipes, shown to the parts, passed on unchanged."""
+"""The miner's output: read from its pipes, shown to the monitors, passed on unchanged."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ both sides more than the piece does. What comes meanwhile fits into the pipe up 
 _SMALL = CHUNK // 4
 
 _UNSEEN = 64 * 1024 * 1024
-"""How far the parts may be behind with looking: a burst of so much passes at the speed of copying,
-more at theirs."""
+"""How far the monitors may be behind with looking: a burst of so much passes at the speed of
+copying, more at theirs."""
 
 _BURST = 8 * 1024 * 1024
-"""After the parts were so far behind, memory is given back."""
+"""After the monitors were so far behind, memory is given back."""
 
 _SLICE = 128 * 1024
 _SLICE_S = 0.05
-"""What the parts are shown before the pipes are read again: in less time than it takes to fill a
+"""What the monitors are shown before the pipes are read again: in less time than it takes to fill a
 pipe."""
 
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0
-"""The end of a launch's output, which the parts are shown in any case: the traceback stands
+"""The end of a launch's output, which the monitors are shown in any case: the traceback stands
 there."""
 
 
@@ -59,10 +59,11 @@ class Relay:
         self._unseen: deque[bytes] = deque()
         self._unseen_bytes = 0
         self._burst = False
-        """More than `_BURST` waited for the parts, and its memory has not been given back yet."""
+        """More than `_BURST` waited for the monitors, and its memory has not been given back
+        yet."""
 
         self._fresh = False
-        """Something was read since the parts were last shown something."""
+        """Something was read since the monitors were last shown something."""
 
         self.relayed_bytes = 0
 
@@ -77,7 +78,7 @@ class Relay:
 
     @property
     def unseen(self) -> int:
-        """Bytes that were passed on and that the parts have not been shown yet."""
+        """Bytes that were passed on and that the monitors have not been shown yet."""
         return self._unseen_bytes
 
     @property
@@ -131,7 +132,7 @@ class Relay:
             self._rest_from(fd)
 
     def _must_wait(self, fd: int) -> bool:
-        """Whether the miner prints faster than the reader reads, or than the parts look."""
+        """Whether the miner prints faster than the reader reads, or than the monitors look."""
         return self._unseen_bytes > _UNSEEN or self._sources[fd].congested
 
     def _rest_from(self, fd: int) -> None:
@@ -181,14 +182,14 @@ class Relay:
         self._fresh = True
 
     def _show(self) -> None:
-        """Show the parts some of what was passed on. To read on comes first, unless they are too
+        """Show the monitors some of what was passed on. To read on comes first, unless they are too
         far behind."""
         try:
             if not self._fresh or self._unseen_bytes > _UNSEEN:
                 self._show_up_to(_SLICE)
         finally:
             # Whatever goes wrong with one piece: the next ones are looked at, or the miner would
-            # wait for ever.
+            # wait forever.
             self._fresh = False
             self._burst = self._burst or self._unseen_bytes > _BURST
             if self._unseen:
@@ -214,7 +215,7 @@ class Relay:
         self.close_sources()
 
     def show_rest(self) -> int:
-        """Show the parts the last of what they have not seen, `LAST_WORDS` at most; returns the
+        """Show the monitors the last of what they have not seen, `LAST_WORDS` at most; returns the
         bytes left out."""
         left_out = 0
         while self._unseen and self._unseen_bytes > LAST_WORDS:

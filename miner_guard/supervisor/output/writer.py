@@ -1,4 +1,4 @@
-"""Where relayed output leaves the guard: never blocks the supervisor, whoever does not read.
+"""Where relayed output leaves the guard: never blocks the supervisor, anyone who does not read.
 
 A slow reader slows the miner down (backpressure). A reader that takes nothing at all must not stop
 it: then up to 64 MiB are kept, and only beyond that bytes are dropped and counted.

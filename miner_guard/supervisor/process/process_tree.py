@@ -57,7 +57,7 @@ class ProcessTree:
         self._roster.write(self._known, cgroup)
 
     def open_to_join(self) -> int | None:
-        """A descriptor for the launcher to join the run's cgroup; None where there is none."""
+        """A descriptor for the launcher to join the run's cgroup; None where there is not one."""
         if self._cgroup is None:
             return None
         with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ class ProcessTree:
         return found
 
     def kill_all(self) -> None:
-        """SIGKILL to all members of the run's cgroup at once; nothing where there is none."""
+        """SIGKILL to all members of the run's cgroup at once; nothing where none exists."""
         if self._cgroup is not None:
             self._cgroup.kill()
 

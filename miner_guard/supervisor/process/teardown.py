@@ -68,7 +68,7 @@ class Teardown:
         self._stage, self._since = "settle", self.clock.monotonic()
 
     def may_say(self) -> bool:
-        """Once a second: whoever asks for the end may go on asking."""
+        """Once a second: anyone who asks for the end may continue asking."""
         now = self.clock.monotonic()
         if now - self._said < _SAY_EVERY_S:
             return False
@@ -102,7 +102,7 @@ class Teardown:
         if self._stage == "launcher":
             if not self._asked:
                 processes.send(self.launcher, signal.SIGTERM)
-                # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it goes on.
+                # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it continues.
                 processes.send(self.launcher, signal.SIGCONT)
                 self._asked = True
             if waited < self.grace_s:

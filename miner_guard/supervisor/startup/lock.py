@@ -18,7 +18,7 @@ from miner_guard.state_dir import StateDir, is_at, make_folder, open_private
 from miner_guard.supervisor.startup.state_dir_check import set_aside_foreign, wrong_kind
 
 _JUST_ASKED_S = 1.0
-"""A holder that got its signal this moment has not said yet that it is stopping."""
+"""A holder that got its signal this moment has not reported yet that it is stopping."""
 
 
 class LockHeld(Exception):

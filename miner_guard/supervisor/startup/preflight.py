@@ -21,7 +21,7 @@ from miner_guard.supervisor.startup.collect import collect_snapshot
 from miner_guard.system.clock import Clock, SystemClock
 
 _AGAIN_S = 5.0
-"""Between two looks while something may still mend."""
+"""Between two looks while something may still fix."""
 
 _EVENT_LEVEL = {"warn": "warning", "critical": "critical", "unknown": "warning"}
 
@@ -43,7 +43,7 @@ def preflight(
     clock: Clock | None = None,
     look: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
 ) -> Outcome:
-    """Look until all is well, or what is critical can't mend, or `preflight_wait_s` is over.
+    """Look until all is well, or what is critical cannot fix, or `preflight_wait_s` is over.
 
     `wait(seconds)` pauses and answers True where the guard is to stop. `emit` may be called from
     this thread.
@@ -81,7 +81,7 @@ def preflight(
             return Outcome(False, checks)
     go = not critical or settings.on_critical == "warn"
     if not go and any(c.check == "cuda.available" for c in critical):
-        # Where the miner is started all the same, its ranks say it of themselves.
+        # Where the miner is started anyway, its ranks say it of themselves.
         emit(make_finding("cuda_unavailable"))
     n = counts(checks)
     emit(make_finding("preflight", level="critical" if critical else None, **n))

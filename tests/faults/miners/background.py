@@ -1,4 +1,4 @@
-"""Runs a command in the background of a terminal that stops whoever writes there from the
+"""Runs a command in the background of a terminal that stops anyone who writes there from the
 background."""
 
 from __future__ import annotations

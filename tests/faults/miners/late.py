@@ -1,5 +1,5 @@
 """A rank of a miner whose last rank comes late to a question that all ranks answer alike, and then
-goes on.
+continues.
 
 late.py LATE_S all|alone TOKEN
 """

@@ -1,4 +1,5 @@
-"""The ranks' agreement: one outcome everywhere, whoever is late; few descriptors and requests."""
+"""The ranks' agreement: one outcome everywhere, anyone who is late; few descriptors and
+requests."""
 
 from __future__ import annotations
 

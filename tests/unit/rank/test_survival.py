@@ -71,7 +71,7 @@ def test_a_disk_that_has_room_later_shows_the_record_from_its_first_step_on(
 
 
 def test_nobody_can_cut_the_record_short(guard: Guard, state: StateDir) -> None:
-    """Whoever wrote into a mapped file after it was cut short was killed by SIGBUS."""
+    """Anyone who wrote into a mapped file after it was cut short was killed by SIGBUS."""
     with (state.flight / "rank-0000.live").open("r+b") as file, pytest.raises(PermissionError):
         file.truncate(0)
     with pytest.raises(PermissionError):
@@ -356,8 +356,8 @@ def test_init_gives_the_same_guard_until_it_is_closed(
 def test_a_spawned_worker_that_runs_the_script_again_leaves_the_ranks_record_alone(
     state: StateDir, listener: socket.socket, tmp_path: Path
 ) -> None:
-    """Guards against a hang that is none: a dataloader's worker replaced the record that the rank
-    wrote into."""
+    """Guards against a hang that is not one: a dataloader's worker replaced the record that the
+    rank wrote into."""
     script = tmp_path / "train.py"
     script.write_text(
         "import multiprocessing, sys, miner_guard\n"
