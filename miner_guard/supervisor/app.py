@@ -208,19 +208,23 @@ class GuardApp:
             self._shutdown()
         self.watchdog.leaving(code, _LEAVE_S)
         self.log(make_finding("guard_stopped", exit_code=code, reason=self.supervisor.reason))
-        self._finish_writing()
+        unwritten = self._report_unwritten()
         self.relay.finish(_LAST_WORDS_S)
+        # Only now is it known what the reader of our output never took.
         self.supervisor.pulse.say_drops()
+        self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
+        state_dir.divert_writes(None)
         self.lock.release()
         self.watchdog.left()
         return code
 
-    def _finish_writing(self) -> None:
-        left = self.disk.close(_LAST_WORDS_S)
-        state_dir.divert_writes(None)
+    def _report_unwritten(self) -> bool:
+        """Give the disk its last chance; the console still hears of files that it did not take."""
+        left = self.disk.settle(_LAST_WORDS_S)
         if left:
             what = f"not written within {_LAST_WORDS_S:g} s of the end: {', '.join(left)}"
             self.log(make_finding("guard_degraded", what=f"{what}; the disk does not answer"))
+        return bool(left)
 
     def _prepare(self) -> None:
         self._hear_signals()

@@ -48,7 +48,7 @@ def test_a_pipe_in_place_of_the_log_holds_up_neither_the_guard_nor_its_stop(
     until(lambda: b"guard.jsonl cannot be written" in guarded.output.read_bytes(), 30, guarded.tail)
     asked = time.monotonic()
     assert guarded.stop() == 0
-    assert time.monotonic() - asked < 15
+    assert time.monotonic() - asked < 40
     guarded.assert_nothing_left()
 
 

@@ -193,14 +193,18 @@ class DiskWriter:
             self._lanes[lane].add(message)
             self._changed.notify_all()
 
-    def close(self, within_s: float) -> list[str]:
-        """Wait until all is written, for so long at most; end the process. The files that were not
-        written."""
+    def settle(self, within_s: float) -> list[str]:
+        """Wait until everything is written, `within_s` at most. Returns the files that are not."""
         deadline = self._monotonic() + within_s
         with self._changed:
             while self._left() and (left := deadline - self._monotonic()) > 0:
                 self._changed.wait(left)
-            left_out = self._left()
+            return self._left()
+
+    def close(self, within_s: float) -> list[str]:
+        """`settle`, then end the process. Returns the files that were not written."""
+        left_out = self.settle(within_s)
+        with self._changed:
             self._closing = True
             child, self._child = self._child, None
             self._changed.notify_all()
