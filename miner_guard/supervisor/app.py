@@ -1,4 +1,5 @@
-"""Puts a supervisor together, runs it, takes it apart. The one place that knows all its pieces."""
+"""Assembles a supervisor, runs it and shuts it down. The only module that knows all its
+components."""
 
 from __future__ import annotations
 
@@ -56,24 +57,25 @@ from uploads.repos.credentials import beside
 
 _LAST_WORDS_S = 2.0
 _SWITCH_S = 0.0001
-"""Python's own 5 ms between two threads would hold up the thread that writes, and the miner with
-it, while the monitors look at a flood."""
+"""Thread switch interval. With Python's default of 5 ms, monitors that scan a flood of output would
+delay the output writer, and the miner with it."""
 
 _SWEEP_GRACE_S = 5.0
 _GAVE_UP = (UNAVAILABLE, CRASH_LOOP)
 _LEAVE_S = 5.0
-"""For the last words and the interpreter's own end, which waits for every thread of a job."""
+"""Time to flush the last output and for the interpreter to exit, which waits for every job
+thread."""
 
 _FLUSH_S = 10.0
 _FLUSH_ASKED_S = 2.0
-"""Anyone who asked for the end needs no alert of it."""
+"""Someone who requested the stop needs no alert about it, so the flush is short."""
 
 
 STOP_SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGPWR, signal.SIGXCPU),
     *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO),
 )
-"""All that would end the process otherwise: each is an orderly stop."""
+"""Every signal whose default action ends the process triggers an orderly stop."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ class Request:
     state: StateDir
     finished_code: int = 0
     env: Mapping[str, str] | None = None
-    """The environment that the miner's is made of; this process's own by default."""
+    """Base of the miner's environment; defaults to this process's environment."""
 
 
 class GuardApp:
-    """All pieces of one running guard."""
+    """All components of one running guard."""
 
     def __init__(self, request: Request, lock: Lock) -> None:
         self.request, self.lock = request, lock
@@ -98,8 +100,7 @@ class GuardApp:
         self._defects: set[str] = set()
         self._ended = self._ready = False
         self.env = dict(os.environ if request.env is None else request.env)
-        # Everything that this process starts for itself is known by this, and never taken for the
-        # miner's.
+        # Marks the guard's helper processes, so that nothing takes them for the miner's.
         os.environ[HELPER] = str(os.getpid())
         self.loop = Loop(self.clock, self._defect)
         self.host = MonitorRunner(self.log)
@@ -140,12 +141,12 @@ class GuardApp:
     def _question(self) -> PreflightRequest:
         request = self.request
         env = environment.of_miner(self.env, request.config, request.state, self.run_id, 0)
-        # The probes see what the miner will see, and are known for the guard's own anyway.
+        # The probes see the miner's environment; the marker identifies them as the guard's.
         probes = {**env, HELPER: str(os.getpid())}
         return PreflightRequest(request.config, request.state, request.command, probes, torch=False)
 
     def _own_teardown(self) -> Teardown | None:
-        """For the watchdog, where the loop does not get to its own."""
+        """A teardown for the watchdog, which runs it if the loop hangs."""
         launch = self.supervisor.launch
         if launch is None:
             return None
@@ -169,7 +170,7 @@ class GuardApp:
             f"a defect of the guard: {type(error).__name__}: {error} "
             f"({where.filename}:{where.lineno})"
         )
-        # By its place: the words may hold a number that is another one each time.
+        # Deduplicate by code location: the message may contain a number that changes each time.
         place = f"{type(error).__name__} {where.filename}:{where.lineno}"
         if place not in self._defects:
             self._defects.add(place)
@@ -238,8 +239,8 @@ class GuardApp:
             )
         orphan_cleanup.end_orphans(self.request.state, _SWEEP_GRACE_S, self.log)
         self._contain()
-        # Only now: what is left of an earlier run would be seen. Its children work while the
-        # monitors are made.
+        # After the orphan cleanup, or the preflight would see an earlier run's processes. Its
+        # probes run while the monitors are created.
         self.startup.look()
         self.host.parts = registry.load_monitors(self._context(), self.log)
         self._watch_gpu_memory()
@@ -265,7 +266,7 @@ class GuardApp:
     def _hear_signals(self) -> None:
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                # Started by `nohup`: the end of the terminal is not the guard's.
+                # Under `nohup` the guard outlives its terminal.
                 continue
             self.loop.on_signal(number, functools.partial(self._stop, signal.Signals(number).name))
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -290,11 +291,13 @@ class GuardApp:
         )
 
     def _contain(self) -> None:
-        """Whatever the miner starts ends with it, and with the guard, however that ends."""
+        """Make every process that the miner starts end with it and with the guard, however the
+        guard ends."""
         family = self.supervisor.family
         self._closers.append(family.close)
         cgroup = None
-        # Most containers refuse it; `doctor` tells. Parentage finds the processes there.
+        # Most containers refuse cgroups (`doctor` reports it); there the guard finds processes by
+        # parentage.
         if self.request.config.miner.cgroup:
             with contextlib.suppress(OSError):
                 cgroup = Cgroup.create(str(self.request.state.root), self.run_id)
@@ -353,7 +356,7 @@ class GuardApp:
             manager.pulse(document, self.clock.monotonic())
 
     def _document(self) -> dict[str, Any]:
-        # The command line may hold a secret, and what a part quotes may too.
+        # The command line and the text that monitors quote may contain secrets.
         parts = {**self.host.snapshots(), "jobs": self.jobs.figures()}
         document: dict[str, Any] = self.redactor.value({**run_status(self.supervisor), **parts})
         return document
@@ -361,8 +364,8 @@ class GuardApp:
     def _shutdown(self) -> None:
         self.loop.drain()
         self._ended = True
-        # The parts' last words, the final HEALTH line among them, are of how it ended, not of the
-        # last pulse.
+        # The monitors' final output, including the last HEALTH line, must reflect the exit rather
+        # than the last pulse.
         steps: tuple[Callable[[], object], ...] = (
             lambda: self.status.update(self._document()),
             self.host.stop,
@@ -380,8 +383,8 @@ class GuardApp:
         self.loop.close()
 
     def _linger(self) -> None:
-        """Wait, with the loop running, until the monitors have sent their last words; not for a
-        dead webhook."""
+        """Run the loop until the monitors have sent their last messages, but do not wait for a dead
+        webhook."""
         within_s = _FLUSH_S if self.supervisor.exit_code in _GAVE_UP else _FLUSH_ASKED_S
         over = self.loop.after(within_s, lambda: None).when
         while self.host.lingers() and self.clock.monotonic() < over:

@@ -1,5 +1,5 @@
-"""The ranks' flight records as the supervisor reads them: what is new since the last look, and what
-is acknowledged."""
+"""Reads the ranks' flight records for the supervisor: what is new since the last poll, and what is
+acknowledged."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _MAX_STEPS_A_LOOK = 1024
 _RECORD = re.compile(r"rank-\d+\.(?:bin|live)")
 
 _PATIENCE = 2
-"""Looks for which the other ranks' steps wait for the lead rank's: ranks end a step milliseconds
+"""Polls for which the other ranks' steps wait for the lead rank's: ranks end a step milliseconds
 apart."""
 
 
 class Reader(Protocol):
-    """Who is told what the ranks wrote."""
+    """Receives what the ranks wrote."""
 
     def steps(self, rank: int, steps: Sequence[StepRecord]) -> None: ...
 
@@ -41,21 +41,21 @@ class Reader(Protocol):
 
 @dataclass
 class _Open:
-    """One flight record that is being read."""
+    """One open flight record."""
 
     reader: FlightReader
     version: Version
     next_step: int = 0
     next_entry: int = 0
     total_steps: int = -1
-    """Of the last step that was handed over."""
+    """`total_steps` of the last step that was delivered."""
 
     waited: int = 0
-    """Looks at which it was ahead of the lead rank."""
+    """Polls during which this rank was ahead of the lead rank."""
 
 
 class Flights:
-    """All flight records of one run. For the supervisor's thread."""
+    """All flight records of one run. Supervisor thread only."""
 
     def __init__(
         self,
@@ -64,27 +64,27 @@ class Flights:
         report: Callable[[Finding], None],
         copy: Callable[[Path, int], None] = memory.copy_now,
     ) -> None:
-        """`copy` brings the copy on disk of the record behind a descriptor up to date; it must not
-        wait for the disk."""
+        """`copy` updates the on-disk copy of the record behind a descriptor; it must not block on
+        the disk."""
         self._state = state
         self._run_id = run_id
         self._report = report
         self._open: dict[int, _Open] = {}
         self._past: list[tuple[int, _Open]] = []
-        """Of ranks that the launcher has replaced by others within the launch; read to their end,
-        then closed."""
+        """Records of ranks that the launcher replaced within the launch; read to their end, then
+        closed."""
 
         self._not_before = 0
         self._left_alone: dict[Path, Version] = {}
         self._ended: set[tuple[int, int]] = set()
-        """Ranks of this launch, by pid and start, whose records were read to their end."""
+        """Ranks of this launch, as (pid, start time), whose records are fully read."""
 
         self._copy = copy
         self._copied_at = -math.inf
 
     def leftovers(self, reader: Reader) -> None:
-        """Hand over what an earlier run wrote and no guard stored: its decisions and uploads are
-        not lost."""
+        """Deliver entries that an earlier run wrote and no guard stored, so that no decision or
+        upload is lost."""
         for path in self._paths():
             flight = self._try(path)
             if flight is None:
@@ -93,13 +93,13 @@ class Flights:
                 try:
                     reader.entry(flight.identity.rank, entry)
                 finally:
-                    # Also one that nobody can take: it must not come again, and hold back what is
-                    # behind it.
+                    # Acknowledge entries that fail to process, too: they would come back and block
+                    # those behind them.
                     flight.acknowledge(number + 1)
             flight.close()
 
     def launched(self, pid: int) -> None:
-        """A new launch: older records of the same run are not its ranks'."""
+        """Start a new launch: ignore records of the same run that are older than it."""
         self._close_records()
         self._ended.clear()
         try:
@@ -108,7 +108,7 @@ class Flights:
             self._not_before = 0
 
     def look(self, reader: Reader) -> None:
-        """Hand over what is new in all records; of a step the lead (lowest) rank's record comes
+        """Deliver what is new in all records; for each step the lead (lowest) rank's record comes
         first."""
         self._refresh_all()
         self._finish_past(reader)
@@ -121,14 +121,14 @@ class Flights:
         self._keep_copies()
 
     def last_look(self, reader: Reader) -> None:
-        """Hand over all that is left: no rank writes any more, so none is waited for."""
+        """Deliver everything left. No rank writes any more, so do not wait for any."""
         self._refresh_all()
         self._finish_past(reader)
         self._of_each(lambda rank, each: self._hand_over(rank, each, reader, patient=False))
 
     def _of_each(self, work: Callable[[int, _Open], object]) -> None:
-        """Do it for every rank, then raise what failed first: one rank's record must not hide the
-        others'."""
+        """Call `work` for every rank, then raise the first failure: one rank's record must not hide
+        the others'."""
         failed: list[Exception] = []
         for rank in sorted(self._open):
             try:
@@ -147,8 +147,8 @@ class Flights:
                 self._close_record(each)
 
     def look_at(self, rank: int, reader: Reader) -> None:
-        """Hand over what is new in one record, after the lead rank's; a rank not seen before is
-        opened."""
+        """Deliver what is new in one record, after the lead rank's; open the record of a new
+        rank."""
         if rank not in self._open:
             self._refresh_all()
         self._finish_past(reader)
@@ -158,7 +158,8 @@ class Flights:
             self._hand_over(each, self._open[each], reader, patient=True)
 
     def _hand_over(self, rank: int, current: _Open, reader: Reader, *, patient: bool) -> bool:
-        """Whether steps were kept back, since the lead rank has not come as far."""
+        """Deliver a rank's new records; True if steps were held back because the lead rank is
+        behind."""
         new = list(current.reader.steps(current.next_step))
         steps = new
         if patient and current is not (lead := self._open[min(self._open)]):
@@ -183,32 +184,33 @@ class Flights:
             self._refresh(path)
 
     def now(self) -> dict[int, Now]:
-        """Each rank's header, of those that have written one."""
+        """Headers by rank, for ranks that have written one."""
         headers = ((rank, current.reader.now()) for rank, current in sorted(self._open.items()))
         return {rank: now for rank, now in headers if now is not None}
 
     def identities(self) -> dict[int, Identity]:
-        """Who the ranks are."""
+        """Identities by rank."""
         return {rank: current.reader.identity for rank, current in sorted(self._open.items())}
 
     def all_in(self, states: Collection[str]) -> bool:
-        """Every rank of this host is in one of these states, and none is missing."""
+        """Whether every rank of this host is present and in one of these states."""
         headers = self.now()
         identities = self.identities().values()
         local_ranks = {identity.local_rank for identity in identities}
-        # Where no launcher said how many there are, the highest may be missing unseen.
+        # If no launcher set the local world size, a missing highest rank goes unnoticed.
         expected = max((identity.local_world_size for identity in identities), default=0)
         expected = expected or len(local_ranks)
         whole = len(headers) == len(self._open) and local_ranks == set(range(expected))
         return bool(headers) and whole and all(now.state in states for now in headers.values())
 
     def all_stepped(self) -> bool:
-        """Every rank that reported has finished at least one step."""
+        """Whether every rank that reported has finished at least one step."""
         headers = self.now()
         return bool(headers) and all(now.total_steps > 0 for now in headers.values())
 
     def ask_checkpoint(self) -> int:
-        """Ask every rank for a checkpoint at the end of its step; returns how many were asked."""
+        """Ask every rank for a checkpoint at the end of its step; returns the number of ranks
+        asked."""
         for current in self._open.values():
             current.reader.request_checkpoint()
         return len(self._open)
@@ -244,8 +246,7 @@ class Flights:
             self._left_alone[path] = version
             flight.close()
             return
-        # The file system may give the number of a file that was left alone, and is gone, to a later
-        # one.
+        # The file system may reuse the inode number of a skipped file for a later one.
         self._left_alone.pop(path, None)
         if current is not None and same:
             current.reader.close()
@@ -255,11 +256,11 @@ class Flights:
         self._open[identity.rank] = _Open(flight, version, next_entry=flight.acknowledged())
 
     def _retire(self, successor: Identity) -> None:
-        """A launcher that starts its workers again may number them otherwise: torchrun does, at a
-        new rendezvous."""
+        """Close records of replaced ranks: torchrun may renumber its workers at a new
+        rendezvous."""
         for rank, older in list(self._open.items()):
             own = older.reader.identity
-            # Where nobody tells the local ranks all have 0: then the older one still lives.
+            # Without a launcher all ranks have local rank 0: then the older process still lives.
             moved = own.local_rank == successor.local_rank and not alive(
                 Process(own.pid, own.process_start)
             )
@@ -286,7 +287,7 @@ class Flights:
         )
 
     def close(self) -> None:
-        """Unmap everything, with a last copy of each."""
+        """Unmap all records, after a final copy of each."""
         self._close_records()
 
     def _close_records(self) -> None:
@@ -308,7 +309,7 @@ class Flights:
 
     def _keep_copy(self, each: _Open) -> None:
         if each.reader.live:
-            # Without a descriptor left the next copy tells the same.
+            # Without a free descriptor, the next copy covers the same data.
             with contextlib.suppress(OSError):
                 self._copy(each.reader.path, each.reader.fileno())
 

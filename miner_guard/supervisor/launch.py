@@ -1,5 +1,4 @@
-"""One launch while it lasts: the child process, what was asked of it, and how far its end has
-come."""
+"""One active launch: the child process, the stop request, and the progress of its teardown."""
 
 from __future__ import annotations
 
@@ -14,32 +13,33 @@ from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.system.clock import Clock
 
 RETRY_INSPECT_S = 1.0
-"""Until processes that could not be inspected are inspected again."""
+"""Seconds before retrying a failed process inspection."""
 
 
 @dataclass
 class ActiveLaunch:
-    """For the supervisor's thread. What it does may be repeated: each call continues where the last
-    one stopped."""
+    """One active launch. Supervisor thread only. Methods are idempotent: each call continues where
+    the last one stopped."""
 
     child: Child
     attempt: int
     started: float
-    """Monotonic."""
+    """Monotonic seconds."""
 
     clock: Clock
     family: ProcessTree
     """Knows which processes belong to this launch."""
 
     wish: StopRequest | None = None
-    """Why the guard ends it; None while nobody asked."""
+    """The request that ends this launch; None without one."""
 
     teardown: Teardown | None = None
     healthy: bool = False
-    """It ran long enough for earlier failures to be forgotten."""
+    """The launch ran long enough to reset the failure count."""
 
     drain_until: float | None = None
-    """Until when its last output is shown to the monitors; None before its processes are gone."""
+    """Deadline for showing the last output to the monitors; None until all its processes are
+    gone."""
 
     _next_step: float = field(default=0.0)
 
@@ -48,21 +48,22 @@ class ActiveLaunch:
         return self.child.code() is not None
 
     def ask_to_end(self, grace_s: float) -> None:
-        """SIGTERM to the launcher with the next `step`, SIGKILL to whatever is left after the
+        """Send SIGTERM to the launcher at the next `step`, and SIGKILL to everything left after the
         grace."""
         self.teardown = self.new_teardown(grace_s)
         self.teardown.ask()
         self._next_step = 0.0
 
     def launcher_ended(self) -> None:
-        """The launcher is reaped: end what it left behind, beginning with the next `step`."""
+        """The launcher is reaped: kill the processes it left behind, starting at the next
+        `step`."""
         if self.teardown is None:
             self.teardown = self.new_teardown(0.0)
         self.teardown.ended()
         self._next_step = 0.0
 
     def new_teardown(self, grace_s: float) -> Teardown:
-        """What ends this launch; not begun."""
+        """A teardown for this launch, not yet started."""
         launcher = self.child.process
         return Teardown(
             self.clock,
@@ -73,11 +74,11 @@ class ActiveLaunch:
         )
 
     def step(self) -> float | None:
-        """Do what is due of the teardown. Seconds until the next step, None when nothing is left or
-        can be done.
+        """Advance the teardown. Returns seconds until the next step, or None when no process is
+        left or can be killed.
 
-        Raises OSError where processes can't be inspected; the next step is due after
-        `RETRY_INSPECT_S` then.
+        Raises OSError if processes can't be inspected; the next step is then due after
+        `RETRY_INSPECT_S`.
         """
         assert self.teardown is not None
         now = self.clock.monotonic()
@@ -89,10 +90,11 @@ class ActiveLaunch:
         return again
 
     def exit(self, said_finished: bool) -> Exit:
-        """How it ended. `said_finished`: its ranks or the settings say that its work is done."""
+        """How the launch ended. `said_finished`: its ranks or the settings report that its work is
+        done."""
         code = self.child.code()
         if code is None:
-            # It waits in the kernel and will never be reaped: SIGKILL was all that could be done.
+            # The launcher is stuck in the kernel and can't be reaped; SIGKILL was the last resort.
             code = 128 + signal.SIGKILL
         asked = self.wish is not None
         by_itself = code == 0 and not asked
@@ -100,5 +102,5 @@ class ActiveLaunch:
         return Exit(code, self.child.signal, asked, finished, self.clock.monotonic() - self.started)
 
     def asked_to(self, then: Then) -> bool:
-        """Whether this is what the guard ends it for."""
+        """Whether the guard ends this launch with `then` as the follow-up."""
         return self.wish is not None and self.wish.then is then

@@ -1,4 +1,4 @@
-"""What the supervisor works on, and the requests that end a launch."""
+"""What the supervisor runs, and the requests that end a launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miner_guard.state_dir import StateDir
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What is to be supervised."""
+    """The miner to supervise and its settings."""
 
     command: Sequence[str]
     environment: Callable[[int], Mapping[str, str]]
@@ -22,25 +22,25 @@ class LaunchSpec:
     state: StateDir
     run_id: str
     finished_code: int = 0
-    """What the guard exits with when the miner has finished."""
+    """The guard's exit code after the miner finished."""
 
 
 class Then(Enum):
     """What follows the launch that a request ends."""
 
     STOP = "stop"
-    """Nothing: the guard ends."""
+    """The guard exits."""
 
     RESTART = "restart"
-    """The next launch, when the restart policy allows it."""
+    """Restart when the restart policy allows it."""
 
     FINISH = "finish"
-    """Nothing, as after a miner that finished by itself: its ranks said so, and only their exit
-    hangs."""
+    """The guard exits as after a normal finish: the ranks reported that they finished and only
+    their exit hangs."""
 
     RELAUNCH = "relaunch"
-    """The next launch at once; not counted as a failure, since a person or a setting asked for
-    it."""
+    """Restart immediately. A person or a setting requested it, so it does not count as a
+    failure."""
 
 
 @dataclass(frozen=True)
@@ -50,4 +50,4 @@ class StopRequest:
     cause: str
     then: Then
     exit_code: int = 0
-    """Of the guard, where `then` is `STOP`."""
+    """The guard's exit code if `then` is `STOP`."""

@@ -1,8 +1,8 @@
-"""The supervisor: one thread that starts the miner, hears it, ends it, and starts it again.
+"""The supervisor: one thread that starts, monitors, stops and restarts the miner.
 
-It is level-triggered: after every turn of the loop `step` compares what is (does the launcher
-live?) with what is asked for (a stop?) and does the next thing. A lost signal or a failure in
-between costs one turn, never the launch.
+It is level-triggered: after every turn of the loop `step` compares the actual state (is the
+launcher alive?) with the requested one (was a stop requested?) and takes the next action. A lost
+signal or a failure in between costs one turn, never the launch.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from miner_guard.supervisor.states import Event, State, after
 from miner_guard.system.clock import Clock
 
 TICK_S = 0.5
-"""Half of it is the mean delay with which a hang is noticed."""
+"""Hang detection is delayed by half of this on average."""
 
 DRAIN_S = 5.0
 DRAIN_ASKED_S = 1.0
-"""For the monitors to read what the miner printed last, where nobody or somebody asked for its end;
-of what is left then they see the end only."""
+"""Time for the monitors to read the miner's last output, after an exit of its own and after a
+requested stop. If they need longer, they see only the end of the rest."""
 
 
 class Supervisor:
-    """Supervises one order. All methods but `want` belong to the thread that calls `run`."""
+    """Supervises one `LaunchSpec`. Only `want` is safe outside the thread that calls `run`."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class Supervisor:
         self.before_first: Callable[[Callable[[], None], Callable[[int, str], None]], None] = (
             lambda go, _refuse: go()
         )
-        """Asked before the first launch: calls the first to launch, or the second with an exit code
-        and a reason."""
+        """Called before the first launch. It calls the first argument to launch, or the second with
+        an exit code and a reason to refuse."""
         self.before_next: Callable[[Callable[[], None]], None] = lambda proceed: proceed()
-        """Called before every launch but the first; it calls back in this thread when the way is
-        free."""
+        """Called before every launch but the first; calls back in this thread when the launch may
+        proceed."""
 
         self._requests: deque[StopRequest] = deque()
         self._wish: StopRequest | None = None
-        """The request that the coming steps act on."""
+        """The request that the next steps act on."""
 
         self._retry_at: float | None = None
         self._turn = 0
@@ -106,11 +106,11 @@ class Supervisor:
         self.loop.wake()
 
     def use_command(self, command: Sequence[str]) -> None:
-        """The miner's command from the next launch on."""
+        """Use this command from the next launch on."""
         self.order = replace(self.order, command=tuple(command))
 
     def pause(self) -> None:
-        """A miner that ends is not started again until `resume`."""
+        """Do not restart the miner after its next exit, until `resume`."""
         self.paused = True
         self.host.finding(make_finding("miner_paused"))
         if self.state is State.WAITING:
@@ -127,7 +127,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Launch and supervise until the end; returns the guard's exit code."""
-        # The signal only ends the loop's wait sooner: `step` asks for the launcher in any case.
+        # SIGCHLD only shortens the loop's wait: `step` polls the launcher in any case.
         self.loop.on_signal(signal.SIGCHLD, lambda: None)
         self.loop.every(TICK_S, self.pulse.tick)
         self.before_first(self._first_launch, self._finish)
@@ -137,7 +137,7 @@ class Supervisor:
         return self.exit_code
 
     def step(self) -> None:
-        """Do the next thing that what is, and what is asked for, require. May be repeated at any
+        """Take the next action towards the requested state. Idempotent: safe to call at any
         time."""
         while self._requests:
             self._accept(self._requests.popleft())
@@ -147,7 +147,7 @@ class Supervisor:
         self.state = after(self.state, event)
 
     def _step_again_in(self, seconds: float) -> None:
-        """End the loop's wait by then, for the step that is due."""
+        """Wake the loop in `seconds` so that it runs `step`."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm = self.loop.after(seconds, lambda: None)
@@ -162,10 +162,10 @@ class Supervisor:
             self._say_ending(wish)
             return
         if wish.then in (Then.RESTART, Then.FINISH) and self.state is not State.RUNNING:
-            # It was meant for a launch that has ended since: what comes next is the policy's, with
-            # its wait.
+            # The request targeted a launch that has since ended: the restart policy decides what
+            # follows, with its backoff.
             return
-        # From here on it is honoured, whatever fails below.
+        # From here on the request is honoured, whatever fails below.
         self._wish = wish
         if wish.then is Then.STOP:
             self.loop.attempt(self.on_stopping)
@@ -174,7 +174,7 @@ class Supervisor:
             self._say_ending(wish)
 
     def _say_ending(self, wish: StopRequest) -> None:
-        """Anyone who asks again for the end is told what it waits for, and how long at most."""
+        """Repeated stop requests report what the teardown waits for, and for how long at most."""
         teardown = self.launch.teardown if self.launch is not None else None
         if wish.then is Then.STOP and teardown is not None and teardown.may_say():
             reason = f"{wish.cause}, and it is ending already: {teardown.waits_for()}"
@@ -195,8 +195,8 @@ class Supervisor:
             self._launch_when_free()
 
     def _launch_when_free(self) -> None:
-        """Launch when what the last launch held is free; a stop or another start meanwhile takes
-        this back."""
+        """Launch once the resources of the last launch are free. A stop or another start in the
+        meantime cancels this."""
         self._turn += 1
         turn = self._turn
 
@@ -208,7 +208,7 @@ class Supervisor:
             proceed()
 
     def _first_launch(self) -> None:
-        # A person may have asked for a start, or a stop, during the preflight.
+        # An operator may have requested a start or a stop during the preflight.
         if self.state is State.STARTING and self._wish is None and not self._requests:
             self._launch()
 
@@ -238,7 +238,7 @@ class Supervisor:
             lambda: self.host.launch(Launch(tuple(self.order.command), child.pid, attempt, now)),
         ):
             self.loop.attempt(work)
-        # A child that is gone before SIGCHLD was watched.
+        # The child may have exited before the SIGCHLD handler was in place.
         self.loop.wake()
 
     def _start_child(self, attempt: int) -> Child:
@@ -282,7 +282,7 @@ class Supervisor:
         if self.launch.gone():
             self._launcher_gone(self.launch)
         elif self._torn_down(self.launch):
-            # Not even SIGKILL ends the launcher.
+            # The launcher survived SIGKILL.
             self._enter(Event.LAUNCHER_GONE)
             self._step_ending()
 
@@ -292,11 +292,11 @@ class Supervisor:
         self._step_ending()
 
     def _torn_down(self, launch: ActiveLaunch) -> bool:
-        """Whether nothing of the launch is left, or can be ended."""
+        """Run the teardown; True when no process of the launch is left or can be killed."""
         try:
             again = launch.step()
         except OSError as error:
-            # No descriptor to read /proc with: nothing is known to be gone.
+            # Without a descriptor to read /proc, assume that the processes still live.
             self.pulse.say_blind(error)
             again = RETRY_INSPECT_S
         if again is not None:
@@ -317,7 +317,8 @@ class Supervisor:
             self._conclude(launch)
 
     def _conclude(self, launch: ActiveLaunch) -> None:
-        """Nothing of the launch is left: hand over its last words, then decide what comes next."""
+        """Every process is gone: deliver the remaining output and records, then decide what comes
+        next."""
         self.launch = None
         for work in (
             self._show_last_words,
@@ -341,7 +342,8 @@ class Supervisor:
             self.host.finding(make_finding("guard_degraded", what=what))
 
     def _has_finished(self, launch: ActiveLaunch) -> bool:
-        """Whether its work is done, where it ended with code 0. False where judging that fails."""
+        """Whether the miner exited with code 0 and finished its work. False if judging that
+        fails."""
         answers: list[bool] = []
         self.loop.attempt(lambda: answers.append(self._judge_finish(launch)))
         return answers == [True]
@@ -394,7 +396,7 @@ class Supervisor:
             self._after_failure(Failure(wish.cause, end.runtime_s), FAILED)
 
     def _next_after_defect(self) -> None:
-        """The launch is over, and deciding what comes next failed."""
+        """Fallback when the launch is over and the code that decides what comes next failed."""
         if self._wish is not None and self._must_stop():
             self._finish(self._wish.exit_code, self._wish.cause)
         else:

@@ -1,1 +1,1 @@
-"""The miner's process tree: start it, find it, end it, and leave no orphan."""
+"""The miner's process tree: start it, find it, end it, leave no orphans."""

@@ -1,5 +1,5 @@
-"""The miner's launcher as a child of the guard: its own session, ended by the kernel when the guard
-dies."""
+"""The miner's launcher as a child of the guard: in a new session, and signalled by the kernel when
+the guard dies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> bool:
-    """Adopt the orphans of all descendants, so that a double fork does not escape. False where it
-    is refused."""
+    """Adopt the orphans of all descendants, so that a double fork does not escape. False if the
+    kernel refuses."""
     return bool(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
@@ -30,8 +30,8 @@ _given_umask: int | None = None
 
 
 def keep_files_private() -> None:
-    """Whatever this process makes is its user's only; the miner gets the umask that the guard was
-    started with."""
+    """Make this process's files private to its user; the miner still gets the guard's original
+    umask."""
     global _given_umask
     before = os.umask(_PRIVATE)
     if _given_umask is None:
@@ -49,21 +49,22 @@ class Child:
         stderr: int,
         join: int | None = None,
     ) -> None:
-        """Start it. From the main thread: the death signal is bound to the thread that forks.
-        Raises OSError.
+        """Start the launcher. Main thread only: the parent-death signal is bound to the thread that
+        forks. Raises OSError.
 
-        `join`: a cgroup that it shall be a member of (`Cgroup.open_to_join`); closed here.
+        `join`: descriptor of a cgroup to join (`Cgroup.open_to_join`); closed here.
         """
         guard = os.getpid()
 
         def in_child() -> None:
             if join is not None:
-                # Refused: found by parentage, as everywhere where there is no cgroup.
+                # If the cgroup refuses the process, the guard finds it by parentage, as on hosts
+                # without cgroups.
                 with contextlib.suppress(OSError):
                     os.write(join, b"0")
             _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != guard:
-                # The guard died between fork and prctl: nobody would ever end us.
+                # The guard died between fork and prctl, so the kernel would never signal us.
                 os._exit(1)
 
         try:
@@ -84,14 +85,14 @@ class Child:
         try:
             seen = stat(self.pid)
         except OSError:
-            # Not known by its start time it could not be ended later.
+            # Without its start time the guard could not identify the process later.
             self._popen.kill()
             self._popen.wait()
             raise
         self.process = seen.process if seen is not None else Process(self.pid, 0)
 
     def code(self) -> int | None:
-        """None while it runs; then its exit code, 128 + n for signal n."""
+        """The exit code, 128 + n for signal n; None while the launcher runs."""
         code = self._popen.poll()
         if code is None:
             return None
@@ -99,7 +100,7 @@ class Child:
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended it."""
+        """The signal that killed the launcher, if any."""
         code = self._popen.returncode
         return -code if code is not None and code < 0 else None
 

@@ -1,9 +1,8 @@
-"""If the guard is killed in the middle of something, a small process finishes the stop in its
-place.
+"""A small process that finishes the stop if the guard is killed.
 
-It waits for the end of a pipe that only the guard holds open, and reads who belongs to the run from
-memory that the guard keeps up to date, so that neither a dead disk nor a cleared environment hides
-anybody (`last_resort`).
+It waits for EOF on a pipe that only the guard holds open, and reads the run's process list from
+memory that the guard keeps current, so that neither a dead disk nor a cleared environment hides a
+process (`last_resort`).
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ sys.path.insert(0, order.pop("packages"))
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.process.last_resort import main
 main(order)"""
-"""What is passed on the command line names neither this program nor its folder, for `pkill -f`."""
+"""The command line contains neither this program's name nor its folder, so `pkill -f` does not
+match."""
 
 
 class Deathwatch:
-    """Starts that process, and again when somebody kills it. For the supervisor's thread."""
+    """Starts that process, and restarts it when it is killed. Supervisor thread only."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Deathwatch:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Raises OSError."""
+        """Start the process. Raises OSError."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            # The interpreter itself, not the link in a virtual environment, whose path may name
-            # this program.
+            # The real interpreter rather than a virtual environment's symlink, whose path may
+            # contain this program's name.
             self._process = subprocess.Popen(
                 [os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT],
                 stdin=reading,
@@ -87,15 +87,14 @@ class Deathwatch:
         self._loop.watch(self._process.stdout.fileno(), self._ended)
 
     def listed(self, run: Iterable[Process]) -> None:
-        """Who belongs to the run now."""
+        """Update the list of the run's processes."""
         lines = b"".join(b"%d %d\n" % (process.pid, process.start) for process in run)
-        # Overwritten, then cut: whenever the guard is killed, a whole list stands there, or nearly
-        # one.
+        # Overwrite, then truncate: whenever the guard is killed, the list is complete or nearly so.
         os.pwrite(self._list, lines, 0)
         os.ftruncate(self._list, len(lines))
 
     def tick(self) -> None:
-        """Start it where it is due; to be called about once a second."""
+        """Start the process when it is due; call about once a second."""
         if self._process is None and self._monotonic() >= self._start_at:
             try:
                 self.start()
@@ -103,8 +102,8 @@ class Deathwatch:
                 self._wait_again(0.0, f"can't start ({error.strerror})")
 
     def _ended(self) -> None:
-        """Its end of the pipe is closed. A second SIGKILL may be on its way to the guard: the first
-        time it is started again at once."""
+        """The process closed its end of the pipe. A second SIGKILL may be about to hit the guard,
+        so the first restart is immediate."""
         assert self._process is not None
         assert self._process.stdout is not None
         self._loop.unwatch(self._process.stdout.fileno())
@@ -126,7 +125,7 @@ class Deathwatch:
             self._report(make_finding("guard_degraded", what=what))
 
     def dismiss(self) -> None:
-        """The guard ends in order; nothing is left to do."""
+        """The guard exits in order: stop the process without action."""
         if self._process is not None:
             assert self._process.stdout is not None
             self._loop.unwatch(self._process.stdout.fileno())

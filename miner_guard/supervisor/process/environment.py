@@ -1,5 +1,4 @@
-"""The environment that the miner gets: the guard's own, without what pm2 put there, with what the
-hook needs."""
+"""The miner's environment: the guard's, minus pm2's variables, plus those that the hook needs."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ _OF_THE_GUARD = {
     "LISTEN_FDNAMES",
     *(PREFIX + dotted.upper().replace(".", "__") for dotted in SECRET),
 }
-"""Meant for the guard itself: a miner that had them would answer systemd in its place, or leak
-keys."""
+"""For the guard only: a miner with these variables would notify systemd in the guard's place, or
+leak keys."""
 
 _PM2_TEXT = """
 args autorestart autostart automation axm_actions axm_dynamic axm_monitor axm_options command
@@ -42,7 +41,7 @@ exp_backoff_restart_delay log_date_format time disable_logs log_type cron_restar
 pm_out_log_path exit_timeout
 """
 _PM2_NAMES = frozenset(_PM2_TEXT.split())
-"""What pm2 7 adds to the environment of what it starts."""
+"""Variables that pm2 7 sets for the processes it starts."""
 
 
 def under_pm2(env: Mapping[str, str]) -> bool:
@@ -51,8 +50,8 @@ def under_pm2(env: Mapping[str, str]) -> bool:
 
 
 def without_pm2(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without pm2's own variables; a `NODE_CHANNEL_FD` would make a Node child write into
-    pm2's socket."""
+    """`env` without pm2's variables; a `NODE_CHANNEL_FD` would make a Node child write to pm2's
+    socket."""
     if not under_pm2(env):
         return dict(env)
     return {
@@ -66,13 +65,12 @@ def without_pm2(env: Mapping[str, str]) -> dict[str, str]:
 def of_miner(
     env: Mapping[str, str], config: Config, state: StateDir, run_id: str, launch: int
 ) -> dict[str, str]:
-    """The miner's whole environment for launch number `launch` (counted from 0)."""
+    """The miner's complete environment for launch number `launch` (counted from 0)."""
     own = {name: value for name, value in without_pm2(env).items() if name not in _OF_THE_GUARD}
     settings = {name: dataclasses.asdict(getattr(config, name)) for name in _RANK_SECTIONS}
-    # Printed lines reach the log when they are printed, not when a buffer is full or lost with a
-    # kill.
+    # Unbuffered, so that lines reach the log immediately and a kill loses none.
     own.setdefault("PYTHONUNBUFFERED", "1")
-    # torch's flight recorder: names the late rank of a collective after a hang, also on gloo.
+    # torch's Flight Recorder names the late rank of a collective after a hang, with gloo too.
     own.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     return {
         **attach.environment(config.miner.attach, own),

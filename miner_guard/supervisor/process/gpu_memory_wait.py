@@ -1,5 +1,7 @@
-"""GPU memory back at its level from before the launch, before the next launch. By memory, never by
-pid: inside a container NVML shows pids of another namespace, or none.
+"""Waits before a relaunch until GPU memory is back at its level from before the first launch.
+
+It compares memory and ignores pids: inside a container NVML shows pids of another namespace, or
+none.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.system.clock import Clock
 
 _SLACK_BYTES = 512 * 1024**2
-"""So much above the level from before counts as back: drivers keep a little."""
+"""Tolerance above the baseline: drivers keep a little memory."""
 
 _LOOK_EVERY_S = 0.5
 
@@ -20,14 +22,13 @@ Levels = Mapping[str, int]
 
 
 def held(before: Levels, now: Levels) -> dict[str, int]:
-    """Bytes above the level from before, for the GPUs that are not back."""
+    """Bytes above the baseline, for the GPUs whose memory is still in use."""
     over = {uuid: used - before[uuid] for uuid, used in now.items() if uuid in before}
     return {uuid: size for uuid, size in over.items() if size > _SLACK_BYTES}
 
 
 class GpuMemoryWait:
-    """Remembers the level from before the first launch and waits for it, beside the supervisor's
-    thread."""
+    """Records the baseline before the first launch and waits for it in a separate thread."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class GpuMemoryWait:
         report: Callable[[Finding], None],
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`read` blocks for a sampler's deadline at most and answers None where there is no GPU."""
+        """`read` blocks for at most a sampler's deadline and returns None without a GPU."""
         self._read, self._settle_s, self._clock, self._report, self._soon = (
             read,
             settle_s,
@@ -50,14 +51,14 @@ class GpuMemoryWait:
         self._closed = threading.Event()
 
     def remember(self) -> None:
-        """Take the level from before, once. In a job's thread, at the first launch: no miner
-        allocates that early."""
+        """Record the baseline, once. Runs in a job thread at the first launch: no miner allocates
+        that early."""
         if not self._asked:
             self._asked = True
             self._before = self._read()
 
     def wait(self, proceed: Callable[[], None]) -> None:
-        """Call `proceed` in the supervisor's thread when the memory is back, or after `settle_s`
+        """Call `proceed` in the supervisor's thread when the memory is free, or after `settle_s`
         with a finding."""
         if self._before is None:
             proceed()
@@ -68,7 +69,7 @@ class GpuMemoryWait:
         try:
             thread.start()
         except RuntimeError:
-            # No thread can be started: better unexamined than never.
+            # Without a thread, start the miner without the check rather than never.
             proceed()
 
     def _wait(self, before: Levels, proceed: Callable[[], None]) -> None:
@@ -85,7 +86,7 @@ class GpuMemoryWait:
             self._soon(proceed)
 
     def _is_free(self, before: Levels) -> bool:
-        """Wait until the memory is back, or time is up; False where the wait was closed."""
+        """Wait until the memory is free or time is up; False if `close` interrupted the wait."""
         deadline = self._clock.monotonic() + self._settle_s
         while True:
             now = self._read()
@@ -110,5 +111,5 @@ class GpuMemoryWait:
                 return False
 
     def close(self) -> None:
-        """Stop waiting; nothing proceeds any more."""
+        """Stop waiting and never call `proceed`."""
         self._closed.set()

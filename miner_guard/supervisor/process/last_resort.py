@@ -1,5 +1,5 @@
-"""The process that ends the miner when the guard was killed. Run by `reaper.Reaper`; standard
-library only.
+"""The process that ends the miner after the guard was killed. Started by `deathwatch.Deathwatch`;
+standard library only.
 
 It hides its name: a miner's updater runs `pkill -9 python`, and people run `pkill -9 -f
 miner-guard`.
@@ -32,21 +32,21 @@ _COST_TO_PAUSE = 4.0
 
 @dataclass(frozen=True)
 class RunToEnd:
-    """What has to be ended if the guard is killed."""
+    """The run to end if the guard is killed."""
 
     run_id: str
     state_dir: str
     grace_s: float
-    """The launcher got SIGTERM from the kernel when the guard died; this long it may write its
-    checkpoints."""
+    """Time to write checkpoints: the kernel sent the launcher SIGTERM when the guard died."""
 
     cgroup: str | None
     list_fd: int = -1
-    """Lines `PID START` of the run's processes, as the guard saw them last."""
+    """Descriptor with `PID START` lines of the run's processes, as the guard last saw them."""
 
 
 def main(order: Mapping[str, Any]) -> None:
-    """Wait for the guard's end; a word on stdin before it means that nothing is left to do."""
+    """Wait for the guard to exit; a line on stdin before EOF means a clean exit with nothing to
+    do."""
     for number in (
         signal.SIGHUP,
         signal.SIGINT,
@@ -55,7 +55,7 @@ def main(order: Mapping[str, Any]) -> None:
         signal.SIGUSR1,
         signal.SIGUSR2,
     ):
-        # A service manager that stops the whole group must not take this process before the guard.
+        # A service manager that stops the whole group must not kill this process before the guard.
         signal.signal(number, signal.SIG_IGN)
     hide()
     if sys.stdin.readline() == "":
@@ -63,7 +63,7 @@ def main(order: Mapping[str, Any]) -> None:
 
 
 def hide() -> None:
-    """Another name in `ps`, and for `pkill` with and without `-f`."""
+    """Change the name that `ps` shows and `pkill` matches, with and without `-f`."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_bytes(NAME)
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -76,7 +76,7 @@ def hide() -> None:
 
 
 def finish(run: RunToEnd) -> None:
-    """End everything of the run: the launcher's grace, SIGTERM, SIGKILL."""
+    """End all processes of the run: wait for the launcher's grace, then SIGTERM, then SIGKILL."""
     search = Search(run)
     search.wait(run.grace_s)
     search.signal(signal.SIGTERM)
@@ -91,7 +91,7 @@ def finish(run: RunToEnd) -> None:
 
 
 class Search:
-    """The run's processes as long as they live: those listed, what is below them, the cgroup's, the
+    """The run's living processes: those listed, their descendants, members of the cgroup, and
     marked ones."""
 
     def __init__(self, run: RunToEnd) -> None:
@@ -100,8 +100,8 @@ class Search:
         self._known = _listed(run.list_fd)
 
     def living(self) -> set[Process]:
-        """What still lives; what it starts is added. Empty only when a search by the marker finds
-        nothing either."""
+        """The living processes, including new descendants. Empty only when a search by the marker
+        finds none either."""
         table = processes.table()
         roots = {p.pid for p in self._known if p.pid in table and table[p.pid].process == p}
         if self.cgroup is not None:
@@ -114,7 +114,7 @@ class Search:
         return self._known
 
     def wait(self, seconds: float) -> None:
-        """Until nothing is left, at most `seconds`."""
+        """Wait until no process is left, `seconds` at most."""
         deadline = time.monotonic() + seconds
         while True:
             began = time.monotonic()

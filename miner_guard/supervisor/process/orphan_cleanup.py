@@ -1,4 +1,4 @@
-"""What an earlier guard of the same state directory left behind is ended before anything is
+"""Kills what an earlier guard of the same state directory left behind, before anything is
 started."""
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LIST = "an earlier guard's list"
 def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], None]) -> None:
     """End every process of an earlier run.
 
-    They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. Found in the list
-    and the cgroup that the earlier guard kept, below those, and by the marker in their environment
-    together with this state directory; never by name.
+    They get SIGTERM and up to `grace_s` to write their checkpoints, then SIGKILL. The search covers
+    the list and the cgroup that the earlier guard kept, their descendants, and the environment
+    marker combined with this state directory; it never matches names.
     """
     search = _Search(state)
     if left := search.living():
@@ -51,8 +51,7 @@ def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], Non
 
 
 class _Search:
-    """The processes of the earlier run, as long as they live; what they start meanwhile is
-    added."""
+    """The earlier run's living processes, including those they start meanwhile."""
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
@@ -62,7 +61,7 @@ class _Search:
         self._runs: dict[Process, str] = dict.fromkeys(left.processes, _LIST)
 
     def living(self) -> dict[Process, str]:
-        """Each with the id of its run, where its environment names one."""
+        """Living processes with the id of their run, if their environment contains one."""
         table = processes.table()
         roots = {p.pid for p in self._runs if p.pid in table and table[p.pid].process == p}
         for group in self.cgroups:
@@ -75,7 +74,7 @@ class _Search:
         return self._runs
 
     def wait(self, seconds: float) -> dict[Process, str]:
-        """What is left when nothing is, or after `seconds`."""
+        """Wait until no process is left, `seconds` at most; returns those still living."""
         deadline = time.monotonic() + seconds
         while (left := self.living()) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)

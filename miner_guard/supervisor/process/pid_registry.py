@@ -1,8 +1,8 @@
-"""run.json: the processes of the current run by pid and start time, and its cgroup, for the guard
-after a killed one.
+"""run.json: the current run's processes by pid and start time, and its cgroup, for the next guard
+if this one is killed.
 
-Most processes can also be found by the marker in their environment; one that shed its environment
-is only found here.
+The environment marker finds most processes as well; a process that cleared its environment appears
+only here.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from miner_guard.system.processes import Process
 
 @dataclass(frozen=True)
 class Left:
-    """What an earlier guard left behind, by its list."""
+    """Processes and cgroups that an earlier guard listed."""
 
     processes: frozenset[Process]
     cgroups: tuple[Cgroup, ...]
 
 
 class PidRegistry:
-    """Writes the list when it changes. A disk that refuses costs this list only; parentage and the
-    marker still work."""
+    """Writes the list when it changes. If the disk refuses, only this list is lost; parentage and
+    the marker still work."""
 
     def __init__(self, state: StateDir) -> None:
         self._path = state.roster
 
     def write(self, run: frozenset[Process], cgroup: Cgroup | None = None) -> None:
-        """Remember the run's living processes."""
+        """Store the run's living processes."""
         listed = sorted([process.pid, process.start] for process in run)
         path = None if cgroup is None else str(cgroup.path)
-        # Refused: the list changes again, and is then written whole.
+        # A failed write is made up for by the next change, which writes the whole list.
         with contextlib.suppress(OSError):
             write_json(self._path, {"boot": boot_id() or "", "cgroup": path, "processes": listed})
 
 
 def left_behind(state: StateDir) -> Left:
-    """What still lives of the last list."""
+    """The processes of the last list that still live."""
     cgroups = {group.path: group for group in Cgroup.beside(str(state.root))}
     document = read_json(state.roster)
     if not isinstance(document, dict) or document.get("boot") != (boot_id() or ""):

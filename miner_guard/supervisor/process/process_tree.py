@@ -1,5 +1,5 @@
-"""The processes of the current launch: who they are, what is left of them, and zombies waiting to
-be reaped."""
+"""The processes of the current launch: its members, its leftovers, and zombies waiting to be
+reaped."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from miner_guard.system.processes import Process, Table
 _LIST_EVERY_S = 1.0
 _WRITE_EVERY_S = 10.0
 _SHARE_OF_CPU = 0.002
-"""Reading the processes costs at most this share of one CPU, on a host with thousands of them
-too."""
+"""Scanning processes uses at most this share of one CPU, even on a host with thousands of them."""
 
 _MARKED_EVERY_S = 1.0
 
 _UNWANTED_S = 10.0
-"""A zombie child this old is an orphan's: the threads that start a helper wait for it sooner."""
+"""A zombie child this old is an orphan: threads that start a helper reap it sooner."""
 
 
 class ProcessTree:
-    """For the supervisor's thread.
+    """Finds the launch's processes. Supervisor thread only.
 
-    The guard adopts orphans (PR_SET_CHILD_SUBREAPER), so what the launcher started is below the
-    launcher or below the guard. A cgroup, where there is one, knows them without any search.
+    The guard adopts orphans (PR_SET_CHILD_SUBREAPER), so every process that the launcher started is
+    a descendant of the launcher or of the guard. A cgroup, if available, lists them without a
+    search.
     """
 
     def __init__(self, state: StateDir, clock: Clock) -> None:
@@ -47,17 +47,18 @@ class ProcessTree:
         self._zombies: dict[Process, float] = {}
         self._own_command = processes.command(os.getpid())
         self._helper: dict[Process, bool] = {}
-        """Of each child of the guard, whether the guard started it for itself: an environment is
-        read once."""
+        """Whether the guard started this child as a helper, by child: each environment is read
+        once."""
 
     def use_cgroup(self, cgroup: Cgroup) -> None:
-        """From the next launch on the miner is a member of it."""
+        """Put the miner into this cgroup from the next launch on."""
         self._cgroup = cgroup
-        # Before its first member: a guard that is killed at once still leaves a trace of it.
+        # Record it before its first member, so that a guard killed immediately still leaves a trace
+        # of it.
         self._roster.write(self._known, cgroup)
 
     def open_to_join(self) -> int | None:
-        """A descriptor for the launcher to join the run's cgroup; None where there is not one."""
+        """A descriptor for the launcher to join the run's cgroup; None without one."""
         if self._cgroup is None:
             return None
         with contextlib.suppress(OSError):
@@ -65,8 +66,8 @@ class ProcessTree:
         return None
 
     def look(self, launcher: Process | None) -> None:
-        """Reap orphans that ended, keep the list of those that live. Raises OSError where /proc
-        can't be read."""
+        """Reap orphans that ended, update the list of living ones. Raises OSError if /proc can't be
+        read."""
         now = self._clock.monotonic()
         if now < self._list_at:
             return
@@ -79,7 +80,7 @@ class ProcessTree:
             self._roster.write(known, self._cgroup)
             self.on_listed(known)
         elif now - self._written_at >= _WRITE_EVERY_S:
-            # Somebody may have removed it.
+            # The file may have been removed.
             self._written_at = now
             self._roster.write(known, self._cgroup)
         self._list_at = now + max(_LIST_EVERY_S, (time.thread_time() - began) / _SHARE_OF_CPU)
@@ -98,8 +99,8 @@ class ProcessTree:
         found = {process for process in found if process.pid not in spared and process != launcher}
         now = self._clock.monotonic()
         if not found or now - self._marked_at >= _MARKED_EVERY_S:
-            # Parentage finds all of them. The marker is the proof of that, and costs more than the
-            # rest.
+            # Parentage should find all processes. The marker search confirms it but costs more than
+            # the rest.
             self._marked_at = now
             marked = processes.marked(str(self._state.root))
             found |= {
@@ -108,17 +109,17 @@ class ProcessTree:
         return found
 
     def kill_all(self) -> None:
-        """SIGKILL to all members of the run's cgroup at once; nothing where none exists."""
+        """Send SIGKILL to all members of the run's cgroup at once; a no-op without a cgroup."""
         if self._cgroup is not None:
             self._cgroup.kill()
 
     def close(self) -> None:
-        """The run is over."""
+        """Remove the run's cgroup."""
         if self._cgroup is not None:
             self._cgroup.remove()
 
     def _table(self) -> Table:
-        """What may belong to the run: with a cgroup its members and the guard's children, else all
+        """Candidates for the run: with a cgroup its members and the guard's children, else all
         processes of the host."""
         if self._cgroup is None:
             return processes.table()
@@ -143,8 +144,7 @@ class ProcessTree:
         return found
 
     def _adopted(self, table: Table) -> list[int]:
-        """Children of the guard that it did not start for itself: the launcher, and orphans that
-        came to it."""
+        """Children of the guard that are not its helpers: the launcher and adopted orphans."""
         own = os.getpid()
         children = {seen.process: seen for seen in table.values() if seen.parent == own}
         self._helper = {
@@ -153,8 +153,8 @@ class ProcessTree:
         adopted: list[int] = []
         for process, seen in children.items():
             helper = self._helper.get(process)
-            # A zombie has no environment any more, and a stopped reader none of its own: the
-            # kernel's lock on it.
+            # A zombie's environment is gone, and reading that of a process in D state can block on
+            # the kernel's lock.
             if helper is None and seen.state not in "ZXD":
                 helper = processes.is_helper(process.pid, self._own_command)
                 if helper is not None:
@@ -170,9 +170,9 @@ class ProcessTree:
             if seen.parent != own or seen.state != "Z" or seen.process == launcher:
                 continue
             since = zombies[seen.process] = self._zombies.get(seen.process, now)
-            # One that was known as an orphan has no thread of ours waiting for it.
+            # No thread of the guard waits for a known orphan.
             if self._helper.get(seen.process) is False or now - since >= _UNWANTED_S:
-                # A thread of ours may have been quicker.
+                # A thread of the guard may have reaped it first.
                 with contextlib.suppress(ChildProcessError):
                     os.waitid(os.P_PID, seen.process.pid, os.WEXITED | os.WNOHANG)
         self._zombies = zombies

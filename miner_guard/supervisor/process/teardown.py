@@ -1,4 +1,4 @@
-"""The end of one launch: the launcher first, then whatever is left of it, until nothing is."""
+"""Ends one launch: the launcher first, then its leftovers, until no process is left."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from miner_guard.system.clock import Clock
 from miner_guard.system.processes import Process
 
 TERM_TO_KILL_S = 2.0
-"""What is left gets SIGTERM, and this much later SIGKILL."""
+"""Leftovers get SIGTERM, and SIGKILL this much later."""
 
 SETTLE_S = 0.25
-"""Children of a process that just ended end a moment later; they are no orphans yet."""
+"""Children of a process that just ended exit a moment later; they do not count as orphans yet."""
 
 UNKILLABLE_S = 5.0
-"""What still lives this long after SIGKILL is reported, with the reason, and no longer waited
+"""A process that outlives SIGKILL by this long is reported with the reason, and no longer waited
 for."""
 
 _LOOK_EVERY_S = 0.02
 _COST_TO_PAUSE = 4.0
-"""A search that took long is repeated after this many times as long: 3,000 processes must not cost
-a whole CPU."""
+"""Pause between searches, as a multiple of the last search's duration: 3,000 processes must not
+cost a whole CPU."""
 
 _SAY_EVERY_S = 1.0
 _MAX_LINES = 50
@@ -34,7 +34,7 @@ _MAX_LINES = 50
 
 @dataclass
 class Teardown:
-    """Ends one launch without blocking: `step` is called until it answers None."""
+    """Ends one launch without blocking: call `step` until it returns None."""
 
     clock: Clock
     leftovers: Callable[[], set[Process]]
@@ -43,13 +43,13 @@ class Teardown:
     launcher: Process
     grace_s: float
     kill_all: Callable[[], None] = lambda: None
-    """SIGKILL to all of them at once, where there is a way; each gets one of its own too."""
+    """Sends SIGKILL to all at once, if possible; each process also gets an individual one."""
 
     killed: list[tuple[Process, str]] = field(default_factory=list)
-    """What had to be signalled after the launcher had ended, with its command line."""
+    """Processes signalled after the launcher ended, with their command lines."""
 
     stuck: list[Process] = field(default_factory=list)
-    """What SIGKILL did not end."""
+    """Processes that survived SIGKILL."""
 
     _stage: str = "launcher"
     _since: float = 0.0
@@ -58,17 +58,16 @@ class Teardown:
     _told: set[Process] = field(default_factory=set)
 
     def ask(self) -> None:
-        """With the next step tell the launcher to stop: SIGTERM to it alone, so that its ranks end
-        in order."""
+        """Send SIGTERM at the next step, to the launcher alone, so that its ranks stop in order."""
         self._stage, self._since = "launcher", self.clock.monotonic()
         self._asked = False
 
     def ended(self) -> None:
-        """The launcher is gone (and reaped); look after what it left."""
+        """The launcher is reaped; handle its leftovers."""
         self._stage, self._since = "settle", self.clock.monotonic()
 
     def may_say(self) -> bool:
-        """Once a second: anyone who asks for the end may continue asking."""
+        """Rate limit for repeated stop requests: True at most once a second."""
         now = self.clock.monotonic()
         if now - self._said < _SAY_EVERY_S:
             return False
@@ -76,7 +75,7 @@ class Teardown:
         return True
 
     def left_s(self) -> float:
-        """Seconds until SIGKILL at the latest."""
+        """Upper bound on the seconds until SIGKILL."""
         waits = {
             "launcher": self.grace_s + TERM_TO_KILL_S,
             "settle": SETTLE_S + TERM_TO_KILL_S,
@@ -85,7 +84,7 @@ class Teardown:
         return max(0.0, waits.get(self._stage, 0.0) - (self.clock.monotonic() - self._since))
 
     def waits_for(self) -> str:
-        """What has not ended yet, and what comes next, for people."""
+        """What still runs and what happens next, for people."""
         if self._stage == "settle":
             return "what the miner's launcher left behind gets SIGTERM, then SIGKILL"
         if self._stage == "kill":
@@ -93,10 +92,10 @@ class Teardown:
         return f"pid {self.launcher.pid} has had SIGTERM and has not ended; SIGKILL comes next"
 
     def step(self) -> float | None:
-        """Do what is due. Returns seconds until the next call, None when nothing is left or can be
-        done.
+        """Advance. Returns seconds until the next call, or None when no process is left or can be
+        killed.
 
-        Raises OSError where processes can't be looked at or signalled: to be called again later.
+        Raises OSError if processes can't be inspected or signalled: call again later.
         """
         waited = self.clock.monotonic() - self._since
         if self._stage == "launcher":
@@ -126,7 +125,7 @@ class Teardown:
         return max(_LOOK_EVERY_S, _COST_TO_PAUSE * (time.monotonic() - began))
 
     def report(self, run_id: str) -> Iterator[Finding]:
-        """What there is to say of it when it is over."""
+        """The findings to log after the teardown."""
         yield from orphans_killed((process, command, run_id) for process, command in self.killed)
         for process in self.stuck:
             what = f"pid {process.pid} does not end, not even by SIGKILL: {why_stuck(process)}"
@@ -154,8 +153,8 @@ class Teardown:
 
 
 def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Finding]:
-    """A line for each (process, command, run id); of thousands the first ones, and how many more
-    there were."""
+    """One finding per (process, command, run id), up to a limit, then one with the number of the
+    others."""
     each = list(killed)
     for process, command, run_id in each[:_MAX_LINES]:
         yield make_finding("orphan_killed", pid=process.pid, command=command, of_run=run_id)
@@ -167,7 +166,7 @@ def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Findi
 
 
 def why_stuck(process: Process) -> str:
-    """Why a process outlived its SIGKILL, as far as /proc tells, for people."""
+    """Why a process outlived its SIGKILL, as far as /proc shows, for people."""
     try:
         seen = processes.stat(process.pid)
     except OSError as error:
