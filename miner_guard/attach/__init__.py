@@ -1,7 +1,7 @@
 """Hooks a miner that does not call the hook: its source stays untouched.
 
 `environment` is the supervisor's side. Everything else here runs INSIDE the miner's processes:
-standard library and torch only, and what fails leaves training as it was.
+standard library and torch only; a failure never affects training.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ ATTACH = "_MINER_GUARD_ATTACH"
 """Which attach module the miner's processes use."""
 
 MODULES = "_MINER_GUARD_ATTACH_MODULES"
-"""Names of the modules whose import sets it to work, comma-separated."""
+"""Names of the modules whose import activates attaching, comma-separated."""
 
 HOME = "_MINER_GUARD_HOME"
 """Folder of the package, for a miner whose Python does not have it installed."""
 
 ATTACHED = "_MINER_GUARD_ATTACHED"
-"""Set in a process that has attached: what it starts is no rank."""
+"""Set in a process that has attached: its child processes are not ranks."""
 
 WATCHED: Mapping[str, tuple[str, ...]] = {
     "sn38": (
@@ -36,20 +36,21 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
         "pytorch_lightning.trainer.trainer",
     ),
 }
-"""By way of attaching: the modules that are looked at as they are imported."""
+"""By attach mode: the modules whose import we watch for."""
 
 MODES = (*WATCHED, "log")
 
 
 class UnknownAttach(ValueError):
-    """There is no such way of attaching; the message names those that there are."""
+    """Unknown attach mode; the message names the valid ones."""
 
 
 def environment(mode: str | None, env: Mapping[str, str]) -> dict[str, str]:
-    """The miner's environment with what attaching needs. `mode` is one of MODES, or None.
+    """The miner's environment plus the variables that attaching needs. `mode` is one of MODES, or
+    None.
 
-    With `log` only the miner's lines are read. Else a `sitecustomize` is put first on PYTHONPATH;
-    it chains to an existing one. Raises UnknownAttach.
+    With `log` the guard only reads the miner's lines. Otherwise it puts a `sitecustomize` first on
+    PYTHONPATH; it chains to an existing one. Raises UnknownAttach.
     """
     result = {name: value for name, value in env.items() if name != ATTACHED}
     if mode in (None, "log"):

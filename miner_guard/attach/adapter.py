@@ -1,5 +1,5 @@
-"""What all ways of attaching share: one guard per process, phases around calls, and a way to say
-what did not fit."""
+"""What all attach modes share: one guard per process, phases around calls, and reports of what did
+not fit."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ NO_PHASE: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class StepListener(Protocol):
-    """What a framework's callbacks tell: `auto.Auto` listens."""
+    """What a framework's callbacks report; `auto.Auto` implements it."""
 
     def trains(self, framework: str) -> None:
-        """Its training begins."""
+        """The framework starts training."""
         ...
 
     def accumulates(self, micro_batches: int) -> None:
-        """So many micro-batches make a step."""
+        """A step consists of this many micro-batches."""
         ...
 
     def share(self, loss: Any) -> None:
-        """What one micro-batch adds to the loss that the framework logs; a tensor without a
-        dimension."""
+        """What one micro-batch adds to the loss that the framework logs: a 0-dimensional tensor."""
         ...
 
     def step(self, number: int, optimizer: Any) -> None:
@@ -45,12 +44,12 @@ class StepListener(Protocol):
         ...
 
     def finished(self) -> None:
-        """The configured end of the training is reached."""
+        """Training has reached its configured end."""
         ...
 
 
 class Adapter:
-    """Between an unmodified program and the hook. Nothing here raises into the program."""
+    """Sits between an unmodified program and the hook. Never raises into the program."""
 
     def __init__(self, way: str) -> None:
         self.way = way
@@ -58,11 +57,11 @@ class Adapter:
         self._pending: list[Finding] = []
 
     def begin(self, *, agree: bool) -> None:
-        """Make this process's guard. `agree`: with the group that the gate needs, which is
-        collective."""
+        """Make this process's guard. `agree`: set up the group that the gate needs, a collective
+        call."""
         if self.guard is not None:
             return
-        # What this process starts from now on (upload workers, dataloaders) is no rank of its own.
+        # From here on, child processes (upload workers, dataloaders) are not ranks.
         os.environ[ATTACHED] = str(os.getpid())
         self.guard = guard.init(agree=agree)
         for finding in self._pending:
@@ -79,21 +78,21 @@ class Adapter:
         self._pending.append(finding)
 
     def _say_at_last(self) -> None:
-        """The process ends and no guard has begun: what was found out must not be lost with it."""
+        """The process exits before a guard has begun: report the findings collected so far."""
         for finding in self._pending:
             with contextlib.suppress(OSError):
                 os.write(2, f"{message(finding)}\n".encode("utf-8", "replace"))
 
     def degraded(self, what: str) -> None:
-        """Something does not fit; the program continues untouched there."""
+        """Report an incompatibility; that part of the program stays unhooked."""
         self.say(make_finding("guard_degraded", what=f"attach {self.way}: {what}"))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """The guard's phase, or none while there is no guard."""
+        """The guard's phase, or a null context while there is no guard."""
         return NO_PHASE if self.guard is None else self.guard.phase(name)
 
     def quiet(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """`work(*arguments)`, or None and a line where it raises."""
+        """`work(*arguments)`; if it raises, log a line and return None."""
         try:
             return work(*arguments)
         except Exception as error:  # noqa: BLE001 - the program must not notice; said as guard_degraded
@@ -123,8 +122,8 @@ def in_phase(adapter: Adapter, function: Callable[..., Any], name: str) -> Calla
 def followed(
     function: Callable[..., Any], after: Callable[[Any, BaseException | None], None]
 ) -> Callable[..., Any]:
-    """`function` with `after(self, error)` called when a call ends; the error continues as it
-    was."""
+    """`function`, with `after(self, error)` called when a call ends; the error propagates
+    unchanged."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)

@@ -1,8 +1,8 @@
-"""Any training script, unmodified: steps by its optimizer, loss where backward starts, devices by
-what is optimized.
+"""Hooks any unmodified training script: steps from its optimizer, the loss from `backward`, devices
+from the optimized parameters.
 
-Hugging Face's Trainer and Lightning are followed through their callbacks; the optimizer is left
-alone then.
+Hugging Face's Trainer and Lightning report through their callbacks; the optimizer is then not
+hooked.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from miner_guard.attach.losses import Losses
 from miner_guard.rank.introspection.compiled import uncompiled
 
 _OTHERS_IN_A_ROW = 64
-"""Steps of other optimizers after which the one that counts the steps is taken for gone."""
+"""Without a step of the leader for this many steps of others, another optimizer takes the lead."""
 
 
 class Leader:
-    """Which of several optimizers counts the steps: one of them, and a step ends with the last of
+    """Picks which of several optimizers counts the steps; a step ends with the last optimizer of
     its cycle.
 
-    The generator of a GAN steps after the discriminator, once for each of its steps: then the
-    generator's step ends the training step, so that the losses of both are in it. DiLoCo's outer
-    optimizer steps once in many inner steps and a critic steps several times for each step of its
-    generator: there the frequent one counts.
+    A GAN's generator steps after the discriminator, once for each of its steps: the generator's
+    step then ends the training step, so that it includes both losses. DiLoCo's outer optimizer
+    steps once per many inner steps, and a critic steps several times per generator step: there the
+    more frequent one counts.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class Leader:
         self._others = 0
         self._last_other: Callable[[], Any] = lambda: None
         self.cyclic = False
-        """All optimizers step once in each training step: the losses of all of them are its
-        loss."""
+        """Every optimizer steps once per training step: the step's loss is the sum of their
+        losses."""
 
     def leads(self, optimizer: Any) -> bool:
-        """`optimizer` has stepped; whether that ends a training step."""
+        """Record a step of `optimizer`; return whether it ends a training step."""
         leader = self._leader()
         if leader is None or self._others >= _OTHERS_IN_A_ROW:
             self._leader, leader = weakref.ref(optimizer), optimizer
@@ -54,8 +54,8 @@ class Leader:
             return False
         last = self._last_other()
         if self._steps == 1 and self._others and last is not None:
-            # The second time round, and others stepped in between: the last of them ends the step
-            # from now on.
+            # The leader's second step, with others in between: the last of them ends the step from
+            # now on.
             self._leader, self._steps, self._others, self.cyclic = self._last_other, 2, 1, True
             return False
         self._steps += 1
@@ -70,12 +70,12 @@ class Auto:
         self.adapter = adapter
         self.losses = Losses()
         self.framework: str | None = None
-        """Whose callbacks bring the steps; None: the optimizer does."""
+        """The framework whose callbacks report the steps; None: the optimizer does."""
 
         self.steps = 0
         self._leader = Leader()
         self._stepping_now: list[weakref.ref[Any]] = []
-        """Optimizers inside their `step`, the innermost last."""
+        """Optimizers inside their `step`, innermost last."""
 
         self._closure_seen = False
         self._diagnosed = False
@@ -103,8 +103,8 @@ class Auto:
         setattr(Tensor, "backward", followed)  # noqa: B010 - mypy takes no assigned method
 
     def follow_scaler(self, module: Any) -> None:
-        """`torch.amp.grad_scaler` was imported: backward is called on the loss times a scale that
-        jumps."""
+        """`torch.amp.grad_scaler` was imported: the program calls backward on the loss times a
+        varying scale."""
         scaler = module.GradScaler
         scale, update = scaler.scale, scaler.update
 
@@ -116,8 +116,8 @@ class Auto:
 
         @functools.wraps(update)
         def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            # Where it found infinite gradients no optimizer stepped: the next step has losses of
-            # its own.
+            # The scaler found infinite gradients and no optimizer stepped: the next step gathers
+            # new losses.
             self.losses.drop()
             return update(scaler, *args, **kwargs)
 
@@ -129,20 +129,19 @@ class Auto:
         loader.__next__ = in_phase(self.adapter, loader.__next__, "data")
 
     def _backward(self, tensor: Any) -> None:
-        # From here on, and not from the import on: launchers and dataloaders import torch too.
+        # Not at import: launchers and dataloaders import torch too.
         self.begin()
         if self.framework == "transformers":
             return
         if self._stepping_now:
-            # LBFGS evaluates its closure many times in a step: the first value is the one that its
-            # `step` returns.
+            # LBFGS evaluates its closure many times per step; `step` returns the first value.
             if self._closure_seen:
                 return
             self._closure_seen = True
         self.losses.note(tensor)
 
     def begin(self) -> None:
-        """This process trains."""
+        """This process trains: set up its guard."""
         if self.adapter.guard is None:
             self.adapter.begin(agree=False)
             self._backward_phase = self.adapter.phase("backward")
@@ -150,7 +149,7 @@ class Auto:
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         while any(each() is optimizer for each in self._stepping_now):
-            # Its last step raised and was tried again: the hook after it was never called.
+            # Its last step raised and was retried, so the post-step hook never ran.
             self._leave()
         self._stepping_now.append(weakref.ref(optimizer))
         self._closure_seen = False
@@ -169,11 +168,11 @@ class Auto:
             self.steps += 1
             self.step(self.steps, optimizer)
         elif not self._leader.cyclic:
-            # Another objective than the one that the leader steps on.
+            # A different objective from the one that the leader steps on.
             self.losses.drop()
 
     def step(self, number: int, optimizer: Any) -> None:
-        """The end of a step, from the optimizer or from a framework's callback."""
+        """End a step, as reported by the optimizer or a framework's callback."""
         self.adapter.quiet(self._step, number, optimizer)
 
     def _step(self, number: int, optimizer: Any) -> None:
@@ -181,7 +180,7 @@ class Auto:
         guard = self.adapter.guard
         assert guard is not None
         loss = self.losses.take(number)
-        # Most steps: a plain number takes the hook's short way.
+        # Fast path for most steps: a plain number.
         remarks = loss is not None and (loss.steps_ago or loss.summed)
         given = loss.value if loss is not None and not remarks else loss
         evaluated, self._evaluated = self._evaluated, None
@@ -199,27 +198,27 @@ class Auto:
                 model_name=os.path.basename(sys.argv[0]),
             )
 
-    # what a framework tells (adapter.StepListener)
+    # reported by a framework (adapter.StepListener)
 
     def trains(self, framework: str) -> None:
-        """A framework's training begins: its callbacks bring the steps from now on."""
+        """A framework starts training: its callbacks report the steps from now on."""
         self.framework = framework
         self.adapter.quiet(self.begin)
 
     def share(self, loss: Any) -> None:
-        """What a micro-batch adds to the loss that the framework itself logs."""
+        """Take what a micro-batch adds to the loss that the framework logs."""
         self.adapter.quiet(functools.partial(self.losses.note, whole=True), loss)
 
     def accumulates(self, micro_batches: int) -> None:
-        """A framework knows how many micro-batches are in a step."""
+        """A framework reports the number of micro-batches per step."""
         self.losses.micro_batches = micro_batches
 
     def evaluated(self, loss: float | None) -> None:
-        """A framework has evaluated; it goes with the next step."""
+        """A framework has evaluated; the loss is recorded with the next step."""
         self._evaluated = loss
 
     def finished(self) -> None:
-        """A framework says that its configured end is reached."""
+        """A framework reports that it reached its configured end."""
         if self.adapter.guard is not None:
             self.adapter.quiet(self.adapter.guard.close, True)
             self.adapter.guard = None
@@ -227,8 +226,7 @@ class Auto:
 
 
 def optimized(optimizer: Any) -> Any:
-    """What the optimizer trains, as one module: the very parameters, wherever FSDP or DDP have put
-    them."""
+    """The parameters that the optimizer trains, as one module, wherever FSDP or DDP put them."""
     import torch
 
     module = torch.nn.Module()
@@ -243,7 +241,7 @@ _auto = Auto(Adapter("auto"))
 
 
 def imported(name: str, module: Any) -> None:
-    """Called by the sitecustomize after one of the watched modules was imported."""
+    """Called by the sitecustomize after it sees one of the watched modules imported."""
     if name == "torch.optim.optimizer":
         _auto.follow_torch(module)
     elif name == "torch.amp.grad_scaler":

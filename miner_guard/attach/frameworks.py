@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and Lightning, through the callback interfaces that they offer."""
+"""Hooks Hugging Face's Trainer and Lightning through their callback interfaces."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def _after_init(cls: type, after: Callable[[Any], None]) -> None:
 
 
 def _follow(adapter: Adapter, cls: type, method: str, phase: str) -> None:
-    """Calls of the method are that phase, where this version of the framework has it."""
+    """Wrap the method in a phase, if this version of the framework has it."""
     original = vars(cls).get(method)
     if inspect.isfunction(original):
         setattr(cls, method, in_phase(adapter, original, phase))
 
 
 def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -> None:
-    """Every Trainer gets one callback more."""
+    """Add our callback to every Trainer."""
     base = importlib.import_module("transformers.trainer_callback").TrainerCallback
 
     class GuardCallback(base):  # type: ignore[misc, valid-type]
-        """Tells the guard of the Trainer's steps."""
+        """Reports the Trainer's steps to the guard."""
 
         _stopped = False
 
@@ -57,14 +57,14 @@ def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -
 
     _after_init(module.Trainer, lambda trainer: trainer.add_callback(GuardCallback))
     _share_losses(listener, module.Trainer)
-    # No callback says that either begins, and both may take longer than a step ever did.
+    # No callback marks the start of either, and both may take longer than any step.
     _follow(adapter, module.Trainer, "evaluate", "val_loss")
     _follow(adapter, module.Trainer, "_save_checkpoint", "checkpoint")
 
 
 def _share_losses(listener: StepListener, trainer: Any) -> None:
-    """What `training_step` returns is what the Trainer adds up and logs, however it was normalised
-    before."""
+    """Report what `training_step` returns: the Trainer sums and logs exactly that, after any
+    normalisation."""
     original = vars(trainer).get("training_step")
     if not inspect.isfunction(original):
         return
@@ -79,12 +79,13 @@ def _share_losses(listener: StepListener, trainer: Any) -> None:
 
 
 def follow_lightning(adapter: Adapter, listener: StepListener, module: Any) -> None:
-    """Every Trainer gets one callback more."""
+    """Add our callback to every Trainer."""
     package = module.__name__.split(".trainer.")[0]
     base = importlib.import_module(f"{package}.callbacks").Callback
 
     class GuardCallback(base):  # type: ignore[misc, valid-type]
-        """Tells the guard of Lightning's steps; its global step counts optimizer steps."""
+        """Reports Lightning's steps to the guard; Lightning's global step counts optimizer
+        steps."""
 
         def __init__(self) -> None:
             self._seen = 0

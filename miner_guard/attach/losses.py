@@ -1,10 +1,10 @@
-"""The loss of a step: the sum of what the program passes to `backward`, read without ever waiting
-for the GPU.
+"""The loss of a step: the sum of what the program passes to `backward`, read without waiting for
+the GPU.
 
-Gradients add up over the micro-batches of a step, so the sum of what `backward` was called on is
-the loss whose gradient the optimizer applies: with `(loss / 4).backward()` four times it is the
-mean. Where nothing shows that the program divided its micro-batches, the loss says that it is a sum
-(`Loss.summed`).
+Gradients add up over the micro-batches of a step, so the sum of the tensors that `backward` was
+called on is the loss whose gradient the optimizer applies: with `(loss / 4).backward()` four times
+it is the mean. Unless the graph shows that the program divided its micro-batches, the loss is
+marked as a sum (`Loss.summed`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from miner_guard.rank.numbers import Loss
 
 _MAX_DIVISIONS = 4
 _MAX_JUDGED_STEPS = 4
-"""The first steps tell whether the program divides its micro-batches; walking the graph at each
-step costs CPU."""
+"""The first steps show whether the program divides its micro-batches; walking the graph at each
+step would cost CPU."""
 
 _MAX_IN_FLIGHT = 12
-"""Steps whose loss is still on its way from the GPU. `layout.MAX_LOSS_LAG` is what a record has
-room for."""
+"""Steps whose loss is still in transit from the GPU. A record has room for
+`layout.MAX_LOSS_LAG`."""
 
 _SLOTS = 512
-"""Scalars of pinned memory: micro-batches of all steps in flight."""
+"""Scalars of pinned memory: the micro-batches of all steps in flight."""
 
 
 class Slot(Protocol):
@@ -47,15 +47,15 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """What reading from a GPU needs of torch; a test hands in its own."""
+    """What we need from torch to read from a GPU; tests pass a fake."""
 
     def capturing(self) -> bool:
-        """A CUDA graph is being captured: a copy would become part of it, and a query would break
-        it."""
+        """Whether a CUDA graph is being captured: a copy would become part of it, a query would
+        break it."""
         ...
 
     def stream(self, device: Any) -> Any:
-        """The stream that the program works on now."""
+        """The program's current stream."""
         ...
 
     def slots(self, count: int) -> list[Slot]: ...
@@ -64,7 +64,7 @@ class Device(Protocol):
 
 
 class Cuda:
-    """`Device` by torch.cuda."""
+    """`Device` on top of torch.cuda."""
 
     def capturing(self) -> bool:
         import torch
@@ -95,7 +95,7 @@ class _Gathered:
     total: float = 0.0
     count: int = 0
     unread: int = 0
-    """Values that could not be read: the sum of the others would not be the loss."""
+    """Values that could not be read; without them the sum is not the loss."""
 
     slots: list[int] = field(default_factory=list)
     stream: Any = None
@@ -112,7 +112,7 @@ class _InFlight:
 
 
 class Losses:
-    """Losses of one step after another. Memory: 512 pinned floats, and 12 steps in flight."""
+    """Tracks the losses of successive steps. Memory: 512 pinned floats and 12 steps in flight."""
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = Cuda() if device is None else device
@@ -124,18 +124,17 @@ class Losses:
         self._judged = 0
         self._divided = False
         self.micro_batches: int | None = None
-        """Micro-batches of a step, where the program was seen to divide its loss by their
-        number."""
+        """Micro-batches per step, once the program was seen to divide its loss by that number."""
 
     def scaled(self, raw: Any, result: Any) -> None:
-        """A GradScaler made `result` of `raw`: backward is going to be called on `result`, the loss
-        is `raw`."""
+        """A GradScaler scaled `raw` to `result`: the program calls backward on `result`, but the
+        loss is `raw`."""
         if result is not raw and hasattr(raw, "grad_fn"):
             self._scaled = (weakref.ref(result), raw.detach(), raw.grad_fn)
 
     def note(self, tensor: Any, *, whole: bool = False) -> None:
-        """`backward` begins at `tensor`. `whole`: it is a share of the loss as the trainer itself
-        adds it up."""
+        """`backward` starts at `tensor`. `whole`: it is a share of the loss as the trainer sums
+        it."""
         graph = tensor.grad_fn
         if self._scaled is not None:
             result, raw, raw_graph = self._scaled
@@ -161,8 +160,8 @@ class Losses:
             gathered.unread += 1
 
     def _copy(self, value: Any, gathered: _Gathered) -> bool:
-        """Start the copy to the host. At once: a program may average its loss over the ranks in
-        place afterwards."""
+        """Start the copy to the host immediately: the program may average its loss over the ranks
+        in place later."""
         if self._device.capturing():
             return False
         if not self._slots:
@@ -170,7 +169,7 @@ class Losses:
             self._free = deque(range(_SLOTS))
         stream = self._device.stream(value.device)
         if not self._free or (gathered.stream is not None and stream != gathered.stream):
-            # One event stands for all copies of a step, so they must be of one stream.
+            # One event covers all copies of a step, so they must share a stream.
             return False
         slot = self._free.popleft()
         gathered.slots.append(slot)
@@ -179,16 +178,16 @@ class Losses:
         return True
 
     def drop(self) -> None:
-        """What was gathered belongs to no step: another optimizer's, or one that the GradScaler
-        skipped."""
+        """Discard the gathered losses: they belong to another optimizer, or to a step that the
+        GradScaler skipped."""
         self._free.extend(self._gathered.slots)
         self._gathered = _Gathered()
 
     def take(self, step: int) -> Loss | None:
-        """Step `step` ends. Its loss, or that of an earlier step which has arrived meanwhile; None
-        where none is known.
+        """End step `step`. Return its loss or that of an earlier step that has arrived since; None
+        if none has.
 
-        Of several that have arrived the latest, but one that is no finite number before all.
+        Of several arrivals the latest wins, but a non-finite loss takes precedence.
         """
         gathered, self._gathered = self._gathered, _Gathered()
         self._judge(gathered)
@@ -210,7 +209,7 @@ class Losses:
         self._in_flight.append(_InFlight(step, gathered.total, gathered.slots, event, summed))
 
     def _arrived(self, step: int) -> Loss | None:
-        """Queried, never waited for: `event.synchronize()` or `.item()` would hold the step up."""
+        """Query, never wait: `event.synchronize()` or `.item()` would stall the step."""
         if not self._in_flight or self._device.capturing():
             return None
         latest: Loss | None = None
@@ -223,7 +222,7 @@ class Losses:
         return latest
 
     def _judge(self, gathered: _Gathered) -> None:
-        """Whether the micro-batches of a step were each divided by their number."""
+        """Decide whether the program divided each micro-batch of a step by their number."""
         if self._judged >= _MAX_JUDGED_STEPS or not gathered.count or self._divided:
             return
         self._judged += 1
@@ -233,7 +232,7 @@ class Losses:
 
 
 def _local(tensor: Any) -> Any:
-    """The value on this rank; None for a DTensor of which this rank holds a part only."""
+    """The value on this rank; None for a DTensor of which this rank holds only a shard."""
     if not hasattr(tensor, "to_local"):
         return tensor
     if all(placement.is_replicate() for placement in tensor.placements):
@@ -242,16 +241,16 @@ def _local(tensor: Any) -> Any:
 
 
 def _divisor(graph: Any) -> float:
-    """By what whole number a loss was divided (`loss / 4`, `loss * 0.25`), 1 where it was not."""
+    """The whole number that a loss was divided by (`loss / 4`, `loss * 0.25`); 1 if it was not."""
     product = 1.0
-    # Frameworks divide more than once: accelerate does it again, by one, after the Trainer.
+    # Frameworks divide more than once: after the Trainer, accelerate divides again, by one.
     for _ in range(_MAX_DIVISIONS):
         if graph is None or graph.name() not in ("DivBackward0", "MulBackward0"):
             break
         value = _constant(getattr(graph, "_saved_other", None))
         if value and graph.name() == "MulBackward0":
             value = 1 / value
-        # Accumulation divides by a whole number of micro-batches; other quotients are part of the
+        # Accumulation divides by a whole number of micro-batches; any other divisor belongs to the
         # loss.
         if value is None or value < 1 or abs(value - round(value)) > 1e-6 * value:
             break

@@ -1,4 +1,4 @@
-"""What the lines of training programs look like: those of a profile, then the common ones."""
+"""Log line patterns of training programs: a profile's, then the common ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _COMMON = Path(__file__).with_name("patterns.toml")
 
 
 def patterns(profile: str | None, first: Iterable[str] = ()) -> Patterns:
-    """Those of `profile`, if there is one, and the common ones. `first`: patterns of steps that
-    come before both."""
+    """The patterns of `profile`, if given, then the common ones. `first`: step patterns that
+    precede both."""
     tables: list[Mapping[str, Iterable[str]]] = [{"step": tuple(first)}]
     if profile is not None:
         tables.append(profiles.load_profile(profile).patterns)

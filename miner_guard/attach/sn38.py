@@ -1,11 +1,11 @@
-"""Subnet 38's own miner, unmodified: its class is followed as it is defined, in all its historical
+"""Hooks subnet 38's unmodified miner: we wrap its class as it is defined, in all its historical
 shapes.
 
     base class      __init__ (the guard begins when the process group is there), run
     miner class     inner_optimizer_step, start_background_upload, upload_model, the phases below
     state_loader    load_state_from_peer
 
-Facts and dates in ops/sn38/README.md. What is not recognised is reported and left as it is.
+Facts and dates in ops/sn38/README.md. Unrecognised code is reported and left unhooked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UPLOADS = ("start_background_upload", "upload_state_in_background")
 
 
 class Subnet38:
-    """Follows one miner process."""
+    """Hooks one miner process."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
@@ -44,7 +44,7 @@ class Subnet38:
         self._by_optimizer = False
         self._miner: Callable[[], Any] = lambda: None
 
-    # what the imports bring
+    # on import
 
     def base(self, module: Any) -> None:
         """The module of the base class was imported."""
@@ -71,14 +71,14 @@ class Subnet38:
             self._replace(base, "run", lambda f: followed(f, self._loop_ended))
 
     def state_loader(self, module: Any) -> None:
-        """The module that loads states was imported; the others take the function from it by
+        """The module that loads states was imported; other modules import the function from it by
         name."""
         if callable(getattr(module, "load_state_from_peer", None)):
             loader = in_phase(self.adapter, module.load_state_from_peer, "load_state")
             module.load_state_from_peer = followed(loader, self._loaded)
 
     def subclass(self, cls: type) -> None:
-        """The miner's class was defined."""
+        """The miner's class has been defined."""
         own = vars(cls)
         if not any(hasattr(cls, name) for name in _STEPS):
             self.adapter.degraded(
@@ -118,7 +118,7 @@ class Subnet38:
             return
         setattr(cls, name, wrap(function))
 
-    # what happens then
+    # at run time
 
     def _initialised(self, miner: Any, error: BaseException | None) -> None:
         if error is None:
@@ -160,7 +160,8 @@ class Subnet38:
 
         @functools.wraps(function)
         def step(miner: Any, *args: Any, **kwargs: Any) -> Any:
-            # Before the call: the numbers of the miner's own log line; the call counts on.
+            # Read before the call, to match the miner's own log line; the call increments the
+            # counters.
             numbers = self.adapter.quiet(self._step_numbers, miner)
             result = inner(miner, *args, **kwargs)
             self._stepped(miner, numbers)
@@ -174,15 +175,15 @@ class Subnet38:
             self._stepped(miner, self.adapter.quiet(self._step_numbers, miner))
 
     def _stepped(self, miner: Any, numbers: dict[str, Any] | None) -> None:
-        # The step inside an AllReduce is none of training's.
+        # A step inside an AllReduce is not a training step.
         if numbers is not None and self.adapter.guard is not None and not paused(miner):
             self.uploads.steps += 1
             self.adapter.guard.step(**numbers)
-            # Before 2025-09 a miner that is in step loads its own state by another function.
+            # Before 2025-09 a miner in sync loads its own state through a different function.
             self._loaded(miner, None)
 
     def _step_numbers(self, miner: Any) -> dict[str, Any]:
-        """Outer and inner step, loss and learning rate as the miner has them now. Raises
+        """The miner's current outer and inner step, loss and learning rate. Raises
         AttributeError."""
         groups = getattr(getattr(miner, "inner_optimizer", None), "param_groups", None)
         return {
@@ -200,7 +201,7 @@ class Subnet38:
         if self._failure_said:
             return
         self._failure_said = True
-        # Not an incident: what rank 0 prints of it is one already, and this comes from every rank.
+        # Not an incident: rank 0's output already raises one, and every rank reaches this point.
         text = (
             f"training loop failed, the miner swallows it and will exit with code 0: {what[:500]}"
         )
@@ -215,7 +216,7 @@ class Subnet38:
 
 
 class WatchedEvent(threading.Event):
-    """The miner's `training_active`: anyone who waits for it is in the phase `pause`."""
+    """The miner's `training_active`: a thread that waits for it is in the phase `pause`."""
 
     def __init__(self, adapter: Adapter, replaced: threading.Event) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ _subnet = Subnet38(Adapter("sn38"))
 
 
 def imported(name: str, module: Any) -> None:
-    """Called by the sitecustomize after one of the watched modules was imported."""
+    """Called by the sitecustomize after it sees one of the watched modules imported."""
     if name.endswith(".state_loader"):
         _subnet.state_loader(module)
     else:

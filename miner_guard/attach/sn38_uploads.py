@@ -1,4 +1,4 @@
-"""Subnet 38's uploads: gated where they begin, and checked where they end."""
+"""Subnet 38's uploads: gated where they start, checked where they end."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from miner_guard.eventlog.redact import SECRET_NAME
 from uploads.decision import GateDecision
 
 _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
-"""Parameters of all signatures so far: (epoch, batch_size), (epoch, inner_step, batch_size),
+"""Parameters of all signatures to date: (epoch, batch_size), (epoch, inner_step, batch_size),
 (epoch, archive=False)."""
 
 _UNREAD = {"outer_step": -1, "inner_step": -1}
-"""What rank 0 blocks; of the other ranks only rank 0's answer matters."""
+"""Rank 0 blocks this candidate; on other ranks only rank 0's answer matters."""
 
 _REVISION = re.compile(r"\w+\.\d+\.\d+")
 
 
 class Sn38Uploads:
-    """What the miner publishes. The gate is asked on every rank; the worker's exit code is the
-    truth of an upload."""
+    """Handles the miner's uploads. Every rank asks the gate; the worker's exit code decides whether
+    an upload succeeded."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
@@ -40,8 +40,8 @@ class Sn38Uploads:
         self._keys_said = False
 
     def gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`start_background_upload`: nothing is gathered, and no error feedback is spent, for what
-        may not go out."""
+        """Wrap `start_background_upload`: a blocked upload gathers nothing and spends no error
+        feedback."""
         signature = inspect.signature(function)
         unknown = [
             name
@@ -72,7 +72,7 @@ class Sn38Uploads:
             self._adapter.degraded("an upload began before the guard did; it is not gated")
             return None
         self._asked += 1
-        # A rank that can't read what it would upload asks anyway: the others wait for it.
+        # A rank that cannot read its candidate still asks: the others wait for it.
         seen = self._adapter.quiet(self._candidate, signature, miner, args, kwargs) or _UNREAD
         return guard.may_upload(**seen, question=f"upload {self._asked}")
 
@@ -81,10 +81,10 @@ class Sn38Uploads:
     ) -> dict[str, Any]:
         given = signature.bind(miner, *args, **kwargs).arguments
         return self._documents(miner) | {
-            # The local counters, not `epoch`: rank 0 alone keeps the global one up to date.
+            # The local counters, not `epoch`: only rank 0 keeps the global one up to date.
             "outer_step": miner.local_progress.epoch,
-            # It is the loaded state's: whatever loads one sets it, and an AllReduce makes the next
-            # one of it.
+            # The loaded state's: loading a state sets it, and an AllReduce turns it into the next
+            # one.
             "base_outer_step": miner.local_progress.epoch,
             "inner_step": given["inner_step"] if "inner_step" in given else self.inner_step(miner),
             "kind": "archive" if given.get("archive") or paused(miner) else "gradient",
@@ -92,9 +92,9 @@ class Sn38Uploads:
         }
 
     def _documents(self, miner: Any) -> dict[str, Any]:
-        """What the miner is about to publish beside the gradient, as far as it is there already.
+        """What the miner is about to publish beside the gradient, as far as it exists already.
 
-        Only of a miner that writes them: older ones name neither blocks nor metadata.
+        Only for miners that write it: older ones have neither blocks nor metadata.
         """
         found: dict[str, Any] = {}
         blocks = getattr(getattr(getattr(miner, "model", None), "config", None), "block_list", None)
@@ -104,7 +104,7 @@ class Sn38Uploads:
         run, progress = getattr(package, "__run__", None), miner.local_progress
         inner = getattr(progress, "inner_step", None)
         if run is not None and inner is not None and hasattr(miner, "dht"):
-            # The peer's id itself may be a question to another process; validators take any.
+            # Reading the peer id may query another process; validators accept any.
             found["metadata"] = {
                 "run": run,
                 "outer_step": progress.epoch,
@@ -115,14 +115,14 @@ class Sn38Uploads:
         return found
 
     def inner_step(self, miner: Any) -> int:
-        """The miner's inner step; before 2025-02-08 it kept none, or none that is shared: steps are
-        counted here."""
+        """The miner's inner step; before 2025-02-08 the miner did not share one, so we count steps
+        here."""
         kept = getattr(miner.local_progress, "inner_step", None)
         return self.steps if kept is None else int(kept)
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`upload_model`, in the upload thread: asked once more, now that the gradient is there,
-        and recorded with what really became of it."""
+        """Wrap `upload_model`, in the upload thread: ask again now that the gradient exists, and
+        record the real outcome."""
         signature = inspect.signature(function)
 
         @functools.wraps(function)
@@ -131,11 +131,11 @@ class Sn38Uploads:
             if guard is None:
                 return function(miner, *args, **kwargs)
             given = self._adapter.quiet(_gradient, signature, miner, args, kwargs)
-            # Rank 0 alone publishes, and this calls no collective: the others need not know.
+            # Only rank 0 publishes, and this is not collective: the other ranks need not know.
             if given is not None and decision is not None and guard.rank == 0:
                 decision = guard.may_publish(decision, given)
                 if not decision.allowed:
-                    # What the miner's own code answers for an upload that it has cancelled.
+                    # The miner's own return value for a cancelled upload.
                     return False
             before = getattr(miner, "upload_process", None)
             with guard.upload(decision or self._ungated(miner)) as record:
@@ -167,8 +167,7 @@ class Sn38Uploads:
     def _look(self, miner: Any, before: Any, result: Any, record: Any) -> None:
         worker = getattr(miner, "upload_process", None)
         if worker is not None and worker is not before:
-            # The arguments hold the write keys: the revision is the only one that is ever looked
-            # at.
+            # The arguments hold the write keys: read only the revision.
             words = worker.args if isinstance(worker.args, (list, tuple)) else ()
             record.tag = next((str(w) for w in words if _REVISION.fullmatch(str(w))), None)
             self._warn_of_keys(words)
@@ -182,7 +181,7 @@ class Sn38Uploads:
 
 
 def _gradient(signature: inspect.Signature, miner: Any, args: Any, kwargs: Any) -> Any:
-    """The compressed gradient that `upload_model` is handed; None where it is handed none."""
+    """The compressed gradient passed to `upload_model`; None if it gets none."""
     return signature.bind(miner, *args, **kwargs).arguments.get("gradient_state")
 
 

@@ -1,7 +1,8 @@
-"""Runs at the start of every Python that the miner starts, so it does next to nothing.
+"""Runs at the start of every Python process that the miner starts, so it does almost nothing.
 
-It watches for the import of a few modules; what happens then is in `miner_guard.attach`. In what a
-rank starts (upload workers, dataloaders) it does nothing. An existing sitecustomize still runs.
+It watches for the import of a few modules and then calls into `miner_guard.attach`. In child
+processes of a rank (upload workers, dataloaders) it does nothing. An existing sitecustomize still
+runs.
 """
 
 import os
@@ -11,7 +12,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _say(what):
-    """The one line of a guard that can't even be imported; never raises."""
+    """Print the single line of a guard that could not be imported; never raises."""
     try:
         os.write(
             2, f"GUARD DEGRADED: {what}; training goes on without it\n".encode("utf-8", "replace")
@@ -21,7 +22,7 @@ def _say(what):
 
 
 class Watch:
-    """An import hook: calls `imported(name, module)` after one of `names` was imported."""
+    """Import hook: calls `imported(name, module)` after an import of one of `names`."""
 
     def __init__(self, names, imported):
         self.names = set(names)
@@ -59,7 +60,7 @@ class Watch:
 
 
 class Home:
-    """Finds the guard's own packages where the miner's Python does not have them."""
+    """Finds the guard's packages when the miner's Python does not have them."""
 
     packages = ("miner_guard", "uploads", "validators")
 
@@ -79,7 +80,7 @@ def _imported(name, module):
     try:
         home = os.environ.get("_MINER_GUARD_HOME")
         if home and not any(isinstance(finder, Home) for finder in sys.meta_path):
-            # Last: what the miner's own Python has under these names comes first.
+            # Last, so that the miner's own packages of these names take precedence.
             sys.meta_path.append(Home(home))
         import importlib
 
@@ -89,7 +90,7 @@ def _imported(name, module):
 
 
 def _chain():
-    """Run the sitecustomize that ours stands in front of."""
+    """Run the sitecustomize that ours shadows."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     ours = sys.modules.pop("sitecustomize", None)
     try:
@@ -102,7 +103,7 @@ def _chain():
             sys.modules.setdefault("sitecustomize", ours)
 
 
-# A rank that has replaced itself (os.execv) has the pid that attached, and is still a rank.
+# A rank that replaced itself (os.execv) keeps the pid that attached, and is still a rank.
 if os.environ.get("_MINER_GUARD_ATTACH") and os.environ.get("_MINER_GUARD_ATTACHED", "") in (
     "",
     str(os.getpid()),
