@@ -1,5 +1,5 @@
-"""Causes and fixes of what a curve shows: source 003's tables, with the numbers of this run filled
-in."""
+"""Causes and fixes of what a curve shows: source 003's tables, filled in with this run's
+numbers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Anomaly:
 
     at_step: int
     severity: str
-    """`info` is a remark, not an alarm; `warning` and `critical` are alarms."""
+    """`info` is a remark; `warning` and `critical` are alarms."""
 
     detail: str
-    """The evidence: the value seen, what it was judged against, over which window."""
+    """The evidence: the value seen, the limit it was judged against, and the window."""
 
     fixes: tuple[str, ...] = ()
     cause: str = ""
@@ -33,10 +33,9 @@ class Anomaly:
 def example_range(facts: TrainingFacts, step: int) -> tuple[int, int] | None:
     """First and last example of `step`, where the settings are known.
 
-    Source 003: start = batch · accumulation · step, end = start + batch · accumulation; with more
-    than one rank the step takes `world_size` times as many, and the range is that of all ranks
-    together. An effective batch size counts all ranks already (subnet 38 divides it by the world
-    size).
+    Source 003: start = batch · accumulation · step, end = start + batch · accumulation. With more
+    than one rank a step takes `world_size` times as many examples, and the range covers all ranks.
+    An effective batch size already counts all ranks (subnet 38 divides it by the world size).
     """
     size = facts.effective_batch_size
     if size is None and facts.batch_size is not None and facts.accumulation_steps is not None:
@@ -111,7 +110,7 @@ def for_plateau(lr: float | None) -> tuple[str, tuple[str, ...]]:
 
 
 def for_evaluation_nan() -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of an evaluation that yields no number while training does."""
+    """Cause and fixes of an evaluation that yields no number while training yields one."""
     return (
         "a batch of the evaluation, or its precision: the training loss of that step is a number",
         (
@@ -149,7 +148,7 @@ def for_leak() -> tuple[str, tuple[str, ...]]:
 
 
 def for_drop() -> tuple[str, tuple[str, ...]]:
-    """Cause and fixes of GPU memory that is suddenly gone."""
+    """Cause and fixes of a sudden drop in GPU memory."""
     return "the model left the GPU, a worker died, or the process restarted", (
         "check that the model is still on cuda and every rank is alive",
         "look for a restart in the log at that time",
@@ -157,7 +156,7 @@ def for_drop() -> tuple[str, tuple[str, ...]]:
 
 
 def for_slow(facts: TrainingFacts) -> tuple[str, ...]:
-    """Where to look when single steps are slow (source 004, problem 2)."""
+    """What to check when single steps are slow (source 004, problem 2)."""
     steps = ("check GPU use and clocks: nvidia-smi", "check data loading: slow storage or network")
     if facts.accumulation_steps is None:
         return steps

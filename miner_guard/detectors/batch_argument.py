@@ -1,6 +1,6 @@
-"""A larger batch by rewriting the one argument that the settings name. Pure.
+"""Raises the batch size by rewriting the one argument that the settings name. Pure.
 
-Source 002 relaunches an under-used GPU with a larger batch; three times at most, and never past a
+Source 002 relaunches an under-used GPU with a larger batch: three times at most, and never past a
 batch that ran out of memory.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 
 def value_of(command: Sequence[str], argument: str) -> int | None:
-    """The argument's whole-number value; None where it is not there or is none. The last one
-    counts, as parsers do."""
+    """The argument's whole-number value; None where it is absent or not a whole number. As in
+    parsers, the last occurrence counts."""
     place = _place(command, argument)
     if place is None:
         return None
@@ -25,8 +25,8 @@ def value_of(command: Sequence[str], argument: str) -> int | None:
 
 
 def rewritten(command: Sequence[str], argument: str, value: int) -> tuple[str, ...]:
-    """The command with the argument's last value replaced. Raises ValueError where it is not
-    there."""
+    """The command with the argument's last value replaced. Raises ValueError where the command
+    lacks the argument."""
     place = _place(command, argument)
     if place is None:
         raise ValueError(f"{argument} is not in the command")
@@ -47,7 +47,7 @@ def _place(command: Sequence[str], argument: str) -> int | None:
 
 @dataclass(frozen=True)
 class BatchChange:
-    """A new value and why."""
+    """A new value and the reason for it."""
 
     old: int
     new: int
@@ -64,11 +64,11 @@ class BatchPolicy:
         self._last_good: int | None = None
 
     def larger(self, current: int, factor: float, why: str) -> BatchChange | None:
-        """The next batch, None where the number of relaunches is used up or the next one is known
-        not to fit."""
+        """The next batch; None when all relaunches are used up or the next batch is known not to
+        fit."""
         new = max(int(current * factor), current + 1)
         if self._too_large is not None:
-            # Half-way to what did not fit, once there is such a thing; never as far.
+            # Once a batch has failed to fit, go half-way towards it at most.
             new = min(new, (current + self._too_large) // 2)
         if factor <= 1 or self._done >= self._most or new <= current:
             return None
@@ -77,8 +77,8 @@ class BatchPolicy:
         return BatchChange(current, new, f"{why} (relaunch {self._done} of {self._most})")
 
     def out_of_memory(self, current: int) -> BatchChange | None:
-        """It does not fit: never so large again. Back to the last batch that did, where this guard
-        had raised it."""
+        """The current batch does not fit: never try one so large again. Falls back to the last
+        batch that fitted, where this guard raised it."""
         self._too_large = current if self._too_large is None else min(self._too_large, current)
         self._done = self._most
         if self._last_good is None or self._last_good >= current:

@@ -1,4 +1,4 @@
-"""Which rank is late to a collective, by what torch's Flight Recorder holds on each rank. Pure."""
+"""Finds the rank that is late to a collective from each rank's torch Flight Recorder. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class Late:
 
 
 def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
-    """The ranks whose last collective has a smaller number than the others', in the group where the
-    gap is.
+    """The ranks whose last collective has a lower sequence number than the others', in the group
+    with the gap.
 
-    `traces` holds, by rank, entries with `collective_seq_id`, `process_group` and `profiling_name`,
-    oldest first. None where all ranks are level, or fewer than two say anything.
+    `traces` maps a rank to its entries with `collective_seq_id`, `process_group` and
+    `profiling_name`, oldest first. None where all ranks are level, or where fewer than two ranks
+    have entries.
     """
     last: dict[tuple[str, str], dict[int, tuple[int, str]]] = {}
     for rank, entries in traces.items():
@@ -28,7 +29,7 @@ def late(traces: Mapping[int, Sequence[Mapping[str, Any]]]) -> Late | None:
             if entry.get("is_p2p") or entry.get("collective_seq_id") is None:
                 continue
             name = str(entry.get("profiling_name"))
-            # `nccl:…` and `gloo:…` of one group count for themselves.
+            # `nccl:…` and `gloo:…` count separately within one group.
             group = (str(entry.get("process_group")), name.partition(":")[0])
             last.setdefault(group, {})[rank] = (int(entry["collective_seq_id"]), name)
     for numbers in last.values():

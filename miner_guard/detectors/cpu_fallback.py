@@ -1,7 +1,7 @@
 """Is a rank computing on the CPU though it should not? A verdict per rank, with its evidence.
 
-- certain: the model's compute device is the CPU, or the loss comes from the CPU and nobody saw
-  the model on a GPU, while hardly any GPU memory is allocated. (A loss on the CPU alone proves
+- certain: the model's compute device is the CPU, or the loss comes from the CPU and the model was
+  never seen on a GPU, while hardly any GPU memory is allocated. (A loss on the CPU alone proves
   nothing: a miner may copy it there to report it. Nor does a model on the CPU while the GPU's
   memory is full: it was moved since, or is offloaded.)
 - suspected: hardly any GPU memory is allocated, or NVML shows that no GPU is used, and steps are
@@ -9,7 +9,7 @@
   several times as long, and no phase explains it.
 - cleared: was suspected or certain before, and the evidence is gone.
 
-Where the CPU was asked for (`[gpu] expect = 0`) there is nothing to find.
+Reports nothing where the settings ask for the CPU (`[gpu] expect = 0`).
 """
 
 from __future__ import annotations
@@ -26,36 +26,33 @@ from miner_guard.detectors.window import SortedWindow
 CERTAIN, SUSPECTED, CLEARED = "certain", "suspected", "cleared"
 
 _LASTING = 5
-"""Steps in a row that evidence must last, for and against."""
+"""Consecutive steps that evidence must last before a verdict, either way."""
 
 _BASELINE = 5
-"""Steps that the later ones are compared with at the least; what is slower than twice their median
-is not taken in."""
+"""Minimum steps in the baseline; steps slower than twice their median stay out of it."""
 
 _FACTOR = 4.0
 _EACH_FACTOR = 2.0
-"""A CPU is 10-20 times slower than a GPU (source 004: 240 s for 15 s); a busy host makes one step
-in hundreds four times as long. The median of the lasting steps must be, and each of them twice: one
-quick step is no recovery."""
+"""A CPU is 10-20 times slower than a GPU (source 004: 240 s against 15 s), while a busy host makes
+one step in hundreds take four times as long. So the median of the lasting steps must reach the
+threshold and each of them must take twice as long: one quick step is not a recovery."""
 
 _MIN_EXCESS_S = 0.25
 _MIN_SLOWED_S = 5.0
-"""Steps of a fraction of a second are held up by anything: they must be slow for this long
-together."""
+"""Short steps are easily delayed: slow steps must add up to this long."""
 
 _KEPT = 64
-"""Slowed steps in a row that are remembered: as many of a fifth of a second make five seconds
-together."""
+"""Consecutive slow steps kept: 64 steps of 0.2 s add up to more than five seconds."""
 
 _EXPLAINING = 0.5
-"""Share of the excess that a phase of waiting must hold to explain a slow step."""
+"""A waiting phase must hold this share of the excess to explain a slow step."""
 
 _WAITING = ("data", "collective", "monitor")
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a step of one rank shows."""
+    """Evidence from one step of one rank."""
 
     seconds: float
     phases: Mapping[str, float]
@@ -65,14 +62,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class FallbackVerdict:
-    """What is thought of one rank, and why."""
+    """The verdict on one rank, with its reason."""
 
     verdict: str
     evidence: tuple[str, ...]
 
 
 class RankWatch:
-    """Streaming judge of one rank."""
+    """Judges one rank, step by step."""
 
     def __init__(self, gpu: GpuSettings, steps: StepSettings) -> None:
         self._gpu = gpu
@@ -82,16 +79,16 @@ class RankWatch:
         self._slowed: list[float] = []
         self._seen = 0
         self.model_device: str | None = None
-        """Compute device by the rank's own diagnosis."""
+        """Compute device that the rank's own diagnosis reported."""
 
         self.offloaded = False
         self.unused: str | None = None
-        """What NVML says where it shows that no GPU is used."""
+        """NVML's evidence that no GPU is used, in words."""
 
         self.verdict: FallbackVerdict | None = None
 
     def observe(self, seen: Observation) -> FallbackVerdict | None:
-        """Judge one step. A verdict where it is new or has changed."""
+        """Judge one step. Returns a verdict when it is new or has changed."""
         self._seen += 1
         self._recent.append(seen)
         if self._seen > 1:
@@ -100,7 +97,7 @@ class RankWatch:
         return self._changed()
 
     def diagnosed(self, model_device: str | None, offloaded: bool) -> None:
-        """What the rank said about itself."""
+        """Take the result of the rank's own diagnosis."""
         self.model_device = model_device
         self.offloaded = offloaded
 

@@ -1,5 +1,5 @@
-"""What the training's settings imply for a running miner: throughput and when the next upload and
-outer step come."""
+"""Throughput of a running miner, and the time to its next upload and outer step, from the
+training's settings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _FROM_ENTRY = (
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Settings of the training as the configuration or, better, the hook knows them; None where
-    nobody does."""
+    """Training settings from the configuration or, better, from the hook; None where unknown."""
 
     batch_size: int | None = None
     effective_batch_size: int | None = None
@@ -38,7 +37,7 @@ class TrainingFacts:
 
     @staticmethod
     def from_settings(miner: MinerSettings, gate: GateSettings) -> TrainingFacts:
-        """What guard.toml says."""
+        """The facts in guard.toml."""
         return TrainingFacts(
             batch_size=miner.batch_size,
             effective_batch_size=miner.effective_batch_size,
@@ -48,7 +47,7 @@ class TrainingFacts:
         )
 
     def with_entry(self, entry: TrainingEntry) -> TrainingFacts:
-        """The same with what the hook's `training` entry says."""
+        """These facts, updated with the hook's `training` entry."""
         known = {name: value for name in _FROM_ENTRY if _is_count(value := getattr(entry, name))}
         return replace(self, **known)
 
@@ -59,17 +58,19 @@ class TrainingFacts:
         return self.effective_batch_size / step_time_s
 
     def tokens_per_s(self, tokens: int | None, step_time_s: float | None) -> float | None:
-        """Tokens per second, from the step's own count, else from the settings."""
+        """Tokens per second, from the step's token count, else from the settings."""
         count = tokens if tokens is not None else self.tokens_per_step
         return count / step_time_s if count is not None and step_time_s else None
 
     def eta_upload_s(
         self, inner_step: int | None, step_time_s: float | None, since_s: float = 0.0
     ) -> float | None:
-        """Seconds to the next inner step at which the miner uploads and the gate lets it.
+        """Seconds to the next inner step at which the miner uploads and the gate's minimum is
+        reached.
 
-        Uploads come at multiples of `upload_steps` from the gate's minimum on. Where the cadence is
-        not known, only the way to the minimum is. `since_s` is the time since the last step ended.
+        Uploads come at multiples of `upload_steps`, from the gate's minimum on. Without a known
+        cadence this is the time to the minimum alone. `since_s` is the time since the last step
+        ended.
         """
         if inner_step is None or not step_time_s:
             return None
@@ -89,7 +90,7 @@ class TrainingFacts:
 
 
 def next_multiple(least: int, of: int) -> int:
-    """The smallest positive multiple of `of` that is not below `least`."""
+    """The smallest positive multiple of `of` that is at least `least`."""
     return max(-(-least // of), 1) * of
 
 

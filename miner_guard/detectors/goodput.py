@@ -1,9 +1,8 @@
-"""Goodput: where the wall time of a run went, by category (after ml-goodput-measurement's
-categories).
+"""Goodput: the wall time of a run by category (the categories follow ml-goodput-measurement).
 
-Each second belongs to exactly one category. Inside a step the phases say which; between the launch
-and the first step it is `init` (`restart` from the second launch on); a time without steps that a
-hang was found in is `hang`.
+Each second belongs to exactly one category. Inside a step, the phases decide. The time from the
+launch to the first step is `init` (`restart` from the second launch on); a stretch without steps in
+which a hang was found is `hang`.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class Goodput:
         self._finished = False
 
     def launched(self, now: float) -> None:
-        """The miner was started; what lies between the last step and now was lost to the
-        restart."""
+        """The miner was started; the time since the last step was lost to the restart."""
         if self._accounted is None:
             self._accounted = now
         else:
@@ -58,7 +56,7 @@ class Goodput:
             self._spend("init" if self._launches <= 1 else "restart", start)
             self._stepped = True
         if self._hung:
-            # What was called a hang ended by itself.
+            # The hang cleared without a restart.
             self._spend("hang", start)
             self._hung = False
         length = end - self._accounted
@@ -69,18 +67,18 @@ class Goodput:
         self._accounted = end
 
     def hang_found(self) -> None:
-        """The time since the last step is a hang's."""
+        """Count the time since the last step as a hang."""
         self._hung = True
 
     def exited(self, now: float, *, finished: bool) -> None:
-        """The miner ended. Where it had not finished, the time since its last step led nowhere."""
+        """The miner exited. Unless it had finished, the time since its last step is lost."""
         self._finished = finished
         if self._accounted is not None and not finished:
             self._spend("hang" if self._hung else "restart", now)
 
     def shares(self, now: float, phase: str = "") -> dict[str, float]:
-        """Share of wall time by category up to `now`; `phase` is what the rank is in. Empty before
-        the launch."""
+        """Share of wall time by category up to `now`; `phase` is the rank's current phase. Empty
+        before the launch."""
         if self._accounted is None:
             return {}
         totals = dict(self.seconds)
@@ -108,7 +106,7 @@ class Goodput:
 def split(
     length: float, phases: Mapping[str, float], nested_in_monitor_s: float
 ) -> dict[str, float]:
-    """Seconds of a step by category; what no phase claims is training. Phases that overlap are
+    """Seconds of a step by category; time outside all phases is training. Overlapping phases are
     scaled to fit."""
     parts = {name: phases[name] for name in _PHASES if phases.get(name, 0.0) > 0}
     evaluation = sum(phases.get(name, 0.0) for name in _EVALUATION)

@@ -1,5 +1,4 @@
-"""What a sample of NVML says about steps that are slow: clocks held down, little power drawn, or no
-use at all."""
+"""What an NVML sample shows about slow steps: throttled clocks, low power draw, or unused GPUs."""
 
 from __future__ import annotations
 
@@ -9,15 +8,15 @@ from typing import Any
 _ORDINARY = frozenset(
     {"idle", "applications clocks", "display clocks", "sync boost", "SW power cap"}
 )
-"""Reasons for a clock below its maximum that explain no slow step. A GPU under full load is often
-at its power cap."""
+"""Throttle reasons that do not explain a slow step: a fully loaded GPU often sits at its power
+cap."""
 
 _NO_USE = 0.05
 _GIB = 1024**3
 
 
 def rows(sample: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """The GPUs that answered; none where there is no sample, or NVML did not work."""
+    """The GPUs that answered; empty without a sample or with a failed NVML."""
     gpus = (sample or {}).get("gpus")
     if not isinstance(gpus, Sequence):
         return ()
@@ -25,7 +24,7 @@ def rows(sample: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
 
 
 def throttling(sample: Mapping[str, Any] | None) -> list[str]:
-    """Reasons for lowered clocks, with the number of GPUs that have them."""
+    """Throttle reasons, each with the number of GPUs it affects."""
     counts: dict[str, int] = {}
     for row in rows(sample):
         for reason in row.get("throttle") or ():
@@ -48,8 +47,8 @@ def power_share(sample: Mapping[str, Any] | None) -> float | None:
 
 
 def no_use(sample: Mapping[str, Any] | None, low_memory_gb: float) -> str | None:
-    """Words for GPUs of which none works and none holds a model; None where any does, or it is not
-    known."""
+    """Describes GPUs when all are idle and hold no model; None where any GPU works or holds one, or
+    where this is unknown."""
     seen = rows(sample)
     busiest, fullest = 0.0, 0.0
     for row in seen:

@@ -1,8 +1,7 @@
-"""Source 002: is the GPU's memory used as it should be for a model of this size, and does that
-change over time.
+"""Source 002: does the GPU's memory use suit a model of this size, and does it change over time?
 
-Pure. A reading is a share of the GPU's memory in per cent; the caller says when and at which step
-it was taken.
+Pure. A reading is a share of the GPU's memory in per cent; the caller supplies the time and step of
+each reading.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from miner_guard.detectors.model_sizes import LARGE, SMALL, UNKNOWN
 from miner_guard.eventlog.catalog import Finding, make_finding
 
 MIDDLE_PCT = 60.0
-"""Source 002's matrix splits 50-70 % here."""
+"""Source 002's matrix splits the 50-70 % range here."""
 
 STABLE_POINTS = 2.0
-"""Movements within so many points are called stable ("GPU stable at 75-76%")."""
+"""Movements within this many points count as stable ("GPU stable at 75-76%")."""
 
 HISTORY = 256
-"""Checks that are kept: at one every 150 s about ten hours."""
+"""Checks kept: about ten hours at one every 150 s."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Row:
     below: float
     sizes: tuple[str, ...]
     factor: float
-    """What to multiply the batch by: 2 severe, 1.5 optional, 1 leave it."""
+    """Multiplier for the batch: 2 severe, 1.5 optional, 1 unchanged."""
 
     verdict: str
     level: str = "info"
@@ -44,8 +43,7 @@ _ANY = (SMALL, LARGE, UNKNOWN)
 
 
 def matrix(settings: GpuSettings) -> tuple[Row, ...]:
-    """The decision matrix with the settings' limits. The upper end of the optimal range belongs to
-    it."""
+    """The decision matrix with the settings' limits. The optimal range includes its upper end."""
     severe, optimal, near = settings.severe_pct, settings.optimal_pct, settings.near_limit_pct
     past_near = near + 1e-9
     middle, end = MIDDLE_PCT, float("inf")
@@ -107,13 +105,13 @@ def matrix(settings: GpuSettings) -> tuple[Row, ...]:
 
 
 def decide(share_pct: float, size: str, settings: GpuSettings) -> Row:
-    """The row of the matrix for a share of the memory and a size of the model."""
+    """The row of the matrix for a memory share and a model size."""
     share = max(share_pct, 0.0)
     return next(r for r in matrix(settings) if r.at_least <= share < r.below and size in r.sizes)
 
 
 def described(size: str, name: str | None) -> str:
-    """`large model (EfficientNet-B4)`, as the document puts it."""
+    """`large model (EfficientNet-B4)`, as source 002 writes it."""
     if size == UNKNOWN:
         return "the model's size is not known: set gpu.model_name"
     return f"{size} model ({name})" if name else f"{size} model"
@@ -129,8 +127,8 @@ class MemoryReading:
     used_gb: float
     total_gb: float
     source: str
-    """`hook` (torch's allocated bytes), `printed` (a line of the miner), `nvml` (everybody's bytes
-    on that GPU)."""
+    """`hook` (torch's allocated bytes), `printed` (a line of the miner), `nvml` (bytes of all
+    processes on that GPU)."""
 
     @property
     def share_pct(self) -> float:
@@ -138,7 +136,7 @@ class MemoryReading:
 
 
 class GpuUse:
-    """The history of one launch: judged at each check, a sudden drop told from a gradual
+    """The history of one launch: judges each check, and tells a sudden drop from a gradual
     decline."""
 
     def __init__(self, settings: GpuSettings) -> None:
@@ -153,7 +151,7 @@ class GpuUse:
         step: int | None,
         seconds: float,
     ) -> Iterator[Finding]:
-        """One check. `seconds` since the launch; without a reading that is a finding of its own."""
+        """One check, `seconds` after the launch. A check without a reading is a finding too."""
         if not readings:
             yield make_finding(
                 "gpu_usage",
@@ -171,7 +169,7 @@ class GpuUse:
             return
         for reading in readings:
             yield from self._dropped(reading, step)
-        # The least used GPU is the one that says something: with FSDP all should be alike.
+        # Judge the least used GPU: under FSDP all GPUs should be alike.
         least = min(readings, key=lambda r: r.share_pct)
         row = decide(least.share_pct, size, self._settings)
         words = row.verdict.format(
@@ -204,12 +202,12 @@ class GpuUse:
                 gpu=reading.gpu,
                 detail="a sudden drop: did the code free a model or change the batch size?",
             )
-            # What comes after the drop is a history of its own: its decline is not the drop again.
+            # Start a new history after the drop, so that the drop does not count as a decline too.
             history.clear()
         history.append(reading.share_pct)
 
     def trend(self, gpu: str) -> str:
-        """The history of one GPU in words; empty while it is too short to say anything."""
+        """The history of one GPU in words; empty while it is too short to judge."""
         history = self._history.get(gpu, deque())
         if len(history) < 3:
             return ""
@@ -237,7 +235,7 @@ _EPOCH_NUMBER = re.compile(r"\b(?:Epoch|Inner Step:|Step) ?(\d+)")
 
 @dataclass(frozen=True)
 class Printed:
-    """What a line of the miner says of GPU memory; null where it does not."""
+    """GPU memory figures in a line of the miner; null where the line lacks one."""
 
     used_gb: float | None = None
     total_gb: float | None = None
@@ -246,7 +244,7 @@ class Printed:
 
 
 def parse(line: str) -> Printed | None:
-    """A line in source 002's or 004's format, None for any other."""
+    """A line in source 002's or 004's format; None for any other."""
     number = _EPOCH_NUMBER.search(line)
     step = int(number.group(1)) if number else None
     if match := _USED.search(line):

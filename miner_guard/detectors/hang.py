@@ -1,11 +1,11 @@
-"""When no progress is a hang, and which rank holds the others up. Pure: times are handed in,
-monotonic seconds.
+"""Decides when missing progress is a hang, and which rank holds the others up. Pure: the caller
+passes times in monotonic seconds.
 
-A step is progress, nothing else is: a data phase that is entered again and again is not. The limit
-is max(`min_s`, `factor` x the longest recent step), as NVRx calculates its timeouts; phases that
-declare a longer allowance (AllReduce, upload, load, evaluation, checkpoint) have that one instead,
-and while one rank is within such an allowance the others may wait for it. Before any rank has
-reported, output and CPU time are progress.
+Only a finished step is progress; re-entering a data phase is not. The limit is max(`min_s`,
+`factor` x the longest recent step), as NVRx calculates its timeouts. Phases that declare a longer
+allowance (AllReduce, upload, load, evaluation, checkpoint) use that instead, and while one rank is
+within such an allowance the others may wait for it. Before any rank has reported, output and CPU
+time count as progress.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from miner_guard.flight_recorder.records import Now
 
 _RECENT_STEPS = 64
 _UNOBSERVED_S = 15.0
-"""Two looks, about a second apart, lie so far from each other: this process or machine was
-suspended."""
+"""A gap this long between two checks, normally about a second apart, means that this process or the
+machine was suspended."""
 
 _SAME_TIME_S = 0.01
 
 _IDLE_CPU_SHARE = 0.05
-"""Of one core. A launcher that polls its workers uses about 1 %; whatever loads, compiles or
-tokenizes uses more."""
+"""Share of one core. A launcher that polls its workers uses about 1 %; a process that loads,
+compiles or tokenizes uses more."""
 
 _COLLECTIVE = ("collective", "allreduce")
 _ORDER = {
@@ -39,12 +39,13 @@ _ORDER = {
     "optimizer": 3,
     **dict.fromkeys(_COLLECTIVE, 9),
 }
-"""How far a rank is within its step; a phase not named here (upload, validation) comes before the
+"""Order of the phases within a step; a phase missing here (upload, validation) comes before the
 collectives."""
 
 _UNTIMED = ("has not called init()", "is gone")
 _MAX_NAMED = 4
-"""Ranks that are described one by one; of more, those at one place together, by the longest."""
+"""Up to this many ranks are described one by one; more are grouped by place, with the longest
+wait."""
 
 _OTHER_PHASE = 4
 
@@ -60,18 +61,18 @@ class Hang:
     idle_s: float
     limit_s: float
     lasting: bool = False
-    """Steps that follow do not end it."""
+    """Later steps do not end this hang."""
 
     finished: bool = False
-    """Every rank had said that its training is finished: only its end hangs."""
+    """Every rank had finished its training: only the exit hangs."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """What the kernel says of the ranks' processes."""
+    """The kernel's view of the ranks' processes."""
 
     gone: Collection[int] = ()
-    """Ranks whose process does not exist any more."""
+    """Ranks whose process no longer exists."""
 
     stopped: Collection[int] = ()
     """Ranks whose process is in state T: SIGSTOP, or a debugger."""
@@ -102,27 +103,27 @@ class HangDetector:
         self._reported = False
 
     def launched(self, now: float) -> None:
-        """A new launch: nothing has progressed yet. What was learned of step times stays."""
+        """A new launch: nothing has progressed yet. Learned step times are kept."""
         self._reset(now)
 
     def stepped(
         self, end: float, seconds: float, phases: Mapping[str, float] | None = None
     ) -> None:
-        """A rank finished a step of `seconds`, of which `phases` took theirs.
+        """A rank finished a step of `seconds`; `phases` are the seconds of its phases.
 
-        A phase with an allowance of its own says nothing of how long a step takes: with an
-        AllReduce of ten minutes in it, a hang in the steps after would be noticed in fifty.
+        A phase with a separate allowance does not count towards the usual step time: with a
+        ten-minute AllReduce in it, a later hang would be noticed only after fifty minutes.
         """
         allowed = sum(spent for name, spent in (phases or {}).items() if name in self._allowances)
         self._durations.append(max(0.0, seconds - allowed))
         self._progress = max(self._progress, end)
         self._stepped = True
-        # A second stall is reported like the first.
+        # Report a second stall like the first.
         self._reported = False
 
     def printed(self, now: float) -> None:
-        """The miner printed something: before its first step, and where nothing else is known of
-        it, progress."""
+        """The miner printed something: progress before its first step, where no other progress is
+        known."""
         if not self._stepped:
             self._progress = max(self._progress, now)
 
@@ -135,12 +136,12 @@ class HangDetector:
 
     @property
     def has_stepped(self) -> bool:
-        """A step was seen since the launch."""
+        """A step has finished since the launch."""
         return self._stepped
 
     @property
     def limit_s(self) -> float:
-        """Seconds without a step that are allowed now, outside phases with their own allowance."""
+        """Seconds allowed without a step now, outside phases with a separate allowance."""
         if not self._stepped:
             return max(self._settings.first_step_s, self._settings.min_s)
         return max(self._settings.min_s, self._settings.factor * max(self._durations, default=0.0))
@@ -152,7 +153,7 @@ class HangDetector:
     def look(
         self, now: float, ranks: Mapping[int, Now], processes: Processes = NOTHING_KNOWN
     ) -> Hang | None:
-        """Judge the ranks as they are; a hang is answered once, until there is progress again."""
+        """Judge the ranks as they are; reports a hang once until the next progress."""
         self._forgive_suspension(now)
         if self._reported:
             return None
@@ -191,8 +192,8 @@ class HangDetector:
         return Hang(culprits, describe(now, ranks, culprits, processes), self.idle_s(now), limit_s)
 
     def late(self, now: float, ranks: Mapping[int, Now], allowed_s: float) -> Hang:
-        """Ranks that waited for the others' answer waited longer than allowed: uploads are blocked
-        from then on."""
+        """Ranks have waited longer than allowed for the others' answer: uploads are blocked from
+        now on."""
         waiting = [rank.phase_since for rank in ranks.values() if rank.phase == "collective"]
         culprits = (
             tuple(n for n, rank in sorted(ranks.items()) if rank.phase != "collective")
@@ -213,7 +214,7 @@ class HangDetector:
         self._observed_at = now
 
     def _before_init(self, now: float) -> Hang | None:
-        """No rank has reported. Without a reading of its CPU time a silent miner may be busy."""
+        """No rank has reported. Without a CPU reading, a silent miner may be busy."""
         if self._cpu is None or self.idle_s(now) <= self.limit_s:
             return None
         self._reported = True
@@ -240,8 +241,8 @@ class HangDetector:
         return self._in_granted_phase(number, rank) and now <= self._granted[number]
 
     def _in_granted_phase(self, number: int, rank: Now) -> bool:
-        """Whether it is in its last long phase, or in one nested there: that is shown with what is
-        left of its time."""
+        """Whether the rank is in its last long phase or in one nested there; such a phase shows its
+        remaining time."""
         allowance, until = self._allowance_s(rank), self._granted.get(number)
         if allowance is None or until is None:
             return False
@@ -251,8 +252,8 @@ class HangDetector:
         return self._allowances.get(rank.phase) if rank.allowance_s is None else rank.allowance_s
 
     def _end_of_long_phase(self, now: float, ranks: Mapping[int, Now]) -> None:
-        """After a long phase that ended well the usual limit counts from its end; one that did not
-        end is over."""
+        """After a long phase that ended, the usual limit counts from its end; a phase that did not
+        end within its allowance no longer extends the limit."""
         ended = [
             n
             for n in self._busy_until_now
@@ -272,10 +273,10 @@ class HangDetector:
 def name_culprits(
     ranks: Mapping[int, Now], processes: Processes = NOTHING_KNOWN
 ) -> tuple[int, ...]:
-    """The ranks that hold the others up: gone, stopped or absent ones, else behind in steps, else
-    within the step.
+    """The ranks that hold the others up: missing, stopped or absent ones first, then those behind
+    in steps, then those behind within the step.
 
-    Empty where all are at the same place.
+    Empty where all ranks are at the same place.
     """
     for condition in (processes.gone, processes.stopped, processes.absent):
         if condition:
@@ -337,7 +338,7 @@ def _culprit(now: float, number: int, rank: Now | None, processes: Processes) ->
 
 
 def _place_of(number: int, rank: Now | None, processes: Processes) -> tuple[str, str]:
-    """Where a rank is, and what is wrong with its process."""
+    """A rank's place, and any problem with its process."""
     if rank is None:
         return _UNTIMED[0], ""
     if number in processes.gone:

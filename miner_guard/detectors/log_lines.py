@@ -1,8 +1,8 @@
-"""Steps and pushes out of log lines, for a miner that can't be hooked. Pure: arrival times are
-handed in.
+"""Steps and pushes parsed from log lines, for a miner without the hook. Pure: the caller passes
+arrival times.
 
-A line says that a step has ended (or, with micro-batches, how far it is); how long it took is what
-the line says itself, else the time since the line before, shared by the steps between them.
+A line reports that a step ended (or, with micro-batches, its progress). Its duration is the one in
+the line, else the time since the previous line, shared by the steps between them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from dataclasses import dataclass, replace
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _EVALUATION = re.compile(r"\b(?:eval\w*|val|valid\w*|test)[\s:|\])-]*$", re.IGNORECASE)
-"""What stands before a step's line where its loss is not the training's (torchtitan's `validate
-step: 10  loss: …`)."""
+"""Precedes a step's line whose loss is an evaluation's (torchtitan's `validate step: 10 loss:
+…`)."""
 
 _MAX_LINE_LENGTH = 2000
 _REMEMBERED = 16
-"""Steps that a repeated line (another rank, a second handler) is recognised by."""
+"""Steps remembered to recognise a repeated line (another rank, a second handler)."""
 
 
 @dataclass(frozen=True)
 class Patterns:
-    """Compiled patterns, in the order in which they are tried. The groups are explained in
-    attach/patterns.toml."""
+    """Compiled patterns, in the order of trial. attach/patterns.toml explains the groups."""
 
     step: tuple[re.Pattern[str], ...]
     push: tuple[re.Pattern[str], ...] = ()
@@ -34,7 +33,8 @@ class Patterns:
 
     @classmethod
     def of(cls, *tables: Mapping[str, Iterable[str]]) -> Patterns:
-        """From tables of texts, the first one's first. Raises re.error for what is no pattern."""
+        """Compile tables of texts; the first table takes precedence. Raises re.error for an invalid
+        pattern."""
         kinds = {
             kind: tuple(re.compile(p) for t in tables for p in t.get(kind, ()))
             for kind in cls.__match_args__
@@ -44,7 +44,7 @@ class Patterns:
 
 @dataclass(frozen=True)
 class StepLine:
-    """What one line says of a step. None where it says nothing of it."""
+    """The step that one line reports. Fields the line lacks are None."""
 
     outer: int | None
     inner: int
@@ -54,12 +54,12 @@ class StepLine:
     seconds: float | None
     gpu_gb: float | None
     partial: bool
-    """It tells of micro-batches; the step ends when the next one begins."""
+    """The line reports micro-batches; the step ends when the next one begins."""
 
 
 @dataclass(frozen=True)
 class PushLine:
-    """The miner says that it has pushed, or that it could not."""
+    """The miner reports a push, or a failed one."""
 
     tag: str | None
     error: str | None
@@ -67,7 +67,7 @@ class PushLine:
 
 @dataclass(frozen=True)
 class AllReduceLine:
-    """The miner says that it leaves training for an AllReduce; its next step ends that."""
+    """The miner leaves training for an AllReduce, which its next step ends."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class LoggedStep:
 
 
 def read(line: str, patterns: Patterns) -> StepLine | PushLine | AllReduceLine | None:
-    """What a line says, None where it is about something else or another rank."""
+    """The parsed line; None for another subject or another rank."""
     text = _ANSI.sub("", line[:_MAX_LINE_LENGTH])
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
@@ -91,7 +91,7 @@ def read(line: str, patterns: Patterns) -> StepLine | PushLine | AllReduceLine |
 
 
 def read_push(line: str, patterns: Patterns) -> PushLine | None:
-    """What a line says of a push, None where it is about something else."""
+    """The push that a line reports; None for any other line."""
     text = _ANSI.sub("", line[:_MAX_LINE_LENGTH])
     for pattern in patterns.push:
         if (match := pattern.search(text)) is not None:
@@ -134,10 +134,10 @@ def _number(text: str | None) -> float | None:
 
 
 class LogSteps:
-    """Steps out of the lines of one launch. O(1) memory."""
+    """Assembles steps from the lines of one launch. O(1) memory."""
 
     def __init__(self, started: float) -> None:
-        """`started`: when the miner was launched, monotonic."""
+        """`started`: launch time of the miner, monotonic seconds."""
         self._since = started
         self._pending: StepLine | None = None
         self._seen: deque[tuple[int | None, int]] = deque(maxlen=_REMEMBERED)

@@ -1,4 +1,4 @@
-"""The loss as it comes: NaN, spikes, divergence, plateau and convergence, overfitting.
+"""Judges the loss as it arrives: NaN, spikes, divergence, plateau and convergence, overfitting.
 
 Streaming, in bounded memory. Constants from measurements on simulated and real curves: window 64,
 warm-up 32, x − median > max(6 · 1.4826 · MAD, 0.10 · |median|). A warning also needs half as much
@@ -27,15 +27,16 @@ _LOCAL = 8
 _LOCAL_LEAST = 8
 _LOCAL_FACTOR = 8.0
 _LOCAL_EXCESS = 0.25
-"""The local rule, for a loss that still falls fast, where the spread of 64 values is mostly
-descent: beyond the median of the last 8 by 25 % and by 8 sigma of the noise from step to step, its
-drift taken out."""
+"""The local rule, for a loss that still falls fast and whose spread over 64 values is mostly
+descent: above the median of the last 8 by 25 % and by 8 sigma of the step-to-step noise, with drift
+removed."""
 
 _STRONG_RATIO = 1.5
-"""A single value at this multiple of its level needs no second one to confirm it."""
+"""A value at this multiple of its level needs no second one to confirm it."""
 
 _CONFIRMED_RATIO = 1.2
-"""Two in a row must lie this far above: a warm restart of the learning rate costs 5 to 15 %."""
+"""Two consecutive values must lie this far above: a warm restart of the learning rate costs 5 to 15
+%."""
 
 _TAIL = 2.0
 _FORGET = 0.998
@@ -43,12 +44,12 @@ _FORGET = 0.998
 half-life of 350 values: noise with heavy tails jumps both ways, a spike goes up only."""
 
 _SEEN_BEFORE = 1.5
-"""A jump must be this multiple of an earlier one that came back: epochs repeat theirs."""
+"""A jump must be this multiple of an earlier one that recovered: epochs repeat their jumps."""
 
 _EXPLOSION_STEPS = 5
 _BLOCKS = 32
 _MIN_DELTA = 0.01
-"""Relative improvement of the smoothed best below which nothing has improved."""
+"""Relative gain of the smoothed best below which the loss counts as not improved."""
 
 _LEARNED = 0.10
 """A loss that has fallen by this share of its first level has learned: a later plateau is
@@ -56,7 +57,7 @@ convergence."""
 
 
 class LossWatch:
-    """Streaming judge of one loss curve. Silent about what healthy training does."""
+    """Judges one loss curve, step by step. Silent on healthy training."""
 
     def __init__(self, settings: LossSettings) -> None:
         self._settings = settings
@@ -64,7 +65,7 @@ class LossWatch:
         self._local = SortedWindow(_LOCAL)
         self._changes = SortedWindow(settings.window)
         self._two: deque[float] = deque(maxlen=2)
-        """The last two values that were no outliers."""
+        """The last two values that were not outliers."""
 
         self._spikes_in_row = 0
         self._high_in_row = 0
@@ -78,7 +79,7 @@ class LossWatch:
     def observe(
         self, step: int, loss: float, facts: TrainingFacts, lr: float | None = None
     ) -> Iterator[Anomaly]:
-        """Judge the loss of one step. A value that is not finite is kept out of every window."""
+        """Judge the loss of one step. Non-finite values stay out of every window."""
         if not math.isfinite(loss):
             if not self._not_finite:
                 self._not_finite = True
@@ -110,7 +111,7 @@ class LossWatch:
             self._high_in_row + 1 if loss > self._settings.explosion_ratio * abs(median) else 0
         )
         if self._spikes_in_row >= window.size // 2:
-            # What has lasted half a window is the new level.
+            # A run of outliers half a window long is the new level.
             self._admit(loss)
         rise = _rise(loss, median)
         self._top = max(self._top, rise)
@@ -151,7 +152,7 @@ class LossWatch:
         return min(_rise(earlier, low), _rise(loss, low))
 
     def _limit(self) -> float | None:
-        """What the next loss may be at most; None while too little is known."""
+        """The highest acceptable next loss; None while too little is known."""
         if len(self._local) < _LOCAL_LEAST:
             return None
         level = self._local.median
@@ -199,11 +200,11 @@ class Divergence:
         """Since the last finding."""
 
     def reported(self) -> None:
-        """The present climb has been reported in another way."""
+        """The current climb was already reported by another rule."""
         self._said = True
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
-        """Take one loss; an anomaly once per climb."""
+        """Take one loss; reports an anomaly once per climb."""
         self._block.append(loss)
         if len(self._block) < self._size:
             return
@@ -251,8 +252,8 @@ class Divergence:
 
 
 class Plateau:
-    """No lower level for `plateau_steps`: convergence where it had learned, else a model that does
-    not learn."""
+    """No new low for `plateau_steps`: convergence where the loss had learned, else a model that
+    does not learn."""
 
     def __init__(self, settings: LossSettings) -> None:
         self._steps = settings.plateau_steps
@@ -266,7 +267,7 @@ class Plateau:
         self._said = False
 
     def observe(self, step: int, loss: float, lr: float | None) -> Iterator[Anomaly]:
-        """Take one loss; a remark once per plateau."""
+        """Take one loss; reports once per plateau."""
         self._sum += loss
         self._count += 1
         self._since_best += 1
@@ -344,8 +345,8 @@ class OverfitWatch:
         self._not_finite = False
 
     def observe(self, step: int, eval_loss: float, train_loss: float) -> Anomaly | None:
-        """Take one evaluation with the training loss of that time. One that is not finite is
-        reported, then left out."""
+        """Take one evaluation and the training loss at that time. A non-finite one is reported,
+        then left out."""
         before, self._not_finite = self._not_finite, not math.isfinite(eval_loss)
         if self._not_finite or not math.isfinite(train_loss):
             return (
@@ -429,13 +430,13 @@ def evaluation_not_finite(step: int, eval_loss: float, train_loss: float) -> Ano
 
 
 def hides_nan(loss: float, grad_norm: float | None) -> bool:
-    """Whether a loss of exactly 0 stands for NaN: HF Trainer shows it so, beside a gradient norm
-    that is not one."""
+    """Whether a loss of exactly 0 hides a NaN: HF Trainer prints 0 beside a non-finite gradient
+    norm."""
     return loss == 0.0 and grad_norm is not None and not math.isfinite(grad_norm)
 
 
 def hidden_nan(step: int, grad_norm: float, facts: TrainingFacts, lr: float | None) -> Anomaly:
-    """The finding for a loss of 0.0 with a gradient norm that is not finite."""
+    """The finding for a loss of 0.0 with a non-finite gradient norm."""
     anomaly = not_finite(step, 0.0, facts, lr)
     detail = (
         f"loss is 0.0 at step {step} with a gradient norm of {grad_norm}, which stands for "

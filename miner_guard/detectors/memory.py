@@ -1,9 +1,8 @@
-"""GPU memory over the steps: a leak that only grows, a sudden drop. Fed with *allocated* bytes at
-one fixed point.
+"""GPU memory over the steps: leaks and sudden drops. Takes *allocated* bytes at one fixed point.
 
 Reserved memory grows legitimately. One legitimate allocation of a GiB fools regressions and bands,
-so the leak rule looks at the minima of 8 blocks of 50 steps: at least 6 of the 7 steps from block
-to block rise, by more than 0.5 % in all and more than an absolute floor.
+so the leak rule compares the minima of 8 blocks of 50 steps: at least 6 of the 7 block-to-block
+changes rise, by more than 0.5 % in all and more than an absolute floor.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _DROP_STEPS = 3
 
 
 class MemoryWatch:
-    """Streaming judge of one rank's allocated GPU memory, in GiB."""
+    """Judges one rank's allocated GPU memory, in GiB."""
 
     def __init__(self, settings: LossSettings) -> None:
         self._floor_gb = settings.leak_floor_gb

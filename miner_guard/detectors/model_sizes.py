@@ -1,5 +1,4 @@
-"""Small or large: by source 002's names first, by parameter count for names that it does not
-know."""
+"""Classifies a model as small or large: by source 002's names, else by parameter count."""
 
 from __future__ import annotations
 
@@ -21,13 +20,12 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (r"bert|gpt", LARGE),
     (r"densenet161", LARGE),
 )
-"""Patterns over a name without case and punctuation. Source 002's lists; what stands in neither
-(ResNet-50, EfficientNet-B3, Llama) is decided by its size."""
+"""Patterns over a lower-case name without punctuation. Source 002's lists; parameter count decides
+for names in neither list (ResNet-50, EfficientNet-B3, Llama)."""
 
 
 def size_of(name: str | None, params: int | None, large_from: int) -> str:
-    """`small`, `large`, or `unknown` where neither the name nor the number of parameters says
-    it."""
+    """`small`, `large`, or `unknown` where neither name nor parameter count decides."""
     plain = re.sub(r"[^a-z0-9]", "", (name or "").rpartition("/")[2].lower())
     for pattern, size in _NAMES:
         if plain and re.search(pattern, plain):

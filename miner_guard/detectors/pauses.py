@@ -1,8 +1,8 @@
-"""Pauses that a program makes by itself without naming them (an evaluation, a checkpoint, the end
-of an epoch), told from steps that become slow. Pure; counted in steps.
+"""Tells regular pauses without a named phase (evaluation, checkpoint, end of an epoch) from steps
+that become slow. Pure; counts in steps.
 
-One slow step is no trouble that a person can act on: it is over. Three of them within 20 steps are,
-unless they come with a period: then the program pauses on purpose.
+One slow step is already over and needs no action. Three within 20 steps do, unless they are
+periodic: then the program pauses on purpose.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ Kind = Literal["isolated", "periodic", "recurring"]
 
 _WITHIN_STEPS = 20
 _RECURRING = 3
-"""Slow steps within 20 that are a trouble."""
+"""Slow steps within 20 that count as a problem."""
 
 _MIN_PERIOD = 10
-"""Steps; what is slow more often than that is how fast the program is."""
+"""Steps. Slowness more frequent than this is simply the program's speed."""
 
 _TOLERANCE = 0.02
-"""Of the period: a checkpoint every ten minutes comes after a varying number of steps."""
+"""Share of the period: a checkpoint every ten minutes comes after a varying number of steps."""
 
 _MAX_MISSED = 4
-"""Periods after which a pause that did not come is still expected."""
+"""A pause is still expected after missing this many periods."""
 
 _MAX_REMEMBERED = 16
 _MAX_PERIODS = 8
 _SIMILAR = 3.0
-"""Pauses of one kind are at most this many times as long as each other."""
+"""Largest ratio between the lengths of two pauses of one kind."""
 
 
 class PauseWatch:
-    """Streaming; O(1) memory."""
+    """Classifies slow steps one at a time. O(1) memory."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_MAX_REMEMBERED)
@@ -59,7 +59,7 @@ class PauseWatch:
         return False
 
     def _learned(self, step: int, seconds: float) -> bool:
-        """The third pause at equal distances makes a period."""
+        """A third pause at equal distance establishes a period."""
         alike = {earlier for earlier, length in self._seen if _similar(seconds, length)}
         for earlier in sorted(alike, reverse=True):
             gap = step - earlier

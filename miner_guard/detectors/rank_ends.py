@@ -1,4 +1,4 @@
-"""Which rank left the others behind, and how it ended by what it wrote last. Pure."""
+"""Which rank left the others behind, and how it ended, from its last record. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from miner_guard.eventlog.formatters import rank_list
 from miner_guard.flight_recorder.records import Now
 
 _WELL = ("ended", "closed", "finished")
-"""States of a rank that reached the end of its program, whether that was planned or not."""
+"""States of a rank that reached the end of its program, planned or not."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Left:
 
 
 def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> Left | None:
-    """While the launch lasts: `gone` ranks have no process, the rest have; None where none is
-    missed."""
+    """During the launch: `gone` ranks have no process, the rest have one. None where no rank is
+    missing."""
     staying = [rank for rank in ranks if rank not in gone]
     lost = tuple(sorted(rank for rank in gone if rank in ranks))
     if not lost or not staying:
@@ -31,9 +31,10 @@ def left_behind(ranks: Mapping[int, Now], gone: Collection[int]) -> Left | None:
 
 
 def ended_early(ranks: Mapping[int, Now]) -> Left | None:
-    """After the launch: ranks that ended well before the others failed; None where none did.
+    """After the launch: ranks that ended well before the others failed; None where there are none.
 
-    A rank that raised first is the cause itself. What the launcher killed has no time of its end.
+    A rank that raised first is itself the cause. A rank that the launcher killed records no end
+    time.
     """
     failures = [now.heartbeat for now in ranks.values() if now.state == "failed"]
     before = min(failures, default=float("inf"))

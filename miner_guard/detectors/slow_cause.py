@@ -1,8 +1,8 @@
-"""Why are steps slow though the model is on the GPU? The explanations of source 004, problem 2,
-told apart.
+"""Why steps are slow though the model is on the GPU: tells the explanations of source 004, problem
+2, apart.
 
 In this order: throttled clocks, starved by data, waiting in collectives, accumulation too high for
-the step time (with the arithmetic). None where nothing measured speaks for any of them.
+the step time (with the arithmetic). None where no measurement supports any of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from miner_guard.config import StepSettings
 from miner_guard.detectors.eta import TrainingFacts
 
 _DOMINATES = 0.4
-"""Share of the step from which a waiting phase is called its cause."""
+"""Share of the step from which a waiting phase counts as the cause."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a rank stands: the innermost frame of its own program in a dump of stacks. Pure."""
+"""Locates a rank: the innermost frame of the miner's own program in a stack dump. Pure."""
 
 from __future__ import annotations
 
@@ -43,16 +43,15 @@ _LIBRARIES = frozenset(
         "httpcore",
     }
 )
-"""py-spy shortens file names to the package's: what the path no longer shows, its first part
-does."""
+"""py-spy shortens file names to the package's; the first component then identifies the library."""
 
 
 def innermost_user_frame(dump: str) -> str | None:
-    """`loops.py:14`, from what py-spy or faulthandler wrote of the thread that trains; None where
-    it shows no frame.
+    """`loops.py:14`, from py-spy's or faulthandler's dump of the training thread; None without a
+    frame.
 
-    The main thread, and the innermost frame that is neither the standard library's nor a known
-    library's; where all are, the innermost of all.
+    Takes the main thread's innermost frame outside the standard library and known libraries; where
+    all frames are in those, the innermost one.
     """
     frames = [
         match
@@ -78,7 +77,7 @@ def _training_thread(dump: str) -> list[str]:
 
 
 def _of_main(threads: Iterable[list[str]]) -> Iterable[list[str]]:
-    # faulthandler names no thread; the signal is handled by the main one.
+    # faulthandler names no thread; the main one handles the signal.
     return (
         thread
         for thread in threads

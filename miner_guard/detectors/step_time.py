@@ -1,5 +1,5 @@
-"""Inner-step timing: which steps are slow, absolutely and against the recent past, and how good a
-run is.
+"""Inner-step timing: which steps are slow, absolutely and against the recent past, and how a run
+grades.
 
 Absolute rule and grades: source 004's tables. Relative rule: median and MAD of the last 128 steps
 of the same kind, beyond median + max(5 · 1.4826 · MAD, 0.5 · median) (simulated: no false alarm at
@@ -19,34 +19,34 @@ from miner_guard.detectors.window import SortedWindow
 from miner_guard.flight_recorder.layout import SPECIAL_PHASES
 
 TRAINING = "training"
-"""Kind of a step with nothing special in it."""
+"""Kind of a step without special phases."""
 
 _EVALUATION = {"inference", "val_loss"}
 
 _RECENT = 32
 _MIN_COUNT = 5
-"""Steps of a kind before one of them is judged against the others."""
+"""Steps of a kind required before one of them is judged against the others."""
 
 _MAX_KINDS = 64
 
 _CLEAR_RATIO = 2.5
 _OFTEN, _OFTEN_WITHIN = 3, 32
-"""Steps that are less slow than `_CLEAR_RATIO` count where so many come within so many steps."""
+"""Steps slower by less than `_CLEAR_RATIO` count when this many come within this many steps."""
 
 _EPISODE = 8
-"""Slow steps that follow each other within so many steps are one episode."""
+"""Slow steps within this many steps of each other form one episode."""
 
 _LASTING_S = 20.0
-"""Step time for which short steps must be slower before that is a regression."""
+"""Total step time over which short steps must stay slower to count as a regression."""
 
 
 def kind_of(phases: Mapping[str, float]) -> str:
-    """What sort of step it was: `training`, or the special phases in it, joined by `+`."""
+    """The kind of a step: `training`, or its special phases joined by `+`."""
     return "+".join(name for name in SPECIAL_PHASES if phases.get(name, 0.0) > 0) or TRAINING
 
 
 def scheduled_seconds(phases: Mapping[str, float]) -> float:
-    """Seconds of a step that were work of its own (evaluation, upload, AllReduce), not training."""
+    """Seconds of a step spent on evaluation, upload or AllReduce, not on training."""
     return sum(phases.get(name, 0.0) for name in SPECIAL_PHASES)
 
 
@@ -60,29 +60,29 @@ class SlowStep:
     """`absolute` or `relative`."""
 
     median_s: float | None
-    """Of the recent steps of the same kind; None where there were none."""
+    """Median of the recent steps of the same kind; None where there were none."""
 
     kind: str
     certain: bool = True
-    """False for one that comes at regular intervals, and for a single one of less than
-    `_CLEAR_RATIO` times the median: scheduled work, and nothing to act on."""
+    """False for a step that comes at regular intervals, and for a single step of less than
+    `_CLEAR_RATIO` times the median: scheduled work, or too little to act on."""
 
 
 @dataclass(frozen=True)
 class Regression:
-    """A lasting slowdown: the best median of the past against that of the last 32 steps."""
+    """A lasting slowdown: the best past median against the median of the last 32 steps."""
 
     median_s: float
     best_s: float
 
     @property
     def ratio(self) -> float:
-        """Share of the best speed that is left."""
+        """Share of the best speed that remains."""
         return self.best_s / self.median_s
 
 
 def grade(seconds: float, settings: StepSettings) -> str:
-    """Source 004's table: good 10-20 s, acceptable 20-40 s, bad beyond 60 s; what lies between is
+    """Source 004's table: good 10-20 s, acceptable 20-40 s, bad beyond 60 s; the range between is
     `poor`."""
     if seconds <= settings.good_s:
         return "good"
@@ -92,16 +92,17 @@ def grade(seconds: float, settings: StepSettings) -> str:
 
 
 class SlowEpisodes:
-    """Which of the slow steps are worth a warning: see `SlowStep.certain`. One per episode."""
+    """Decides which slow steps deserve a warning (see `SlowStep.certain`): one per episode."""
 
     def __init__(self, clear_ratio: float = _CLEAR_RATIO) -> None:
-        """A step of `clear_ratio` times the usual needs no others to count."""
+        """A step of `clear_ratio` times the usual counts without others near it."""
         self._clear_ratio = clear_ratio
         self._places: deque[int] = deque(maxlen=_OFTEN)
         self._told = False
 
     def certain(self, place: int, ratio: float) -> bool:
-        """Take the next slow step: the how-manieth step it is, and its multiple of the usual."""
+        """Take the next slow step: `place` is its ordinal, `ratio` its multiple of the usual
+        time."""
         earlier = list(self._places)
         self._places.append(place)
         if not earlier or place - earlier[-1] > _EPISODE:
@@ -115,8 +116,8 @@ class SlowEpisodes:
 
 
 class StepTimes:
-    """Streaming judge of step durations of one rank. Memory: one window per kind of step, at most
-    64 kinds."""
+    """Judges the step durations of one rank. Memory: one window per kind of step, at most 64
+    kinds."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -129,12 +130,13 @@ class StepTimes:
     def observe(
         self, seconds: float, kind: str = TRAINING, scheduled_s: float = 0.0
     ) -> SlowStep | None:
-        """Judge one finished step. The first `warmup` steps of a launch are only judged absolutely.
+        """Judge one finished step. The first `warmup` steps of a launch are judged by the absolute
+        rule only.
 
-        Until enough steps have followed them, they are what a step is compared with: a slowdown
-        right after the warm-up would else be taken for the run's own speed. `scheduled_s` is the
-        part of `seconds` that was not training: an upload of ten minutes inside a step does not
-        make it slow by the absolute rule.
+        Until enough steps have followed, warm-up steps serve as the baseline; otherwise a slowdown
+        right after the warm-up would pass for the run's normal speed. `scheduled_s` is the share of
+        `seconds` outside training: a ten-minute upload inside a step does not make it slow by the
+        absolute rule.
         """
         self._seen += 1
         window = self._windows.get(kind)
@@ -158,8 +160,8 @@ class StepTimes:
         return replace(relative, certain=certain)
 
     def training_window(self) -> SortedWindow | None:
-        """Durations of the recent training steps after the warm-up; of the warm-up where there is
-        no other."""
+        """Durations of the recent training steps after the warm-up; those of the warm-up where no
+        others exist."""
         if self._seen <= self._settings.warmup:
             return None
         window, early = self._windows.get(TRAINING), self._early.get(TRAINING)
@@ -177,8 +179,8 @@ class StepTimes:
     def _beside_evaluation(
         self, seconds: float, kind: str, scheduled_s: float, own: SortedWindow
     ) -> SlowStep | None:
-        """An evaluation step without enough of its like: the rest of it is an ordinary training
-        step."""
+        """Judges an evaluation step with too few similar ones: the rest of it is an ordinary
+        training step."""
         training = self.training_window()
         if len(own) >= _MIN_COUNT or training is None or not set(kind.split("+")) <= _EVALUATION:
             return None
@@ -200,13 +202,13 @@ class StepTimes:
     def _admit(self, seconds: float, kind: str, window: SortedWindow, *, outlier: bool) -> None:
         streak = self._streak.get(kind, 0) + 1 if outlier else 0
         self._streak[kind] = streak
-        # Outliers stay out of the window until they have become the rule.
+        # Outliers stay out of the window until they have become the norm.
         if not outlier or streak >= self._settings.window // 2:
             window.add(seconds)
 
 
 def _regular(places: Sequence[int]) -> bool:
-    """Whether the last three places are equally far apart, with other steps between them."""
+    """Whether the last three places are equally spaced, with other steps between them."""
     if len(places) < 3:
         return False
     first, second = places[-2] - places[-3], places[-1] - places[-2]
@@ -215,18 +217,18 @@ def _regular(places: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class TokenRate:
-    """A training step by what it had to do."""
+    """A training step, normalised by its tokens."""
 
     seconds: float
-    """What it would have taken with no more tokens than the first one."""
+    """Its duration at the first step's number of tokens."""
 
     explains: bool
-    """Per token it was as fast as the recent ones."""
+    """Per token the step was as fast as the recent ones."""
 
 
 class TokenNormalizer:
-    """Tells a step that is slow from one that has more to do: longer sequences, a larger batch
-    after a warm-up."""
+    """Tells a slow step from one with more work: longer sequences, a larger batch after a
+    warm-up."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -234,7 +236,7 @@ class TokenNormalizer:
         self._first: int | None = None
 
     def observe(self, seconds: float, tokens: int | None) -> TokenRate | None:
-        """Take one training step; None where its tokens are not known."""
+        """Take one training step; None where its token count is unknown."""
         if not tokens:
             return None
         self._first = self._first or tokens
@@ -250,9 +252,9 @@ class TokenNormalizer:
 
 
 class RegressionWatch:
-    """Reports once when the median of the last 32 training steps has lastingly fallen behind the
-    best one: by `min_excess_s`, or by its share alone for 20 s. A busy host delays short steps by
-    fractions of a second, but not for so long."""
+    """Reports once when the median of the last 32 training steps has fallen behind the best one: by
+    `min_excess_s`, or by its share alone for 20 s. A busy host delays short steps by fractions of a
+    second, but not for that long."""
 
     def __init__(self, ratio: float, min_excess_s: float = 0.0) -> None:
         self._ratio = ratio
@@ -261,12 +263,12 @@ class RegressionWatch:
         self._since = 0
         self._best: float | None = None
         self._behind_s = 0.0
-        """Step time since the median fell behind."""
+        """Step time accumulated since the median fell behind."""
 
         self._said = False
 
     def observe(self, seconds: float) -> Regression | None:
-        """Take one training step; a finding at most once until the speed is back."""
+        """Take one training step; at most one finding until the speed recovers."""
         self._recent.add(seconds)
         self._since += 1
         self._behind_s += seconds

@@ -1,13 +1,13 @@
-"""Which rank do the others wait for? Never by total step time: collectives give every rank the same
-one.
+"""Finds the rank that the others wait for. Total step time cannot tell: collectives make it equal
+on every rank.
 
-The culprit is the rank with the least visible waiting. Score = (the others' median wait − its own)
-/ step; 0.10 warns, 0.20 is critical, over a window of 20 steps, two windows in a row. Waiting that
-is timed by itself (phase `collective`) is the better witness. Where the miner's collectives hide in
-forward and backward (FSDP gathers there), those count as waiting too: a rank that is late elsewhere
-passes through them fastest. Then a phase of its own must explain the lateness, or its time outside
-every phase (a data loader that is not named), else the fastest rank of a miner that waits outside
-any phase would be named.
+The culprit is the rank with the least visible waiting. Score = (the others' median wait − the
+culprit's) / step; 0.10 warns, 0.20 is critical, over a window of 20 steps, two windows in a row.
+Separately timed waiting (phase `collective`) is the better evidence. Where the miner's collectives
+hide in forward and backward (FSDP gathers there), those count as waiting too: a rank that is late
+elsewhere passes through them fastest. Then another phase of that rank must explain the lateness, or
+its time outside every phase (an unnamed data loader); otherwise a miner that waits outside any
+phase would get its fastest rank named.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from miner_guard.config import StepSettings
 
 _WAITS: tuple[tuple[str, ...], ...] = (("collective",), ("collective", "forward", "backward"))
 OUTSIDE = "no named phase"
-"""Stands for what a step spends outside all phases."""
+"""Name for a step's time outside all phases."""
 
 _OWN = (
     "data",
@@ -45,7 +45,7 @@ class Straggler:
     rank: int
     score: float
     wait_s: float
-    """Its own median wait."""
+    """The culprit's median wait."""
 
     others_wait_s: float
     step_s: float
@@ -78,8 +78,7 @@ class _Window:
 
 
 class StragglerWatch:
-    """Streaming judge over all ranks. Memory: one window, and 256 steps that not all ranks have
-    reached."""
+    """Judges all ranks. Memory: one window, and 256 steps that some ranks have yet to reach."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -145,7 +144,8 @@ def judge(
     phases: Mapping[int, Sequence[Mapping[str, float]]],
     settings: StepSettings,
 ) -> Straggler | None:
-    """The straggler of one window, or None: the best of the two ways to see waiting."""
+    """The straggler of one window, or None: the stronger result of the two ways to measure
+    waiting."""
     step = statistics.median(value for values in seconds.values() for value in values)
     best: Straggler | None = None
     for names in _WAITS:

@@ -1,7 +1,7 @@
 """Source 001's timing: the fast log, the breakdown of an evaluation step, and its red flags.
 
 Phase `monitor` encloses the monitoring callback. Overhead is monitor time less the phases nested in
-it: what the callback spends on display and status.
+it: the callback's time for display and status.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Breakdown:
     val_loss_s: float
     example_loss_s: float
     overhead_s: float | None
-    """None where the miner has no `monitor` phase around the evaluation: then nobody knows."""
+    """None where the miner has no `monitor` phase around the evaluation, so the overhead is
+    unknown."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class RedFlag:
 
 
 class TimingLog:
-    """Decides which step gets which line: the first one in each stretch of `every` steps that has
-    something to say."""
+    """Chooses the line for each step: the first step with something to report in each stretch of
+    `every` steps."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -57,7 +58,7 @@ class TimingLog:
     def observe(
         self, step: int, phases: Mapping[str, float], nested_in_monitor_s: float
     ) -> FastLog | Breakdown | None:
-        """The timing line that `step` (counted over the run) is due, or None."""
+        """The timing line due at `step` (counted over the run), or None."""
         monitor = phases.get("monitor", 0.0)
         if any(phases.get(name, 0.0) > 0 for name in EVALUATION):
             stretch = step // self._settings.breakdown_every
@@ -76,14 +77,14 @@ class TimingLog:
 
 
 def breakdown(phases: Mapping[str, float], nested_in_monitor_s: float) -> Breakdown:
-    """The parts of an evaluation step. Without a `monitor` phase the total is the sum of what is
-    known."""
+    """The components of an evaluation step. Without a `monitor` phase the total is the sum of the
+    known ones."""
     parts = [phases.get(name, 0.0) for name in ("inference", "val_loss", "example_loss")]
     monitor = phases.get("monitor", 0.0)
     if monitor <= 0:
         return Breakdown(sum(parts), parts[0], parts[1], parts[2], None)
     overhead = max(0.0, monitor - nested_in_monitor_s)
-    # A part that ran outside the callback still belongs to the evaluation's time.
+    # A component outside the callback still belongs to the evaluation's time.
     return Breakdown(max(monitor, sum(parts) + overhead), parts[0], parts[1], parts[2], overhead)
 
 

@@ -1,4 +1,4 @@
-"""How sure is it that a stretch of numbers rises? Ordinary least squares, plain and trimmed."""
+"""How certain a series is to rise: ordinary least squares, plain and trimmed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 def p_rising(values: Sequence[float]) -> float:
-    """P(slope > 0) of the least-squares line through `values` at 0, 1, 2, …; 0.5 where there is no
-    telling.
+    """P(slope > 0) of the least-squares line through `values` at 0, 1, 2, …; 0.5 where
+    undetermined.
 
     Normal approximation of the t statistic: for 30 points and more its error is below 0.005.
     """
@@ -27,8 +27,8 @@ def p_rising(values: Sequence[float]) -> float:
 
 
 def p_rising_trimmed(values: Sequence[float]) -> float:
-    """The same without the largest tenth of the values: a few spikes must not make or hide a trend
-    (dlib)."""
+    """`p_rising` without the largest tenth of the values: a few spikes must not make or hide a
+    trend (dlib)."""
     keep = sorted(values)[: max(3, len(values) - len(values) // 10)]
     limit = keep[-1]
     return p_rising([v for v in values if v <= limit])

@@ -1,4 +1,4 @@
-"""Is the miner earning? One verdict from what the guard knows, the worst condition first. Pure.
+"""Is the miner earning? One verdict from the guard's state, the worst condition first. Pure.
 
 The verdict reads the status document (what status.json holds) and `Memory`, the few findings whose
 effect lasts. `CONDITIONS` is the order of judgement: the first condition that holds is the verdict,
@@ -26,38 +26,38 @@ STATES = (STOPPED, NOT_EARNING, DEGRADED, UNKNOWN, EARNING)
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """What a person on call needs first."""
+    """The verdict that a person on call needs first."""
 
     state: str
     """One of `STATES`."""
 
     cause: str
-    """One sentence without a full stop: what is wrong, with the number seen."""
+    """One sentence without a full stop: the problem, with the value seen."""
 
     next_step: str
-    """What to do; empty where there is nothing to do."""
+    """The action to take; empty where none is needed."""
 
     event: str | None
-    """The event whose runbook row helps; None where there is not one."""
+    """The event whose runbook row helps; None without one."""
 
     confidence: str
     """`measured`, `likely` (inferred from something near it) or `unknown`."""
 
     key: str
-    """Names the condition; the sentence changes with its numbers, the key does not."""
+    """Stable name of the condition; the numbers in the sentence change, the key does not."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, as status.json holds it."""
+        """Plain data, as in status.json."""
         return asdict(self)
 
 
 @dataclass
 class Memory:
-    """Findings whose effect lasts until another finding takes it back. Bounded."""
+    """Findings that stay in effect until another finding clears them. Bounded."""
 
     restart: Mapping[str, Any] | None = None
     hang: str | None = None
-    """The last hang, until steps come again."""
+    """The last hang, until the next step."""
 
     crash_loop: str | None = None
     refused: str | None = None
@@ -66,7 +66,7 @@ class Memory:
     straggler: str | None = None
 
     def take(self, finding: Finding) -> None:
-        """Remember or forget by one finding."""
+        """Update the memory from one finding."""
         fields = finding.fields
         if finding.event == "miner_restarting":
             self.restart = fields
@@ -84,7 +84,7 @@ class Memory:
             self._toggle(self.disks, str(fields.get("what")), finding, "disk_full", "disk_stuck")
 
     def stepped(self) -> None:
-        """Training has made a step: what kept it from stepping is over."""
+        """Training has made a step: the cause that blocked stepping is over."""
         self.hang = self.restart = None
 
     @staticmethod
@@ -97,12 +97,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Condition:
-    """One thing that decides the verdict."""
+    """One condition that can decide the verdict."""
 
     key: str
     state: str
     cause: Callable[[Mapping[str, Any], Memory], str | None]
-    """The cause where the condition holds, else None."""
+    """Returns the cause where the condition holds, else None."""
 
     next_step: str
     event: str | None
@@ -110,7 +110,7 @@ class Condition:
 
 
 def judge(status: Mapping[str, Any], memory: Memory) -> RunVerdict:
-    """The verdict on this status document; unknown where nothing tells whether it earns."""
+    """The verdict on this status document; unknown where nothing shows whether the miner earns."""
     for condition in CONDITIONS:
         cause = condition.cause(status, memory)
         if cause is not None:
@@ -126,7 +126,7 @@ def judge(status: Mapping[str, Any], memory: Memory) -> RunVerdict:
 
 
 def _healthy(status: Mapping[str, Any]) -> RunVerdict:
-    """Nothing is wrong: earning where somebody has looked as a validator does."""
+    """No condition holds: earning after an accepted audit, or likely after a verified upload."""
     audit, upload = _part(status, "uploads", "audit"), _part(status, "uploads", "upload")
     repo = _part(status, "uploads", "repo")
     if audit.get("outcome") == "accepted":
@@ -317,7 +317,7 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("slow", DEGRADED, _slow, "check GPU use: miner-guard top", "slow_step"),
     Condition("over_budget", DEGRADED, _over_budget, "miner-guard costs", "monitoring_over_budget"),
 )
-"""The order of judgement: what stops earning before what only slows it."""
+"""The order of judgement: conditions that stop earning before those that only slow it."""
 
 
 def headline(verdict: Mapping[str, Any] | None) -> str:

@@ -1,5 +1,4 @@
-"""A sliding window that is kept sorted: median, MAD and quantiles of the recent past in bounded
-memory."""
+"""A sorted sliding window: median, MAD and quantiles of the recent past in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ MAD_TO_SIGMA = 1.4826
 
 
 class SortedWindow:
-    """The last `size` finite values. Adding costs O(size) moves of memory, reading the median
-    O(1)."""
+    """The last `size` finite values. Adding costs O(size) memory moves, reading the median O(1)."""
 
     __slots__ = ("_order", "_sorted", "size")
 
@@ -25,28 +23,28 @@ class SortedWindow:
         return len(self._sorted)
 
     def add(self, value: float) -> None:
-        """Take `value` in, and the oldest out where the window is full."""
+        """Add `value`, and drop the oldest where the window is full."""
         if len(self._order) == self.size:
             self.drop_oldest()
         self._order.append(value)
         insort(self._sorted, value)
 
     def drop_oldest(self) -> None:
-        """Take the oldest value out. Raises IndexError where the window is empty."""
+        """Drop the oldest value. Raises IndexError where the window is empty."""
         del self._sorted[bisect_left(self._sorted, self._order.popleft())]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         self._order.clear()
         self._sorted.clear()
 
     @property
     def median(self) -> float:
-        """Raises IndexError where the window is empty."""
+        """The median. Raises IndexError where the window is empty."""
         return self.quantile(0.5)
 
     def quantile(self, share: float) -> float:
-        """Linear interpolation between the two nearest values (numpy's default). Raises IndexError
+        """Interpolates linearly between the two nearest values (numpy's default). Raises IndexError
         where empty."""
         place = share * (len(self._sorted) - 1)
         low = int(place)
@@ -61,8 +59,7 @@ class SortedWindow:
         values = self._sorted
         middle = self.median
         count = len(values)
-        # The values left and right of the median are two sorted lists of distances: merge them
-        # half-way.
+        # The distances left and right of the median form two sorted lists: merge them half-way.
         right = bisect_left(values, middle)
         left = right - 1
         distance = earlier = 0.0

@@ -1,1 +1,1 @@
-"""Curves after the fact: with the whole run at hand, both sides of a step can be looked at."""
+"""Curves after the fact: the whole run is at hand, so a step can be judged from both sides."""

@@ -11,7 +11,7 @@ from miner_guard.detectors.trace.series import Series, centred
 _MIN_COUNT = 5
 _AFTER = 4
 _AFTER_MONOTONE = 3
-"""Evaluations after the best one that are enough where each is worse than the one before it."""
+"""This many evaluations after the best one suffice where each is worse than the one before."""
 
 _SMOOTHED = 15
 _RISE = 1.12
@@ -32,11 +32,11 @@ class Overfit:
     train_then: float
     train_last: float
     rising: float
-    """Kendall's tau of the evaluations since: 1 rises all the time, 0 goes nowhere."""
+    """Kendall's tau of the evaluations since: 1 rises steadily, 0 has no trend."""
 
 
 def overfit(evaluation: Series, training: Series) -> Overfit | None:
-    """Overfitting of a run, or None. Both series finite.
+    """Overfitting of a run, or None. Both series must be finite.
 
     The smoothed evaluation (means over a tenth of the run) ends 12 % above its minimum, or 5 %
     where it rises nearly all the time; at least four evaluations lie after the minimum, or three
@@ -46,7 +46,7 @@ def overfit(evaluation: Series, training: Series) -> Overfit | None:
         return None
     width = max(3, len(evaluation) // 10) if len(evaluation) >= _SMOOTHED else 1
     smooth = centred(evaluation.values, width)
-    # Only whole windows: a half one at the start has the noise of few values.
+    # Whole windows only: a partial one at the start carries the noise of few values.
     at = min(range((width - 1) // 2, len(smooth) - width // 2), key=lambda n: smooth[n])
     after = evaluation.values[at:]
     best, last = smooth[at], median(smooth[-3:])
@@ -64,7 +64,7 @@ def overfit(evaluation: Series, training: Series) -> Overfit | None:
 
 
 def _training(training: Series, step: int) -> tuple[float, float]:
-    """Training loss around `step`, and at the end; medians of as many values."""
+    """Training loss around `step` and at the end, as medians of the same number of values."""
     place = sum(s <= step for s in training.steps)
     width = max(3, len(training) // 20)
     around = training.values[max(0, place - width // 2 - 1) : place + width // 2 + 1]
@@ -72,7 +72,8 @@ def _training(training: Series, step: int) -> tuple[float, float]:
 
 
 def kendall(values: Sequence[float]) -> float:
-    """Kendall's tau against the order of the values. Of a long series 200 values, evenly spaced."""
+    """Kendall's tau against the order of the values. A long series is sampled at 200 evenly spaced
+    values."""
     stride = max(1, len(values) // 200)
     kept = list(values)[::stride]
     pairs = len(kept) * (len(kept) - 1) // 2

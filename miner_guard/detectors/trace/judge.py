@@ -1,4 +1,4 @@
-"""What a whole trace shows, as `explain --trace` says it."""
+"""Anomalies of a whole trace, as `explain --trace` reports them."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from miner_guard.detectors.trace.series import Series, Trace
 _SAME_SPIKE = 8
 _NEAR_RESTART = 3
 _TAIL = 1.5
-"""A spike stands out by this multiple of the deepest dip: heavy-tailed noise jumps both ways."""
+"""A spike must be this multiple of the deepest dip: heavy-tailed noise jumps both ways."""
 
 _MIN_SHARE = 0.05
-"""A spike is at least this share of what the loss has fallen in all: near zero, tiny losses jump
-about."""
+"""A spike must be this share of the loss's total descent: near zero, tiny losses jump about."""
 
 _MAX_NAN = 5
 _FROM_START = 3
-"""A trace whose first step is within three strides shows its run from the start, else it is a
-window of it."""
+"""A trace whose first step is within three strides shows its run from the start; any other trace is
+a window of its run."""
 
 _SLOW_RATIO = 1.5
 _CLEAR_RATIO = 1.9
-"""Less than live: of a whole trace it is known whether a slow step comes again."""
+"""Lower than the live threshold: a whole trace shows whether a slow step recurs."""
 
 _BEYOND = 1.3
-"""A slow step stands out from those that come regularly by this multiple of theirs."""
+"""A slow step must be this multiple of the regular slow steps to stand out from them."""
 
 _ZEROS = 3
 _FIRST_STEP = 1
-"""The first step of a run, as trainers count from 0 or from 1."""
+"""The first step of a run: trainers count from 0 or from 1."""
 
 
 def judge(trace: Trace, facts: TrainingFacts | None = None) -> list[Anomaly]:
-    """All anomalies of a trace, in the order of their steps."""
+    """All anomalies of a trace, in step order."""
     known = facts or TrainingFacts()
     found = [*_not_finite(trace, known)]
     has_nan = bool(found)
@@ -56,11 +55,11 @@ def judge(trace: Trace, facts: TrainingFacts | None = None) -> list[Anomaly]:
 
 
 def _not_finite(trace: Trace, facts: TrainingFacts) -> Iterator[Anomaly]:
-    """The first step of each stretch of losses that are not finite, in training or evaluation."""
+    """The first step of each stretch of non-finite losses, in training or evaluation."""
     said: set[int] = set()
     for name, words in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         series = trace[name]
-        # An evaluation that is NaN from its first record on may simply not have been one.
+        # An evaluation that is NaN from its first record on may never have run.
         finite = name == "loss"
         for step, value in zip(series.steps, series.values, strict=True):
             if not math.isfinite(value) and finite and step not in said and len(said) < _MAX_NAN:
@@ -109,7 +108,7 @@ def _nan(trace: Trace, facts: TrainingFacts, step: int, detail: str) -> Anomaly:
 def _loss(trace: Trace, facts: TrainingFacts, has_nan: bool) -> Iterator[Anomaly]:
     loss = trace["loss"].finite()
     if not len(loss):
-        # Some trainers log the evaluation alone.
+        # Some trainers log only the evaluation.
         loss = trace["eval_loss"].finite()
     again = restarts(loss.values)
     start = again[-1] if again else 0
@@ -130,7 +129,7 @@ def _loss(trace: Trace, facts: TrainingFacts, has_nan: bool) -> Iterator[Anomaly
 
 
 def _unreturned(values: Sequence[float]) -> levels.Climb | None:
-    """The last climb that the live judge reports and that the trace does not come back from."""
+    """The last climb that the live judge reports and from which the trace never returns."""
     watch, found = Divergence(LossSettings()), None
     for index, value in enumerate(values):
         found = next(iter(watch.observe(index, value, None)), found)
@@ -143,8 +142,8 @@ def _unreturned(values: Sequence[float]) -> levels.Climb | None:
 def spikes(
     trace: Trace, loss: Series, found: Sequence[Outlier], facts: TrainingFacts | None = None
 ) -> Iterator[Anomaly]:
-    """The outliers of the loss that are spikes: one per group, no restart, and more than the
-    jumping of a tiny loss."""
+    """The outliers of the loss that are spikes: one per group, without restarts and the jitter of
+    tiny losses."""
     again = restarts(loss.values)
     least = _MIN_SHARE * levels.fall(loss.values)
     deepest = deepest_dip(tuple(loss.values)) if found else 0.0
@@ -197,7 +196,7 @@ def _plateau(trace: Trace, loss: Series, seen: levels.Flat) -> Anomaly:
         "over "
         f"{len(loss)} values from step {loss.steps[0]} to {loss.steps[-1]}"
     )
-    # Late in a run a flat loss is ordinary; only one that was never higher has not learned.
+    # Late in a run a flat loss is normal; only a loss that was never higher has not learned.
     stride = (loss.steps[-1] - loss.steps[0]) / max(1, len(loss) - 1)
     severity = "warning" if loss.steps[0] <= max(_FROM_START * stride, 1) else "info"
     return Anomaly(
@@ -235,7 +234,7 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
     period, episodes = _period(slow), SlowEpisodes(_CLEAR_RATIO)
     usual = median([o.ratio for o in slow]) if slow else 0.0
     for seen in slow:
-        # Below half as much again nothing is worth a warning, as live.
+        # As live, an excess below 50 % deserves no warning.
         scheduled = period is not None and seen.ratio < _BEYOND * usual
         worth_it = seen.ratio >= _SLOW_RATIO and not scheduled
         certain = worth_it and episodes.certain(seen.index, seen.ratio)
@@ -273,7 +272,7 @@ def _step_time(times: Series, facts: TrainingFacts) -> Iterator[Anomaly]:
 
 
 def _period(slow: Sequence[Outlier]) -> int | None:
-    """Steps between slow steps that come regularly."""
+    """Steps between slow steps that recur regularly."""
     gaps = [b.index - a.index for a, b in itertools.pairwise(slow) if b.index - a.index > 1]
     if len(gaps) < 3:
         return None

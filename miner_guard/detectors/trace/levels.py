@@ -1,4 +1,4 @@
-"""Lasting changes of level: regime changes of step time and memory, a loss that climbs, or never
+"""Lasting level changes: regime changes of step time and memory, and a loss that climbs or never
 falls."""
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Shift:
 
 
 def shifts(values: Sequence[float]) -> list[Shift]:
-    """Changes of the level of positive `values`: medians of 32 before and after, further apart than
+    """Level changes of positive `values`: medians of 32 before and after that differ by more than
     noise.
 
-    Where there is no sharp one, a slow drift of more than 12 % over the run is one at its middle.
+    Without a sharp change, a slow drift of more than 12 % over the run counts as one at its middle.
     """
     if len(values) < _START_UP + _MIN_SIDE or min(values) <= 0:
         return []
@@ -68,7 +68,7 @@ def _changes(logs: Sequence[float], place: int) -> bool:
 
 
 def _sharpest(logs: Sequence[float], place: int) -> int:
-    """The split near `place` that leaves the least absolute deviation on both its sides."""
+    """The split near `place` with the least absolute deviation on both sides."""
     first, last = max(_START_UP, place - _MIN_SIDE), min(len(logs) - _MIN_SIDE, place + _SIDE)
     low, high = max(0, first - _SIDE), min(len(logs), last + _SIDE)
 
@@ -115,10 +115,10 @@ _LASTING = 4
 
 
 def climb(values: Sequence[float]) -> Climb | None:
-    """A loss at least 25 % above its best level at the end, and for good.
+    """A loss that ends at least 25 % above its best level, for good.
 
-    The rise must be a tenth of what the loss had fallen before (a loss near zero doubles by noise
-    alone) and four sigmas of the noise from value to value.
+    The rise must be a tenth of the preceding descent (a loss near zero doubles by noise alone) and
+    four sigmas of the noise from value to value.
     """
     if len(values) < 8:
         return None
@@ -158,22 +158,20 @@ _FLAT_FALL = 0.03
 _FLAT_FIRST = 0.045
 _FLAT_ERROR = 0.02
 _CHANCE = (7.0, 13.0)
-"""Nats: the first loss of an untrained language model is ln(vocabulary), here of 1,100 to 440,000
+"""Nats: an untrained language model starts at a loss of ln(vocabulary), here for 1,100 to 440,000
 tokens."""
 
 _LEARNED = 0.12
-"""A language model that learns no more than how often each token comes has fallen by a quarter of
-that."""
+"""A language model that learns only the token frequencies has fallen by a quarter of that."""
 
 _STILL = 0.01
 
 
 def flat(values: Sequence[float]) -> Flat | None:
-    """A loss that stays within 3 % of its first level to the end, with so little noise that this is
-    sure.
+    """A loss that stays within 3 % of its first level to the end, with noise low enough to be sure.
 
-    One that fell at its start and then stays is converged, and not this, unless it is stuck near
-    chance.
+    A loss that fell at its start and then stays has converged and does not count, unless it is
+    stuck near chance.
     """
     count = len(values)
     if count < _FLAT_LEAST:
@@ -214,8 +212,8 @@ def flat(values: Sequence[float]) -> Flat | None:
 def _stuck_near_chance(
     values: Sequence[float], first: float, blocks: Sequence[float], error: float
 ) -> bool:
-    """A loss that begins where an untrained language model does, falls a little, and then no
-    further."""
+    """A loss that starts at an untrained language model's level, falls a little, then stops
+    falling."""
     begin = max(first, values[0])
     half = blocks[len(blocks) // 2 :]
     near_chance = _CHANCE[0] <= begin <= _CHANCE[1] and begin - min(blocks) < _LEARNED * begin

@@ -1,5 +1,5 @@
-"""GPU memory of a whole run: growth that continues after the start, drops, and other changes of
-level."""
+"""GPU memory of a whole run: growth that continues after the start, drops, and other level
+changes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from statistics import median
 from miner_guard.detectors.trace.series import step_noise
 
 _JUMP = 0.10
-"""Relative change from one sample to the next that is a jump."""
+"""Relative change between two samples that counts as a jump."""
 
 _DROP = 0.25
 """A fall by this share below the usual level is a drop (source 002: 76 % to 45 %)."""
 
 _SIGMAS = 4.0
-"""A jump is more than so much of the noise: with sequences of many lengths, memory goes up and down
-at every step."""
+"""A jump must exceed this multiple of the noise: with mixed sequence lengths, memory moves at every
+step."""
 
 _TRANSIENT = 6
 _START_UP = 0.10
@@ -76,8 +76,7 @@ def _drops_and_levels(values: Sequence[float]) -> list[LevelChange]:
 
 
 def _settled(values: Sequence[float]) -> int:
-    """Where the ramp of the start-up ends: the first value that the next eight stay within 10 %
-    of."""
+    """Where the start-up ramp ends: the first value that the next eight stay within 10 % of."""
     for place in range(len(values) - 8):
         part = values[place : place + 8]
         if max(part) - min(part) <= _JUMP * max(part):
@@ -86,7 +85,7 @@ def _settled(values: Sequence[float]) -> int:
 
 
 def _until_back(values: Sequence[float], place: int, usual: float) -> int | None:
-    """Index at which the level is back, where that is soon; None for a change that lasts."""
+    """Index at which the level returns, where that is soon; None for a lasting change."""
     for index in range(place + 1, min(len(values), place + _TRANSIENT + 1)):
         if abs(values[index] - usual) <= _JUMP * usual / 2:
             return index
@@ -94,8 +93,8 @@ def _until_back(values: Sequence[float], place: int, usual: float) -> int | None
 
 
 def _edge(values: Sequence[float], place: int, usual: float) -> list[LevelChange]:
-    """A lasting change, with the sample on the way as an event of its own; a fall below all before
-    is a drop."""
+    """A lasting change, with an intermediate sample as a separate event; a fall below all earlier
+    values is a drop."""
     after = (
         median(values[place + 1 : place + 1 + _TRANSIENT])
         if place + 1 < len(values)
@@ -119,7 +118,7 @@ def _edge(values: Sequence[float], place: int, usual: float) -> list[LevelChange
 
 
 def steps_of_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Growth in steps that never comes back: each rise of 3 %, where at least two came after the
+    """Stepwise growth that never returns: each rise of 3 %, where at least two came after the
     start-up."""
     rises: list[LevelChange] = []
     highest = values[0]
@@ -162,8 +161,8 @@ _RISING = 7
 
 
 def late_growth(values: Sequence[float]) -> list[LevelChange]:
-    """Growth that begins in the middle of a run and continues to its end: the minima of at least 7
-    blocks of a 32nd of the run rise in a row, but for one; more than 5 % and 1 GiB in all."""
+    """Growth that begins mid-run and continues to the end: the minima of at least 7 blocks, each a
+    32nd of the run, rise in a row with one exception; more than 5 % and 1 GiB in all."""
     size = max(4, len(values) // _BLOCKS)
     start = len(values) % size
     minima = [min(values[n : n + size]) for n in range(start, len(values), size)]

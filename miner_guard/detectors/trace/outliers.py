@@ -1,9 +1,9 @@
-"""Single values that stand out from both their sides: loss spikes and slow steps.
+"""Single values that stand out on both sides: loss spikes and slow steps.
 
-A value is compared with the medians of what comes before and of what comes after it, and must
-exceed the higher of the two: the edge of a lasting change is then no outlier. The noise is the MAD
-of both sides around their own medians, of logarithms where all values are positive (noise of losses
-and times grows with their level).
+A value is compared with the median before it and the median after it, and must exceed the higher
+one, so the edge of a lasting change is not an outlier. The noise is the MAD of both sides around
+their respective medians, of logarithms where all values are positive (noise of losses and times
+grows with their level).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _MIN_NOISE = 0.0005
 
 @dataclass(frozen=True)
 class OutlierRule:
-    """What counts as standing out."""
+    """The criteria for an outlier."""
 
     window: int
     least_before: int
-    """Values that must precede; 0 judges the first step by what follows it."""
+    """Values that must precede; 0 judges the first step by the values after it."""
 
     levels: tuple[tuple[float, float], ...]
-    """(ratio to the level, sigmas of the noise), smaller ratios last: the smaller the ratio, the
-    surer it must be."""
+    """(ratio to the level, sigmas of the noise), smaller ratios last: a smaller ratio needs more
+    sigmas."""
 
     longest: int
-    """More than this many in a row are a change of level, not outliers."""
+    """A longer streak is a level change, not outliers."""
 
 
 SPIKE = OutlierRule(
@@ -59,14 +59,14 @@ class Outlier:
 
 
 def outliers(values: Sequence[float], rule: OutlierRule) -> list[Outlier]:
-    """All of them, in order. `values` are finite."""
+    """All outliers, in order. `values` are finite."""
     return select(candidates(values, rule), rule)
 
 
 @lru_cache(maxsize=2)
 def deepest_dip(values: tuple[float, ...]) -> float:
-    """Sigmas of the value that stands out downwards the most, among those that would be spikes
-    upwards; 0 without one, or where not all values are positive."""
+    """Sigmas of the deepest downward outlier, judged by the rule for upward spikes; 0 without one,
+    or where some values are not positive."""
     if not values or min(values) <= 0:
         return 0.0
     upside_down = outliers([1 / value for value in values], SPIKE)
@@ -74,13 +74,13 @@ def deepest_dip(values: tuple[float, ...]) -> float:
 
 
 def select(every: Iterable[Outlier], rule: OutlierRule) -> list[Outlier]:
-    """Those of `candidates` that the rule calls outliers."""
+    """The `candidates` that the rule accepts as outliers."""
     found = [o for o in every if o.sigmas >= _needed(o.ratio, rule)]
     return [o for run in runs(found, 1) if len(run) <= rule.longest for o in run]
 
 
 def runs(found: Sequence[Outlier], gap: int) -> Iterator[list[Outlier]]:
-    """Outliers that follow each other within `gap` places, as groups."""
+    """Groups of outliers, each within `gap` places of the one before."""
     group: list[Outlier] = []
     for outlier in found:
         if group and outlier.index - group[-1].index > gap:
@@ -96,7 +96,7 @@ def _needed(ratio: float, rule: OutlierRule) -> float:
 
 
 def candidates(values: Sequence[float], rule: OutlierRule) -> Iterator[Outlier]:
-    """Values above the least ratio to both sides' medians, with how many sigmas."""
+    """Values above the least ratio to both sides' medians, each with its sigmas."""
     size, count = rule.window, len(values)
     before, after = SortedWindow(size), SortedWindow(size)
     for value in values[1 : size + 1]:

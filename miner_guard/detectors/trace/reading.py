@@ -27,7 +27,7 @@ from typing import Any
 from miner_guard.detectors.trace.series import Trace
 
 _MAX_LINE_LENGTH = 100_000
-"""Characters of a line that are looked at; what is longer is no trace line."""
+"""Longer lines are skipped; a trace line is shorter."""
 
 _NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?))"
 _PLAIN_NAMES = {
@@ -91,23 +91,23 @@ _STEP_FIELDS = (
     "train/global_step",
 )
 _SUMMARY = "train_runtime"
-"""Stands in the record in which HF Trainer sums up a run that has ended: its loss is the mean of
-all."""
+"""Key of the record that sums up a finished run in HF Trainer; its loss is the mean of all
+losses."""
 
 _SUMMED_UP = re.compile(r"(?:train|eval)_\w+\s{2,}=\s.*")
-"""The same, printed as a table."""
+"""The same summary, printed as a table."""
 
 EVALUATION_WORDS = frozenset(
     name.encode() for name, quantity in _PLAIN_NAMES.items() if quantity == "eval_loss"
 )
-"""In small letters: a line that prints an evaluation loss holds one of them."""
+"""Lower-case substrings, one of which every printed evaluation loss contains."""
 
 _MAX_PRINTED_LENGTH = 4096
 _MAX_FIELDS = 100
 
 
 def read(lines: Iterable[str]) -> Trace:
-    """The trace in `lines`. `Trace.used` says how many lines had something to say."""
+    """The trace in `lines`. `Trace.used` counts the lines that held values."""
     trace = Trace()
     counter = _Counter()
     columns: Sequence[str] = ()
@@ -131,7 +131,7 @@ def evaluates(output: bytes) -> bool:
 
 
 def evaluation_in(line: bytes) -> float | None:
-    """The evaluation loss that a line of a miner's output prints; None where it prints none."""
+    """The evaluation loss that a line of a miner's output prints; None without one."""
     if len(line) > _MAX_PRINTED_LENGTH or not evaluates(line):
         return None
     text = _ANSI.sub("", line.decode("utf-8", "replace")).strip()
@@ -141,13 +141,13 @@ def evaluation_in(line: bytes) -> float | None:
 
 
 class _Spread:
-    """Puts a JSON object that is spread over lines, as in trainer_state.json, on one line."""
+    """Joins a JSON object spread over several lines, as in trainer_state.json, into one line."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
 
     def join(self, text: str) -> str:
-        """`text`; nothing while an object is not complete, and then all of it."""
+        """`text`, or nothing while an object is incomplete, then the whole object."""
         if text == "{":
             self._parts = [text]
             return ""
@@ -163,8 +163,7 @@ class _Spread:
 
 
 class _Counter:
-    """Step numbers for records that have none, and a step number over outer steps for those that
-    start again."""
+    """Numbers the records that name no step."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -194,7 +193,7 @@ def _take_record(trace: Trace, counter: _Counter, document: Mapping[str, Any]) -
 
 
 def _columns(text: str) -> Sequence[str]:
-    """The names of the columns, where `text` is the head of a table of values."""
+    """The column names, where `text` is the header of a table of values."""
     if text.startswith("{") or "," not in text:
         return ()
     names = [name.strip().lower() for name in _cells(text)]
@@ -219,7 +218,7 @@ def _cells(text: str) -> Sequence[str]:
 
 
 def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The quantities in a record; where it names one twice, the plainer name counts."""
+    """The quantities in a record; where it names one twice, the plainer name wins."""
     found: dict[str, tuple[int, float]] = {}
     for key, told in document.items():
         field, value = _field(key), number(told)
@@ -234,11 +233,11 @@ def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 @lru_cache(maxsize=1024)
 def _field(name: object) -> tuple[int, str] | None:
-    """The quantity that a field's name stands for, with its rank among the names: `loss`,
+    """The quantity that a field's name denotes, with its rank among the names: `loss`,
     `train/loss`, `eval/loss`."""
     if not isinstance(name, str):
         return None
-    # An export of wandb puts the run's name before it: `run-7 - train/loss`.
+    # An export of wandb prefixes the run's name: `run-7 - train/loss`.
     *group, last = re.sub(r"[ -]", "_", name.rpartition(" - ")[2].strip().lower()).split("/")
     full = f"{group[-1]}_{last}" if group else last
     plain = last if full not in _FIELDS and group and group[-1].startswith("train") else full
@@ -250,7 +249,7 @@ def _document(text: str) -> Mapping[str, Any] | None:
     if start < 0 or not text.endswith("}"):
         return None
     try:
-        # Numbers beyond what a float holds become infinite here, as they do in a trainer.
+        # Numbers beyond a float's range become infinite here, as they do in a trainer.
         document = json.loads(text[start:], parse_int=float)
     except (ValueError, RecursionError):
         document = _literal(text[start:])
@@ -258,7 +257,7 @@ def _document(text: str) -> Mapping[str, Any] | None:
 
 
 def _literal(text: str) -> Any:
-    """HF Trainer prints Python's dictionaries; `nan` is no literal there."""
+    """HF Trainer prints Python dictionaries, in which `nan` is not a literal."""
     try:
         return ast.literal_eval(re.sub(r"(?<=[:\s])(-?)(nan|inf)\b", r"'\1\2'", text))
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -308,7 +307,8 @@ def _add(trace: Trace, step: int, values: Iterable[tuple[str, float]]) -> None:
 
 
 def number(value: Any) -> float | None:
-    """A number, or one of the strings for what JSON has no word for; None for anything else."""
+    """A number, or one of the strings for values that JSON cannot express; None for anything
+    else."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):

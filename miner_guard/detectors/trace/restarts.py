@@ -10,21 +10,21 @@ from statistics import median
 _ALIKE = 0.10
 _COMPARED = 5
 _FOLLOWED = 20
-"""Values, where there are so many, over which a restart goes down as the run did: a loss that has
-exploded stays up."""
+"""A restart descends as the run did over this many values, where available; an exploded loss stays
+up."""
 
 _MIN_FALL = 1.02
 _AT_ONCE = 0.5
-"""Share of the descent that a restart takes back in one value."""
+"""Share of the descent that a restart reverses in one value."""
 
 _MIN_RUN = 5
 
 
 def restarts(values: Sequence[float]) -> list[int]:
-    """Indices at which the values go through the run's first descent again.
+    """Indices at which the values repeat the run's first descent.
 
     The first values after a restart follow the first values of the run (within 10 %, over five
-    values), which fall; a spike comes back at once instead.
+    values), which fall; a spike returns at once instead.
     """
     opening = values[:_COMPARED]
     if (
@@ -56,8 +56,8 @@ def restarts(values: Sequence[float]) -> list[int]:
 
 
 def _follows(values: Sequence[float], place: int) -> bool:
-    """Whether the values go down as far as the run did at its beginning; True where too few follow
-    to tell."""
+    """Whether the values descend as far as the run did at its start; True where too few follow to
+    tell."""
     then, now = values[_COMPARED:_FOLLOWED], values[place + _COMPARED : place + _FOLLOWED]
     if len(now) < len(then):
         return True
@@ -65,8 +65,8 @@ def _follows(values: Sequence[float], place: int) -> bool:
 
 
 def _jumps(values: Sequence[float], place: int, last: int) -> bool:
-    """Whether the value is clearly above the ones before it, and takes back most of the descent at
-    once: a loss that diverges comes back to its first values step by step."""
+    """Whether the value is clearly above the preceding ones and reverses most of the descent at
+    once; a diverging loss returns to its first values gradually."""
     before = values[max(last, place - 4) : place]
     if not before or values[place] <= _MIN_FALL * (level := median(before)) or level <= 0:
         return False

@@ -1,4 +1,4 @@
-"""A trace as it was read: one series per quantity, in the order of the file."""
+"""A trace as read: one series per quantity, in file order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Series:
         self.values.append(value)
 
     def finite(self) -> Series:
-        """The same without what is not finite."""
+        """This series without non-finite values."""
         kept = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
         return Series([s for s, _ in kept], [v for _, v in kept])
 
@@ -43,7 +43,7 @@ class Trace:
         default_factory=lambda: {name: Series() for name in QUANTITIES}
     )
     nan_said: list[int] = field(default_factory=list)
-    """Steps at which a guard.jsonl already says that the loss was NaN (its JSON has null there)."""
+    """Steps at which a guard.jsonl reports a NaN loss (its JSON has null there)."""
 
     lines: int = 0
     used: int = 0
@@ -52,8 +52,8 @@ class Trace:
         return self.series[name]
 
     def nearest(self, name: str, step: int) -> float | None:
-        """The last finite value of `name` at or before `step`; None where there is not one. Steps
-        are taken to rise."""
+        """The last finite value of `name` at or before `step`; None without one. Assumes rising
+        steps."""
         series = self.series[name]
         for place in range(bisect_right(series.steps, step) - 1, -1, -1):
             if math.isfinite(series.values[place]):
@@ -62,7 +62,7 @@ class Trace:
 
 
 def centred(values: Sequence[float], width: int) -> list[float]:
-    """Means over `width` values around each; an even window reaches one further to the right."""
+    """Means over `width` values around each; an even window extends one further to the right."""
     left, right = (width - 1) // 2, width // 2 + 1
     means = []
     for place in range(len(values)):
