@@ -1,4 +1,5 @@
-"""The audit: fetch what a validator fetches, as it would, and apply the profile's rules to it."""
+"""The audit: fetch what a validator fetches, the way it does, and apply the profile's rules to
+it."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ from validators.shapes import Shapes
 from validators.verdict import Verdict
 
 FETCH_S = 600.0
-"""Deadline of fetching everything; gradients.pt may be large."""
+"""Deadline for fetching everything; gradients.pt may be large."""
 
 MAX_BYTES = 2 * 1024**3
-"""A larger gradients.pt is not fetched: it passes through memory."""
+"""The audit skips a larger gradients.pt: the file passes through memory."""
 
 _FOLDER = "miner-guard-audit-"
 _ABANDONED_S = 6 * 3600.0
-"""Far beyond what an audit may last."""
+"""Age at which a leftover folder is abandoned; no audit runs nearly this long."""
 
 _EVENTS = {"accepted": "audit_passed", "rejected": "audit_failed", "unknown": "audit_unknown"}
 
@@ -49,7 +50,7 @@ class AuditReport:
     """What an audit found."""
 
     outcome: str
-    """`accepted`, `rejected` or `unknown`: could not look."""
+    """`accepted`, `rejected`, or `unknown` where the repo could not be read."""
 
     detail: str
     verdicts: tuple[Verdict, ...] = ()
@@ -57,7 +58,8 @@ class AuditReport:
     seconds: float = 0.0
     fetched_bytes: int = 0
     credentials: str = "configured"
-    """Whose read keys were used: `commitment` (the chain's, as validators do) or `configured`."""
+    """Whose read keys the audit used: `commitment` (those on chain, as validators do) or
+    `configured`."""
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "verdicts": [v.as_dict() for v in self.verdicts]}
@@ -75,8 +77,7 @@ def look(
     model: Shapes | None,
     memory: AuditMemory | None = None,
 ) -> AuditReport:
-    """Look at the chain, where one is configured, and audit the repo by what it says. Never
-    raises."""
+    """Read the chain, if one is configured, and audit the repo accordingly. Never raises."""
     if on.network is None:
         network = Network(reason="no [chain] configured")
         return run(repo, limits, network, model=model, memory=memory)
@@ -99,11 +100,10 @@ def run(
     deadline_s: float = FETCH_S,
     python: str = sys.executable,
 ) -> AuditReport:
-    """Audit the repo. `commitment` is what the hotkey has committed on chain, where that is known.
-    Never raises.
+    """Audit the repo. `commitment` is what the hotkey committed on chain, if known. Never raises.
 
-    `model`: the shapes that the gradients must fit, where they are known. `memory` keeps audits
-    that repeat themselves within a budget of bytes.
+    `model`: the shapes that the gradients must fit, if known. `memory` keeps repeated audits within
+    a byte budget.
     """
     if repo.kind == "none":
         return AuditReport(
@@ -136,9 +136,9 @@ def run(
 
 
 def _sweep() -> None:
-    """Remove what audits that were killed have left: up to 2 GiB each."""
+    """Remove the folders that killed audits left behind: up to 2 GiB each."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        # One that ends just now is gone, or is another user's.
+        # Another audit may remove its folder right now, or the folder belongs to another user.
         with contextlib.suppress(OSError):
             if time.time() - left.lstat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(left)
@@ -149,7 +149,7 @@ class _Access:
     """Whose read keys open the repo."""
 
     keys: Mapping[str, str] | None
-    """Those committed on chain; None where none are known."""
+    """The keys committed on chain; None if unknown."""
 
     own_account: str | None
     """The account in the settings."""
@@ -159,7 +159,7 @@ class _Access:
         return "configured" if self.keys is None else "commitment"
 
     def rejected(self, refused: str | None, reason: str | None) -> str | None:
-        """Why no validator can open the bucket; None where it may be our network that is down."""
+        """Why no validator can open the bucket; None if our own network may be down instead."""
         if self.keys is None:
             return None
         if refused is not None:
@@ -174,7 +174,7 @@ class _Access:
 
 @dataclass(frozen=True)
 class _Audit:
-    """One audit, and what it goes by."""
+    """One audit and its inputs."""
 
     repo: RepoSettings
     limits: Limits
@@ -185,7 +185,7 @@ class _Audit:
     folder: Path
     deadline_s: float
     python: str
-    """The interpreter that inspects."""
+    """Python interpreter that runs the inspection."""
 
     start: float = field(default_factory=time.monotonic)
 
@@ -240,7 +240,7 @@ class _Audit:
             repo = dataclasses.replace(repo, endpoint=endpoint)
             if limits.bucket_is_account:
                 repo = dataclasses.replace(repo, bucket=keys["R2_ACCOUNT_ID"])
-        # As a validator: with the committed keys alone, else with ours that can only read.
+        # Use the committed keys alone, as a validator does; without them, use our read-only keys.
         if (readers := keys or configured(repo)) is not None:
             env = {**without_secrets(env), **readers}
             repo = dataclasses.replace(repo, credentials="env", credentials_file=None)
@@ -263,11 +263,12 @@ class _Audit:
         return probe.ask("uploads.audit_probe", request, self.deadline_s, env=env)
 
     def _document_key(self, key: str | None, usual: str) -> str | None:
-        """A network that counts in windows keeps none but those that its profile names."""
+        """The key of a document. A network that counts in windows publishes only those its profile
+        names."""
         return key if key is not None or self.limits.window_blocks is not None else usual
 
     def _most(self) -> int:
-        """Bytes that a gradients file may have to be fetched."""
+        """Largest gradients file to fetch, in bytes."""
         plausible = min(self.limits.gradients_max_bytes or MAX_BYTES, MAX_BYTES)
         return min(plausible, self.memory.left(time.monotonic()))
 
@@ -317,7 +318,7 @@ def _facts(
     named = metadata.get("outer_step") if metadata else None
     # The root metadata names the newest step; the epoch that is scored may be the one before.
     outer = named if isinstance(named, int) and not isinstance(named, bool) else outer_step
-    # Of the epoch before nothing is reported by the inner step that the root metadata names.
+    # The root metadata's inner step does not apply to the epoch before.
     kind = "archive" if inner == 0 and outer == outer_step else "gradient"
     candidate = Candidate(
         kind,

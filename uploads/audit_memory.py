@@ -1,4 +1,5 @@
-"""What repeated audits remember: gradients already judged, and how much was fetched of late."""
+"""What audits remember between runs: the gradients already inspected, and recent download
+volume."""
 
 from __future__ import annotations
 
@@ -14,19 +15,20 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Judged:
-    """A gradients file that was inspected, by what the storage says of it without sending it."""
+    """An inspected gradients file, identified by the metadata that the storage gives without a
+    download."""
 
     key: str
     size_bytes: int
     checksum: str
     model: Shapes | None
-    """What it was compared with."""
+    """The shapes that the file was compared with."""
 
     report: Mapping[str, Any]
 
 
 class AuditMemory:
-    """Keeps scheduled audits within `bytes_per_hour`: an unchanged file is not fetched again."""
+    """Keeps scheduled audits within `bytes_per_hour` by not fetching an unchanged file again."""
 
     def __init__(self, bytes_per_hour: int) -> None:
         self._bytes_per_hour = bytes_per_hour
@@ -40,25 +42,25 @@ class AuditMemory:
         return max(self._bytes_per_hour - sum(size for _, size in self._fetched), 0)
 
     def spent(self, now: float, size_bytes: int) -> None:
-        """So many bytes were fetched at `now`."""
+        """Record a download of `size_bytes` at `now` (monotonic seconds)."""
         self._fetched.append((now, size_bytes))
 
     def known(self, model: Shapes | None) -> dict[str, Any] | None:
-        """What the fetching child needs not fetch: its key, size and checksum."""
+        """Key, size and checksum of the file that the fetching child can skip."""
         judged = self._judged
         if judged is None or judged.model != model:
             return None
         return {"key": judged.key, "size_bytes": judged.size_bytes, "checksum": judged.checksum}
 
     def report(self) -> Mapping[str, Any]:
-        """The report of the file that is `known`."""
+        """The report on the file that `known` identifies."""
         assert self._judged is not None
         return self._judged.report
 
     def judged(
         self, fetched: Mapping[str, Any], model: Shapes | None, report: Mapping[str, Any]
     ) -> None:
-        """Remember the report on what was fetched; not one that found nothing out."""
+        """Remember the report on the fetched file, unless the inspection was inconclusive."""
         key, size, checksum = (fetched.get(n) for n in ("key", "size_bytes", "checksum"))
         if checksum is None or report.get("reason") is not None:
             return

@@ -1,4 +1,4 @@
-"""The child that fetches what a validator fetches: `python -m uploads.audit_probe`, see
+"""Child process that fetches what a validator fetches: `python -m uploads.audit_probe`, see
 `uploads.audit`."""
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ _WILDCARD = "*"
 
 
 def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
-    """`metadata.json`, the epoch's `config.json` and `gradients.pt`, which is stored under
+    """Fetch `metadata.json`, the epoch's `config.json` and `gradients.pt`; save the last under
     `folder`.
 
     Raises RepoError, and Damaged for a document that no validator can read either.
 
-    `keys` have `{outer_step}`; where the epoch is not reported, it is what metadata.json names. A
-    gradients.pt of more than `max_bytes` is not fetched, and neither is one that is `known`: its
-    key, size and checksum are the same.
+    `keys` contain `{outer_step}`; without an epoch in the request, metadata.json names it. Skips a
+    gradients.pt larger than `max_bytes`, and one that is `known`: same key, size and checksum.
     """
     for number in range(LOOKS):
-        # A storage may show for a moment what was there before the last write.
+        # A storage may briefly return the state before the last write.
         time.sleep(LOOK_AGAIN_S if number else 0.0)
         answer, entry = _looked(repo, request)
         metadata = answer["metadata"] or {}
@@ -67,7 +66,7 @@ def _identity(entry: ObjectInfo) -> dict[str, Any]:
 
 
 def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], ObjectInfo | None]:
-    """The answer but for the gradients' bytes, and the gradients' entry where there is one."""
+    """The answer without the gradients' bytes, and the entry of the gradients file if it exists."""
     keys = request["keys"]
     metadata, size = _document(repo, keys.get("metadata"))
     outer = request["outer_step"]
@@ -111,7 +110,7 @@ def _document(repo: Repo, key: str | None) -> tuple[dict[str, Any] | None, int]:
 
 
 def _read_of(config: dict[str, Any] | None, uid: int | None) -> dict[str, Any] | None:
-    """Of config.json what is read of it here: a block list may be long."""
+    """Keep only the fields of config.json that the audit reads: a block list may be long."""
     reduced = block_list.reduced(config, uid)
     if config is None or reduced is None:
         return None
@@ -134,8 +133,8 @@ def _newest(repo: Repo, key: str) -> ObjectInfo | None:
 
 
 def answer(request: dict[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What `fetch` says; `damaged` where no validator can read a document, `refused` where none
-    with these keys can open the bucket. Raises RepoError where it may be otherwise next time."""
+    """The result of `fetch`; `damaged` if no validator can read a document, `refused` if these keys
+    cannot open the bucket. Raises RepoError if a retry may succeed."""
     try:
         return fetch(open_repo(RepoSettings(**request["repo"]), env), request)
     except Damaged as damage:
@@ -145,7 +144,7 @@ def answer(request: dict[str, Any], env: Mapping[str, str] | None = None) -> dic
 
 
 def main() -> None:
-    """Answer as `answer` does."""
+    """Read one request and write its `answer`."""
     try:
         probe.reply(answer(probe.request()))
     except RepoError as error:

@@ -1,5 +1,5 @@
-"""Subnet 38's commitment: the read keys of a bucket, as the miner writes them on chain
-(utils/chain.py there)."""
+"""Subnet 38's commitment: the read keys of a bucket, as the miner writes them on chain (its
+utils/chain.py)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ from uploads.repos.base import RepoError
 from uploads.repos.credentials import find
 
 NAMES = ("R2_ACCOUNT_ID", "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY")
-"""As the miner's `.env.example` names them; the commitment is their values, one after another."""
+"""Names in the miner's `.env.example`; the commitment is their values, concatenated."""
 
 
 def commitment_of(keys: Mapping[str, str] | None) -> str | None:
-    """The commitment that these keys give."""
+    """The commitment that these keys produce."""
     return None if keys is None else "".join(keys[name] for name in NAMES)
 
 
 def configured(repo: RepoSettings) -> dict[str, str] | None:
-    """The read keys by name, from where the settings say; None where one is missing or the file
-    can't be read."""
+    """The configured read keys by name; None if a key is missing or the file is unreadable."""
     try:
         keys = find(repo)
     except RepoError:
-        # Anyone who opens the repo with these settings says what is wrong with the file.
+        # Opening the repo with these settings reports what is wrong with the file.
         return None
     found = {name: keys.get(name, "").strip() for name in NAMES}
     return found if all(found.values()) else None
 
 
 def keys_of(commitment: str, form: Sequence[int]) -> dict[str, str] | None:
-    """The keys in a commitment whose parts have the lengths `form`; None where it is not of that
-    form."""
+    """Split a commitment into keys of the lengths in `form`; None if it does not match."""
     if len(commitment) != sum(form) or len(form) != len(NAMES):
         return None
     found, start = {}, 0
@@ -43,7 +41,8 @@ def keys_of(commitment: str, form: Sequence[int]) -> dict[str, str] | None:
 
 
 def placeholder(commitment: str, form: Sequence[int]) -> bool:
-    """Whether a part of it is all x: what validators start with, and take for no credentials."""
+    """Whether a field of the commitment is all x: validators start with that and treat it as
+    unset."""
     parts, start = [], 0
     for length in form:
         parts.append(commitment[start : start + length])

@@ -1,4 +1,4 @@
-"""The gate's answer. Standard library only: it is made and read inside the ranks."""
+"""The gate's answer. Standard library only: the ranks create and read it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from validators.verdict import Verdict
 
 @dataclass(frozen=True)
 class GateDecision:
-    """May this upload go out? True in a condition where it may."""
+    """May this upload go out? Truthy if it may."""
 
     allowed: bool
     kind: str
     outer_step: int
     inner_step: int
     reason: str
-    """For people; the words after `UPLOAD BLOCKED: ` or `UPLOAD ALLOWED: `."""
+    """Human-readable text after `UPLOAD BLOCKED: ` or `UPLOAD ALLOWED: `."""
 
     verdicts: tuple[Verdict, ...] = ()
     due: bool = False
@@ -28,7 +28,7 @@ class GateDecision:
     """The repo is past its limit."""
 
     shadow: bool = False
-    """Shadow mode: it would have been blocked, and is allowed."""
+    """Shadow mode allowed an upload that the gate would have blocked."""
 
     retry_after_steps: int | None = None
     retry_after_s: float | None = None
@@ -36,7 +36,7 @@ class GateDecision:
     """Wall time."""
 
     decision_id: str = ""
-    """Same on every rank; key of the ledger."""
+    """Same on every rank; key in the ledger."""
 
     record: Mapping[str, Any] = field(default_factory=dict)
     """What a replay needs: candidate, settings, digest of the inputs, monotonic time."""

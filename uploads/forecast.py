@@ -1,6 +1,6 @@
-"""Forecast: will the minimum inner step be reached before the repo goes stale?
+"""Forecast: will the miner reach the minimum inner step before the repo goes stale?
 
-Pure. What can be known 40 minutes ahead should not be reported when it has happened.
+Pure. A delay that is predictable 40 minutes ahead must be reported then, not once it has happened.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Forecast:
-    """When the minimum is reached and when the repo goes stale, both in seconds from now."""
+    """When training reaches the minimum and when the repo goes stale, both in seconds from now."""
 
     min_inner_step: int
     eta_s: float
     stale_s: float
     accepted_from: int | None = None
-    """The inner step from which validators accept; None where no profile says."""
+    """Inner step from which validators accept; None if no profile defines it."""
 
     waiting_costs_s: float | None = None
-    """Seconds without a score that the minimum costs beyond what validators ask for, while the
-    archive of an AllReduce is published. None where nothing is lost, or it is not known."""
+    """Seconds without a score that the operator's minimum costs beyond the validators' own, while
+    the archive of an AllReduce is published. None if it costs nothing or is unknown."""
 
     @property
     def late(self) -> bool:
-        """The repo goes stale first."""
+        """Whether the repo goes stale first."""
         return self.eta_s > self.stale_s
 
 
@@ -40,7 +40,7 @@ def forecast(
 ) -> Forecast:
     """The forecast after `inner_step` inner steps of `step_s` seconds, for a repo `age_s` old.
 
-    `unscored`: what is published scores nothing, so each step of waiting is one without a score.
+    `unscored`: validators give the published files no score, so each step of waiting earns nothing.
     """
     left = max(min_inner_step - inner_step, 0)
     costs = None

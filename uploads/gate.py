@@ -1,7 +1,7 @@
 """The gate: may this upload go out?
 
 Pure and standard library only: it runs inside rank 0. The same candidate, inputs, settings and
-times give the same decision, so that one can be replayed from the ledger.
+times give the same decision, so the ledger can replay it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from validators.limits import Limits, in_force
 from validators.verdict import Verdict, worst
 
 _MAX_LENGTH = 240
-"""Characters of a sentence: a decision with all its verdicts must fit into one entry of the journal
-(4080 bytes)."""
+"""Maximum characters of a sentence: a decision with all its verdicts must fit into one journal
+entry (4080 bytes)."""
 
 
 def decide(
     candidate: Candidate, inputs: GateInputs, settings: GateSettings, *, now: float, wall: float
 ) -> GateDecision:
-    """Judge a candidate at `now` (monotonic) and `wall`. Never raises: an error inside the rules
-    blocks and says so."""
+    """Judge a candidate at `now` (monotonic) and `wall`. Never raises: an error inside a rule
+    blocks, with the error as its reason."""
     record: Mapping[str, Any] = {}
     try:
         candidate = reduced(candidate)
@@ -47,8 +47,8 @@ def decide(
 
 
 def reduced(candidate: Candidate) -> Candidate:
-    """The candidate with only what the rules read, so that the record of a decision stays small and
-    replays alike."""
+    """Keep only what the rules read, so that a decision's record stays small and replays
+    identically."""
     return replace(
         candidate,
         recent_losses=tuple(candidate.recent_losses[-loss.POINTS :]),
@@ -62,7 +62,7 @@ def reduced(candidate: Candidate) -> Candidate:
 def recorded(
     candidate: Candidate, inputs: GateInputs, settings: GateSettings, now: float
 ) -> dict[str, Any]:
-    """What a replay needs beside the inputs, which the ledger keeps by their digest."""
+    """What a replay needs besides the inputs, which the ledger stores by digest."""
     stated = {
         name: value for name, value in vars(candidate).items() if value is not None and value != ()
     }
@@ -83,7 +83,7 @@ def recorded(
 
 
 def _spelled(value: Any) -> Any:
-    """JSON has no NaN; a replay must see it nevertheless."""
+    """Replace NaN and infinities by text: JSON cannot represent them, and a replay needs them."""
     if isinstance(value, (list, tuple)):
         return [_spelled(v) for v in value]
     return value if math.isfinite(value) else str(float(value))
@@ -98,9 +98,9 @@ def _facts(
 
 
 def _said(verdict: Verdict, kind: str) -> Verdict:
-    """As it stands in the decision: short, and for an archive never a block.
+    """The verdict as the decision stores it: truncated, and for an archive never a block.
 
-    The upload after an AllReduce starts at inner step 0 and is needed by the miner's own reload.
+    The upload after an AllReduce starts at inner step 0, and the miner's own reload needs it.
     """
     outcome = "warn" if kind == "archive" and verdict.outcome == "block" else verdict.outcome
     if outcome == verdict.outcome and len(verdict.sentence) <= _MAX_LENGTH:
@@ -155,14 +155,15 @@ def _reason(verdicts: Sequence[Verdict], blocks: Sequence[Verdict], shadow: bool
 
 
 def due(inputs: GateInputs, settings: GateSettings, now: float) -> bool:
-    """Whether what is published is past its target age at `now` (monotonic), as far as is known."""
+    """Whether the published files are known to be past their target age at `now` (monotonic)."""
     published = inputs.aged(now, settings.inputs_max_age_s).published
     age = repo_age.age_now(published, now)
     return published.empty or (age is not None and age > settings.repo_age_target_s)
 
 
 def replay(record: Mapping[str, Any], inputs: GateInputs, wall: float) -> GateDecision:
-    """The decision again, from its record and the inputs it names. Raises KeyError or TypeError."""
+    """Recompute a decision from its record and the inputs it names. Raises KeyError or
+    TypeError."""
     stated = {**record["candidate"]}
     stated["recent_losses"] = tuple(float(v) for v in stated.get("recent_losses", ()))
     if stated.get("loss") is not None:

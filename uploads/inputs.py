@@ -1,7 +1,7 @@
-"""gate-inputs.json: what the gate inside rank 0 needs to know of the outside world.
+"""gate-inputs.json: what the gate inside rank 0 needs to know about the outside world.
 
-Standard library only. The supervisor replaces the file atomically; the gate reads it. Whatever is
-wrong with the file makes its content unknown, with the reason; it never makes the gate fail.
+Standard library only. The supervisor replaces the file atomically; the gate reads it. A defective
+file makes its content unknown, with the reason; it never makes the gate fail.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _Known = TypeVar("_Known", Published, Network)
 
 @dataclass(frozen=True)
 class GateInputs:
-    """The file's content; unknown where none exists."""
+    """The file's content; all of it unknown if the file does not exist."""
 
     published: Published = field(default_factory=Published)
     network: Network = field(default_factory=Network)
     bucket: str | None = None
     credentials: str | None = None
-    """Fingerprint of the commitment that the credentials in use would give."""
+    """Fingerprint of the commitment that the credentials in use would produce."""
 
     limits: Mapping[str, Any] = field(default_factory=dict)
     """The profile's numbers for the rules."""
 
     written: float | None = None
-    """Wall time, for people."""
+    """Wall time, for display."""
 
     written_monotonic: float | None = None
     reason: str | None = None
-    """Why the file is not known; None where it was read whole."""
+    """Why the content is unknown; None if the file was read completely."""
 
     text_digest: str = field(default="", compare=False, repr=False)
-    """`digest`, where it is known from the file's text."""
+    """`digest`, if already computed from the file's text."""
 
     def aged(self, now: float, max_age_s: float) -> GateInputs:
-        """Repo and network unknown where it was written more than `max_age_s` before `now`
+        """Mark repo and network unknown if the file was written more than `max_age_s` before `now`
         (monotonic)."""
         if self.reason is not None or self.written_monotonic is None:
             return self
@@ -66,7 +66,7 @@ class GateInputs:
 
     @property
     def digest(self) -> str:
-        """Names this content in the ledger: 16 hex digits."""
+        """Identifies this content in the ledger: 16 hex digits."""
         return self.text_digest or _digest_of(canonical(as_document(self)))
 
 
@@ -75,12 +75,12 @@ def _digest_of(text: str) -> str:
 
 
 def canonical(document: Any) -> str:
-    """One spelling for one content: sorted keys, no spaces."""
+    """Canonical JSON: sorted keys, no spaces."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
 
 
 def as_document(inputs: GateInputs) -> dict[str, Any]:
-    """The file's JSON document; non-finite numbers are null."""
+    """The file's JSON document; non-finite numbers become null."""
     document: dict[str, Any] = finite(asdict(inputs))
     del document["text_digest"]
     return document
@@ -92,9 +92,9 @@ def write(path: Path, inputs: GateInputs) -> None:
 
 
 def read(path: Path) -> GateInputs:
-    """The file's content; whatever is wrong with it is the `reason`. Never raises.
+    """The file's content; `reason` says what is wrong with it. Never raises.
 
-    A file that has not changed is not read again: the gate is asked once a step.
+    Does not reread an unchanged file: training asks the gate at every step.
     """
     global _last_read
     try:
@@ -104,7 +104,7 @@ def read(path: Path) -> GateInputs:
     except OSError as error:
         return unknown(f"gate-inputs.json cannot be read: {error}")
     version = (str(path), found.st_ino, found.st_mtime_ns, found.st_size)
-    # One assignment and one look, so that a second thread sees a whole pair.
+    # Read the tuple once and assign it once, so that other threads never see a mixed pair.
     last = _last_read
     if last is not None and last[0] == version:
         return last[1]
@@ -133,14 +133,14 @@ def _read_now(path: Path) -> GateInputs:
 
 
 def unknown(reason: str) -> GateInputs:
-    """Inputs of which nothing is known."""
+    """Inputs with everything unknown."""
     return GateInputs(
         published=Published(reason=reason), network=Network(reason=reason), reason=reason
     )
 
 
 def from_document(document: Any) -> GateInputs:
-    """Inputs from a JSON document; a value of a wrong type makes all of it unknown. Never
+    """Inputs from a JSON document; a value of the wrong type makes all of it unknown. Never
     raises."""
     try:
         if not isinstance(document, Mapping):

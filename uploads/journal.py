@@ -1,5 +1,4 @@
-"""What a publisher is doing, on disk: so that anyone who comes after its death can finish or undo
-it."""
+"""On-disk record of a publisher's progress, so that its successor can finish or undo the upload."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from uploads.repos.base import Notes, StagedObject
 
 STAGING = "staging"
 COMMITTING = "committing"
-"""From here on there is no way back: everything is with the repo, and the rest is to show it."""
+"""Point of no return: the repo holds everything, and the remaining work is to make it visible."""
 
 
 class PublishInProgress(Exception):
-    """Another publisher holds the journal."""
+    """Another publisher holds the journal's lock."""
 
 
 class Journal:
-    """One publisher's notes, replaced atomically and synced with each change. Thread-safe."""
+    """One publisher's notes, replaced atomically and synced on each change. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,8 +33,7 @@ class Journal:
         self._document: dict[str, Any] = {}
 
     def read(self) -> Mapping[str, Any] | None:
-        """What an earlier publisher left; None where there is nothing, or nothing that can be
-        read."""
+        """What an earlier publisher left; None if the journal is missing or unreadable."""
         try:
             document = json.loads(self.path.read_text())
         except (OSError, ValueError):
@@ -45,16 +43,16 @@ class Journal:
         return document
 
     def begin(self, tag: str, notes: Mapping[str, Any]) -> None:
-        """A new publication; `notes` are those of the same revision's earlier attempt, if there was
-        one."""
+        """Start a publication; `notes` come from an earlier attempt at the same revision, if
+        any."""
         self._set(phase=STAGING, tag=tag, tickets=[], notes=dict(notes))
 
     def committing(self, tickets: list[StagedObject]) -> None:
-        """Everything is staged. Synced before the first object is shown."""
+        """Record that everything is staged. Synced before the first object becomes visible."""
         self._set(phase=COMMITTING, tickets=[t.as_dict() for t in tickets])
 
     def end(self) -> None:
-        """Nothing is left to finish or to undo."""
+        """Record that nothing is left to finish or undo."""
         self.path.unlink(missing_ok=True)
 
     def notes_of(self, key: str) -> Notes:
@@ -69,7 +67,7 @@ class Journal:
             self._write()
 
     def sync(self) -> None:
-        """Write what the notes hold now."""
+        """Write the current notes to disk."""
         with self._mutex:
             self._write()
 
@@ -98,19 +96,19 @@ class _Kept(dict[str, Any]):
 
 
 def tickets_of(document: Mapping[str, Any]) -> list[StagedObject]:
-    """The staged objects that a journal names."""
+    """The staged objects that a journal lists."""
     return [StagedObject(**t) for t in document.get("tickets", [])]
 
 
 def journal_path(folder: Path, label: str) -> Path:
-    """One journal per repo, whichever process publishes to it."""
+    """One journal per repo, shared by all processes that publish to it."""
     return folder / f"publish-{hashlib.sha256(label.encode()).hexdigest()[:16]}.json"
 
 
 @contextlib.contextmanager
 def exclusively(path: Path) -> Iterator[int]:
     """Hold the journal's lock, for this process and for children that inherit the descriptor.
-    Raises Busy."""
+    Raises PublishInProgress."""
     make_folder(path.parent)
     fd = open_private(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
     try:
@@ -122,6 +120,6 @@ def exclusively(path: Path) -> Iterator[int]:
             ) from error
         yield fd
     finally:
-        # Closed, not unlocked: a companion that still has work to do inherited it, and keeps the
-        # others out.
+        # Close without unlocking: a companion that still has work to do inherited the descriptor
+        # and keeps other publishers out.
         os.close(fd)

@@ -1,8 +1,7 @@
 """The ledger: decisions, uploads, repo age, incidents and restarts, in SQLite.
 
-It must never stop the guard. A full disk costs rows, which are counted; a damaged file is set aside
-and a new one begun; where the file is locked or its file system fails, rows wait. Methods are safe
-from any thread.
+It must never stop the guard. A full disk drops rows and counts them; a damaged file is set aside
+and replaced; a locked file or a failing file system queues rows. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from miner_guard.state_dir import has_room, make_folder, open_private, set_aside
 from miner_guard.system.clock import parse_iso_utc
 
 KEPT_S = 90 * 86400.0
-"""Older rows are deleted when the ledger is opened, and now and then while it is written."""
+"""The ledger deletes older rows when it opens, and periodically while it writes."""
 
 MAX_DECISIONS = 200_000
-"""The newest decisions are kept, about 0.5 GB of them: a miner may ask at every step."""
+"""Newest decisions to keep, about 0.5 GB: a miner may ask at every step."""
 
 _FORGET_EVERY = 4096
-"""Rows."""
+"""Rows written between two cleanups."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS decisions (
@@ -60,7 +59,7 @@ _VERSION = 1
 TABLES = ("decisions", "inputs", "uploads", "repo_age", "incidents", "restarts")
 
 _OWN_COLUMNS = ("verdicts", "record")
-"""Of a decision; the rest of it is in `document`."""
+"""Columns of a decision; `document` holds its other fields."""
 
 _DAMAGED = (
     "malformed",
@@ -72,11 +71,11 @@ _DAMAGED = (
 )
 
 _HOLD_S = 0.1
-"""How long the file may hold up who writes: the supervisor's loop does."""
+"""Longest wait for the file in seconds: it blocks the supervisor's loop."""
 
 _RETRY_S = 5.0
 _LAST_S = 5.0
-"""For what still waits when the guard ends."""
+"""Seconds to flush the queue when the guard ends."""
 
 _MAX_WAITING = 4096
 
@@ -86,7 +85,7 @@ _Row = tuple[str, Sequence[Any]]
 """A statement and its values."""
 
 _TROUBLES = (sqlite3.Error, OSError, OverflowError, ValueError)
-"""The last two: a whole number of more than 64 bits, and text that is no Unicode."""
+"""OverflowError: an integer of more than 64 bits. ValueError: text that is not valid Unicode."""
 
 
 def _no_room(error: Exception, where: Path) -> bool:
@@ -95,14 +94,14 @@ def _no_room(error: Exception, where: Path) -> bool:
     ):
         return True
     try:
-        # What SQLite says where there is no room for its -shm.
+        # SQLite's error when it has no space for its -shm.
         return "disk I/O error" in str(error) and not has_room(where)
     except OSError:
         return False
 
 
 class Ledger:
-    """One ledger file; opened with the first row or question."""
+    """One ledger file, opened on the first write or query."""
 
     def __init__(
         self,
@@ -120,10 +119,10 @@ class Ledger:
         self._trouble: str | None = None
         self._lost = 0
         self._written = 0
-        """Rows, by this object."""
+        """Rows written by this object."""
 
         self.unread: str | None = None
-        """Why the last question found nothing, where the file is there and cannot be read."""
+        """Why the last query failed although the file exists."""
 
     def decision(
         self, document: Mapping[str, Any], inputs: Mapping[str, Any] | None = None
@@ -157,7 +156,8 @@ class Ledger:
         )
 
     def upload(self, wall: float, outcome: str, **fields: Any) -> None:
-        """Store an upload's end: `reported`, `verified`, `superseded`, `refuted` or `failed`."""
+        """Store an upload's outcome: `reported`, `verified`, `superseded`, `refuted` or
+        `failed`."""
         names = (
             "decision_id",
             "tag",
@@ -189,7 +189,7 @@ class Ledger:
         checksum: str | None = None,
         reason: str | None = None,
     ) -> None:
-        """Store one look at the repo; a null age has its reason."""
+        """Store one reading of the repo's age; a null age comes with its reason."""
         self.write(
             "INSERT INTO repo_age (wall, age_s, outer_step, inner_step, size_bytes, checksum, "
             "reason)"
@@ -214,8 +214,8 @@ class Ledger:
         )
 
     def rows(self, table: str, *, since: float = 0.0, limit: int = 1000) -> list[dict[str, Any]]:
-        """The newest `limit` rows of a table from wall time `since` on, oldest first. Empty where
-        it can't be read."""
+        """The newest `limit` rows of a table since wall time `since`, oldest first. Empty if
+        unreadable."""
         if table not in TABLES:
             raise ValueError(f"the ledger has no table {table!r}; there are {', '.join(TABLES)}")
         query = f"SELECT * FROM {table} WHERE wall >= ? ORDER BY rowid DESC LIMIT ?"
@@ -228,8 +228,8 @@ class Ledger:
     def find_decision(
         self, decision_id: str
     ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-        """A decision's document and its inputs' document (None where they were not stored), by id
-        or its beginning."""
+        """The documents of a decision and of its inputs (None if not stored), by full id or
+        prefix."""
         pattern = decision_id.replace("%", "").replace("_", "") + "%"
         found_rows = self._read(
             (
@@ -249,7 +249,7 @@ class Ledger:
         return document, json.loads(inputs[0]["document"]) if inputs else None
 
     def close(self) -> None:
-        """Write what waits, once more, and close the file; a later call opens it again."""
+        """Flush the queue once more and close the file; a later call reopens it."""
         with self._mutex:
             finding = self._write_waiting(_LAST_S) if self._waiting else None
             if self._waiting:
@@ -266,7 +266,7 @@ class Ledger:
             self._connection = None
 
     def write(self, statement: str, values: Sequence[Any]) -> None:
-        """Write one row, now or when the file takes it."""
+        """Queue one row and write it as soon as the file accepts it."""
         with self._mutex:
             if len(self._waiting) == _MAX_WAITING:
                 self._waiting.popleft()
@@ -275,7 +275,7 @@ class Ledger:
         self.retry()
 
     def retry(self) -> None:
-        """Write what waits, where it is time to."""
+        """Write the queued rows once the retry delay has passed."""
         with self._mutex:
             due = bool(self._waiting) and self._monotonic() >= self._retry_at
             finding = self._write_waiting(_HOLD_S) if due else None
@@ -283,15 +283,15 @@ class Ledger:
             self._report(finding)
 
     def _write_waiting(self, seconds: float) -> Finding | None:
-        """Write what waits, for so long at most; what is to be reported of it."""
+        """Write queued rows for at most `seconds`; returns a finding to report, if any."""
         until = self._monotonic() + seconds
         try:
             if self._connection is not None and not self.path.exists():
-                # Removed to make room, perhaps: held open it takes the room, and nobody finds what
-                # goes into it.
+                # The file may have been removed to free space. An open descriptor would keep that
+                # space, and rows written to it would be lost.
                 self._leave()
             if self._trouble == _FULL and not has_room(self.path.parent):
-                # One row may still fit where another did not: that is no end of the trouble.
+                # A small row may still fit after a larger one failed; that does not end the outage.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             while self._waiting and self._monotonic() <= until:
                 self._write_one(self._waiting.popleft())
@@ -306,17 +306,16 @@ class Ledger:
             self._waiting.appendleft(row)
             raise
         except _TROUBLES:
-            # This very row is no good.
+            # The row itself is invalid.
             self._lost += 1
             raise
         self._written += 1
         if self._written % _FORGET_EVERY == 0:
-            # What fails here costs no row.
+            # An error in the cleanup must not cost the row.
             self._trying(self._forget_old)
 
     def _failed(self, error: Exception) -> Finding | None:
-        """Rows that no room is left for are lost, those that the file refuses for now wait; said
-        once."""
+        """A full disk drops the queued rows; after other errors they stay queued. Reported once."""
         before = self._trouble
         if _no_room(error, self.path.parent):
             self._trouble = _FULL
@@ -349,14 +348,13 @@ class Ledger:
         return [dict(row) for row in rows]
 
     def _leave(self) -> None:
-        """Close a file that is not there any more, and remove what belongs to it."""
+        """Close a file that no longer exists, and remove its -wal and -shm."""
         self._disconnect()
         for leftover in ("-wal", "-shm"):
             self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
 
     def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
-        """Do it; where the file turns out to be damaged, set it aside and do it once more in a new
-        one."""
+        """Run `work`; if the file is damaged, set it aside and retry in a new one."""
         try:
             return self._done(work)
         except sqlite3.DatabaseError as error:
@@ -383,14 +381,14 @@ class Ledger:
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
             make_folder(self.path.parent)
-            # Made here: SQLite gives its -wal and -shm the mode that the file has when they are
-            # made.
+            # Create the file first: SQLite copies its mode to -wal and -shm.
             os.close(open_private(self.path, os.O_RDWR | os.O_CREAT))
             db = sqlite3.connect(self.path, timeout=_HOLD_S, check_same_thread=False)
             try:
                 db.row_factory = sqlite3.Row
                 db.execute("PRAGMA journal_mode = WAL")
-                # In WAL mode NORMAL loses at most the last rows at a power cut, never the file.
+                # In WAL mode, NORMAL loses at most the last rows at a power cut and never corrupts
+                # the file.
                 db.execute("PRAGMA synchronous = NORMAL")
                 db.executescript(_SCHEMA)
                 if db.execute("PRAGMA user_version").fetchone()[0] < _VERSION:
@@ -405,8 +403,7 @@ class Ledger:
     def _forget_old(self, db: sqlite3.Connection) -> None:
         with db:
             for table in TABLES:
-                # Counted from the least of the newest rows: this host's clock may be wrong, now or
-                # for a while.
+                # Measure age from the oldest of the newest rows: this host's clock may be wrong.
                 newest = (
                     f"SELECT MIN(wall) FROM (SELECT wall FROM {table} ORDER BY rowid DESC "
                     "LIMIT 100)"
@@ -414,23 +411,23 @@ class Ledger:
                 db.execute(f"DELETE FROM {table} WHERE wall < ({newest}) - ?", (KEPT_S,))
             last = "SELECT MAX(rowid) FROM decisions"
             db.execute(f"DELETE FROM decisions WHERE rowid <= ({last}) - ?", (MAX_DECISIONS,))
-            # A day more: inputs bear the time of the first decision that named them.
+            # Keep one more day: inputs carry the time of the first decision that named them.
             db.execute("DELETE FROM inputs WHERE wall < (SELECT MIN(wall) FROM decisions) - 86400")
 
 
 class ReadOnlyLedger(Ledger):
-    """For commands beside a running guard: reads what is there, makes and moves nothing."""
+    """For commands beside a running guard: reads existing files, creates and moves nothing."""
 
     def since(self, table: str, time: str, *, limit: int) -> list[dict[str, Any]]:
-        """`rows` from a time on as `iso_utc` writes it, empty for all."""
+        """The rows since a time in `iso_utc` format; an empty string means all."""
         return self.rows(table, since=parse_iso_utc(time) if time else 0.0, limit=limit)
 
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
             if not self.path.is_file():
                 raise FileNotFoundError(f"{self.path} does not exist")
-            # Where nobody writes there is no -wal, and a reader that may not write would leave an
-            # empty one behind.
+            # Without a writer there is no -wal, and a read-only reader would leave an empty one
+            # behind.
             log = self.path.with_name(f"{self.path.name}-wal")
             how = "mode=ro" if log.exists() else "immutable=1"
             path = urllib.parse.quote(str(self.path.absolute()))
@@ -446,20 +443,21 @@ class ReadOnlyLedger(Ledger):
 
 
 class RemoteLedger(ReadOnlyLedger):
-    """For the guard: rows are handed to anyone who writes its files; what is read is read here."""
+    """For the guard: sends rows to the process that writes its files, and reads the file
+    directly."""
 
     def __init__(self, path: Path, send: Callable[[str, Sequence[Any]], None]) -> None:
         super().__init__(path)
         self._send = send
 
     def write(self, statement: str, values: Sequence[Any]) -> None:
-        """Hand one row over."""
+        """Send one row to the writer."""
         self._send(statement, values)
 
 
 def read(path: Path, table: str, *, since: str = "", limit: int = 1000) -> list[dict[str, Any]]:
-    """`ReadOnlyLedger.since` of a ledger that somebody else may be writing; empty where there is
-    none."""
+    """`ReadOnlyLedger.since` on a ledger that another process may be writing; empty if there is no
+    file."""
     ledger = ReadOnlyLedger(path)
     try:
         return ledger.since(table, since, limit=limit)

@@ -1,7 +1,7 @@
-"""The network's progress: what the master validator publishes of its outer step.
+"""The network's progress: the outer step that the master validator publishes.
 
-Read as miners read it: with the read keys that the master committed on chain, from the bucket that
-is named as ours is, without the uid. Goes through the same child as any other look at a repo.
+Read as miners read it: with the read keys that the master committed on chain, from the bucket named
+like ours without the uid. Uses the same child process as every other repo probe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from validators.limits import Limits
 
 @dataclass(frozen=True)
 class Progress:
-    """What the master's repo says; `reason` where it says nothing."""
+    """What the master's repo reports; `reason` if it is unreadable."""
 
     outer_step: int | None = None
     last_allreduce_block: int | None = None
@@ -32,7 +32,7 @@ class Progress:
 
 
 def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) -> Progress:
-    """One look at the master's repo, `repo.timeout_s` at most. Never raises."""
+    """Probe the master's repo once, for at most `repo.timeout_s`. Never raises."""
     if master_commitment is None:
         return Progress(reason="the master has committed nothing, or [chain] master_uid is not set")
     keys = keys_of(master_commitment, limits.commitment_form)
@@ -93,11 +93,10 @@ def network_of(
     form: Sequence[int] = (),
     per_allreduce: int | None = None,
 ) -> Network:
-    """What the rules need of a look at the chain, whose block was first seen at `seen_at`, and at
-    the master's repo.
+    """Combine one reading of the chain, whose block was first seen at `seen_at`, with one of the
+    master's repo into what the rules need.
 
-    `form` is the commitment's, `per_allreduce` the blocks per AllReduce where the operator has set
-    them.
+    `form` is the commitment's; `per_allreduce` is the operator's blocks per AllReduce, if set.
     """
     since = None
     if look.block is not None and ahead.last_allreduce_block is not None:
@@ -117,7 +116,7 @@ def network_of(
 
 
 def master_bucket(own: str | None, pattern: str | None) -> str | None:
-    """The global model's bucket: ours without `-{uid}`."""
+    """The global model's bucket: our bucket's name without `-{uid}`."""
     match = re.fullmatch(pattern, own) if own is not None and pattern is not None else None
     if own is None or match is None or "uid" not in match.groupdict():
         return None

@@ -1,22 +1,24 @@
-"""Publishes a revision: staged in parallel, shown in a few short requests, read back.
+"""Publishes a revision: stages it in parallel, makes it visible in a few short requests, reads it
+back.
 
-Everything is with the repo, unseen, before the first object is shown; then the objects are shown in
-order, the root metadata last. A publisher that dies before that point has changed nothing; one that
-dies after it is finished by its companion (`uploads.recovery_process`), or, where that died too, by
-the next publisher.
+The repo holds everything, invisible, before the first object becomes visible; then the objects
+follow in order, the root metadata last. A publisher that dies before that point has changed
+nothing; if it dies after it, its companion (`uploads.recovery_process`) finishes the upload, or, if
+that died too, the next publisher does.
 
-What a reader sees in between depends on the storage. The Hub shows a revision at once. A folder and
-S3 show one object at once, under names that validators prescribe and that two revisions of an outer
-step share, so no order of requests can switch them all together. What holds there:
+What a reader sees in between depends on the storage. The Hub switches a whole revision at once. A
+folder and S3 switch one object at a time, under names that validators prescribe and that two
+revisions of an outer step share, so no order of requests can switch them all together. Guarantees
+there:
 
-- The bytes are there before the first name is switched: the switch is a few short requests,
-  however large the files (docs/figures.md has its length), and a death within it is fixed.
-- What the root metadata names is there. In between it may be older than the gradients, never
-  newer: a validator reads whole new gradients under the inner step before. A new outer step has
-  new names, so it begins with its metadata.
-- The metadata names the size and checksum of the gradients it goes with, so anyone who compares
-  knows a mixed view from a whole one (`validators.metadata.mixed`). The guard's own looks and
-  audit do, and look again.
+- The bytes arrive before the first name switches: the switch is a few short requests, however large
+  the files (docs/figures.md has its duration), and a death within it is repaired.
+- Whatever the root metadata names exists. In between it may be older than the gradients, never
+  newer: a validator reads complete new gradients under the previous inner step. A new outer step
+  has new names, so its metadata comes first.
+- The metadata lists the size and checksum of its gradients, so a reader can tell a mixed view from
+  a complete one (`validators.metadata.mixed`). The guard's own probes and audit check this and
+  retry.
 """
 
 from __future__ import annotations
@@ -51,22 +53,22 @@ T = TypeVar("T")
 
 _PARALLEL = 4
 _STALE_LOOKS = 4
-"""Pauses before a read that contradicts the write counts: 0.5, 1, 2 and 4 s by default. Storages
-that are consistent in the end were seen to be two seconds behind."""
+"""Retries before a read that contradicts the write counts, after pauses of 0.5, 1, 2 and 4 s by
+default. Eventually consistent storages have lagged by two seconds."""
 _PROGRESS_EVERY_S = 2.0
 
 
 class Cancelled(Exception):
-    """Asked to stop before the revision was shown; what was published before is untouched."""
+    """Cancelled before the revision became visible; what was published before is untouched."""
 
 
 class PublishError(Exception):
-    """The revision was not published, or could not be verified. The message is for people."""
+    """The revision was not published or could not be verified. The message is for people."""
 
 
 @dataclass(frozen=True)
 class Revision:
-    """Files that are published together."""
+    """Files published together."""
 
     folder: Path
     """Holds gradients.pt, config.json and metadata.json."""
@@ -81,8 +83,8 @@ class Revision:
         return f"{self.run}.{self.outer_step}.{self.inner_step}"
 
     def files(self) -> list[tuple[str, Path]]:
-        """Key and file, in the order in which they are shown: the root metadata, where a validator
-        starts, last."""
+        """Key and file, in the order in which they become visible: the root metadata, where a
+        validator starts, last."""
         names = (GRADIENTS, CONFIG, METADATA)
         return [(epoch_key(self.outer_step, n), self.folder / n) for n in names] + [
             (METADATA, self.folder / METADATA)
@@ -91,7 +93,7 @@ class Revision:
 
 @dataclass(frozen=True)
 class Retry:
-    """How long to try. Full jitter, as AWS recommends, so that many miners don't come back at
+    """How long to retry. Full jitter, as AWS recommends, so that many miners do not return at
     once."""
 
     deadline_s: float = 600.0
@@ -101,22 +103,22 @@ class Retry:
 
 @dataclass(frozen=True)
 class Result:
-    """What was published and read back."""
+    """What was published, as read back."""
 
     tag: str
     label: str
     size_bytes: int
     seconds: float
     attempts: int
-    """Requests that were tried again, plus one."""
+    """Retried requests, plus one."""
 
     checksum: str | None
-    """Of gradients.pt, as the repo gives it."""
+    """Checksum of gradients.pt, as the repo reports it."""
 
 
 @dataclass
 class _Effort:
-    """Retries of one publication, counted over all its threads."""
+    """Retries of one publication, counted across all its threads."""
 
     retry: Retry
     say: Callable[[str], None]
@@ -142,7 +144,7 @@ class _Effort:
 
 
 class Publisher:
-    """Publishes to one repo. Anyone who calls holds `journal.exclusively`."""
+    """Publishes to one repo. The caller must hold `journal.exclusively`."""
 
     def __init__(
         self, repo: Repo, journal: Journal, say: Callable[[str], None], retry: Retry | None = None
@@ -154,8 +156,7 @@ class Publisher:
         self.cancelled = threading.Event()
 
     def recover(self) -> str | None:
-        """Finish or undo what a dead publisher left; returns a line for people where there was
-        something."""
+        """Finish or undo a dead publisher's upload; returns a line for people if it found one."""
         left = self._journal.read()
         if left is None:
             return None
@@ -175,9 +176,9 @@ class Publisher:
     def publish(self, revision: Revision) -> Result:
         """Publish and verify. Raises PublishError or Cancelled.
 
-        Before anything of the revision is shown, what was published before is whole. An error that
-        comes while it is shown says that the two may be mixed; the journal keeps what the next
-        publisher needs to finish.
+        Until the first object becomes visible, the previous revision stays complete. An error after
+        that point states that the two may be mixed; the journal keeps what the next publisher needs
+        to finish.
         """
         effort = self._effort()
         missing = [str(path) for _, path in revision.files() if not path.is_file()]
@@ -193,7 +194,7 @@ class Publisher:
         except RepoError as error:
             raise PublishError(str(error)) from error
         except OSError as error:
-            # Of the journal or of the miner's own files: what a repo's files raise is a RepoError.
+            # From the journal or the miner's own files: a repo's file errors arrive as RepoError.
             raise PublishError(
                 f"{error.filename or self._journal.path}: {error.strerror or error}"
             ) from error
@@ -218,8 +219,8 @@ class Publisher:
         return [self._read_back(ticket, effort) for ticket in tickets]
 
     def _read_back(self, ticket: StagedObject, effort: _Effort) -> ObjectInfo:
-        """A committed object as it was staged. A read that is behind the write is repeated for
-        `_STALE_LOOKS` growing pauses before it counts."""
+        """The committed object, as it was staged. Retries a stale read after each of `_STALE_LOOKS`
+        growing pauses before accepting it."""
         pause = effort.retry.backoff_s
         for _ in range(_STALE_LOOKS):
             try:
@@ -238,8 +239,8 @@ class Publisher:
         except RepoError as error:
             if error.transient:
                 raise
-            # What was staged is gone, or others than we may reach it: no later upload would ever
-            # get past it.
+            # The staged data is gone, or these credentials cannot reach it; raising would block
+            # every later upload.
             self._say(f"An earlier upload can't be finished ({error}); this one takes its place")
 
     def _effort(self) -> _Effort:
@@ -275,16 +276,16 @@ class Publisher:
     def _together(
         self, files: Sequence[tuple[str, Path]], effort: _Effort, meter: _Meter
     ) -> tuple[list[StagedObject], BaseException | None]:
-        """Stage in parallel: what was staged, in order, and what went wrong. Nothing is under way
-        when it returns."""
+        """Stage in parallel: the staged objects in order, and the first error. All transfers have
+        ended when it returns."""
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="stage") as pool:
             waiting = [pool.submit(self._stage, key, path, effort, meter) for key, path in files]
         failed = [error for w in waiting if (error := w.exception()) is not None]
         return [w.result() for w in waiting if w.exception() is None], next(iter(failed), None)
 
     def _metadata(self, revision: Revision, tickets: Sequence[StagedObject]) -> Path:
-        """The miner's metadata.json, and in it what it goes with. Anything but a JSON object goes
-        as it is."""
+        """The miner's metadata.json plus the size and checksum of its files. Anything but a JSON
+        object is published unchanged."""
         own = revision.folder / METADATA
         try:
             document = json.loads(own.read_bytes())
@@ -320,8 +321,7 @@ class Publisher:
 
 
 class _Meter:
-    """Progress of one publication: a line now and then, and the place where a cancellation is
-    noticed."""
+    """Progress of one publication: prints a line periodically and checks for cancellation."""
 
     def __init__(self, size: int, say: Callable[[str], None], cancelled: threading.Event) -> None:
         self._size = size
@@ -332,7 +332,7 @@ class _Meter:
         self._said = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Some more bytes were moved. Raises Cancelled."""
+        """Count moved bytes. Raises Cancelled."""
         if self._cancelled.is_set():
             raise Cancelled("cancelled")
         with self._mutex:

@@ -1,9 +1,9 @@
 """Pushes one revision from a child process, so that a training rank neither waits for a server nor
-shares its fate.
+dies with the upload.
 
 `push` is the parent's side. The child is `python -m uploads.push`: a JSON request on stdin, lines
-for people on stdout, one JSON result as the last line. SIGTERM cancels. No credential is on the
-command line or in the request.
+for people on stdout, one JSON result as the last line. SIGTERM cancels. Neither the command line
+nor the request contains a credential.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def push(
     say: Callable[[str], None],
     deadline_s: float = 600.0,
 ) -> Result:
-    """Publish in a child and wait for it. Raises PublishError, also where the child dies or
-    overstays."""
+    """Publish in a child and wait for it. Raises PublishError, also if the child dies or exceeds
+    its deadline."""
     request = {
         "repo": dataclasses.asdict(settings),
         "journal_folder": str(journal_folder),
@@ -57,7 +57,7 @@ def push(
     assert child.stdin is not None
     assert child.stdout is not None
     with contextlib.suppress(BrokenPipeError):
-        # One that ends before it has read: what is missing then is its result, as below.
+        # The child may exit before it reads the request; the missing result reports that below.
         child.stdin.write(json.dumps(request))
         child.stdin.close()
     timer = threading.Timer(deadline_s + _GRACE_S, child.kill)
@@ -94,7 +94,7 @@ def _result(child: subprocess.Popen[str], say: Callable[[str], None], deadline_s
 
 
 def main() -> None:
-    """The child."""
+    """Entry point of the child."""
     request = json.load(sys.stdin)
     redactor = Redactor.from_environment(os.environ)
 
@@ -107,7 +107,7 @@ def main() -> None:
     except (PublishInProgress, Cancelled, PublishError, RepoError, OSError) as error:
         answer = {"error": redactor.text(str(error))}
         say(f"Model state upload failed: {error}")
-    # Not through the redactor, which takes a sha256 for a key; an error in it is redacted already.
+    # Bypass the redactor, which mistakes a sha256 for a key; any error here is already redacted.
     sys.stdout.write(_RESULT + json.dumps(answer) + "\n")
     sys.stdout.flush()
     sys.exit(0 if "result" in answer else 1)
@@ -125,7 +125,7 @@ def _publish(request: dict[str, Any], say: Callable[[str], None]) -> Result:
             say(f"Upload Model Start: tag {revision.tag}")
             result = publisher.publish(revision)
         except BaseException:
-            # The companion finishes what was half shown, if anything was; nobody waits for it.
+            # The companion finishes a partly visible revision; do not wait for it.
             assert companion.stdin is not None
             companion.stdin.close()
             raise

@@ -1,8 +1,8 @@
-"""Finishes an upload whose publisher was killed while it showed the new revision: `python -m
+"""Finishes an upload whose publisher died while making the new revision visible: `python -m
 uploads.recovery_process`.
 
-It waits on its stdin, which the publisher holds open. At its end the journal tells whether there is
-something to finish. The publisher's lock is inherited, so that no other publisher comes in between.
+It waits for EOF on its stdin, which the publisher holds open; the journal then tells whether work
+remains. It inherits the publisher's lock, so no other publisher can start in between.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ _DEADLINE_S = 120.0
 
 
 def start(settings: dict[str, object], journal: Path, lock: int) -> subprocess.Popen[bytes]:
-    """Start the companion of this process. Its stdin, open as long as this process lives, is its
-    lifeline."""
+    """Start this process's companion. Its stdin stays open as long as this process lives."""
     child = subprocess.Popen(
         [sys.executable, "-m", "uploads.recovery_process"],
         stdin=subprocess.PIPE,
-        # Not the publisher's, which its caller reads to the end: that would be the companion's.
+        # Not the publisher's stdout: its caller reads that to EOF and would wait for the companion.
         stdout=subprocess.DEVNULL,
         pass_fds=(lock,),
-        # Of its own session: what ends the publisher's group must not end the one who cleans up
-        # after it.
+        # New session: a signal that kills the publisher's process group must not kill its
+        # companion.
         start_new_session=True,
     )
     assert child.stdin is not None
@@ -41,7 +40,7 @@ def start(settings: dict[str, object], journal: Path, lock: int) -> subprocess.P
 
 
 def main() -> None:
-    """Wait for the publisher's end, then finish what it left."""
+    """Wait for the publisher's end, then finish its work."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     request = json.loads(sys.stdin.readline())

@@ -1,7 +1,6 @@
-"""What the guard of a state directory watches: for commands that are asked without the guard.toml
-that it had.
+"""What the guard of a state directory watches, for commands that run without its guard.toml.
 
-Names of places and where keys are found, no key: neither section can hold one.
+Contains locations of data and of keys, but no key: neither section can hold one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Watched:
 
 
 def write(state: StateDir, config: Config) -> None:
-    """Write down what this guard watches, with absolute paths. Raises OSError."""
+    """Save what this guard watches, with absolute paths. Raises OSError."""
     repo = config.repo
     keys = repo.credentials_file or (".env" if repo.credentials == "dotenv" else None)
     repo = dataclasses.replace(repo, path=_absolute(repo.path), credentials_file=_absolute(keys))
@@ -44,8 +43,8 @@ def write(state: StateDir, config: Config) -> None:
 
 
 def read(state: StateDir) -> Watched | None:
-    """What the guard there watches or last watched; None where none has written it, or not
-    whole."""
+    """What that state directory's guard watches or last watched; None if the file is missing or
+    incomplete."""
     document = read_json(state.watched)
     if not isinstance(document, Mapping):
         return None

@@ -1,4 +1,4 @@
-"""Did a push that was reported really arrive? Pure: two looks at the repo and what was reported.
+"""Did a reported push really arrive? Pure: compares two states of the repo with the report.
 
 Upstream never checks the exit code of its upload worker: a crashed one still logs `Successfully
 pushed`.
@@ -13,50 +13,48 @@ from validators.facts import Published
 from validators.metadata import mixed
 
 _SLACK_S = 5.0
-"""Server time stamps have whole seconds, and the look itself takes a moment."""
+"""Server timestamps have whole seconds, and the probe itself takes a moment."""
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A push as it was reported."""
+    """A push, as reported."""
 
     outer_step: int | None
     inner_step: int | None
     since_start_s: float | None
-    """Seconds from the push's beginning to the look after it; None where only its end was reported,
-    by a log."""
+    """Seconds from the start of the push to the probe after it; None if a log reported only the
+    end."""
 
     tag: str | None = None
     size_bytes: int | None = None
-    """Of all files, where the reporter knew it."""
+    """Total size of all files, if the reporter knew it."""
 
     checksum: str | None = None
-    """Of the gradients as the repo gave it to the publisher, where it told."""
+    """Checksum of the gradients as the repo gave it to the publisher, if reported."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What the look after the push says."""
+    """What the probe after the push proves."""
 
     verified: bool | None
-    """None: nobody can tell; the repo could not be read, or shows a later push already."""
+    """None if undecidable: the repo is unreadable, or already shows a later push."""
 
     detail: str
     superseded: bool = False
-    """A later outer step was published before the look."""
+    """A later outer step was published before the probe."""
 
 
 def verify(before: Published | None, after: Published, reported: Reported) -> Verification:
-    """Compare the repo after a push with what was reported, and with the repo before where that is
-    known."""
+    """Compare the repo after a push with the report, and with the repo before it if known."""
     if after.empty:
         return Verification(False, "the repo is empty")
     if after.age_s is None:
         return Verification(None, f"the repo could not be read: {after.reason}")
     if (still := _not_moved(before, after, reported)) is not None:
         return Verification(False, still)
-    # Only what was published since the push began can have followed it: a higher step may be an
-    # earlier run's.
+    # A higher step counts only if published since the push began: an earlier run may have left it.
     if None not in (after.outer_step, reported.outer_step) and (after.outer_step or 0) > (
         reported.outer_step or 0
     ):
@@ -86,8 +84,7 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
 
 
 def moved_by(before: Published | None, after: Published) -> float | None:
-    """Seconds by which LastModified moved between two looks; None where one of them did not know
-    its age."""
+    """Seconds by which LastModified moved between two probes; None if either lacks an age."""
     if before is None or None in (before.age_s, before.seen_at, after.age_s, after.seen_at):
         return None
     assert before.age_s is not None
@@ -116,8 +113,8 @@ def _not_moved(before: Published | None, after: Published, reported: Reported) -
 
 
 def _is_that(after: Published, reported: Reported) -> bool:
-    """The look before may have come after the files and before the log line; the steps then
-    tell."""
+    """The earlier probe may have run after the files arrived but before the log line; compare the
+    steps."""
     return (
         (after.outer_step, after.inner_step)
         == (reported.outer_step, reported.inner_step)
@@ -133,8 +130,8 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
         return (
             f"metadata.json names outer step {after.outer_step}, reported was {reported.outer_step}"
         )
-    # Upstream writes the root metadata last, with the inner step of then: a later one is right, an
-    # earlier one is not.
+    # Upstream writes the root metadata last, with the inner step of that moment: a later step is
+    # fine, an earlier one is not.
     if (
         reported.inner_step is not None
         and after.inner_step is not None
@@ -166,7 +163,7 @@ def _other_content(after: Published, reported: Reported) -> str | None:
         or MASK in reported.checksum
     ):
         return None
-    # A report may hold the checksum's beginning only.
+    # A report may hold only a prefix of the checksum.
     if after.checksum.startswith(reported.checksum) or reported.checksum.startswith(after.checksum):
         return None
     return (

@@ -1,5 +1,5 @@
-"""What is reported of the repo and of the gate's decisions, and how often. Pure: times are handed
-in (monotonic)."""
+"""What to report about the repo and the gate's decisions, and how often. Pure: callers pass the
+time (monotonic)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ UNKNOWN_EVERY_S = 1800.0
 FORECAST_EVERY_S = 900.0
 BLOCKED_EVERY_S = 300.0
 STEPS_KEPT = 20
-"""Recent steps whose median is the step time of the forecast."""
+"""Recent steps whose median is the forecast's step time."""
 
 
 class RateLimiter:
-    """Says yes when what is reported changes, and else once in `every_s`."""
+    """Allows a report when its content changes, otherwise once per `every_s`."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -34,7 +34,7 @@ class RateLimiter:
         self.left_out = 0
 
     def ask(self, what: object, now: float) -> bool:
-        """May `what` be reported now? Counts in `left_out` what was not since the last yes."""
+        """Whether to report `what` now. `left_out` counts the refusals since the last report."""
         if self._last is not None and self._last[0] == what and now - self._last[1] < self._every_s:
             self.left_out += 1
             return False
@@ -42,20 +42,20 @@ class RateLimiter:
         return True
 
     def take_left_out(self) -> int:
-        """How often the answer was no since this was last asked."""
+        """Return the number of suppressed reports and reset it."""
         count, self.left_out = self.left_out, 0
         return count
 
     def forget(self) -> None:
-        """What comes next is new."""
+        """Treat the next report as new."""
         self._last = None
 
 
 class RepoWatch:
-    """Repo age, stale and unknown.
+    """Reports the repo's age, and whether it is stale or unknown.
 
-    Stale is counted by the monotonic time since the last look that knew the age, so neither a wall
-    clock that steps nor a storage that stops answering makes a repo look young.
+    Staleness counts monotonic time since the last probe that returned an age, so neither a
+    wall-clock step nor an unresponsive storage makes a repo look young.
     """
 
     def __init__(self, settings: GateSettings) -> None:
@@ -67,16 +67,16 @@ class RepoWatch:
         self.latest = Published()
 
     def age(self, now: float) -> float | None:
-        """Seconds since the newest upload that was seen. None where none ever was."""
+        """Seconds since the newest known upload. None if there is no known upload."""
         return None if self._known is None else age_now(self._known, now)
 
     def is_stale(self, now: float) -> bool:
-        """Past the limit, as far as is known."""
+        """Whether the repo is known to be past its limit."""
         age = self.age(now)
         return age is not None and age > self._gate.repo_age_limit_s
 
     def look(self, published: Published, now: float) -> Iterator[Finding]:
-        """A look at the repo has ended."""
+        """Process the result of a probe."""
         self.latest = published
         if published.age_s is None:
             reason = (
@@ -84,7 +84,7 @@ class RepoWatch:
             )
             if reason is not None and self._unknown.ask(reason, now):
                 yield make_finding("repo_unknown", reason=reason)
-            # When it can be read again that is reported at once: the line that it is unknown is the
+            # Report the age immediately once the repo is readable again: the "unknown" line is the
             # last one until then.
             self._age.forget()
             return
@@ -111,7 +111,7 @@ class RepoWatch:
         )
 
     def tick(self, now: float) -> Iterator[Finding]:
-        """Time has passed."""
+        """Report what the passage of time alone changes."""
         age = self.age(now)
         if age is None or not self.is_stale(now):
             self._stale.forget()
@@ -125,7 +125,7 @@ class RepoWatch:
 
 
 class ForecastWatch:
-    """The forecast, from the first step whose time says something."""
+    """The forecast, starting with the first step whose duration is meaningful."""
 
     def __init__(self, settings: GateSettings, limits: Limits) -> None:
         self._gate = settings
@@ -145,8 +145,8 @@ class ForecastWatch:
         now: float,
         published_inner_step: int | None = None,
     ) -> Iterator[Finding]:
-        """An inner step has ended; `first` of its launch: it is no measure, it compiles and fills
-        caches. `published_inner_step` is the repo's."""
+        """Process the end of an inner step; `first` of its launch is no measurement, because it
+        compiles and fills caches. `published_inner_step` is the repo's."""
         if not first:
             self._recent.append(seconds)
         self.latest = None
@@ -163,7 +163,7 @@ class ForecastWatch:
             unscored=published_inner_step == 0,
         )
         if not ahead.late or ahead.stale_s == 0:
-            # Stale already: that is reported by itself, and no forecast.
+            # A repo that is already stale has its own report and needs no forecast.
             return
         if self._said.ask(outer_step, now):
             yield make_finding(
@@ -178,19 +178,19 @@ class ForecastWatch:
 
 
 def note_of(verdicts: Sequence[Mapping[str, Any]]) -> str | None:
-    """What the verdicts have to add to their sentences."""
+    """Extra information that the verdicts add to their sentences."""
     return "; ".join(str(v["note"]) for v in verdicts if v.get("note")) or None
 
 
 class DecisionNotifier:
-    """Decisions as events. The first block is reported, then what changes, then the same once in
-    five minutes."""
+    """Turns decisions into events. Reports the first block and every change at once, repeats only
+    every five minutes."""
 
     def __init__(self) -> None:
         self._blocked = RateLimiter(BLOCKED_EVERY_S)
 
     def say(self, decision: Mapping[str, Any], now: float) -> Finding | None:
-        """The decision's event, or None for a block that was reported already."""
+        """The decision's event, or None if this block was already reported."""
         verdicts = decision.get("verdicts") or []
         fields: dict[str, Any] = {
             "reason": decision.get("reason"),

@@ -1,4 +1,4 @@
-"""The repos a miner publishes to, and how the supervisor looks at them."""
+"""The repos a miner publishes to, and how the supervisor probes them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from validators.facts import Published
 
 
 def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Repo:
-    """The repo that the settings name; makes no connection. Raises RepoError for settings or keys
-    that are missing.
+    """The repo that the settings name; opens no connection. Raises RepoError for missing settings
+    or keys.
 
-    For children: it imports the client library, and the repo's methods may block. `env` is where
-    keys are looked for (the process's own environment by default).
+    For child processes: it imports the client library, and the repo's methods may block. `env`
+    supplies the keys (default: the process environment).
     """
     if settings.kind == "local":
         if not settings.path:
@@ -40,8 +40,8 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
 
 
 def look_at(settings: RepoSettings) -> Published:
-    """What is published now, looked at in a child that has `settings.timeout_s`. Never raises,
-    never hangs."""
+    """What is published now, probed in a child with a deadline of `settings.timeout_s`. Never
+    raises, never hangs."""
     if settings.kind == "none":
         return Published(reason="no repo is configured; set [repo] kind")
     answer = probe.ask(
@@ -53,7 +53,7 @@ def look_at(settings: RepoSettings) -> Published:
 
 
 def published_from_dict(value: Mapping[str, Any]) -> Published:
-    """`Published` out of its own fields; unknown ones are left out."""
+    """`Published` from its fields; ignores unknown ones."""
     return Published(
         **{f.name: value[f.name] for f in dataclasses.fields(Published) if f.name in value}
     )

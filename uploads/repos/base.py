@@ -2,12 +2,12 @@
 
 What a validator reads is the same everywhere: `metadata.json` at the root names the outer and the
 inner step, `epoch-N/` holds `gradients.pt`, `config.json` and `metadata.json`. Publishing has two
-phases: `stage` moves the bytes and shows nothing, `commit` makes them visible in the order given,
-each object at once and the root metadata last. What a reader can see while it does: see
-`uploads.publisher`.
+phases: `stage` moves the bytes invisibly, `commit` makes them visible in the given order, each
+object atomically and the root metadata last. `uploads.publisher` documents what a reader can see
+meanwhile.
 
-Anything here may hang with its server. Within the supervisor, look with `uploads.repos.look_at`,
-which does it in a child with a deadline.
+Any call here may hang with its server. In the supervisor, use `uploads.repos.look_at`, which probes
+in a child with a deadline.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from validators.metadata import mixed
 GRADIENTS = "gradients.pt"
 CONFIG = "config.json"
 METADATA = "metadata.json"
-"""At the root it is the pointer that validators start from; a copy lies in each epoch's folder."""
+"""The root copy is the pointer that validators start from; each epoch's folder has a copy too."""
 
 BLOCK_BYTES = 1024 * 1024
-"""Read and written at a time."""
+"""Chunk size for reads and writes."""
 
 LOOK_AGAIN_S = 1.5
-"""Between two looks of an audit: reads may be two seconds behind the last write."""
+"""Pause between two reads of an audit: reads may lag two seconds behind the last write."""
 
 LOOKS = 3
-"""A look that falls between two revisions is repeated; the switch takes a few short requests."""
+"""Reads before an audit accepts a mixed view; the switch between revisions takes a few short
+requests."""
 
 DOCUMENT_LIMIT = 16 * 1024 * 1024
-"""A JSON document larger than this is refused unread."""
+"""Refuse a larger JSON document without reading it."""
 
 Progress = Callable[[int], None]
-"""Told the number of bytes that were moved since the last call; from any thread."""
+"""Receives the number of bytes moved since the last call; from any thread."""
 
 
 Notes = MutableMapping[str, Any]
-"""JSON that survives the publisher: what the repo needs to continue with a staged object that was
-cut off."""
+"""JSON that outlives the publisher: what the repo needs to resume an interrupted staging."""
 
 
 def epoch_key(outer_step: int, name: str) -> str:
-    """Key of one of an epoch's files: `epoch-56/gradients.pt`."""
+    """Key of a file of one epoch: `epoch-56/gradients.pt`."""
     return f"epoch-{outer_step}/{name}"
 
 
@@ -59,28 +59,27 @@ class RepoError(Exception):
     def __init__(self, message: str, *, transient: bool = False) -> None:
         super().__init__(message)
         self.transient = transient
-        """Trying again may help: throttled, reset, timed out."""
+        """A retry may help: throttled, reset, timed out."""
 
 
 class Missing(RepoError):
-    """The repo was read, and holds no such object."""
+    """The repo answered; the object does not exist."""
 
 
 class Refused(RepoError):
-    """The storage's definite answer to these keys is no: repeating the request changes nothing."""
+    """The storage definitively rejects these keys; a retry changes nothing."""
 
 
 class Unreadable(RepoError):
-    """The storage keeps this object from every reader: encrypted with a customer's key, or
-    archived."""
+    """The storage serves this object to no reader: encrypted with a customer's key, or archived."""
 
 
 class Differs(RepoError):
-    """What was committed reads back as something else: changed on the way, or read too early."""
+    """A committed object reads back differently: corrupted in transit, or a stale read."""
 
 
 class Damaged(RepoError):
-    """The repo was read, and holds no JSON object where validators read one."""
+    """The repo answered, but a document that validators read is not a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -90,40 +89,41 @@ class ObjectInfo:
     key: str
     size_bytes: int
     age_s: float
-    """Since the last change, by the server's clock: this host's has no part in it."""
+    """Seconds since the last change, by the server's clock: immune to skew of this host's clock."""
 
     checksum: str | None
-    """As the repo gives it: an ETag, a sha256; None where it gives none."""
+    """As the repo reports it: an ETag or a sha256; None if it reports none."""
 
 
 @dataclass(frozen=True)
 class StagedObject:
-    """A staged object: its bytes are with the repo (or ready to go), and nobody sees them. JSON
-    through and through."""
+    """A staged object: the repo has its bytes (or they are ready to send), invisible to readers.
+    Serializes to JSON."""
 
     key: str
     size_bytes: int
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The repo's own notes: upload id and parts, a draft's name, the path of the source."""
+    """The repo's notes: upload id and parts, a draft's name, the path of the source."""
 
     checksum: str | None = None
-    """What the repo will give for it, as far as can be known before it is shown."""
+    """The checksum that the repo should report, if known before the commit."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Repo(Protocol):
-    """One published repo. All methods but `label` may block for the network and raise RepoError."""
+    """One published repo. All methods except `label` may block on the network and raise
+    RepoError."""
 
     @property
     def label(self) -> str:
-        """Name for people and for the lock: `bucket:llama-4b-ws-4-007`."""
+        """Name for display and for the lock: `bucket:llama-4b-ws-4-007`."""
         ...
 
     def state(self) -> Published:
-        """What a validator would find. Raises RepoError where it can't be read; an empty repo is an
-        answer."""
+        """What a validator would find; an empty repo is a valid answer. Raises RepoError if
+        unreadable."""
         ...
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
@@ -131,53 +131,52 @@ class Repo(Protocol):
         ...
 
     def head(self, key: str) -> ObjectInfo:
-        """One object's facts. Raises Missing."""
+        """Metadata of one object. Raises Missing."""
         ...
 
     def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
-        """One object's bytes. Raises Missing, and RepoError for one larger than `limit`."""
+        """Bytes of one object. Raises Missing, and RepoError if it is larger than `limit`."""
         ...
 
     def save(self, key: str, path: Path, limit: int) -> None:
-        """One object's bytes into a file, without holding them. Raises as `get`."""
+        """Stream one object into a file. Raises like `get`."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Write one small object, at once."""
+        """Write one small object, visible at once."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove one object; one that is not there is no error."""
+        """Remove one object; ignores a missing one."""
         ...
 
     def stage(self, key: str, path: Path, progress: Progress, notes: Notes) -> StagedObject:
-        """Move the bytes of `path`, unseen. What an earlier attempt had sent, by its `notes`, is
-        not sent again."""
+        """Move the bytes of `path`, invisibly. Skips what an earlier attempt sent, according to
+        `notes`."""
         ...
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """Make staged objects visible, in order. Repeating it after a death in the middle completes
-        it."""
+        """Make staged objects visible, in order. Safe to repeat after a death in the middle."""
         ...
 
     def abort(self, tickets: Sequence[StagedObject]) -> None:
-        """Forget staged objects that were not committed."""
+        """Discard staged objects that were not committed."""
         ...
 
     def sweep(self) -> int:
-        """Remove what dead publishers staged and left; returns how many. Only for who holds the
+        """Remove what dead publishers left staged; returns the count. The caller must hold the
         repo's lock."""
         ...
 
     def confirm(self, ticket: StagedObject) -> ObjectInfo:
-        """Read back a committed object: size and checksum as staged. Raises RepoError saying what
-        differs."""
+        """Read back a committed object and compare size and checksum. Raises RepoError naming the
+        difference."""
         ...
 
 
 def document(repo: Repo, key: str) -> dict[str, Any] | None:
-    """The JSON object at `key`, None where there is not one. Raises RepoError; Damaged for what is
-    no JSON object."""
+    """The JSON object at `key`, None if it does not exist. Raises RepoError; Damaged if the content
+    is not a JSON object."""
     try:
         return parsed(key, repo.get(key))
     except Missing:
@@ -185,9 +184,9 @@ def document(repo: Repo, key: str) -> dict[str, Any] | None:
 
 
 def parsed(key: str, data: bytes) -> dict[str, Any]:
-    """The JSON object that `data` of `key` is. Raises Damaged.
+    """Parse `data`, the content of `key`, as a JSON object. Raises Damaged.
 
-    Read as validators do: bytes of metadata.json in any of JSON's encodings, of others as a file of
+    Decodes like validators: metadata.json from bytes in any of JSON's encodings, other documents as
     UTF-8.
     """
     try:
@@ -200,8 +199,7 @@ def parsed(key: str, data: bytes) -> dict[str, Any]:
 
 
 def published_state(repo: Repo, now: float) -> Published:
-    """`Repo.state` for a repo of objects; `now` is this host's wall time, stored as `seen_at`
-    only."""
+    """`Repo.state` for a repo of objects; `now` (this host's wall time) only becomes `seen_at`."""
     for _ in range(LOOKS):
         seen = _seen_once(repo, now)
         if mixed(seen.metadata, seen.size_bytes, seen.checksum) is None:

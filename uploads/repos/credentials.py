@@ -1,5 +1,5 @@
-"""The keys of a repo, from where the miner has them: environment, its `.env`, or a TOML file. Never
-a command line."""
+"""A repo's keys, from where the miner keeps them: environment, `.env`, or a TOML file. Never a
+command line."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*?)\s*")
 
 
 def find(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """Variables by name, as `settings.credentials` says. Raises RepoError for a file that can't be
-    used."""
+    """Variables by name, from the source that `settings.credentials` selects. Raises RepoError for
+    an unusable file."""
     if settings.credentials == "env":
         return os.environ if env is None else env
     path = Path(settings.credentials_file or (".env" if settings.credentials == "dotenv" else ""))
@@ -42,8 +42,7 @@ def find(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Mappin
 
 
 def problem(settings: RepoSettings) -> str | None:
-    """Why the keys' file can't be used; None where it can, or where the keys are in the
-    environment."""
+    """Why the keys' file is unusable; None if it is fine or the keys come from the environment."""
     try:
         find(settings)
     except RepoError as error:
@@ -52,22 +51,22 @@ def problem(settings: RepoSettings) -> str | None:
 
 
 def beside(env: Mapping[str, str], settings: RepoSettings) -> Mapping[str, str]:
-    """`env` and what the keys' file assigns: all the secrets that a miner may print. Never
+    """`env` plus the variables of the keys' file: all the secrets that a miner may print. Never
     raises."""
     try:
         return {**find(settings, env), **env}
     except RepoError:
-        # Anyone who looks at the repo says what is wrong with the file.
+        # Opening the repo reports what is wrong with the file.
         return env
 
 
 def first(keys: Mapping[str, str], *names: str) -> str | None:
-    """The value of the first of `names` that is set and not empty."""
+    """Value of the first of `names` that is set and non-empty."""
     return next((keys[name] for name in names if keys.get(name)), None)
 
 
 def parse_dotenv(text: str) -> dict[str, str]:
-    """Assignments of a `.env`: `export`, quotes and comments as python-dotenv reads them; no
+    """Assignments of a `.env`: `export`, quotes and comments as in python-dotenv; no
     interpolation."""
     found = {}
     for line in text.splitlines():
@@ -87,7 +86,7 @@ def _parse_toml(path: Path, text: str) -> dict[str, str]:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # Not the parser's own words: they may quote the line, and the line is a key.
+        # Hide the parser's message: it may quote the line, and the line is a key.
         raise RepoError(
             f'the keys\' file {path} is not valid TOML; write NAME = "value" lines'
         ) from error

@@ -1,8 +1,9 @@
-"""A Hugging Face model repo. huggingface_hub is imported when a repo is made, not before.
+"""A Hugging Face model repo. Creating a repo imports huggingface_hub; importing this module does
+not.
 
-A commit of the Hub is atomic over all its files. Staging moves the bytes of large files into the
-Hub's storage, where no revision names them yet, and remembers the small ones; `commit` uploads the
-folder in one commit, for which nothing large is left to send, and tags it `{run}.{outer}.{inner}`.
+A Hub commit is atomic over all its files. Staging moves large files into the Hub's storage, where
+no revision names them yet, and remembers the small ones; `commit` uploads the folder in one commit,
+with nothing large left to send, and tags it `{run}.{outer}.{inner}`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _BRANCH = "main"
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _CHUNK = 1024 * 1024
 _SMALL = 1024 * 1024
-"""Bytes up to which a file travels with the commit."""
+"""Largest file, in bytes, that travels with the commit itself."""
 
 
 class HubRepo:
@@ -75,7 +76,7 @@ class HubRepo:
             commit = self._info().sha
         except Missing:
             return Published(reason=None, empty=True, seen_at=time.time())
-        # All of it at this commit: another may follow between two requests.
+        # Pin every request to this commit: another may land between two requests.
         pinned = HubRepo(
             self._api, self._repo_id, self._endpoint, self._token, self._timeout_s, commit
         )
@@ -97,8 +98,8 @@ class HubRepo:
         )
 
     def _modified(self, key: str) -> float:
-        """When the commit was made that changed the file last: one to a README makes no gradients
-        younger."""
+        """Time of the last commit that changed this file: a README commit must not make gradients
+        look fresh."""
         found = self._guarded(
             lambda: self._api.get_paths_info(
                 self._repo_id, [key], expand=True, revision=self._revision
@@ -146,11 +147,11 @@ class HubRepo:
         else:
             digest = self._sent(key, path)
         progress(size)
-        # Of a small file the Hub gives another digest than of a large one.
+        # The Hub reports a different kind of digest for small files than for large ones.
         return StagedObject(key, size, {"path": str(path.resolve())}, digest)
 
     def _sent(self, key: str, path: Path) -> str:
-        """Bring a large file's bytes to the Hub, which asks only for those it lacks; returns their
+        """Upload a large file's bytes, skipping those that the Hub already has; returns their
         sha256."""
         from huggingface_hub import CommitOperationAdd
 
@@ -165,8 +166,8 @@ class HubRepo:
         self._guarded(lambda: self._api.create_repo(repo_id=self._repo_id, exist_ok=True))
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """One commit and its tag. Repeating it changes nothing: files that the Hub has already make
-        no difference."""
+        """Create one commit and its tag. Idempotent: files that the Hub already has change
+        nothing."""
         self._create()
         with tempfile.TemporaryDirectory(prefix="miner-guard-push-") as folder:
             for ticket in tickets:
@@ -189,7 +190,7 @@ class HubRepo:
             except Exception as error:
                 if _status(error) != 409:
                     raise
-                # Of an earlier push of the same step, from before a restart: it names other files.
+                # A push of the same step before a restart created this tag; it names other files.
                 self._api.delete_tag(repo_id=self._repo_id, tag=revision)
                 self._api.create_tag(
                     repo_id=self._repo_id, tag=revision, revision=commit or _BRANCH
@@ -198,7 +199,7 @@ class HubRepo:
         self._guarded(tagged)
 
     def abort(self, tickets: Sequence[StagedObject]) -> None:
-        """Nothing to forget: no revision names what was sent."""
+        """Nothing to discard: no revision names the uploaded bytes."""
 
     def sweep(self) -> int:
         return 0
@@ -217,7 +218,7 @@ class HubRepo:
         return entry
 
     def _hash_of(self, key: str) -> str:
-        """sha256 of the file's bytes: the ETag is that of large files only."""
+        """sha256 of the file's bytes: the ETag equals it for large files only."""
         digest = hashlib.sha256()
         with self._open(key, "GET") as answer:
             while chunk := self._guarded(lambda: answer.read(_CHUNK)):
@@ -249,10 +250,10 @@ class HubRepo:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """To the storage that large files lie in: without the token, which is none of its business, and
-    refused there.
+    """Follows redirects to large-file storage without the token, which the storage must not see and
+    would reject.
 
-    A HEAD goes no further than the Hub: its own answer has the file's size and digest.
+    A HEAD stops at the Hub, whose answer already has the file's size and digest.
     """
 
     def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
@@ -272,12 +273,12 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> HubRepo:
-    """The repo of the settings. Raises RepoError for what is missing."""
+    """The repo that the settings name. Raises RepoError for what is missing."""
     keys = find(settings, env)
     endpoint = settings.endpoint or first(keys, "HF_ENDPOINT") or _DEFAULT_ENDPOINT
     if "huggingface_hub" not in sys.modules:
-        # Below 1.0 it parses the Hub's answers by the endpoint that it found at import, whatever
-        # HfApi is told.
+        # Before 1.0, huggingface_hub parses the Hub's answers using the endpoint it found at
+        # import, ignoring HfApi's.
         os.environ["HF_ENDPOINT"] = endpoint
     try:
         from huggingface_hub import HfApi
@@ -299,8 +300,7 @@ def _status(error: Exception) -> Any:
 
 
 def _translated(error: Exception, repo_id: str) -> RepoError:
-    """By status and by the classes' names: where they live differs between the library's
-    generations."""
+    """Match by status and class name: the classes' modules differ between library versions."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     status = _status(error)
     no_file = status == 404 and isinstance(error, urllib.error.HTTPError)
@@ -329,8 +329,7 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
 
 
 def _check_whole(key: str, answer: Any) -> None:
-    """Raises RepoError where bytes that were announced did not come: http.client says nothing of
-    it."""
+    """Raise RepoError for a truncated body: http.client does not report it."""
     if answer.length:
         raise RepoError(
             f"no answer from the Hub: {key} was cut off, {answer.length} bytes are missing",

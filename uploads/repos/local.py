@@ -1,4 +1,4 @@
-"""A folder as a repo: for the demo, for tests, and for miners whose folder something else syncs."""
+"""A folder as a repo: for the demo, for tests, and for miners that sync a folder by other means."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from validators.facts import Published
 _INCOMING = ".incoming"
 _CHUNK = 1024 * 1024
 _SLACK_S = 5.0
-"""File systems round, and the file servers' clocks differ a little from ours."""
+"""Tolerance for rounded file times and for clock skew between a file server and this host."""
 
 
 class LocalRepo:
-    """Objects are files below `root`; the file system's clock is the server's clock."""
+    """Objects are files under `root`; the file system's clock is the server's clock."""
 
     def __init__(self, root: Path, wall: Callable[[], float] = time.time) -> None:
         self._root = root
@@ -138,7 +138,7 @@ class LocalRepo:
             try:
                 self._show(draft, ticket.key)
             except FileNotFoundError as error:
-                # Already moved by the publisher that died, or lost; `confirm` tells which.
+                # The dead publisher already moved it, or it is lost; `confirm` tells which.
                 if not self._path(ticket.key).exists():
                     raise RepoError(f"staged {draft} is gone; publish again") from error
             except OSError as error:
@@ -172,7 +172,7 @@ class LocalRepo:
     def _show(self, draft: Path, key: str) -> None:
         target = self._path(key)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # The age of a revision counts from when it is seen, not from when its bytes were copied.
+        # A revision's age counts from when it becomes visible, not from when its bytes were copied.
         os.utime(draft)
         os.replace(draft, target)
 

@@ -1,9 +1,10 @@
-"""An S3 bucket as a repo, Cloudflare R2 first. boto3 is imported when a repo is made, not before.
+"""An S3 bucket as a repo, Cloudflare R2 first. Creating a repo imports boto3; importing this module
+does not.
 
-Staging is a multipart upload that nobody completes; committing completes it, which S3 does
-atomically per object and without moving a byte. So the switch from one revision to the next is a
-few short requests, whatever the size. (Staged under other keys and copied, the server would move
-every byte within the switch.)
+Staging is an uncompleted multipart upload; committing completes it, which S3 does atomically per
+object and without moving a byte. So the switch to the next revision is a few short requests,
+whatever the size. (Staging under other keys and copying would make the server move every byte
+during the switch.)
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from validators.facts import Published
 T = TypeVar("T")
 
 PART_BYTES = 16 * 1024 * 1024
-"""R2 and S3 take parts from 5 MiB; all but the last must have the same size on R2."""
+"""R2 and S3 accept parts from 5 MiB; R2 requires all but the last to have the same size."""
 
 _MAX_PARTS = 10_000
 _PARALLEL = 8
@@ -54,12 +55,12 @@ _MD5 = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class _Upload:
-    """A multipart upload under way."""
+    """A multipart upload in progress."""
 
     id: str
     part_bytes: int
     checked: bool
-    """The server compares each part's CRC32 with the one that it is sent with."""
+    """Each part carries a CRC32 that the server verifies."""
 
 
 class S3Repo:
@@ -170,15 +171,15 @@ class S3Repo:
         except RepoError as error:
             if error.transient:
                 raise
-        # Servers that know no checksums refuse them in words of their own; what refuses this too
-        # says its reason.
+        # A server without checksum support rejects the first call with its own error; if this call
+        # fails too, its error is the real cause.
         return _Upload(self._call(begin, Key=key)["UploadId"], part_bytes, checked=False)
 
     def _begun(
         self, key: str, notes: Notes, part_bytes: int
     ) -> tuple[_Upload | None, dict[int, str]]:
-        """The upload that an earlier attempt began, and the ETags of the monitors that had arrived,
-        by number."""
+        """The upload that an earlier attempt began, and the ETags of the parts that arrived, by
+        part number."""
         if (
             "multipart" not in notes
             or (upload := _Upload(**notes["multipart"])).part_bytes != part_bytes
@@ -194,8 +195,8 @@ class S3Repo:
                     return upload, there
                 more = {"PartNumberMarker": page["NextPartNumberMarker"]}
         except RepoError as error:
-            # The upload is gone, or this server or these keys tell of no parts: without them it
-            # can't be continued, and another one can be begun. What lies there is swept later.
+            # The upload is gone, or this server or these keys do not list parts. It cannot be
+            # resumed, so start another; `sweep` removes the old one later.
             if error.transient:
                 raise
             return None, {}
@@ -212,8 +213,8 @@ class S3Repo:
         return part.etag(answer, key)
 
     def commit(self, tickets: Sequence[StagedObject], revision: str) -> None:
-        """The first alone, since a server may take long to put a large object together; the last
-        alone, as all are."""
+        """Complete the first object alone, since a server may take long to assemble a large one,
+        and the last alone, as in every repo."""
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="show") as pool:
             for together in (tickets[:1], tickets[1:-1], tickets[1:][-1:]):
                 list(pool.map(self._show, together))
@@ -227,7 +228,7 @@ class S3Repo:
                 MultipartUpload={"Parts": ticket.data["parts"]},
             )
         except Missing as error:
-            # Completed by the publisher that died, or gone: the object itself tells.
+            # The dead publisher completed it, or it is gone: the object itself tells.
             if not self._arrived(ticket):
                 raise RepoError(
                     f"the staged upload of {ticket.key} is gone; publish again"
@@ -280,7 +281,7 @@ class S3Repo:
         return entry
 
     def _same_parts(self, ticket: StagedObject) -> bool:
-        """For servers that encrypt, whose ETags are no digests of the content."""
+        """For servers that encrypt and whose ETags are therefore not content digests."""
         wanted = ticket.data.get("crc32")
         if wanted is None:
             return False
@@ -288,8 +289,8 @@ class S3Repo:
         return bool(str(answer.get("ChecksumCRC32", "")).partition("-")[0] == wanted)
 
     def _same_content(self, ticket: StagedObject, etag: str | None) -> bool:
-        """For servers whose ETag is not the digest of the monitors' digests: rclone gives the md5
-        of the whole file."""
+        """For servers whose ETag is not the digest of the parts' digests: rclone returns the md5 of
+        the whole file."""
         path = Path(ticket.data["path"])
         try:
             with open(path, "rb") as file:
@@ -319,8 +320,8 @@ class S3Repo:
 def open_s3(
     settings: RepoSettings, env: Mapping[str, str] | None = None, *, attempts: int = 1
 ) -> S3Repo:
-    """The bucket of the settings. Raises RepoError for what is missing. `attempts` as boto3 counts
-    them."""
+    """The bucket that the settings name. Raises RepoError for what is missing. `attempts` as boto3
+    counts them."""
     try:
         import boto3
         from botocore.config import Config
@@ -359,12 +360,12 @@ def open_s3(
             read_timeout=max(1.0, settings.timeout_s / 2),
             retries={"total_max_attempts": attempts, "mode": "standard"},
             max_pool_connections=4 * _PARALLEL,
-            # Newer boto3 adds trailers by itself, which not every S3 server takes; our parts are
-            # checked by md5.
+            # Newer boto3 adds trailers by default, which some S3 servers reject; md5 checks our
+            # parts.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            # What arrived is compared by its md5; a sha256 of the body beside it costs a second of
-            # CPU per GiB.
+            # The md5 already verifies what arrived; a sha256 of the body would cost another second
+            # of CPU per GiB.
             s3={"addressing_style": "path", "payload_signing_enabled": False},
             tcp_keepalive=True,
         ),
@@ -385,7 +386,7 @@ def _entry(key: str, answer: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _server_time(answer: Mapping[str, Any]) -> float:
-    """The server's own clock, so that a skewed one of ours can't make an old object young."""
+    """The server's clock, so that skew of ours cannot make an old object look young."""
     date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
     try:
         return parsedate_to_datetime(date).timestamp()

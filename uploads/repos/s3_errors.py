@@ -1,4 +1,4 @@
-"""boto3's exceptions as sentences: what happened, and what to do."""
+"""Translates boto3's exceptions into sentences: what happened, and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from uploads.repos.base import Missing, Refused, RepoError, Unreadable
 
 
 class Unsupported(RepoError):
-    """The server does not know this operation."""
+    """The server does not support this operation."""
 
 
 _MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
@@ -55,8 +55,8 @@ _NETWORK = (
 
 
 def translated(error: Exception, bucket: str) -> RepoError:
-    """The RepoError that says it; transient where trying again may help. An unknown exception is
-    not transient."""
+    """The matching RepoError; transient if a retry may help. An unknown exception is not
+    transient."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         return _of_answer(response, bucket)

@@ -1,4 +1,4 @@
-"""The parts of a multipart upload: their digests, and how the server's answers tell that they
+"""The parts of a multipart upload: their digests, and how the server's answers prove that they
 arrived."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from uploads.repos.base import RepoError
 
 ALGORITHM = "CRC32"
-"""What parts are sent with where the server takes it (AWS S3, R2, MinIO): it refuses one that
-arrives changed, and keeps the checksum. https://developers.cloudflare.com/r2/api/s3/api/ has what
-R2 takes: CRC32 of parts, not of the whole."""
+"""Checksum sent with each part if the server supports it (AWS S3, R2, MinIO): the server rejects a
+corrupted part and stores the checksum. R2 supports CRC32 of parts, not of the whole object:
+https://developers.cloudflare.com/r2/api/s3/api/"""
 
 
 @dataclass(frozen=True)
 class UploadPart:
-    """One part as it was read here."""
+    """One part, as read locally."""
 
     number: int
     md5: str
@@ -30,11 +30,11 @@ class UploadPart:
     """Base64 of four bytes, big-endian, as S3 writes it."""
 
     def etag(self, answer: Mapping[str, Any], key: str) -> str:
-        """The ETag in the answer to its upload. Raises RepoError where another content arrived than
-        was sent.
+        """The ETag in the answer to this part's upload. Raises RepoError if the content that
+        arrived differs from what was sent.
 
-        An ETag is the md5 of what the server received, unless the server encrypts with a key of KMS
-        or of the customer; there its CRC32 tells.
+        An ETag is the md5 of the received bytes, unless the server encrypts with a KMS or customer
+        key; then the CRC32 decides.
         """
         seen = etag_of(answer)
         whole = seen == self.md5 or (
@@ -49,20 +49,19 @@ class UploadPart:
 
 
 def etag_of(answer: Mapping[str, Any]) -> str | None:
-    """Without its quotes; None where the server gives none."""
+    """The ETag without quotes; None if the server returns none."""
     tag = answer.get("ETag")
     return tag.strip('"') if isinstance(tag, str) else None
 
 
 def read(number: int, data: bytes) -> UploadPart:
-    """The part that these bytes are."""
+    """Compute the digests of one part."""
     digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
     return UploadPart(number, digest, _crc32(data))
 
 
 def expected_etags(parts: Sequence[UploadPart]) -> list[str]:
-    """What the server may give as the ETag of the whole, the likeliest first: `<md5 of the
-    monitors' md5s>-<count>`."""
+    """Possible ETags of the whole object, likeliest first: `<md5 of the parts' md5s>-<count>`."""
     whole = hashlib.md5(
         b"".join(bytes.fromhex(p.md5) for p in parts), usedforsecurity=False
     ).hexdigest()
@@ -70,8 +69,8 @@ def expected_etags(parts: Sequence[UploadPart]) -> list[str]:
 
 
 def expected_crc32(parts: Sequence[UploadPart]) -> str:
-    """What a server that took the monitors' CRC32 gives for the whole, before its `-<count>`, which
-    not all append."""
+    """The whole object's checksum on a server that accepted the parts' CRC32, without the
+    `-<count>` that some servers append."""
     return _crc32(b"".join(base64.b64decode(p.crc32) for p in parts))
 
 

@@ -1,4 +1,4 @@
-"""The probe that looks at the published repo: `python -m uploads.repos.state_probe`, see
+"""The probe that reads the published repo's state: `python -m uploads.repos.state_probe`, see
 `miner_guard.system.probe`."""
 
 from __future__ import annotations
