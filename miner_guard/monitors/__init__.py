@@ -1,2 +1,2 @@
-"""One concern beside the miner each; connects a pure room to the running supervisor. Never imports
-the supervisor."""
+"""Monitors: each covers one concern and connects a pure package to the running supervisor. Never
+imports the supervisor."""

@@ -1,9 +1,8 @@
-"""Parts: one concern beside the miner each; the supervisor feeds them and logs what they find.
+"""Monitors: each covers one concern; the supervisor feeds them and logs their findings.
 
-A part glues a pure room (detectors, incidents, uploads, health) to the running supervisor. The
-supervisor calls every monitor from its own thread. A part must not block: what takes time goes
-through `Context.jobs`. A part that raises is reported once (`guard_degraded`) and the others
-continue.
+A monitor connects a pure package (detectors, incidents, uploads, health) to the running supervisor,
+which calls every monitor from its own thread. A monitor must not block: slow work goes through
+`Context.jobs`. A monitor that raises is reported once (`guard_degraded`) and the others continue.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class Launch:
     command: Sequence[str]
     pid: int
     attempt: int
-    """0 for the first start, then one more for each restart."""
+    """0 for the first start, plus 1 for each restart."""
 
     started: float
-    """Monotonic."""
+    """Monotonic seconds."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,17 @@ class Exit:
 
     signal: int | None
     asked: bool
-    """The guard asked for it: a stop, a restart by `ctl`, the end of a hang."""
+    """The guard requested the exit: a stop, a restart by `ctl`, or the end of a hang."""
 
     finished: bool
-    """Every rank said so, or code 0 and `[miner] finite`, or code 0 and all the evidence of
-    `attribution.ran_to_its_end`."""
+    """Every rank reported that it finished, or code 0 and `[miner] finite`, or code 0 and all the
+    evidence of `attribution.ran_to_its_end`."""
 
     runtime_s: float
 
 
 class Jobs(Protocol):
-    """Work on a schedule, in threads of its own, never piling up."""
+    """Scheduled work in separate threads; runs of one job never overlap."""
 
     def every(
         self,
@@ -63,7 +62,7 @@ class Jobs(Protocol):
         *,
         first_after_s: float | None = None,
     ) -> None:
-        """Run `work` every `seconds`; what it raises is logged as `sampler_failed`."""
+        """Run `work` every `seconds`; an exception is logged as `sampler_failed`."""
         ...
 
     def once(self, name: str, work: Callable[[], None]) -> None:
@@ -72,23 +71,23 @@ class Jobs(Protocol):
 
 
 class SupervisorControl(Protocol):
-    """What a part may ask of the supervisor. Safe from any thread."""
+    """Requests that a monitor may make of the supervisor. Safe from any thread."""
 
     def restart(self, cause: str) -> None:
-        """Stop the miner and start it again by the restart policy."""
+        """Stop the miner and restart it under the restart policy."""
         ...
 
     def finish(self, cause: str) -> None:
-        """Stop what is left of a miner whose ranks have finished, and end the guard as after any
+        """Stop the rest of a miner whose ranks have finished, and end the guard as after a normal
         finish."""
         ...
 
     def use_command(self, command: Sequence[str]) -> None:
-        """The miner's command from the next launch on."""
+        """Use this command from the next launch on."""
         ...
 
     def relaunch(self, cause: str) -> None:
-        """Stop the miner and start it again at once, not counted as a failure."""
+        """Stop the miner and restart it immediately, without counting a failure."""
         ...
 
     def stop(self, cause: str, exit_code: int) -> None:
@@ -98,7 +97,7 @@ class SupervisorControl(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What the supervisor hands to each part."""
+    """What the supervisor passes to each monitor."""
 
     config: Config
     state: StateDir
@@ -113,22 +112,22 @@ class Context:
     """The latest status document: every monitor's `snapshot` under its name."""
 
     redactor: Redactor
-    """Knows the secrets of the guard and of the miner; what is logged through `emit` passes it
-    anyhow."""
+    """Knows the secrets of the guard and of the miner; `emit` applies it to every finding."""
 
     write_row: Callable[[str, Sequence[Any]], None] | None = None
-    """Takes rows for the ledger (SQL and its values) and never waits for the disk; None: anyone who
-    has rows writes them."""
+    """Queues rows for the ledger (SQL and values) without waiting for the disk; if None, the caller
+    writes its rows directly."""
 
 
 class Monitor:
-    """Does nothing; parts override what concerns them. Times are monotonic seconds."""
+    """Base class with no-op methods; monitors override those they need. Times are monotonic
+    seconds."""
 
     name = "part"
 
     words: frozenset[bytes] | None = None
-    """The monitor is shown lines that hold one of these and is spared nearly all others. Each is a
-    `line_templates.template`. None: it wants all output; empty: none."""
+    """The monitor receives all lines that contain one of these words, and few others. Each is a
+    `line_templates.template`. None: all output; empty: no output."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -146,10 +145,10 @@ class Monitor:
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
-        """Whole lines of the miner's output, oldest first, without their line ends; see `words`.
+        """Whole lines of the miner's output, oldest first, without line endings; see `words`.
 
-        None is empty or longer than `line_router.MAX_LINE_BYTES`; each redraw of a progress bar
-        (carriage return) is a line of its own.
+        Lines are never empty or longer than `line_router.MAX_LINE_BYTES`; each redraw of a progress
+        bar (carriage return) counts as a line.
         """
         return ()
 
@@ -158,7 +157,7 @@ class Monitor:
         return ()
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
-        """Something another monitor found."""
+        """Another monitor's finding."""
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
@@ -166,22 +165,23 @@ class Monitor:
         return ()
 
     def objection(self) -> str | None:
-        """Why a miner that ended with code 0 has not finished; asked before `on_exit`, after its
-        last output. None: nothing speaks against it."""
+        """Why a miner that exited with code 0 has not finished; None without an objection. Called
+        before `on_exit`, after the last output."""
         return None
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
-        """The miner ended; its last steps, entries and output were handed over before."""
+        """The miner exited; its last steps, entries and output have been delivered."""
         return ()
 
     def on_stop(self) -> Iterable[Finding]:
-        """The guard ends."""
+        """The guard is about to exit."""
         return ()
 
     def lingers(self) -> bool:
-        """After `on_stop`: something of this part should still go out before the process ends."""
+        """Called after `on_stop`: whether this monitor still has something to send before the
+        process exits."""
         return False
 
     def snapshot(self) -> Mapping[str, Any]:
-        """What status.json holds under this part's name. Unknown is null."""
+        """This monitor's section of status.json. Unknown values are null."""
         return {}

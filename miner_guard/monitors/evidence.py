@@ -1,7 +1,7 @@
-"""What is kept of a hang before it is ended: stacks, kernel states, flight tails, the last output.
+"""Collects evidence of a hang before it is ended: stacks, kernel states, flight record tails, the
+last output.
 
-Gathering runs in a job's thread and has a deadline; the folder itself says what could not be
-collected.
+Collection runs in a job thread with a deadline; the folder records what could not be collected.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Gathered:
 
     stacks_of: tuple[int, ...]
     late: Late | None
-    """Who is late to a collective, by torch's Flight Recorder."""
+    """The ranks late to a collective, according to torch's Flight Recorder."""
 
 
 def identity_of(state: StateDir, rank: int) -> Identity | None:
-    """Whose flight record the rank's is now; None where it cannot be read."""
+    """Identity in the rank's current flight record; None if it can't be read."""
     try:
         flight = FlightReader(state.flight_of(rank))
     except (OSError, BadFlight):
@@ -84,7 +84,7 @@ def identity_of(state: StateDir, rank: int) -> Identity | None:
 
 
 def header_of(state: StateDir, rank: int) -> Now | None:
-    """What the rank wrote last of itself; None where it cannot be read."""
+    """The rank's latest header; None if it can't be read."""
     try:
         flight = FlightReader(state.flight_of(rank))
     except (OSError, BadFlight):
@@ -95,7 +95,7 @@ def header_of(state: StateDir, rank: int) -> Now | None:
 
 
 def subjects(state: StateDir, ranks: Mapping[int, Now]) -> list[Subject]:
-    """Who the ranks are, from their flight records."""
+    """The ranks' identities, from their flight records."""
     found: list[Subject] = []
     for rank, now in sorted(ranks.items()):
         identity = identity_of(state, rank)
@@ -106,12 +106,12 @@ def subjects(state: StateDir, ranks: Mapping[int, Now]) -> list[Subject]:
 
 
 class Scene:
-    """A hang while it lasts, and the folder that keeps what can be learned of it."""
+    """An ongoing hang and its evidence folder."""
 
     def __init__(self, state: StateDir, folder: Path, who: list[Subject], timeout_s: float) -> None:
-        """Raises OSError where the folder cannot be made."""
-        # Through anyone who writes this process's files: a disk that does not answer is an error
-        # here, and no thread hangs in one of the direct writes that follow.
+        """Raises OSError if the folder can't be created."""
+        # Goes through this process's file writer: an unresponsive disk raises here, so no thread
+        # blocks in the direct writes that follow.
         write_json(folder / _STORY, {})
         self._state, self._folder, self._who = state, folder, who
         self._deadline = time.monotonic() + timeout_s
@@ -119,8 +119,8 @@ class Scene:
         self._frames: dict[int, str] = {}
 
     def frames(self) -> Mapping[int, str]:
-        """Store every rank's stacks; answers the innermost frame of its own program, `loops.py:14`,
-        by rank."""
+        """Store every rank's stacks; returns, by rank, the innermost frame of the miner's code,
+        such as `loops.py:14`."""
         self._sources = _stacks(self._state, self._folder, self._who, self._deadline)
         for subject in self._who:
             frame = _frame(_stack_file(self._folder, subject))
@@ -129,7 +129,7 @@ class Scene:
         return self._frames
 
     def store(self, story: Mapping[str, Any], output: bytes, redactor: Redactor) -> Gathered:
-        """Write all the rest into the folder. Raises OSError where it cannot write."""
+        """Write the remaining evidence to the folder. Raises OSError if a write fails."""
         kernel = {subject.rank: _kernel_view(subject) for subject in self._who}
         behind = late(_collectives(self._state, self._folder, self._who))
         for subject in self._who:
@@ -166,7 +166,7 @@ def _frame(stacks: Path) -> str | None:
 
 
 def _kernel_view(subject: Subject) -> dict[str, Any]:
-    """What /proc says of every thread: state in words, and where in the kernel it waits."""
+    """Every thread's state and kernel wait location, from /proc."""
     pid = subject.identity.pid
     seen = processes.stat(pid)
     if subject.gone or seen is None:
@@ -194,7 +194,7 @@ def _read(path: Path) -> str:
 
 
 def _stacks(state: StateDir, folder: Path, who: list[Subject], deadline: float) -> dict[int, str]:
-    """One file per rank; the answer says by what it was had, or why not."""
+    """Write one file per rank; returns which tool produced it, or why none did."""
     sources = {subject.rank: "gone" for subject in who}
     living = [subject for subject in who if not subject.gone]
     spies = {subject.rank: _spy(folder, subject) for subject in living}
@@ -208,8 +208,8 @@ def _stacks(state: StateDir, folder: Path, who: list[Subject], deadline: float) 
 
 
 def _collectives(state: StateDir, folder: Path, who: list[Subject]) -> dict[int, list[Any]]:
-    """The last collectives of the ranks that answer in time: a rank that holds the interpreter's
-    lock does not."""
+    """The latest collectives of the ranks that answer in time; a rank that holds the GIL does
+    not."""
     asked = {
         s.rank: state.collectives_of(s.rank)
         for s in who
@@ -232,7 +232,7 @@ def _ask(path: Path) -> bool:
     try:
         pipe = os.open(asking(path), os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
-        # No such pipe (one rank, no torch.distributed), or nobody reads it.
+        # The pipe does not exist (one rank, no torch.distributed) or has no reader.
         return False
     try:
         return os.write(pipe, b"?") == 1
@@ -277,8 +277,8 @@ def _wait(child: subprocess.Popen[bytes], deadline: float) -> bool:
 
 
 def _faulthandler(state: StateDir, path: Path, subject: Subject) -> str:
-    """The stacks that the rank itself writes on a signal; sent only where it said so: else the
-    signal kills."""
+    """Stacks that the rank writes on a signal. Sent only to ranks that announced the handler:
+    without it the signal kills."""
     source = state.stacks_of(subject.rank)
     try:
         before = source.read_bytes()

@@ -1,5 +1,5 @@
-"""Hang: no progress for too long. Names the culprit, keeps the evidence, then does what `[hang]
-action` says."""
+"""Hang: no progress for too long. Names the culprit, collects evidence, then applies `[hang]
+action`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from miner_guard.state_dir import is_full
 from miner_guard.system.processes import cpu_s
 
 _CPU_EVERY_S = 10.0
-"""Between two readings of the CPU time of a miner of which no rank has reported."""
+"""Interval between CPU time readings of a miner without a reporting rank."""
 
 _WHY_NO_STEP = {
     None: "no rank has called miner_guard.init(). It waits before that, or it never calls the "
@@ -34,12 +34,11 @@ _WHY_NO_STEP = {
     ),
     "log": "none of the miner's lines was known as a step's; describe them in [miner] log_patterns",
 }
-"""By way of attaching: why a miner that lives shows no step, and what to do."""
+"""By attach mode: why a live miner shows no steps, and what to do."""
 
 
 class HangMonitor(Monitor):
-    """Feeds the detector and acts on its answer; quiet from the moment at which the miner is being
-    ended."""
+    """Feeds the detector and acts on its result; inactive once the miner is being stopped."""
 
     name = "hang"
 
@@ -50,19 +49,19 @@ class HangMonitor(Monitor):
         self._begin(None)
 
     def _begin(self, launch: Launch | None) -> None:
-        """What begins with each launch."""
+        """Reset the state for a new launch."""
         self._tail = Tail()
         self._processes = RankProcesses(self.context.state)
         self._last_incident: str | None = None
         self._ranks: Mapping[int, Now] = {}
-        """As they were at the last tick."""
+        """The ranks' headers at the last tick."""
 
         self._hang: Hang | None = None
         self._launch = launch
-        """None while none runs, and once it is being ended."""
+        """None without a running launch and once it is being stopped."""
 
         self._died: float | None = None
-        """Since when a rank is known to have died."""
+        """When a rank's death was first noticed."""
 
         self._cpu_read = float("-inf")
         self._blind_reported = False
@@ -93,7 +92,7 @@ class HangMonitor(Monitor):
         if finding.event == "incident":
             self._last_incident = str(finding.fields.get("label"))
         if finding.event == "miner_stopping":
-            # A rank that waits for one that has ended already is no hang any more.
+            # During a stop, a rank that waits for one that has exited is not a hang.
             self._launch = self._hang = None
         lasting = self._hang is not None and self._hang.lasting
         if finding.fields.get("where") == LATE and not lasting and self._launch is not None:
@@ -122,11 +121,12 @@ class HangMonitor(Monitor):
             return
         self._cpu_read = now
         with contextlib.suppress(OSError):
-            # Without a descriptor to look with nothing is known, and then nothing is called a hang.
+            # Without a free descriptor to read /proc nothing is known, and nothing is reported as a
+            # hang.
             self._detector.used_cpu(now, cpu_s(pid))
 
     def _lost(self, now: float, ranks: Mapping[int, Now], processes: Processes) -> Hang | None:
-        """A rank died and its launcher leaves the others waiting."""
+        """Detect a rank that died while its launcher leaves the others waiting."""
         died = [
             rank
             for rank in processes.gone
@@ -141,15 +141,14 @@ class HangMonitor(Monitor):
         return self._detector.lost(now, ranks, processes, self._settings.gone_s)
 
     def _found(self, hang: Hang) -> None:
-        """Reported with where the culprit stands, which takes a job a moment to learn."""
+        """Gather evidence and report in a job: locating the culprit takes a moment."""
         self._hang = hang
         who = evidence.subjects(self.context.state, self._ranks)
         output = self._tail.text()
         self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who, output))
 
     def _blind(self, now: float, launch: Launch, ranks: Mapping[int, Now]) -> Iterable[Finding]:
-        """A miner that lives and shows no step is watched by no detector: reported once a
-        launch."""
+        """Report, once per launch, a live miner that shows no steps and that no detector covers."""
         attach, waited = self.context.config.miner.attach, now - launch.started
         seen = self._detector.has_stepped or self._hang is not None or (ranks and attach != "log")
         if seen or self._blind_reported or waited <= self._settings.first_step_s:
@@ -193,8 +192,8 @@ class HangMonitor(Monitor):
                 self._act(hang, str(story["detail"]))
 
     def _story(self, hang: Hang, frames: Mapping[int, str]) -> dict[str, Any]:
-        """The hang as its event and hang.json have it; `frames` is where each rank's own program
-        stands."""
+        """The fields of the hang's event and of hang.json; `frames` maps each rank to its innermost
+        frame in the miner's code."""
         named = {
             rank: frames[rank] for rank in hang.culprits or sorted(frames)[:1] if rank in frames
         }
@@ -214,7 +213,7 @@ class HangMonitor(Monitor):
         }
 
     def _report(self, hang: Hang, story: Mapping[str, Any]) -> bool:
-        """False where it is over: it ended by itself, or the miner is being ended."""
+        """Report the hang; False if it ended by itself or the miner is being stopped."""
         if self._launch is None or self._hang is not hang:
             return False
         rank = hang.culprits[0] if len(hang.culprits) == 1 else None
@@ -225,8 +224,8 @@ class HangMonitor(Monitor):
         if self._launch is None:
             return
         if self._hang is not hang:
-            # Gathering takes seconds: ranks that step again, or a launch that is another one, must
-            # not pay for it.
+            # Gathering takes seconds: spare ranks that step again and a launch that has replaced
+            # this one.
             what = "it ended by itself while its evidence was gathered; the miner is left alone"
             self.context.emit(make_finding("hang_evidence", level="info", detail=what, ranks=[]))
         elif hang.finished:

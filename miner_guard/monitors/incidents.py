@@ -1,4 +1,4 @@
-"""Incidents: what the miner's output says went wrong, named once, by its root cause."""
+"""Incidents: names failures in the miner's output once, by root cause."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.monitors.tail import Tail
 
 SETTLE_S = 2.0
-"""Quiet for so long: the cascade is complete, its root can be named."""
+"""After this long without new matches the cascade is complete and its root can be named."""
 
 MAX_WAIT_S = 10.0
-"""Named after so long at the latest, while further lines still come."""
+"""Name the root after this long at the latest, even while further lines arrive."""
 
 CAUSELESS_S = 30.0
-"""So long where all that was seen is a symptom or a report without a reason: how the lost rank
-ended is told by its launcher, which first ends the others (torchrun gives them 30 s)."""
+"""Wait this long if the case holds only symptoms, or reports without a reason: the launcher reports
+how the lost rank ended only after it has stopped the others (torchrun gives them 30 s)."""
 
 EPISODE_S = 600.0
-"""What comes later than this is an incident of its own, unless it is only a symptom."""
+"""Matches later than this start a new incident, except symptoms."""
 
 SYMPTOMS_S = 3600.0
-"""Ranks wait for as long as their collective's timeout before they notice that one is gone."""
+"""Limit for symptoms: ranks notice a lost peer only after their collective's timeout."""
 
 COOLDOWN_S = 900.0
-"""The same label within one launch is not reported again sooner."""
+"""Minimum time between reports of the same label within one launch."""
 
 REMARKS = 3
-"""What is tried again counts as an incident when it was seen so often, or when the miner ended."""
+"""A retried failure counts as an incident after this many occurrences, or when the miner exits."""
 
 _CAUSELESS = ("report", "symptom", "warned")
 _NEVER_OVERCOME = frozenset({"rank_gone"})
-"""Events of the guard's own that finite losses do not undo: a rank that is gone steps no more."""
+"""Guard events that finite losses do not clear: a lost rank never steps again."""
 
 _SEEN = 120
-"""Characters of the line itself in the incident's line."""
+"""Characters of the matched line to include in the incident's line."""
 
 
 class IncidentsMonitor(Monitor):
-    """Feeds the output to a scanner and says what it makes of it."""
+    """Feeds the output to a scanner and reports the root causes."""
 
     name = "incidents"
 
@@ -80,10 +80,10 @@ class IncidentsMonitor(Monitor):
         self._said: dict[str, float] = {}
         self._events: set[str] = set()
         self._shown: dict[str, Sighting] = {}
-        """Labels of which an event of the guard's own showed the cause."""
+        """Labels whose cause one of the guard's events has shown."""
 
         self._finite: dict[int, bool] = {}
-        """Of each rank's last loss."""
+        """Whether each rank's last loss was finite."""
 
         self._root: Explained | None = None
         self._stopping = False
@@ -112,7 +112,7 @@ class IncidentsMonitor(Monitor):
         return self._overcome(seen)
 
     def _overcome(self, seen: Iterable[Seen]) -> list[Finding]:
-        """What was named as an incident, and training then continued after."""
+        """Incidents that were reported and that training then overcame."""
         past = {
             label
             for item in seen
@@ -125,7 +125,7 @@ class IncidentsMonitor(Monitor):
         return [make_finding("incident_overcome", label=label) for label in passed]
 
     def _take(self, seen: list[Seen], now: float) -> None:
-        """Into the case, or a new one after a long quiet."""
+        """Add to the case, or to a new one after a long quiet period."""
         if self._first_s is None and now - self._last_s > EPISODE_S:
             self._case = RootCauseAnalyzer(self._knowledge)
         self._last_s = now
@@ -134,7 +134,8 @@ class IncidentsMonitor(Monitor):
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         self._events.add(finding.event)
         if self.context.config.logs.classify:
-            # A reader of the whole log sees the guard's own line, too: both name the same root.
+            # The guard's line counts as evidence, so that this monitor and a scan of the whole log
+            # name the same root.
             for label in self._knowledge.causes_by_event.get(finding.event, ()):
                 said = Sighting(
                     label, "cause", self._scanner.line, catalog.message(finding), finding.rank
@@ -174,13 +175,13 @@ class IncidentsMonitor(Monitor):
         lasting = self._lasting()
         self._case.add(lasting)
         if lasting or now - self._last_s <= EPISODE_S:
-            # Why it ended is reported, also where the guard has said before what led to it.
+            # Report why the miner ended even if the guard has reported what led to it.
             self._events.clear()
         return () if end.asked or end.finished else self._name(now, remarks=1)
 
     def _passed(self) -> list[Seen]:
-        """What the guard itself had seen and training then got over: a loss that was finite again,
-        say."""
+        """Causes that the guard reported and training then recovered from, such as a non-finite
+        loss."""
         well = [
             label
             for label, said in self._shown.items()
@@ -193,8 +194,8 @@ class IncidentsMonitor(Monitor):
         return [Retraction(tuple(well), self._scanner.line, None, ("cause",))] if well else []
 
     def _lasting(self) -> list[Seen]:
-        """What the guard had seen long ago and still measures: a model of NaNs fails in ways that
-        no pattern knows."""
+        """Old causes that the guard still measures: a model with NaN weights fails in ways that no
+        pattern covers."""
         root = self._seen_root()
         if root is not None and root.label not in ("code_bug", *self._shown):
             return []
@@ -212,8 +213,8 @@ class IncidentsMonitor(Monitor):
         return next((i for i in self._case.incidents(self._scanner.line) if i.root), None)
 
     def _by_the_kernels_count(self, root: Incident) -> Incident:
-        """A SIGKILL is the kernel's for want of memory only where it counted one; a line that says
-        so itself needs no count."""
+        """Attribute a SIGKILL to the OOM killer only if the kernel counted an OOM kill; a line that
+        names the OOM killer needs no count."""
         if root.label != "host_oom_kill" or root.first.role != "ending":
             return root
         if (self._count_oom_kills() or 0) > (self._oom_kills or 0):
@@ -223,8 +224,8 @@ class IncidentsMonitor(Monitor):
         return replace(root, label=name, first=first, kept=())
 
     def _name(self, now: float, remarks: int) -> Iterable[Finding]:
-        """Say the root of what was seen, unless it was reported, or is a mere remark seen fewer
-        than `remarks` times."""
+        """Report the root cause, unless it was reported or is a mere remark seen fewer than
+        `remarks` times."""
         self._first_s = None
         root = self._seen_root()
         if root is not None:
@@ -276,7 +277,7 @@ class IncidentsMonitor(Monitor):
         )
 
     def _store(self, folder: Any, story: Mapping[str, Any], output: bytes) -> None:
-        """In a job's thread."""
+        """Runs in a job thread."""
         try:
             state_dir.write_json(
                 folder / "incident.json", {**story, "status": dict(self.context.status())}

@@ -1,5 +1,5 @@
-"""Calls the monitors, one after another, so that one that fails neither stops the others nor the
-supervisor."""
+"""Calls the monitors one after another and isolates failures: one that raises stops neither the
+others nor the supervisor."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from miner_guard.monitors.base import Exit, Launch, Monitor
 from miner_guard.monitors.line_router import Delivery, LineRouter
 
 _MAX_DEPTH = 4
-"""A finding may lead to another monitor's finding, and so on; not forever."""
+"""Limits chains of findings that trigger further findings."""
 
 
 class MonitorRunner:
-    """All parts of the running supervisor. For the supervisor's thread."""
+    """All monitors of the running supervisor. Supervisor thread only."""
 
     def __init__(self, log: Callable[[Finding], None]) -> None:
         self._log = log
         self.parts: list[Monitor] = []
         self.on_finding: Callable[[Finding], None] = lambda _finding: None
-        """The supervisor's own ear: incidents decide on restarts."""
+        """Called for every finding; drives the restart policy."""
 
         self._output: LineRouter | None = None
         self._failed: set[tuple[str, str]] = set()
@@ -37,13 +37,13 @@ class MonitorRunner:
         self._each("on_steps", rank, steps)
 
     def entry(self, rank: int, entry: Mapping[str, Any]) -> None:
-        """Show the monitors a journal entry of the file; a kind of another version is skipped."""
+        """Deliver a journal entry to the monitors; skip kinds that this version does not know."""
         parsed = parse(entry)
         if parsed is not None:
             self._each("on_entry", rank, parsed)
 
     def output(self, chunk: bytes) -> None:
-        """Show output of the miner to the monitors; the unfinished end of a long piece waits for
+        """Deliver the miner's output to the monitors; the unfinished end of a long chunk waits for
         the next tick."""
         if self._output is None:
             self._output = LineRouter(self.parts)
@@ -63,13 +63,13 @@ class MonitorRunner:
         self._each("on_tick", now, ranks)
 
     def end_output(self) -> None:
-        """The miner prints no more: show what is left of its last line."""
+        """The output is complete: deliver the rest of its last line."""
         if self._output is not None:
             self._show(self._output.end())
 
     def objections(self) -> list[str]:
-        """Why a miner that ended with code 0 has not finished, by every monitor that objects; one
-        that fails objects too."""
+        """Every monitor's objection to counting an exit with code 0 as finished; a monitor that
+        fails objects too."""
         found: list[str] = []
         for monitor in self.parts:
             try:
@@ -88,11 +88,11 @@ class MonitorRunner:
         self._each("on_stop")
 
     def lingers(self) -> bool:
-        """Some part still has something to send."""
+        """Whether any monitor still has something to send."""
         return any(part.lingers() for part in self.parts)
 
     def finding(self, finding: Finding, source: Monitor | None = None, depth: int = 0) -> None:
-        """Log a finding and show it to every monitor but the one it comes from. Never raises."""
+        """Log a finding and deliver it to every monitor except its source. Never raises."""
         try:
             self._log(finding)
             self.on_finding(finding)

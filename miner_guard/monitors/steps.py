@@ -1,5 +1,5 @@
-"""Steps: the step line, slow steps, source 001's timing lines, and the numbers that status, top and
-report show."""
+"""Steps: the step line, slow steps, source 001's timing lines, and the numbers for status, top and
+report."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SLOW_REPEAT_S = 60.0
 
 
 class StepsMonitor(Monitor):
-    """Rank 0 speaks for the run (the lowest rank that reports): collectives give all ranks the same
-    step time."""
+    """Represents the run by rank 0 (or the lowest rank that reports): collectives give all ranks
+    the same step time."""
 
     name = "steps"
 
@@ -39,12 +39,13 @@ class StepsMonitor(Monitor):
         self._max: tuple[float, int | None] | None = None
         self._limiter = LineLimiter(context.config.logs.step_lines_per_s)
         self._evaluated = LineLimiter(context.config.logs.step_lines_per_s)
-        """For steps that evaluated: few among many, and all there is of a curve of its own."""
+        """Separate limit for steps with an evaluation: they are rare, and the only points of that
+        curve."""
 
         self._reset()
 
     def _reset(self) -> None:
-        """What starts again with each launch."""
+        """Reset the state for a new launch."""
         steps = self.context.config.steps
         self._times = step_time.StepTimes(steps)
         self._regression = step_time.RegressionWatch(steps.regression_ratio, steps.min_excess_s)
@@ -126,8 +127,8 @@ class StepsMonitor(Monitor):
     def _slow_line(
         self, rank: int, step: StepRecord, slow: step_time.SlowStep
     ) -> Iterator[Finding]:
-        # Beyond 60 s each step has its line, as source 004 shows; short ones would flood the
-        # console. The report marks them all.
+        # Every slow step longer than 60 s gets a line, as in source 004; short ones would flood the
+        # console. The report marks all of them.
         too_soon = step.end - self._slow_said < _SLOW_REPEAT_S or self._fallback_said
         pause = self._pause(step, slow)
         level, left_out = None, self._slow_left_out
@@ -163,8 +164,8 @@ class StepsMonitor(Monitor):
         )
 
     def _pause(self, step: StepRecord, slow: step_time.SlowStep) -> str | None:
-        """What sort of pause it was; None for a step that is slow in a phase that the program
-        names, or by the absolute rule."""
+        """The kind of pause; None for a step that is slow in a named phase, or by the absolute
+        rule."""
         if slow.rule != "relative" or slow.median_s is None:
             return None
         outside = step.seconds - sum(step.phases.values())
@@ -229,14 +230,15 @@ class StepsMonitor(Monitor):
         if finding.event == "hang_detected":
             self._goodput.hang_found()
         if finding.event == "cpu_fallback":
-            # Known, with its cause: a lasting slowdown is no further news.
+            # A CPU fallback explains a lasting slowdown; do not report that as well.
             self._fallback_said = finding.fields["verdict"] != "cleared"
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         self._phase = ranks[min(ranks)].phase if ranks else ""
         for rank in self._last.keys() - ranks.keys() if ranks else ():
-            # The nodes met again and this one got other ranks: one that is no more must not lead.
+            # After a new rendezvous this node may have other ranks: a rank that no longer exists
+            # must not lead.
             del self._last[rank]
         return self._left_out(now)
 
@@ -290,7 +292,7 @@ class StepsMonitor(Monitor):
 
 
 def _about_the_loss(step: StepRecord) -> dict[str, Any]:
-    """Fields for a loss that is not simply the step's own."""
+    """Fields for a loss that is summed or belongs to another step."""
     if step.loss is None:
         return {}
     about: dict[str, Any] = {"loss_summed": True} if step.loss_summed else {}
@@ -311,7 +313,7 @@ def _rank_row(step: StepRecord, now: float) -> dict[str, Any]:
 
 
 class LineLimiter:
-    """So many lines in each second of step time; counts what it refuses."""
+    """Limits lines per second of step time and counts those it suppresses."""
 
     def __init__(self, per_s: float) -> None:
         self.per_s = per_s
@@ -321,7 +323,7 @@ class LineLimiter:
         self._said = float("-inf")
 
     def allow(self, now: float) -> bool:
-        """Whether a line at `now` (monotonic) may be printed. Less than one a second: one each
+        """Whether a line at `now` (monotonic) may be printed. Rates below 1/s allow one line every
         1/per_s seconds."""
         stretch = max(1.0, 1.0 / self.per_s)
         if int(now / stretch) != self._second:
@@ -333,7 +335,7 @@ class LineLimiter:
         return True
 
     def left_out(self, now: float) -> int:
-        """Lines refused since the last answer; 0 within ten seconds of it."""
+        """Lines suppressed since the last non-zero result; 0 within ten seconds of it."""
         if not self._left_out or now - self._said < _LEFT_OUT_EVERY_S:
             return 0
         count, self._left_out = self._left_out, 0

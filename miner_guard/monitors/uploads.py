@@ -1,5 +1,4 @@
-"""Uploads: what is published, what the gate may know of it, and whether what was reported as pushed
-arrived."""
+"""Uploads: what is published, what the gate may use of it, and whether reported pushes arrived."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from validators.profiles import chosen, limits_of
 _WRITE_EVERY_S = 60.0
 _AUDIT_EVERY_S = 600.0
 _REPEAT_AUDIT_S = 3600.0
-"""The same verdict of the same rules is a debug line until then."""
+"""An unchanged audit verdict is logged at debug level until then."""
 
 _INPUTS_KEPT = 50
 _SHOWN: Mapping[str, tuple[str, Sequence[str]]] = {
@@ -43,16 +42,16 @@ _SHOWN: Mapping[str, tuple[str, Sequence[str]]] = {
     "incident": ("incidents", ("label", "rank", "wall")),
     "restart": ("restarts", ("cause", "attempt", "wall")),
 }
-"""What the status shows the last of: its table in the ledger, and its fields."""
+"""Latest items shown in the status: table in the ledger, and fields."""
 
 _VERIFY_AFTER_S = (0.0, 3.0, 10.0)
-"""Waits before the looks after a push: a refusal must be seen twice, a repo that can't be read
-three times."""
+"""Waits before the checks after a push: a rejection must be seen twice, an unreadable repo three
+times."""
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A push of which the end was not reported yet."""
+    """A push whose end has not been reported yet."""
 
     entry: UploadEntry
     at: float | None
@@ -61,11 +60,11 @@ class _Begun:
 
 @dataclass(frozen=True)
 class _Push:
-    """A push that was reported and is to be looked for."""
+    """A reported push that awaits verification."""
 
     entry: UploadEntry
     began: float | None
-    """Monotonic; None where only the end was reported."""
+    """Monotonic seconds; None if only the end was reported."""
 
     before: Published | None
     due: float
@@ -121,7 +120,8 @@ class UploadsMonitor(Monitor):
             context.jobs.every("audit", self._audit_every_s, self._audit)
 
     def _recall(self) -> None:
-        """The last of each that an earlier guard here saw, where this one has seen none yet."""
+        """Load the latest item of each kind that an earlier guard stored, unless this one has a
+        newer one."""
         for name, (table, fields) in _SHOWN.items():
             row = self._ledger.last(table)
             if row is not None and self._last[name] is None:
@@ -131,21 +131,21 @@ class UploadsMonitor(Monitor):
                     verdicts = json.loads(row.get("verdicts") or "[]")
                     self._last[name]["note"] = note_of(verdicts)
 
-    # the repo, in the schedule's threads
+    # the repo, in job threads
 
     def _refresh(self) -> None:
         began = self.context.clock.monotonic()
         self._looked(self._look(), began)
 
     def _look(self) -> Published:
-        # Ours counts in monotonic time, whatever clock the child has used.
+        # This process counts in monotonic time, whatever clock the child used.
         return replace(look_at(self._repo), seen_at=self.context.clock.monotonic())
 
     def _looked(self, published: Published, began: float) -> None:
         clock = self.context.clock
         with self._mutex:
             if began < self._newest_look:
-                # Overtaken: one that began later, after a push perhaps, has ended before it.
+                # A check that started later, perhaps after a push, has already completed.
                 return
             self._newest_look = began
             findings = list(self._watch.look(published, clock.monotonic()))
@@ -165,7 +165,7 @@ class UploadsMonitor(Monitor):
     def _write_inputs(self) -> None:
         clock = self.context.clock
         with self._mutex:
-            # Documents can be large, and no rule of the gate reads what is published of them.
+            # Documents can be large, and no gate rule reads their published content.
             content = GateInputs(
                 published=replace(self._watch.latest, config=None, metadata=None),
                 network=self._network,
@@ -199,7 +199,7 @@ class UploadsMonitor(Monitor):
             self.context.emit(said)
 
     def _audit(self) -> None:
-        # After a push, while the schedule's own still runs: that one sees the push, or the next.
+        # A scheduled audit is still running: that one or the next sees the push.
         if not self._auditing.acquire(blocking=False):
             return
         try:
@@ -287,7 +287,7 @@ class UploadsMonitor(Monitor):
             return
         push = _Push(entry, began, before, self.context.clock.monotonic())
         self._unsettled.append(entry)
-        # At once: the next push may follow soon, and what it replaces can't be looked for.
+        # Verify immediately: the next push may follow soon and replace the content to verify.
         self.context.jobs.once("verify upload", lambda: self._verify(push))
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
@@ -325,7 +325,7 @@ class UploadsMonitor(Monitor):
         return ()
 
     def _printed(self, finding: Finding) -> Iterable[Finding]:
-        """A push of which the miner's own line alone tells."""
+        """Store a push known only from the miner's printed line."""
         entry = UploadEntry(phase="finished", tag=finding.fields.get("tag"))
         if finding.event == "upload_failed":
             self._store(entry, "failed", error=finding.fields.get("reason"))
@@ -350,7 +350,7 @@ class UploadsMonitor(Monitor):
             self.context.jobs.once("verify upload", lambda push=push: self._verify(push))  # type: ignore[misc]
         return findings
 
-    # verification, in the schedule's threads
+    # verification, in job threads
 
     def _verify(self, push: _Push) -> None:
         began = self.context.clock.monotonic()
@@ -448,7 +448,7 @@ class UploadsMonitor(Monitor):
 
 
 def _audit_every_s(config: Config) -> float:
-    """Seconds between two audits; 0 where none runs by itself."""
+    """Seconds between two audits; 0 if audits are off."""
     if config.repo.kind == "none":
         return 0.0
     if config.repo.audit_every_s is not None:
@@ -457,14 +457,14 @@ def _audit_every_s(config: Config) -> float:
 
 
 def _steps(entry: UploadEntry) -> tuple[int | None, int | None]:
-    """Outer and inner step by the tag, else by the entry: a log's last step may be later than what
-    was pushed."""
+    """Outer and inner step from the tag, else from the entry: a log's last step may be later than
+    the pushed one."""
     match = re.search(r"(\d+)\.(\d+)$", entry.tag or "")
     return (int(match[1]), int(match[2])) if match else (entry.outer_step, entry.inner_step)
 
 
 def _took(entry: UploadEntry) -> str:
-    """A log tells of a push's end alone."""
+    """Describe the duration; a log reports only the end of a push."""
     seconds = entry.seconds
     return "pushed, says the miner's log" if seconds is None else f"pushed in {seconds:.1f}s"
 

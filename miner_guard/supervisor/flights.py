@@ -256,7 +256,7 @@ class Flights:
         self._open[identity.rank] = _Open(flight, version, next_entry=flight.acknowledged())
 
     def _retire(self, successor: Identity) -> None:
-        """Close records of replaced ranks: torchrun may renumber its workers at a new
+        """Retire the records of replaced ranks: torchrun may renumber its workers at a new
         rendezvous."""
         for rank, older in list(self._open.items()):
             own = older.reader.identity

@@ -37,7 +37,7 @@ TICK_S = 0.5
 
 DRAIN_S = 5.0
 DRAIN_ASKED_S = 1.0
-"""Time for the monitors to read the miner's last output, after an exit of its own and after a
+"""Time for the monitors to read the miner's last output, after an unrequested exit and after a
 requested stop. If they need longer, they see only the end of the rest."""
 
 
