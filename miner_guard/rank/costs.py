@@ -1,4 +1,4 @@
-"""What monitoring costs in this rank, summed up before it is journaled."""
+"""What monitoring costs in this rank, summed before it is journaled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from miner_guard.flight_recorder.journal import CostEntry
 from miner_guard.rank.recorder import Recorder, describe
 
 OWN = "guard.hook"
-"""The hook's own work, as an operation like everybody else's."""
+"""The operation name for the hook's own work."""
 
 _FLUSH_EVERY_S = 10.0
 _ROOM_LEFT = 32
-"""Slots of the journal that are left for decisions and uploads."""
+"""Journal slots reserved for decisions and uploads."""
 
 _MAX_OPERATIONS = 64
 
@@ -31,7 +31,8 @@ class RankCosts:
         self._flushed = -math.inf
 
     def add(self, operation: str, seconds: float, blocking: bool) -> None:
-        """Account for one run of an operation. Raises ValueError for a time that is not one."""
+        """Account for one run of an operation. Raises ValueError for a negative or non-finite
+        duration."""
         if not 0.0 <= seconds < math.inf:
             raise ValueError(
                 f"{operation} took {seconds} s: not a time; it would spoil the whole account"
@@ -44,7 +45,7 @@ class RankCosts:
         self._perhaps_flush()
 
     def own(self, seconds: float, steps: int = 1) -> None:
-        """Account for what the hook itself took of some steps."""
+        """Account for the time that the hook itself took over `steps` steps."""
         self._own_seconds += seconds
         self._own_count += steps
         if steps > 1 or not self._own_count & 63:
@@ -55,7 +56,7 @@ class RankCosts:
             self.flush()
 
     def flush(self) -> None:
-        """Journal what has been summed up, as far as there is room."""
+        """Journal the sums, as far as there is room."""
         self._flushed = self._monotonic()
         if self._own_count:
             self._sums[(OWN, True)] = (self._own_seconds, self._own_count)
@@ -63,7 +64,7 @@ class RankCosts:
             if self._recorder.room() <= _ROOM_LEFT:
                 return
             operation, blocking = key
-            # Another thread may flush as well.
+            # Another thread may flush concurrently.
             seconds, count = self._sums.pop(key, (0.0, 0))
             if not count:
                 continue
@@ -75,7 +76,7 @@ class RankCosts:
 
     @contextlib.contextmanager
     def track(self, operation: str) -> Iterator[None]:
-        """Time what is inside as one run of an operation that training waits for."""
+        """Time the body as one run of an operation that training waits for."""
         started = self._monotonic()
         try:
             yield

@@ -1,4 +1,4 @@
-"""How a rank's process ends: seen from inside, since the launcher keeps exit codes to itself."""
+"""How a rank's process ends, seen from inside: the launcher does not pass exit codes on."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 
 def at_exit(ended: Callable[[bool], None]) -> None:
-    """Call `ended(failed)` when this process ends through the interpreter: not after `os._exit` or
+    """Call `ended(failed)` when this process exits through the interpreter: not after `os._exit` or
     a signal.
 
-    `failed`: an exception ended it. A code given to `sys.exit` is known in a process of
-    multiprocessing only.
+    `failed`: an exception ended it. A code given to `sys.exit` is known only in a multiprocessing
+    child.
     """
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None and processes.parent_process() is not None:
         from multiprocessing import util
 
-        # Such a process ends with os._exit; its own list of last actions runs with the exception in
+        # A multiprocessing child ends with os._exit; its own finalizers run with the exception in
         # flight.
         util.Finalize(None, lambda: ended(_failing(sys.exc_info()[1])), exitpriority=0)
     else:

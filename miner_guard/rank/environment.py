@@ -1,4 +1,4 @@
-"""Who this rank is and what the supervisor told it: read once, from the environment."""
+"""Which rank this is and what the supervisor passed to it: read once, from the environment."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from miner_guard.state_dir import MARKER, RANK_SETTINGS, STATE_DIR, StateDir
 T = TypeVar("T")
 
 RANK_ABOVE = "_MINER_GUARD_RANK_ABOVE"
-"""In the environment of what a rank starts: the rank's pid, its start, its rank and world size."""
+"""Passed to a rank's child processes: the rank's pid, start time, rank and world size."""
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """The ranks' share of the settings."""
+    """The settings that ranks need."""
 
     gate: GateSettings = field(default_factory=GateSettings)
     steps: StepSettings = field(default_factory=StepSettings)
@@ -31,30 +31,30 @@ class RankSettings:
     hang: HangSettings = field(default_factory=HangSettings)
     costs: CostSettings = field(default_factory=CostSettings)
     launch: int = 0
-    """How often the miner was started in this run of the guard, from 0."""
+    """How many times this run of the guard has started the miner before, from 0."""
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """This rank among the others, and where it writes."""
+    """This rank's place among the others, and where it writes."""
 
     rank: int
     local_rank: int
     world_size: int
     run_id: str
     state: StateDir | None
-    """None: no state directory was given, nothing is written to disk."""
+    """None: no state directory is configured, so nothing is written to disk."""
 
     settings: RankSettings
     remarks: tuple[str, ...] = ()
-    """What could not be used, for people."""
+    """Inputs that could not be used, as text for people."""
 
     local_world_size: int = 0
-    """Ranks of this host; 0 where nobody told."""
+    """Ranks on this host; 0 if unknown."""
 
 
 def find(env: Mapping[str, str] = os.environ, state_dir: str | Path | None = None) -> RankContext:
-    """The place by torch.distributed where it is initialised, else by torchrun's variables, else
+    """The rank's place from torch.distributed if initialised, else from torchrun's variables, else
     rank 0 of 1."""
     remarks: list[str] = []
     rank, world_size = _number(env, "RANK", 0, remarks), _number(env, "WORLD_SIZE", 1, remarks)
@@ -79,15 +79,14 @@ def _folder(env: Mapping[str, str], given: str | Path | None, remarks: list[str]
     try:
         return Path(named).expanduser().absolute() if named else None
     except (OSError, RuntimeError, TypeError) as error:
-        # No home, no working directory any more: a rank must not take itself for another one for
-        # that.
+        # The home or working directory is gone: that must not change which rank this is.
         remarks.append(f"the state directory {named} can't be found ({error}); nothing is recorded")
         return None
 
 
 def mark(place: RankContext) -> None:
-    """Let what this process starts know whose it is: a spawned dataloader worker runs the script's
-    top level again."""
+    """Mark child processes as belonging to this rank: a spawned dataloader worker reruns the
+    script's top level."""
     if place.state is not None:
         os.environ[RANK_ABOVE] = (
             f"{os.getpid()} {process_start(os.getpid())} {place.rank} {place.world_size}"
@@ -95,13 +94,13 @@ def mark(place: RankContext) -> None:
 
 
 def unmark() -> None:
-    """This process is no rank any more."""
+    """This process is no longer a rank."""
     os.environ.pop(RANK_ABOVE, None)
 
 
 def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
-    """Whether a process above this one is the very rank that this one takes itself for: the record
-    is that one's."""
+    """Whether an ancestor process already is the rank that this one claims to be: the record
+    belongs to the ancestor."""
     try:
         pid, start, its_rank, its_world = map(int, env.get(RANK_ABOVE, "").split())
         return (
@@ -114,7 +113,7 @@ def _is_of_a_rank(env: Mapping[str, str], rank: int, world_size: int) -> bool:
 
 
 def _above() -> Iterator[int]:
-    """The processes above this one, the nearest first."""
+    """The ancestor processes, nearest first."""
     pid = os.getpid()
     while pid > 1:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -123,8 +122,8 @@ def _above() -> Iterator[int]:
 
 
 def initialised_distributed() -> Any | None:
-    """`torch.distributed` where the program has imported and initialised it, else None. Never
-    imports torch."""
+    """`torch.distributed` if the program has imported and initialised it, else None. Never imports
+    torch."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
@@ -166,7 +165,6 @@ def _settings(text: str | None, remarks: list[str]) -> RankSettings:
 
 
 def _section(cls: type[T], values: Any) -> T:
-    # Unknown keys are left out: the supervisor may be of another version than what the miner's
-    # Python imports.
+    # Drop unknown keys: the supervisor may run another version than the one in the miner's Python.
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{key: value for key, value in (values or {}).items() if key in known})

@@ -8,8 +8,8 @@
         with guard.upload(decision): ...
     guard.close(finished=True)
 
-Nothing here raises, synchronises the GPU or uses the network. What does not work is reported once
-as `guard_degraded`, and training continues.
+Nothing here raises, synchronises the GPU or uses the network. Each failure is reported once as
+`guard_degraded`, and training continues.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ R = TypeVar("R")
 
 
 def _harmless(fallback: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The method of `Guard`, with any exception turned into one `guard_degraded` and the fallback's
+    """Wrap a method of `Guard`: any exception becomes one `guard_degraded` and the fallback's
     value.
 
-    Run as it stands where a function that torch compiles calls it: the graph ends before it and
-    continues after it. Else torch would compile the hook as well, and again at each step, since its
-    clocks and counters always differ. As `torch.compiler.disable`, which would import dynamo, and
-    that takes seconds. One frame for both: it is hot.
+    When a torch-compiled function calls it, the graph breaks around the call. Otherwise torch would
+    compile the hook too, and recompile it at each step, because its clocks and counters always
+    differ. Same effect as `torch.compiler.disable`, which imports dynamo and so takes seconds. A
+    single frame does both: this path is hot.
     """
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
@@ -86,7 +86,7 @@ def _no_reports() -> Sequence[Any]:
 
 
 class Guard:
-    """The hook of one rank. Made by `init`."""
+    """The hook of one rank, created by `init`."""
 
     def __init__(
         self, place: environment.RankContext, monotonic: Callable[[], float] = time.monotonic
@@ -108,17 +108,17 @@ class Guard:
 
     @property
     def rank(self) -> int:
-        """This rank among all."""
+        """The global rank."""
         return self.place.rank
 
     @property
     def local_rank(self) -> int:
-        """This rank among those of its node."""
+        """The rank within its node."""
         return self.place.local_rank
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return self.place.world_size
 
     @property
@@ -128,19 +128,19 @@ class Guard:
 
     @property
     def troubles(self) -> int:
-        """What went wrong inside the hook so far, said or not."""
+        """Failures inside the hook so far, reported or not."""
         return self._recorder.troubles
 
     # steps
 
     def phase(self, name: str, *, allowance_s: float | None = None) -> AbstractContextManager[Any]:
-        """A context manager for a part of the step: data, forward, backward, optimizer, checkpoint,
-        … or any name.
+        """A context manager for a phase of the step: data, forward, backward, optimizer,
+        checkpoint, … or any name.
 
-        `monitor` encloses a monitoring callback and whatever phases are in it. `allowance_s`: how
-        long this phase may last before it is a hang, where the settings do not know it. Inside what
-        torch.compile captures it does nothing: a clock there would break the graph, or fail where
-        the whole graph was asked for.
+        `monitor` encloses a monitoring callback and the phases in it. `allowance_s`: how long this
+        phase may last before it counts as a hang, if the settings do not define it. In code that
+        torch.compile captures it does nothing: a clock there would break the graph, or fail under
+        fullgraph.
         """
         if compiling():
             return nullcontext()
@@ -165,10 +165,10 @@ class Guard:
         total_steps: int | None = None,
         eval_loss: Any = None,
     ) -> None:
-        """The end of an inner step. Numbers are floats or CPU tensors; one on the GPU is not read,
-        and is reported.
+        """Mark the end of an inner step. Numbers are floats or CPU tensors; a GPU tensor is not
+        read, and is reported.
 
-        `eval_loss`: on held-out data, at the steps that evaluated; with it overfitting is seen.
+        `eval_loss`: on held-out data, at the steps that evaluated; it reveals overfitting.
         """
         if self._closed:
             return
@@ -209,12 +209,11 @@ class Guard:
         revision: str | None = None,
         question: str | None = None,
     ) -> GateDecision:
-        """May this upload go out? Collective, the same answer on every rank; true in a condition
-        where it may.
+        """May this upload go out? Collective, with the same answer on every rank; truthy if it may.
 
-        `kind="archive"`: the upload after an AllReduce, which is let through. Where a rank does not
-        ask within `[gate] broadcast_timeout_s`, the answer is a block, made here. `question`: what
-        all ranks must have asked alike; by default the kind and the steps.
+        `kind="archive"`: the upload after an AllReduce, which is always allowed. If a rank does not
+        ask within `[gate] broadcast_timeout_s`, each rank blocks by itself. `question`: what all
+        ranks must ask identically; by default the kind and the steps.
         """
         candidate, agreed = Candidate("gradient", -1, -1), None
         try:
@@ -239,15 +238,15 @@ class Guard:
             self._degraded("may_upload", error)
             if agreed is None:
                 return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
-        # What the ranks have agreed on holds in this one too, whatever failed after it: the others
-        # go by it.
+        # The agreed decision stands, whatever fails afterwards in this rank: the other ranks act on
+        # it.
         return agreed
 
     def may_publish(self, decision: GateDecision, gradient: Any) -> GateDecision:
         """May this compressed gradient be written and sent, after `may_upload` has allowed it?
 
-        Rank 0's own question, not collective, and from any thread: names, types and shapes are
-        compared with what validators take; no tensor is read. What is allowed is `decision` itself.
+        For rank 0 only, not collective, callable from any thread. Compares names, types and shapes
+        with what validators accept; reads no tensor. If allowed, returns `decision` itself.
         """
         try:
             judged = self._gate.ready(decision, gradient)
@@ -279,11 +278,10 @@ class Guard:
             self._recorder.own_log.say(gating.finding_of(decision))
 
     def upload(self, decision: GateDecision, *, tag: str | None = None) -> UploadRecorder:
-        """A context manager around the upload itself: records and times it; the supervisor verifies
-        it.
+        """A context manager around the upload: records and times it; the supervisor verifies it.
 
-        Set `tag` (if not given), `size_bytes` on what it yields. What the body raises is recorded
-        and continues.
+        Set `tag` (if not given) and `size_bytes` on the object it yields. Exceptions from the body
+        are recorded and propagate.
         """
         given: Any = decision
         if not isinstance(given, GateDecision):
@@ -296,17 +294,17 @@ class Guard:
 
     @_harmless(lambda: False)
     def upload_due(self) -> bool:
-        """Whether what is published is past its target age. Collective, the same answer on every
+        """Whether the published upload is past its target age. Collective, the same answer on every
         rank.
 
-        An upload that has just ended well counts, also before the guard's next look at the repo.
+        An upload that just succeeded counts even before the guard's next poll of the repo.
         """
         return self._questions.upload_due()
 
     @_harmless(lambda: False)
     def checkpoint_requested(self) -> bool:
-        """Whether `miner-guard ctl checkpoint` was asked for since the last True. Collective, the
-        same everywhere."""
+        """Whether `miner-guard ctl checkpoint` was run since the last True. Collective, the same on
+        every rank."""
         return self._questions.checkpoint_requested()
 
     # the rest
@@ -324,8 +322,8 @@ class Guard:
         inner_steps_per_outer: int | None = None,
         tokens_per_step: int | None = None,
     ) -> Sequence[Any]:
-        """What every rank has and where its share of the model is, on rank 0; elsewhere this rank's
-        own. Collective."""
+        """Every rank's hardware and the placement of its share of the model, on rank 0; elsewhere
+        this rank's only. Collective."""
         from miner_guard.rank.introspection import diagnose
 
         given = TrainingEntry(
@@ -358,7 +356,7 @@ class Guard:
         size_bytes: int | None = None,
         complete: bool = True,
     ) -> None:
-        """Report a checkpoint that was written."""
+        """Report a checkpoint that was saved."""
         self.journal(
             CheckpointEntry(
                 path=str(path), step=step, seconds=seconds, size_bytes=size_bytes, complete=complete
@@ -379,12 +377,12 @@ class Guard:
         every_steps: int | None = None,
         step: int | None = None,
     ) -> bool:
-        """Whether a monitoring operation should run now: `MonitoringCostTracker.due` of rank 0, for
-        all ranks alike.
+        """Whether a monitoring operation should run now: rank 0's `MonitoringCostTracker.due`, for
+        all ranks.
 
-        Collective: for an operation that holds a collective itself, which must run on all ranks or
-        on none. Give `every_s` or `every_steps`; `step` is counted by `guard.step` where it is not
-        given.
+        Collective: for an operation that itself contains a collective and so must run on all ranks
+        or on none. Give `every_s` or `every_steps`; `step` defaults to the count kept by
+        `guard.step`.
         """
         if every_s is None and every_steps is None:
             raise ValueError(f"due({operation!r}) needs every_s or every_steps")
@@ -396,19 +394,18 @@ class Guard:
 
     @_harmless(lambda: False)
     def journal(self, document: Any, /) -> bool:
-        """Append an entry that must not be lost; False where there is no room or no flight
-        record."""
+        """Append an entry that must not be lost; False if there is no room or no flight record."""
         return self._recorder.journal(document)
 
     @_harmless(_nothing)
     def emit(self, finding: Finding, /) -> None:
-        """Log a finding: through the supervisor where there is one, else here."""
+        """Log a finding: through the supervisor if there is one, else from this process."""
         self._recorder.emit(finding)
 
     @_harmless(_nothing)
     def close(self, finished: bool = False) -> None:
-        """The end. `finished=True` only after the configured end; with an exception in flight it is
-        not a finish."""
+        """Close the guard. Pass `finished=True` only after the configured end; with an exception in
+        flight it does not count as a finish."""
         if self._closed:
             return
         error = sys.exc_info()[1]
@@ -438,7 +435,7 @@ class Guard:
         self._recorder.detach_after_fork()
 
     def _begin(self, agree: bool) -> None:
-        """What needs the others, or may fail without harm, each by itself."""
+        """Steps that need the other ranks or may fail harmlessly, each isolated from the rest."""
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         ending.at_exit(functools.partial(_ended, weakref.ref(self)))
         if self.world_size > 1 and agree:
@@ -454,8 +451,7 @@ class Guard:
         self._stacks = stacks.register(state.stacks_of(self.rank))
 
     def _yield_signal(self, file: IO[bytes]) -> None:
-        """The program has begun to handle the signal itself: it must not get it for the guard's
-        sake."""
+        """The program now handles the signal itself: the supervisor must stop sending it."""
         self._stacks = None
         stacks.release(file)
         self._recorder.trouble(
@@ -475,7 +471,7 @@ def _forget(guard: weakref.ref[Guard]) -> None:
 
 
 def _ended(guard: weakref.ref[Guard], failed: bool) -> None:
-    """The process ends, and the program has not closed the guard."""
+    """The process exits and the program has not closed the guard."""
     if (own := guard()) is not None and not own._closed:
         own._attempt("exit", own._end, FAILED if failed else ENDED)
 
@@ -484,17 +480,17 @@ _current: Guard | None = None
 
 
 def current() -> Guard | None:
-    """This process's guard, where `init` was called and it was not closed since."""
+    """This process's guard, if `init` was called and the guard is still open."""
     return None if _current is None or _current._closed else _current
 
 
 def init(state_dir: str | Path | None = None, *, agree: bool = True) -> Guard:
-    """The guard of this rank: once, after init_process_group, on every rank (they register).
-    Never raises.
+    """Create the guard of this rank. Call once on every rank, after init_process_group (the ranks
+    register). Never raises.
 
-    `state_dir` is for a miner that runs without a supervisor; under `miner-guard run` it is known.
-    `agree=False` leaves that to the first question that needs it. A second call returns
-    the same guard.
+    `state_dir` is for a miner that runs without a supervisor; `miner-guard run` passes it itself.
+    `agree=False` defers setting up the agreement to the first question that needs it. A second call
+    returns the same guard.
     """
     global _current
     if _current is not None and not _current._closed:

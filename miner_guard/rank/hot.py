@@ -1,5 +1,4 @@
-"""Which hot path of the hook runs: the compiled one where it was built for this layout, else the
-Python one."""
+"""Selects the hook's hot path: the compiled one if built for this layout, else the Python one."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
     from miner_guard.flight_recorder import _hot
 
 PYTHON_HOOK = "_MINER_GUARD_PYTHON_HOOK"
-"""In the environment: use the Python path although the compiled one is there."""
+"""Environment variable: use the Python path even if the compiled one is available."""
 
 PHASE_FLAGS = {
     **dict.fromkeys(("inference", "val_loss", "example_loss", "monitor"), layout.FLAG_EVAL),
     **dict.fromkeys(("upload", "allreduce", "load_state", "pause"), layout.FLAG_SYNC),
 }
-"""What a step is marked with where some of it went to these phases."""
+"""The flags of a step that spent time in these phases."""
 
 _LAYOUT = {
     "header_offset": layout.NOW_OFFSET,
@@ -43,7 +42,7 @@ Memory = Callable[[], tuple[float | None, float | None]]
 
 
 def compiled() -> tuple[Any | None, str]:
-    """The compiled module, or None; and why it is not used, or where it lies."""
+    """The compiled module or None; and why it is not used, or its path."""
     if os.environ.get(PYTHON_HOOK):
         return None, f"{PYTHON_HOOK} is set"
     try:
@@ -57,25 +56,25 @@ def compiled() -> tuple[Any | None, str]:
 
 @dataclass
 class HotPath:
-    """What runs at every phase and step."""
+    """The code that runs at every phase and step."""
 
     phases: Phases | _hot.HotPhases
     names: PhaseNames
     step: Callable[..., int] | None
-    """The whole of a step, where all that was given is plain numbers (`HotPhases.step`); None: the
+    """Handles a whole step if all given values are plain numbers (`HotPhases.step`); None: use the
     Python path."""
 
     take_own: Callable[[], tuple[float, int]]
-    """Seconds that steps recorded by `step` took since the last call, and their number."""
+    """Seconds spent in `step` since the last call, and the number of those steps."""
 
 
 def hot_path(
     recorder: Recorder, allowances: Mapping[str, float], remember: Remember, memory: Memory
 ) -> HotPath:
-    """The hot path of a rank. `remember` is called with each loss, `memory` for allocated and
+    """The hot path of a rank. Calls `remember` with each loss and `memory` for allocated and
     reserved bytes.
 
-    `allowances`: how long a phase may last by the settings, seconds, by name.
+    `allowances`: how long each phase may last by the settings, in seconds, by name.
     """
     module, _ = compiled()
     if module is None:

@@ -1,5 +1,5 @@
-"""Datagrams to the supervisor: a bell, not the record. Non-blocking; dropped rather than waited
-for."""
+"""Datagrams that wake the supervisor; the flight record holds the data. Non-blocking: dropped
+rather than waited for."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NOBODY = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
 
 
 class Notifier:
-    """Rings at one socket. `send` never blocks and never raises."""
+    """Sends to one socket. `send` never blocks and never raises."""
 
     def __init__(self, path: Path | None) -> None:
         self.alone = path is None
-        """Nobody listens: there is no socket, or the last datagram found nobody at its end."""
+        """There is no socket, or the last datagram found no listener."""
 
         self.dropped = 0
-        """Datagrams that did not arrive: nobody listened, or the reader was too slow."""
+        """Datagrams that did not arrive: no listener, or the reader was too slow."""
 
         self._socket: socket.socket | None = None
         self._held = contextlib.ExitStack()
@@ -39,7 +39,7 @@ class Notifier:
             self.close()
 
     def ring(self, rank: int) -> bool:
-        """Say that there is something to read in the rank's flight record."""
+        """Tell the supervisor to read the rank's flight record."""
         return self.send(b'{"bell": %d}' % rank)
 
     def event(self, document: Mapping[str, Any]) -> bool:
@@ -47,7 +47,7 @@ class Notifier:
         return self.send(json.dumps(document, default=json_default).encode())
 
     def send(self, payload: bytes) -> bool:
-        """Send one datagram. False where it was dropped."""
+        """Send one datagram. False if it was dropped."""
         if self._socket is None:
             self.alone = True
             self.dropped += 1
@@ -55,7 +55,7 @@ class Notifier:
         try:
             self._socket.sendto(payload, self._address)
         except OSError as error:
-            # A reader that is stuck (EAGAIN) is still a reader: it has the flight record.
+            # A stuck reader (EAGAIN) is still a reader: it has the flight record.
             self.alone = error.errno in _NOBODY
             self.dropped += 1
             return False
@@ -63,7 +63,7 @@ class Notifier:
         return True
 
     def close(self) -> None:
-        """Let go of the socket; later datagrams are dropped."""
+        """Close the socket; later datagrams are dropped."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

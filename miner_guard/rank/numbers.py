@@ -1,4 +1,4 @@
-"""Numbers out of whatever the training loop holds, without waiting for the GPU. Never imports
+"""Converts what the training loop holds to numbers, without waiting for the GPU. Never imports
 torch."""
 
 from __future__ import annotations
@@ -7,19 +7,19 @@ import sys
 from typing import Any, NamedTuple
 
 MAX_INT = 1 << 63
-"""Step numbers of a record lie below, and not below its negative."""
+"""Step numbers in a record satisfy -MAX_INT <= n < MAX_INT."""
 
 
 class Loss(NamedTuple):
-    """A loss with what is known of it, for `step(loss=…)`."""
+    """A loss and its provenance, for `step(loss=…)`."""
 
     value: float
     steps_ago: int = 0
-    """It is that of an earlier step: read from a GPU without waiting, it arrives late."""
+    """How many steps ago the loss arose: read from a GPU without waiting, it arrives late."""
 
     summed: bool = False
-    """It is the sum of all that was passed to `backward` in the step, which the program may show
-    otherwise."""
+    """It is the sum of all that was passed to `backward` in the step; the program may display
+    another number."""
 
 
 class NotRead(Exception):
@@ -28,9 +28,9 @@ class NotRead(Exception):
 
 
 def number(name: str, value: Any) -> tuple[float, str | None]:
-    """`value` as a float and, for a tensor, the type of its device.
+    """`value` as a float and, for a tensor, its device type.
 
-    Raises NotRead for what must not be read here, ValueError and TypeError for what is not a
+    Raises NotRead if reading would synchronise, ValueError and TypeError if `value` is not a
     number.
     """
     device = getattr(getattr(value, "device", None), "type", None)
@@ -42,8 +42,8 @@ def number(name: str, value: Any) -> tuple[float, str | None]:
         raise NotRead(
             f"{name} is a tensor on {device}, whose value needs a synchronisation; pass a float"
         )
-    # Detached: torch warns at each step of a loss that still has its graph, and a program may make
-    # errors of warnings.
+    # Detach first: torch warns at each step about a loss that still has its graph, and a program
+    # may turn warnings into errors.
     detach = getattr(value, "detach", None)
     return float(value if detach is None else detach()), "cpu"
 
@@ -51,8 +51,8 @@ def number(name: str, value: Any) -> tuple[float, str | None]:
 def whole(value: Any) -> int:
     """A step number as an int.
 
-    Raises NotRead for a tensor on the GPU; ValueError, TypeError and OverflowError for what is not
-    a whole number, ValueError also for one that a record has no room for.
+    Raises NotRead for a tensor on the GPU; ValueError, TypeError and OverflowError for anything but
+    a whole number, ValueError also for one that does not fit a record.
     """
     if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
         raise NotRead("a step number is a tensor on the GPU; pass an int")
@@ -65,17 +65,17 @@ def whole(value: Any) -> int:
 
 
 class CudaMemory:
-    """Memory of the GPU that this rank uses, read without a synchronisation."""
+    """Memory of the GPU that this rank uses, read without synchronising."""
 
     def __init__(self) -> None:
         self._device: int | None = None
         """None: the current one."""
 
     def read(self) -> tuple[float | None, float | None]:
-        """Allocated and reserved bytes; None where CUDA is not in use.
+        """Allocated and reserved bytes; None if CUDA is not in use.
 
-        A program that names its device (`cuda:3`) need not make it the current one: where nothing
-        is allocated there, it is the one with the most.
+        A program that names its device (`cuda:3`) need not make it current: if nothing is allocated
+        on the current device, read the one with the most.
         """
         cuda = sys.modules.get("torch.cuda")
         if cuda is None or not cuda.is_initialized():
@@ -94,7 +94,7 @@ def _memory_of(cuda: Any, device: int | None) -> tuple[float | None, float | Non
     # The nested form skips the flattening and sorting that make `memory_allocated` take 80-100 us.
     stats = cuda.memory_stats_as_nested_dict(device)
     if not stats:
-        # The caching allocator is off (PYTORCH_NO_CUDA_MEMORY_CACHING): nothing is counted.
+        # The caching allocator is off (PYTORCH_NO_CUDA_MEMORY_CACHING) and counts nothing.
         return None, None
     return float(stats["allocated_bytes"]["all"]["current"]), float(
         stats["reserved_bytes"]["all"]["current"]

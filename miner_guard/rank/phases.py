@@ -11,17 +11,18 @@ from typing import Any, Protocol
 from miner_guard.flight_recorder.layout import NAN, PHASES
 
 COLUMNS = {**{name: name for name in PHASES}, "checkpoint": "pause"}
-"""The column of `layout.PHASES` that a phase is counted in; any other is `other`."""
+"""The column of `layout.PHASES` that a phase counts towards; any other counts as `other`."""
 
 _MAX_NAMES = 256
-"""Names that are remembered; for a program that makes up new ones the rest are made each time."""
+"""Names cached; a program that makes up more gets an uncached phase each time."""
 
 _MAX_OPEN = 64
-"""Open phases; more of them were entered by hand and forgotten, and each step would take longer."""
+"""Limit on open phases: beyond it the program entered them by hand and forgot them, and each step
+would take longer."""
 
 
 class Header(Protocol):
-    """Where the current phase is shown."""
+    """Where the current phase is published."""
 
     def show_phase(
         self, name: bytes, since: float, heartbeat: float, allowance_s: float
@@ -31,8 +32,8 @@ class Header(Protocol):
 class Phases:
     """The open phases of the training thread and the seconds of the current step.
 
-    Seconds are inclusive: a phase counts what is nested in it, once. Phases of another thread than
-    the one that steps (a background upload) take no time of the step and are not shown.
+    Seconds are inclusive: a phase includes what is nested in it, once. Phases on other threads (a
+    background upload) neither count towards the step nor show in the header.
     """
 
     def __init__(self, header: Header | None, monotonic: Callable[[], float]) -> None:
@@ -45,7 +46,7 @@ class Phases:
         """Steps of this process."""
 
         self.seconds: dict[str, float] = {}
-        """By name of `layout.PHASES`, since the last `take`."""
+        """By name in `layout.PHASES`, since the last `take`."""
 
         self.nested_in_monitor = 0.0
         """Seconds of the phases directly below `monitor`."""
@@ -58,18 +59,17 @@ class Phases:
 
     @property
     def open(self) -> int:
-        """Phases that were entered and not left."""
+        """The number of open phases."""
         return len(self.stack)
 
     def adopt_thread(self) -> None:
-        """The thread that calls this between phases is the one that trains, wherever the guard was
-        made."""
+        """Make the calling thread the training thread, wherever the guard was created."""
         if not self.stack:
             self.owner = get_ident()
 
     def take(self, now: float) -> tuple[dict[str, float], float]:
-        """The seconds since the last call, and those nested in monitor; open phases are counted up
-        to now."""
+        """The seconds since the last call, and those nested in monitor; open phases count up to
+        now."""
         for depth, frame in enumerate(self.stack):
             self.account(frame, depth, now)
             frame.counted_to = now
@@ -79,7 +79,7 @@ class Phases:
         return seconds, nested
 
     def account(self, frame: Open, depth: int, now: float) -> None:
-        """Account for an open phase, the `depth`-th, up to now."""
+        """Account for the open phase at `depth`, up to now."""
         elapsed = now - frame.counted_to
         column = frame.phase.column
         if depth and any(outer.phase.column == column for outer in self.stack[:depth]):
@@ -89,8 +89,7 @@ class Phases:
             self.nested_in_monitor += elapsed
 
     def leave_to(self, phase: Phase, now: float) -> None:
-        """Leave `phase` and all that was entered inside it and never left; nothing where it is not
-        open."""
+        """Leave `phase` and everything still open inside it; do nothing if it is not open."""
         if not any(frame.phase is phase for frame in self.stack):
             return
         while True:
@@ -100,7 +99,7 @@ class Phases:
 
 
 class AnyPhase(Protocol):
-    """A phase of either hot path. Entering and leaving never raise."""
+    """A phase on either hot path. Entering and leaving never raise."""
 
     def __enter__(self) -> Any: ...
 
@@ -114,13 +113,13 @@ class AnyPhase(Protocol):
 
 
 class PhaseNames:
-    """Phases by name, each made once."""
+    """Phases by name, each created once."""
 
     def __init__(
         self, make: Callable[[str, float, float], AnyPhase], allowances: Mapping[str, float]
     ) -> None:
-        """`make(name, allowance_s, longest_s)`; `allowances`: how long one may last by the
-        settings, s, by name."""
+        """`make(name, allowance_s, longest_s)`; `allowances`: how long a phase may last by the
+        settings, in seconds, by name."""
         self.known: dict[tuple[str, float | None], AnyPhase] = {}
         """By name and declared allowance."""
 
@@ -128,7 +127,7 @@ class PhaseNames:
         self._allowances = allowances
 
     def named(self, name: str, allowance_s: float | None = None) -> AnyPhase:
-        """The context manager of a phase; the same object each time, entered as often as wanted."""
+        """The context manager of a phase; the same, reusable object each time."""
         key = (name, allowance_s)
         phase = self.known.get(key)
         if phase is None:
@@ -143,12 +142,12 @@ class PhaseNames:
 
 
 def packed(name: str) -> bytes:
-    """The name as the header has room for it."""
+    """The name truncated to the header's field."""
     return name.encode("utf-8", "replace")[:24]
 
 
 class Open:
-    """A phase that was entered and not yet left."""
+    """A phase that has been entered but not left."""
 
     __slots__ = ("allowance_s", "counted_to", "phase", "since", "until")
 
@@ -163,15 +162,15 @@ class Open:
 class Phase:
     """`with guard.phase("data"): …`. Entering and leaving never raise.
 
-    Both run several times a step with cold caches, so they are written out: each frame costs more
-    than what it does.
+    Both run several times per step with cold caches, so they are inlined: a call costs more than
+    its body.
     """
 
     __slots__ = ("_packed", "_phases", "allowance_s", "column", "longest_s", "name")
 
     def __init__(self, phases: Phases, name: str, allowance_s: float, longest_s: float) -> None:
-        """`allowance_s`: as declared, else NaN; `longest_s`: that, else the settings' of this name,
-        else -inf."""
+        """`allowance_s`: as declared, else NaN; `longest_s`: the same, else the settings' value for
+        this name, else -inf."""
         self._phases = phases
         self._packed = packed(name)
         self.name = name
@@ -191,8 +190,8 @@ class Phase:
                             f"{_MAX_OPEN} phases are open, none is left; {self.name} is not counted"
                         )
                     if stack[-1].until > until:
-                        # A long phase stays long inside: a validation goes through data and forward
-                        # phases of its own.
+                        # A nested phase inherits the longer deadline: a validation runs its own
+                        # data and forward phases.
                         until = stack[-1].until
                         allowance_s = until - now
                 stack.append(Open(self, now, until, allowance_s))

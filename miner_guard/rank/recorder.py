@@ -1,5 +1,5 @@
-"""Where a rank's record goes: the flight record, the bell and, while nobody listens, its own
-log."""
+"""Where a rank's record goes: the flight record, the notifier and, without a listener, the
+standalone log."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from miner_guard.rank.standalone_log import StandaloneLog
 STARTING, RUNNING, CLOSED, FINISHED, ENDED, FAILED = layout.STATES
 
 NOTIFY_EVERY_S = 0.05
-"""The least time between two notifications of the supervisor about steps."""
+"""Minimum time between two notifications of the supervisor about steps."""
 
 _MAX_TROUBLES = 20
-"""Different troubles that are reported; the rest are counted."""
+"""Distinct failures that are reported; the rest are only counted."""
 
 
 class Recorder:
-    """Keeps and announces what happens in this rank. Safe from any thread of it; nothing here
-    raises or waits."""
+    """Records and announces what happens in this rank. Thread-safe; never raises or waits."""
 
     def __init__(self, place: RankContext, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.place = place
@@ -36,7 +35,7 @@ class Recorder:
         self.bell = Notifier(place.state.socket if place.state is not None else None)
         self.own_log = StandaloneLog(place.rank, place.run_id, place.state)
         self.troubles = 0
-        """Everything that went wrong in the hook, said or not."""
+        """Failures inside the hook, reported or not."""
 
         self._said: set[str] = set()
         self._rung = -math.inf
@@ -77,27 +76,26 @@ class Recorder:
         return self.flight is not None and not self.bell.alone
 
     def show(self, state: str) -> None:
-        """Put the state into the header, outside any phase."""
+        """Write the state to the header, outside any phase."""
         if self.flight is not None:
             self.flight.dropped(self.bell.dropped)
             self.flight.show_state(state, self.monotonic())
 
     def step(self, record: StepRecord) -> None:
-        """Append a step record, and tell the supervisor of it at most every 50 ms."""
+        """Append a step record, and notify the supervisor at most every 50 ms."""
         if self.flight is not None:
             self.flight.append(record)
         if record.end - self._rung >= NOTIFY_EVERY_S:
             self.ring(record.end)
 
     def ring(self, now: float) -> None:
-        """Tell the supervisor that there are steps to read."""
+        """Notify the supervisor that there are steps to read."""
         self._rung = now
         if not self.bell.ring(self.place.rank) and self.flight is not None:
             self.flight.dropped(self.bell.dropped)
 
     def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:
-        """Append an entry that must not be lost. False where there is no room or no flight
-        record."""
+        """Append an entry that must not be lost. False if there is no room or no flight record."""
         stored = False
         if self.flight is not None:
             document = entry.to_json() if isinstance(entry, JournalEntry) else entry
@@ -110,7 +108,7 @@ class Recorder:
         return 0 if self.flight is None else self.flight.room()
 
     def emit(self, finding: Finding, /) -> None:
-        """Log a finding: through the supervisor where there is one, else here."""
+        """Log a finding: through the supervisor if there is one, else from this process."""
         entry = FindingEntry(
             event=finding.event,
             level=finding.level,
@@ -123,8 +121,7 @@ class Recorder:
             self.own_log.say(finding)
 
     def trouble(self, where: str, what: str) -> None:
-        """Say once that something of the guard does not work; a bounded number of different
-        ones."""
+        """Report once that a part of the guard fails; the number of distinct reports is bounded."""
         self.troubles += 1
         if where in self._said or len(self._said) >= _MAX_TROUBLES:
             return
@@ -132,15 +129,15 @@ class Recorder:
         self.emit(make_finding("guard_degraded", rank=self.place.rank, what=what, where=where))
 
     def close(self, state: str) -> None:
-        """The last entry of the header. The file and the socket stay open until the process
-        ends."""
+        """Write the final state to the header. The file and the socket stay open until the process
+        exits."""
         self.show(state)
         self.bell.ring(self.place.rank)
         if self.bell.alone:
             self.own_log.flush()
 
     def detach_after_fork(self) -> None:
-        """In a forked child: the record is the parent's, so write nothing more."""
+        """In a forked child: the record belongs to the parent, so write nothing more."""
         self.flight = None
         self.bell.close()
         self.own_log.detach_after_fork()

@@ -1,7 +1,7 @@
 """Logging without a supervisor: console lines and, with a state directory, JSON lines.
 
-A thread writes, so that a full pipe or a slow disk never holds up a step; what does not fit its
-queue is counted and said.
+A thread writes, so that a full pipe or a slow disk never stalls a step; findings that overflow its
+queue are counted and reported.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _KEPT_LOGS = LogSettings.keep
 _STEP_LINES_PER_S = LogSettings.step_lines_per_s
 _LEFT_OUT_EVERY_S = 60.0
 _LAST_WORDS_S = 1.0
-"""How long the end of the process waits for the last lines."""
+"""How long process exit waits for the last lines."""
 
 
 class StandaloneLog:
-    """Where a rank's findings go while no supervisor takes them."""
+    """Takes a rank's findings while no supervisor does."""
 
     def __init__(self, rank: int, run_id: str, state: StateDir | None) -> None:
         self._rank = rank
@@ -51,19 +51,19 @@ class StandaloneLog:
         self._idle = threading.Event()
         self._thread: threading.Thread | None = None
         self.left_out = 0
-        """Findings that did not fit the queue, or that could not be written."""
+        """Findings that overflowed the queue or could not be written."""
 
         self._why = "too many at once"
         self._left_out_said = 0
         self._say_again = -math.inf
 
-        # Its own descriptor: bittensor and others strip handlers from loggers and replace
-        # sys.stdout. Without a standard output descriptor 1 is whatever file the program has opened
+        # A duplicate descriptor: bittensor and others strip handlers from loggers and replace
+        # sys.stdout. Without a standard output, descriptor 1 is whatever file the program opened
         # first.
         self._console: int | None = None if sys.__stdout__ is None else _own_descriptor(1)
 
     def say(self, finding: Finding) -> None:
-        """Log one finding soon. Never waits, never raises."""
+        """Queue one finding. Never waits, never raises."""
         if len(self._queue) >= _MAX_QUEUE:
             self.left_out += 1
             return
@@ -78,19 +78,20 @@ class StandaloneLog:
         try:
             thread.start()
         except RuntimeError:
-            # This host gives no more threads, or the interpreter ends. The next finding tries
-            # again; this one waits.
+            # This host allows no more threads, or the interpreter is exiting. The next finding
+            # tries again; this one stays queued.
             return
         self._thread = thread
         atexit.register(self.flush)
 
     def flush(self, timeout_s: float = _LAST_WORDS_S) -> None:
-        """Wait until everything said so far is written, `timeout_s` at most."""
+        """Wait up to `timeout_s` until all queued findings are written."""
         if self._thread is not None:
             self._idle.wait(timeout_s)
 
     def detach_after_fork(self) -> None:
-        """In a forked child: the thread is not there, so take nothing more and wait for nothing."""
+        """In a forked child: the writer thread does not exist, so accept nothing more and wait for
+        nothing."""
         self._console, self._state, self._thread = None, None, None
         self._queue.clear()
         atexit.unregister(self.flush)
@@ -132,11 +133,11 @@ class StandaloneLog:
                     (console_line(record, emoji=True) + "\n").encode("utf-8", "replace"),
                 )
             except BlockingIOError:
-                # A full pipe that the program made non-blocking: the next lines may find room.
+                # A full pipe that the program made non-blocking: later lines may fit.
                 self.left_out += 1
                 self._why = "the console is full"
             except OSError:
-                # Nobody reads the console any more, and there is nobody else to tell.
+                # The console has no reader left, and there is nowhere else to report it.
                 self._console = None
 
     def _record(self, finding: Finding) -> Mapping[str, Any]:
@@ -161,7 +162,7 @@ class StandaloneLog:
             return
         try:
             os.write(fd, line.encode("utf-8", "replace"))
-            # Every rank opens it for each line, so that one of them may move it away.
+            # Every rank opens the file for each line, so that one of them may rotate it.
             if self._rank == 0 and os.fstat(fd).st_size > _MAX_LOG:
                 rotate(state.log, _KEPT_LOGS)
         except OSError as error:
@@ -175,8 +176,8 @@ class StandaloneLog:
 
 
 class StepLines:
-    """What rank 0 says of its steps by itself: the step line, the absolute slow rule, a loss that
-    is no number."""
+    """What rank 0 logs about its steps standalone: the step line, the absolute slow rule, a NaN or
+    infinite loss."""
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
@@ -184,7 +185,7 @@ class StepLines:
         self._left_out = 0
 
     def of(self, step: StepRecord) -> Iterator[Finding]:
-        """The findings of one step; step lines are limited to five a second."""
+        """The findings of one step; step lines are limited to five per second."""
         if step.end - self._said >= 1 / _STEP_LINES_PER_S:
             self._said = step.end
             yield catalog.make_finding(
@@ -223,8 +224,8 @@ class StepLines:
 
 
 def _training_seconds(step: StepRecord) -> float:
-    """What may be slow of a step, as the supervisor's rule has it: neither compilation nor work
-    beside training."""
+    """The seconds that the slow rule judges, as in the supervisor: without compilation and
+    non-training work."""
     if step.flags & FLAG_FIRST:
         return 0.0
     return step.seconds - sum(step.phases.get(name, 0.0) for name in SPECIAL_PHASES)

@@ -1,5 +1,4 @@
-"""The end of an inner step: what the training loop gave, what was measured, and one record of
-both."""
+"""The end of an inner step: one record of what the training loop passed and what was measured."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ Report = Callable[[str, BaseException], None]
 
 
 class Stepper:
-    """Makes a record of each step. `report` hears of what could not be read; the rest is
+    """Records each step. `report` is called for values that could not be read; the rest is
     recorded."""
 
     def __init__(self, place: RankContext, recorder: Recorder, report: Report) -> None:
         self.record = StepRecord()
-        """Filled at each step: what was given by the hook, what was measured by `end`."""
+        """Reused for each step: the hook fills in what it was given, `end` what it measured."""
 
         self.losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
         self._recorder = recorder
@@ -51,8 +50,8 @@ class Stepper:
         return self._phases.count
 
     def end(self) -> None:
-        """Record the step whose given values are in `record`; it ends now. They may be anything at
-        all."""
+        """Record the step whose given values are in `record`, ending now. The values may be
+        anything."""
         record, phases = self.record, self._phases
         now = self._recorder.monotonic()
         record.flags = 0 if phases.count else layout.FLAG_FIRST
@@ -77,7 +76,7 @@ class Stepper:
             self._report("phase", failed)
 
     def notify(self) -> None:
-        """Tell the supervisor of steps that the compiled path has recorded."""
+        """Notify the supervisor of steps that the compiled path has recorded."""
         self._recorder.ring(self._phases.started)
         flight = self._recorder.flight
         if self._recorder.bell.alone and flight is not None and (last := flight.last()) is not None:
@@ -89,8 +88,7 @@ class Stepper:
                 self._recorder.own_log.say(finding)
 
     def _read(self, record: StepRecord) -> None:
-        """Make numbers of what was given; what is a plain number already, as almost always, costs
-        no call."""
+        """Convert the given values to numbers; a plain number, the usual case, costs no call."""
         if (lr := record.lr) is not None and type(lr) is not float:
             record.lr = self.known("lr", lr)
         if (norm := record.grad_norm) is not None and type(norm) is not float:
@@ -131,21 +129,20 @@ class Stepper:
             return
         norm = record.grad_norm
         if loss == 0.0 and norm is not None and not math.isfinite(norm):
-            # HF Trainer shows a NaN loss as 0.0: the gate must not take it for a number.
+            # HF Trainer shows a NaN loss as 0.0: the gate must not treat it as a number.
             loss = NAN
         self.losses.append(loss)
         if device == "cpu" and (self._cuda_expected or numbers.cuda_in_use()):
             record.flags |= layout.FLAG_LOSS_ON_CPU
 
     def known(self, name: str, given: Any) -> float | None:
-        """`given` as a float, of which NaN is one too; None where it is unknown or must not be read
-        here."""
+        """`given` as a float, possibly NaN; None if it is unknown or must not be read here."""
         if given is None or type(given) is float:
             return given
         return self._attempt(name, lambda: numbers.number(name, given)[0], None)
 
     def whole(self, name: str, given: Any) -> int | None:
-        """`given` as an int that a record has room for; None where it is unknown or no number."""
+        """`given` as an int that fits a record; None if it is unknown or not a number."""
         if given is None:
             return None
         return self._attempt(name, lambda: numbers.whole(given), None)

@@ -1,4 +1,4 @@
-"""`with guard.upload(decision): …`: an upload in the journal, from its start to its end."""
+"""`with guard.upload(decision): …`: journals an upload from start to end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from uploads.decision import GateDecision
 
 
 class UploadRecorder:
-    """One upload. Rank 0 speaks for it; another rank only where it fails there."""
+    """One upload. Rank 0 reports it; another rank reports only its own failure."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class UploadRecorder:
         finished: Callable[[], None],
         tag: str | None = None,
     ) -> None:
-        """`finished` is called where the upload ends without an error."""
+        """`finished` is called when the upload ends without an error."""
         self._recorder = recorder
         self._phase = phase
         self._finished = finished
@@ -35,10 +35,10 @@ class UploadRecorder:
         self.size_bytes: int | None = None
         self.attempts: int | None = None
         self.checksum: str | None = None
-        """Where the publisher tells them."""
+        """Set if the publisher reports it."""
 
         self.error: str | None = None
-        """Set where the upload failed without an exception."""
+        """Set if the upload failed without an exception."""
 
     def __enter__(self) -> UploadRecorder:
         self._started = self._recorder.monotonic()
@@ -91,5 +91,5 @@ class UploadRecorder:
 
 
 def _shown(checksum: str | None) -> str | None:
-    """Its beginning: a whole sha256 looks like a private key, and would be redacted as one."""
+    """The prefix only: a whole sha256 looks like a private key and would be redacted."""
     return None if checksum is None else checksum[:32]

@@ -1,1 +1,1 @@
-"""Questions that every rank must answer alike."""
+"""Questions that every rank must answer identically."""

@@ -1,10 +1,10 @@
-"""One answer for all ranks: rank 0 gives it, and no rank has it before all have asked.
+"""One answer for all ranks: rank 0 provides it, and no rank gets it before all have asked.
 
-The ranks of a node ask their leader by datagram; the leaders meet in the launcher's store, whose
-connection every rank has anyway. So the guard takes one descriptor a rank, however many ranks there
-are (a gloo group took one for each other rank), and never waits behind the GPU or the miner's
-collectives. Whether a question is answered, or came to nothing since a rank was late, is decided by
-the first to write it into the store: all ranks see the same outcome.
+The ranks of a node ask their leader by datagram; the leaders meet in the launcher's store, to which
+every rank is already connected. So the guard uses one descriptor per rank at any world size (a gloo
+group used one per peer) and never waits behind the GPU or the miner's collectives. The first leader
+to write to the store decides whether a question is answered or failed on a late rank: all ranks see
+the same outcome.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LATE = "late rank"
 
 _EARLY_S = 0.5
 _GRACE_S = 2.0
-"""How much longer than its own timeout a rank waits for its leader's word."""
+"""How long past its timeout a rank waits for its leader's reply."""
 
 _FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.1
 _COUNT_SHIFT = 40
-"""The store adds up ranks and marks in one number: ranks above this bit, 24-bit marks below."""
+"""The store packs two sums into one number: ranks above this bit, 24-bit marks below."""
 
 _MARK = (1 << 24) - 1
 
@@ -43,11 +43,12 @@ _GO, _DIFFER, _NO_ANSWER, _LATE = "go", "differ", "no answer", "late"
 
 
 class NoConsensus(Exception):
-    """The ranks have no common answer: one did not ask, asked something else, or was late."""
+    """The ranks have no common answer: one of them did not ask, asked something else, or was
+    late."""
 
 
 class Store(Protocol):
-    """The part of torch's Store that is used."""
+    """The methods of torch's Store that we use."""
 
     def add(self, key: str, amount: int, /) -> int: ...
     def set(self, key: str, value: bytes, /) -> None: ...
@@ -58,33 +59,33 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Member:
-    """A rank as it takes part in the agreement."""
+    """A rank's identity in the agreement."""
 
     rank: int
     world_size: int
     node: str
-    """The same for the ranks that reach each other at `socket`."""
+    """Equal for ranks that reach each other at `socket`."""
 
     socket: Path | None
-    """Where the node's leader is reached; None: the rank is a node by itself."""
+    """Where the node's leader listens; None: the rank is alone on its node."""
 
 
 class SingleRank:
-    """A world of one rank: its own answer is everybody's."""
+    """A world of one rank: its answer is the common answer."""
 
     def share(self, question: str, answer: bytes | None) -> bytes:
-        """The answer. Raises NoConsensus where none exists."""
+        """Return the answer. Raises NoConsensus if there is none."""
         if answer is None:
             raise NoConsensus("rank 0 had no answer")
         return answer
 
 
 class Group:
-    """All ranks of a process group. Every rank makes one, and asks the same questions in the same
+    """All ranks of a process group. Every rank creates one and asks the same questions in the same
     order."""
 
     def __init__(self, store: Store, member: Member, timeout_s: float) -> None:
-        """Does not wait for the others. Raises OSError, and what the store raises."""
+        """Does not wait for the other ranks. Raises OSError, and what the store raises."""
         self._store = store
         self._member = member
         self._timeout_s = timeout_s
@@ -92,8 +93,8 @@ class Group:
         self._agreed = False
         self.broken: str | None = None
         self.late = False
-        """It broke since a rank that had asked before did not come in time. (Where none has ever
-        agreed, the program may ask on some ranks only: a restart would not help.)"""
+        """The group broke because a rank that had asked before was late. (If the ranks have never
+        agreed, the program may ask on some ranks only, and a restart would not help.)"""
 
         first = store.add(f"members/{member.node}", 1) == 1
         self._channel: Channel = Leader(member.socket) if first else Follower(member.socket)
@@ -103,9 +104,8 @@ class Group:
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Rank 0's `answer`, on every rank. Collective.
 
-        Raises NoConsensus, on every rank that asked, where a rank is later than the timeout; the
-        ranks agree on nothing more from then on. Without an answer rank 0 asks too: the others wait
-        for it.
+        If a rank is later than the timeout, every rank that asked raises NoConsensus, and the group
+        agrees on nothing from then on. Rank 0 asks even without an answer: the others wait for it.
         """
         if self.broken is not None:
             raise NoConsensus(self.broken)
@@ -133,7 +133,7 @@ class Group:
         return payload
 
     def close(self) -> None:
-        """Release the socket; the group must not be asked any more."""
+        """Release the socket; the group must not be used afterwards."""
         self._channel.close()
 
     def _break(self, waited: float, reason: str) -> None:
@@ -155,7 +155,7 @@ class Group:
         outcome, payload = self._lead(self._channel, own)
         self._channel.answer(outcome, payload)
         if outcome == _LATE:
-            # For followers of this node that come when its socket is closed.
+            # For followers on this node that arrive after the socket is closed.
             self._store.set("broken", b"1")
         return outcome, payload
 
@@ -171,7 +171,7 @@ class Group:
             return self._decide(own.number, _LATE), b""
         root = next((ask for ask in asks if ask.is_root), None)
         if size == self._member.world_size:
-            # One node: what its leader says is decided.
+            # One node: its leader decides.
             return _judged(sum(ask.mark for ask in asks) == size * own.mark, root)
         if root is not None:
             known = b"" if root.answer is None else b"1" + root.answer
@@ -192,7 +192,8 @@ class Group:
         return (_GO, payload[1:]) if payload else (_NO_ANSWER, b"")
 
     def _size_of_node(self, end: float) -> int | None:
-        """Ranks of this node, once all ranks are there; None where they are not until `end`."""
+        """The number of ranks on this node, once all have registered; None if they have not by
+        `end`."""
         if self._node_size is None:
             world_size = self._member.world_size
             if not _poll(lambda: self._store.add("registered", 0) >= world_size, end):
@@ -201,13 +202,13 @@ class Group:
         return self._node_size
 
     def _outcome(self, number: int, end: float) -> str:
-        """What some leader has decided; that it is too late, where none has until `end`."""
+        """What some leader has decided; late if none has by `end`."""
         if not _poll(lambda: self._store.check([f"{number}/outcome"]), end):
             return self._decide(number, _LATE)
         return bytes(self._store.get(f"{number}/outcome")).decode()
 
     def _decide(self, number: int, outcome: str) -> str:
-        """Write the outcome where none was written; what was written first holds."""
+        """Write the outcome unless one exists; the first write wins."""
         if self._store.add(f"{number}/decided", 1) == 1:
             self._store.set(f"{number}/outcome", outcome.encode())
             return outcome
@@ -216,7 +217,8 @@ class Group:
         return bytes(self._store.get(f"{number}/outcome")).decode()
 
     def _forget(self, number: int) -> None:
-        """All have the outcome of the question before, since all have asked this one."""
+        """Delete the previous question: every rank has its outcome, since all have asked this
+        one."""
         for name in ("answer", "in", "decided", "outcome"):
             self._store.delete_key(f"{number}/{name}")
 
@@ -228,7 +230,7 @@ def _judged(same: bool, root: Ask | None) -> tuple[str, bytes]:
 
 
 def _poll(done: Callable[[], bool], end: float) -> bool:
-    """Whether it is done before `end`. Polled, not `store.wait`: a wait that times out leaves some
+    """Whether `done` becomes true before `end`. Polls, because a timed-out `store.wait` leaves some
     stores of some torch versions unusable."""
     pause = _FIRST_POLL_S
     while not done():
@@ -241,7 +243,7 @@ def _poll(done: Callable[[], bool], end: float) -> bool:
 
 
 _calls = itertools.count(1)
-"""Every rank makes as many groups; the number keeps a second one from the first one's keys."""
+"""Every rank makes the same number of groups; the number keeps their keys apart."""
 
 
 def group_of(dist: Any, place: RankContext) -> Group:
@@ -253,7 +255,7 @@ def group_of(dist: Any, place: RankContext) -> Group:
     if place.state is not None and (boot := boot_id()) is not None:
         make_folder(place.state.flight)
         folder = os.stat(place.state.flight)
-        # Ranks that share the folder and the kernel; a network folder is shared between nodes too.
+        # Ranks that share the folder and the kernel; nodes may share a network folder too.
         node = f"{boot}/{folder.st_dev}/{folder.st_ino}"
         path = place.state.agreement_of(f"{zlib.crc32(node.encode()):08x}-{call}")
     member = Member(rank, dist.get_world_size(), node or f"rank {rank}", path)

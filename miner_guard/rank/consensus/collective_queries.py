@@ -1,5 +1,5 @@
-"""The questions that all ranks answer alike: rank 0 knows the answer, and nobody continues without
-it."""
+"""The questions that all ranks answer identically: rank 0 knows the answer, and every rank waits
+for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from validators.facts import Candidate
 
 
 class CollectiveQueries:
-    """All but `agreement` wait for the other ranks, as phase `collective`. Collective."""
+    """All methods but `agreement` are collective: they wait for the other ranks, in phase
+    `collective`."""
 
     def __init__(
         self,
@@ -27,7 +28,7 @@ class CollectiveQueries:
         *,
         report: Report,
     ) -> None:
-        """`report` hears why rank 0 had no answer of its own."""
+        """`report` is called with the reason when rank 0 has no answer."""
         self._place = place
         self._gate = gate
         self._recorder = recorder
@@ -39,8 +40,8 @@ class CollectiveQueries:
         self._notices: tuple[int, bool, int] = (-1, False, 0)
 
     def agreement(self) -> gating.Agreement:
-        """How the ranks agree; made where all of them are sure to come by. Raises where there is no
-        way."""
+        """The agreement between the ranks, created at a point that all of them reach. Raises if
+        there is no way to agree."""
         if self._agreement is None:
             dist = environment.initialised_distributed()
             if dist is not None and dist.get_world_size() > 1:
@@ -61,12 +62,12 @@ class CollectiveQueries:
                 return agree.group_of(dist, self._place)
             except Exception as error:  # noqa: BLE001 - torch's versions raise different types; reported
                 self._no_group = f"the ranks can't reach each other: {describe(error)}"
-        # For the whole launch: all ranks number their questions alike.
+        # For the whole launch: all ranks number their questions identically.
         raise agree.NoConsensus(self._no_group)
 
     def _check_place(self, rank: int, world_size: int) -> None:
-        # Slurm and MPI tell ranks by names that the guard does not know: all of them took
-        # themselves for rank 0.
+        # Slurm and MPI pass the rank in variables that the guard does not know: every rank took
+        # itself for rank 0.
         if (rank, world_size) != (self._place.rank, self._place.world_size):
             self._recorder.trouble(
                 "place",
@@ -78,17 +79,16 @@ class CollectiveQueries:
     def may_upload(
         self, candidate: Candidate, question: str | None
     ) -> tuple[GateDecision, str | None]:
-        """The decision, and what went wrong where the ranks have no common one
-        (`gating.Gate.ask`)."""
+        """The decision, and what went wrong if the ranks have no common one (`gating.Gate.ask`)."""
         with self._waiting():
             return self._gate.ask(self.agreement, candidate, question)
 
     def upload_due(self) -> bool:
-        """Whether what is published is past its target age. Raises Disagreed."""
+        """Whether the published upload is past its target age. Raises Disagreed."""
         return self._notice()[1]
 
     def checkpoint_requested(self) -> bool:
-        """Whether one was asked for since the last True. Raises Disagreed."""
+        """Whether a checkpoint was requested since the last True. Raises Disagreed."""
         asked = self._notice()[2]
         if asked <= self._checkpoints:
             return False
@@ -96,7 +96,7 @@ class CollectiveQueries:
         return True
 
     def _notice(self) -> tuple[int, bool, int]:
-        """(step, upload due, checkpoints asked for) as rank 0 sees it, shared once a step."""
+        """(step, upload due, checkpoint requests) as rank 0 sees them, shared once per step."""
         step = self._stepper.count
         if self._notices[0] != step:
             due, requests = self._shared(f"notice {step}", self._notice_here).split()
@@ -115,8 +115,8 @@ class CollectiveQueries:
     def due(
         self, operation: str, every_s: float | None, every_steps: int | None, step: int | None
     ) -> bool:
-        """`MonitoringCostTracker.due` of rank 0; `step` is this process's own where it is None.
-        Raises Disagreed."""
+        """Rank 0's `MonitoringCostTracker.due`; `step` None: this process's step. Raises
+        Disagreed."""
         count = self._stepper.count
 
         def here() -> bytes:
@@ -140,7 +140,7 @@ class CollectiveQueries:
             return False
 
     def _shared(self, question: str, here: Callable[[], bytes]) -> bytes:
-        """What `here` says on rank 0, on every rank."""
+        """Rank 0's result of `here`, on every rank."""
         own = here() if self._place.rank == 0 else None
         with self._waiting():
             return self.agreement().share(question, own)

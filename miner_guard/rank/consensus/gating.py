@@ -1,4 +1,4 @@
-"""The gate inside the ranks: rank 0 decides, all ranks have the same answer."""
+"""The gate inside the ranks: rank 0 decides, all ranks get the same answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHORT = 100
 
 
 class Agreement(Protocol):
-    """How the ranks come to one answer."""
+    """How the ranks reach one answer."""
 
     def share(self, question: str, answer: bytes | None) -> bytes:
         """Rank 0's answer on every rank. Raises Disagreed."""
@@ -34,7 +34,7 @@ class Agreement(Protocol):
 
 
 class Gate:
-    """Asks the rules in rank 0 and shares what they say."""
+    """Runs the rules on rank 0 and shares their decision."""
 
     def __init__(self, place: RankContext, monotonic: Callable[[], float]) -> None:
         self._place = place
@@ -46,26 +46,26 @@ class Gate:
     def ask(
         self, agreement: Callable[[], Agreement], candidate: Candidate, question: str | None = None
     ) -> tuple[GateDecision, str | None]:
-        """The decision, and what went wrong where the ranks have no common one: it then blocks
-        here. Collective."""
+        """The decision, and what went wrong if the ranks have no common one: the upload is then
+        blocked here. Collective."""
         question = question or f"{candidate.kind} {candidate.outer_step} {candidate.inner_step}"
         own = self._judged(candidate) if self._place.rank == 0 else None
         try:
             answer = agreement().share(question, None if own is None else pack(own))
         except NoConsensus as error:
             return self.blocked(candidate, str(error)), str(error)
-        # Rank 0 takes the shared answer too, so that all ranks hold the very same; only the
-        # replay's record is its own.
+        # Rank 0 also takes the shared answer, so that all ranks hold the same one; only the replay
+        # record is local.
         decision = GateDecision.from_dict(json.loads(answer))
         return (
             decision if own is None else replace(decision, record=own.record, verdicts=own.verdicts)
         ), None
 
     def ready(self, decision: GateDecision, gradient: Any) -> GateDecision:
-        """The decision on what is about to be written, by names, types and shapes. Rank 0 alone.
+        """Decide on the gradient about to be written, by names, types and shapes. Rank 0 only.
 
-        No tensor is read. `decision` itself where nothing speaks against it, or no profile says
-        what validators take. Never raises.
+        Reads no tensor. Returns `decision` itself if there is no objection, or if no profile
+        defines what validators accept. Never raises.
         """
         candidate = Candidate(decision.kind, decision.outer_step, decision.inner_step)
         try:
@@ -82,15 +82,15 @@ class Gate:
         return judged if refused else decision
 
     def due(self) -> bool:
-        """Whether what is published is past its target age, as far as this rank knows."""
+        """Whether the published upload is past its target age, as far as this rank knows."""
         inputs, now = self._inputs(), self._monotonic()
         if self._just_uploaded(inputs.published.seen_at, now):
             return False
         return gate.due(inputs, self._settings, now)
 
     def uploaded(self) -> None:
-        """An upload of this rank has just gone out well: it counts until somebody looks at the repo
-        again."""
+        """Record that an upload of this rank just succeeded: it counts until the guard checks the
+        repo again."""
         self._uploaded_at = self._monotonic()
 
     def _just_uploaded(self, seen_at: float | None, now: float) -> bool:
@@ -117,9 +117,9 @@ class Gate:
         return read(self._place.state.gate_inputs)
 
     def blocked(self, candidate: Candidate, why: str) -> GateDecision:
-        """A block that this rank has come to by itself; in shadow mode it is reported, and allowed.
+        """A block that this rank decided by itself; in shadow mode it is reported and allowed.
 
-        Its id is another one in each launch: the ledger takes an id once.
+        Its id differs in each launch, because the ledger takes each id once.
         """
         self._local += 1
         shadow = self._settings.mode == "shadow"
@@ -137,13 +137,13 @@ class Gate:
 
 
 def pack(decision: GateDecision) -> bytes:
-    """The decision as it travels between ranks, shortened where it would not fit."""
+    """The decision as sent between ranks, shortened to fit."""
     document: dict[str, Any] = {**decision.as_dict(), "record": {}}
     payload = _encoded(document)
     if len(payload) > PAYLOAD_BYTES:
         payload = _encoded({**document, "verdicts": [], "reason": decision.reason[:1000]})
     if len(payload) > PAYLOAD_BYTES:
-        # Not ASCII: up to twelve bytes a character.
+        # Non-ASCII text: up to twelve bytes per character.
         short = {"reason": decision.reason[:_SHORT], "kind": str(decision.kind)[:_SHORT]}
         payload = _encoded({**document, "verdicts": [], **short})
     return payload
@@ -154,7 +154,7 @@ def _encoded(document: Mapping[str, Any]) -> bytes:
 
 
 def finding_of(decision: GateDecision) -> Finding:
-    """The decision as an event, for a rank that logs by itself."""
+    """The decision as an event, for a rank that logs standalone."""
     return make_finding(
         "upload_allowed" if decision.allowed else "upload_blocked",
         rank=0,

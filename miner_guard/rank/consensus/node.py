@@ -1,4 +1,4 @@
-"""How the ranks of one node reach their leader: one datagram there, one back."""
+"""How the ranks of one node reach their leader: one datagram each way."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from miner_guard.system.sockets import address
 _MAX_DATAGRAM = 16384
 _RETRY_S = 0.01
 _LOOK_S = 0.5
-"""How often a follower that waits asks the store whether its leader has given up."""
+"""How often a waiting follower checks the store for whether its leader has given up."""
 
 _NOT_THERE = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR})
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One rank's question, as its leader hears it."""
+    """One rank's question, as its leader receives it."""
 
     FORM: ClassVar[struct.Struct] = struct.Struct("<QIdBB")
 
     number: int
-    """Of the questions since the start, from 1."""
+    """Sequence number of the question, from 1."""
 
     mark: int
-    """Of the question's words: ranks that ask different things have different marks."""
+    """Hash of the question's text: ranks that ask different questions have different marks."""
 
     asked: float
-    """Monotonic seconds, which the ranks of a node share."""
+    """Monotonic seconds, shared by the ranks of a node."""
 
     is_root: bool
-    """From rank 0, whose answer it is."""
+    """Sent by rank 0, which provides the answer."""
 
     answer: bytes | None
 
@@ -50,21 +50,21 @@ class Ask:
 
     @classmethod
     def unpack(cls, datagram: bytes) -> Ask:
-        """The question that a datagram holds. Raises struct.error for what is not one."""
+        """Parse the question in a datagram. Raises struct.error if there is none."""
         number, mark, asked, is_root, answered = cls.FORM.unpack_from(datagram)
         rest = datagram[cls.FORM.size :]
         return cls(number, mark, asked, bool(is_root), rest if answered else None)
 
 
 class Leader:
-    """Hears the ranks of its node. Without a path it is alone there."""
+    """Collects the questions of its node's ranks. Without a path it is alone on the node."""
 
     def __init__(self, path: Path | None) -> None:
         """Raises OSError."""
         self._path = path
         self._socket: socket.socket | None = None
         self._early: dict[int, list[tuple[Ask, str | bytes]]] = {}
-        """By number: questions that came before this rank has asked them."""
+        """By number: questions that arrived before this rank asked them."""
 
         self._asked: list[tuple[int, str | bytes]] = []
         if path is None:
@@ -76,8 +76,8 @@ class Leader:
         os.chmod(path, 0o600)
 
     def collect(self, own: Ask, size: int, timeout_s: float) -> list[Ask]:
-        """The questions of the node's `size` ranks, its own among them; fewer where the first of
-        them has waited for `timeout_s`."""
+        """The questions of the node's `size` ranks, including its own; fewer once the first of them
+        has waited `timeout_s`."""
         heard = self._early.pop(own.number, [])
         asks = [own, *(ask for ask, _ in heard)]
         self._asked = [(ask.number, name) for ask, name in heard]
@@ -99,7 +99,7 @@ class Leader:
         return asks
 
     def answer(self, outcome: str, payload: bytes) -> None:
-        """Tell the ranks that were heard. One that is gone is not waited for."""
+        """Reply to the ranks that asked. Does not wait for one that has exited."""
         for number, name in self._asked:
             with contextlib.suppress(OSError):
                 assert self._socket is not None
@@ -108,7 +108,7 @@ class Leader:
         self._asked = []
 
     def close(self) -> None:
-        """Ranks that ask later are refused."""
+        """Close the socket; ranks that ask later are refused."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -123,12 +123,12 @@ class Follower:
         """Raises OSError."""
         self._path = path
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # An address of the kernel's choice, which leaves no file.
+        # The kernel picks an address, which leaves no file.
         self._socket.bind("")
 
     def ask(self, own: Ask, deadline: float, gave_up: Callable[[], bool]) -> tuple[str, bytes]:
-        """The outcome and the payload; `late` where no word has come until `deadline`, or where the
-        leader `gave_up` before. Raises OSError."""
+        """The outcome and the payload; `late` if there is no reply by `deadline`, or if the leader
+        `gave_up` earlier. Raises OSError."""
         if self._socket is None or self._path is None:
             return "late", b"this rank has given up"
         sent = self._send(self._socket, own.pack(), deadline, gave_up)
@@ -158,7 +158,7 @@ class Follower:
             except OSError as error:
                 if isinstance(error, TimeoutError) or error.errno not in _NOT_THERE:
                     raise
-            # Its leader has not come yet, or has given up.
+            # The leader has not started yet, or has given up.
             if gave_up():
                 return False
             time.sleep(_RETRY_S)

@@ -1,1 +1,1 @@
-"""What a rank can tell about itself: stacks, collectives, placement, diagnosis."""
+"""What a rank can report about itself: stacks, collectives, placement, diagnosis."""

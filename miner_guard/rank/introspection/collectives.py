@@ -1,9 +1,8 @@
-"""torch's Flight Recorder, written to a file when the supervisor asks: its last collectives name
+"""Dumps torch's Flight Recorder to a file when the supervisor asks: its last collectives identify
 the late rank.
 
-It needs a caller inside the process. That is a thread which sleeps in a read of a named pipe; it
-costs the training nothing, and answers as long as the interpreter's lock is free, which it is while
-a rank waits.
+The dump needs a caller inside the process: a thread blocked in a read of a named pipe. It costs
+training nothing and answers whenever the GIL is free, as it is while a rank waits.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from pathlib import Path
 from miner_guard.state_dir import write_atomic
 
 _LAST = 64
-"""Collectives that are kept of each dump."""
+"""Collectives kept from each dump."""
 
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""NCCL's collectives are in a recorder of their own, which only torch's CUDA builds have; gloo's
-are in the other."""
+"""NCCL's collectives are in a separate recorder, present only in torch's CUDA builds; gloo's are in
+the other."""
 
 
 def serve(path: Path) -> None:
-    """Answer requests on the pipe `PATH.ask` by replacing `path`. Raises OSError where the pipe
-    can't be made."""
+    """Answer requests on the pipe `PATH.ask` by replacing `path`. Raises OSError if the pipe cannot
+    be created."""
     pipe = asking(path)
     with contextlib.suppress(FileNotFoundError):
         pipe.unlink()
     os.mkfifo(pipe, 0o600)
-    # Open for both, so that the read never meets an end.
+    # Open for reading and writing, so that the read never sees EOF.
     fd = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
     threading.Thread(
         target=_serve, args=(fd, path), name="miner-guard-collectives", daemon=True

@@ -1,5 +1,4 @@
-"""torch.compile and the hook: what a miner compiles must hold nothing of the guard. Never imports
-torch."""
+"""Keeps the hook out of what torch.compile captures. Never imports torch."""
 
 from __future__ import annotations
 
@@ -13,17 +12,18 @@ R = TypeVar("R")
 
 
 def compiling() -> bool:
-    """Whether torch.compile or export is capturing what runs now; it sees this as a constant."""
+    """Whether torch.compile or export is capturing the current code; the capture treats this as a
+    constant."""
     compiler = sys.modules.get("torch.compiler")
     return compiler is not None and compiler.is_compiling()
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, run as it stands where a compiled function calls it: the graph ends before it and
-    continues after it.
+    """`function`, excluded from compilation: in a compiled caller the graph breaks around the call.
 
-    Else torch compiles the hook as well, and again at each step, since its clocks and counters are
-    never the same. As `torch.compiler.disable`, which would import dynamo, and that takes seconds.
+    Otherwise torch compiles the hook too, and recompiles it at each step, because its clocks and
+    counters always differ. Same effect as `torch.compiler.disable`, which imports dynamo and so
+    takes seconds.
     """
 
     @functools.wraps(function)

@@ -1,8 +1,8 @@
-"""`guard.diagnose`: what every rank has and where its share of the model is, gathered before hours
-are lost.
+"""`guard.diagnose`: every rank's hardware and the placement of its share of the model, checked
+before hours are lost.
 
-The reports travel through the process group's store, one key per rank, each waited for with a
-deadline. A collective would be shorter, but one that times out breaks the group and names nobody.
+The reports travel through the process group's store, one key per rank, each read with a deadline. A
+collective would be shorter, but a timeout breaks the group and does not name the rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIRST_POLL_S, _MAX_POLL_S = 0.002, 0.05
 
 
 class DiagnosisGuard(Protocol):
-    """What `diagnose` needs of the hook."""
+    """What `diagnose` needs from the hook."""
 
     @property
     def rank(self) -> int: ...
@@ -46,17 +46,16 @@ class DiagnosisGuard(Protocol):
         ...
 
     def journal(self, entry: JournalEntry | Mapping[str, Any], /) -> bool:
-        """Append an entry that must not be lost; False where there is no room or no flight
-        record."""
+        """Append an entry that must not be lost; False if there is no room or no flight record."""
         ...
 
     def emit(self, finding: catalog.Finding, /) -> None:
-        """Log a finding: through the supervisor where there is one, else here."""
+        """Log a finding: through the supervisor if there is one, else from this process."""
         ...
 
 
 class Store(Protocol):
-    """The part of torch's Store that is used."""
+    """The methods of torch's Store that we use."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
@@ -71,17 +70,18 @@ def report(
     effective_batch_size: int | None = None,
     accumulation_steps: int | None = None,
 ) -> Report:
-    """This rank's own report. Never raises: what could not be read is named under `unread`.
+    """This rank's report. Never raises: `unread` names what could not be read.
 
     The keys are those of `placement.placement` and `placement.cuda_facts`, versions, and the batch
-    settings; bytes and counts throughout. Accumulation steps are effective batch / batch, as source
-    004 reckons.
+    settings; bytes and counts throughout. Accumulation steps are effective batch / batch, as in
+    source 004.
     """
     if accumulation_steps is None and batch_size and effective_batch_size:
         accumulation_steps = effective_batch_size // batch_size
     facts: Report = {
         "rank": host.rank,
-        # Slurm and MPI tell ranks by other names: then nobody said which GPU is this one's.
+        # Slurm and MPI use other variables: without LOCAL_RANK we cannot tell which GPU belongs to
+        # this rank.
         "local_rank": host.local_rank if "LOCAL_RANK" in os.environ else None,
         "world_size": host.world_size,
         "host": socket.gethostname(),
@@ -109,8 +109,8 @@ def _read(facts: Report, what: str, read: Callable[[], Mapping[str, Any]]) -> No
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The kernel module's version; None where there is no NVIDIA driver. Opens no library and no
-    context."""
+    """The kernel module's version; None without an NVIDIA driver. Loads no library and creates no
+    CUDA context."""
     try:
         text = path.read_text()
     except OSError:
@@ -120,12 +120,11 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def gather(store: Store, own: Report, world_size: int, deadline_s: float) -> list[Report]:
-    """All ranks' reports, in rank order; rank 0 waits, the others only put theirs down and return
-    [].
+    """All ranks' reports, in rank order. Rank 0 waits; the others store theirs and return [].
 
-    A rank without a report when `deadline_s` is over has a row with `rank` and `error`. One
-    deadline for all: the ranks write at the same time, so a second silent rank costs no second
-    wait. Never raises.
+    A rank that has not reported within `deadline_s` gets a row with `rank` and `error`. All ranks
+    share one deadline, since they write concurrently: a second silent rank adds no wait. Never
+    raises.
     """
     rank = int(own["rank"])
     try:
@@ -149,8 +148,7 @@ def _key(rank: int) -> str:
 def _wait_for(store: Store, rank: int, end: float, deadline_s: float) -> Report:
     pause = _FIRST_POLL_S
     try:
-        # Polled, not `store.wait`: a wait that times out leaves some stores of some torch versions
-        # unusable.
+        # Poll: a timed-out `store.wait` leaves some stores of some torch versions unusable.
         while not store.check([_key(rank)]):
             if time.monotonic() >= end:
                 return {
@@ -173,16 +171,16 @@ def _wait_for(store: Store, rank: int, end: float, deadline_s: float) -> Report:
 
 
 _calls = itertools.count(1)
-"""Every rank calls `diagnose` equally often; the number keeps a second call from reading the first
-one's reports."""
+"""Every rank calls `diagnose` equally often; the number keeps the reports of successive calls
+apart."""
 
 
 def collect(
     host: DiagnosisGuard, model: torch.nn.Module | None, given: TrainingEntry, *, deadline_s: float
 ) -> list[Report]:
-    """All ranks' reports on rank 0, this rank's own alone elsewhere or without a process group.
+    """All ranks' reports on rank 0; only this rank's elsewhere or without a process group.
 
-    Takes `deadline_s` at most, and only on rank 0 and where a rank is silent.
+    Takes up to `deadline_s`, and only on rank 0 when a rank is silent.
     """
     own = report(
         host,
@@ -209,12 +207,13 @@ def diagnose(
     expect: int | None = None,
     shapes_file: Path | None = None,
 ) -> list[Report]:
-    """Gather, hand to the supervisor through the journal, or say it here where none exists.
+    """Gather, then pass the reports to the supervisor through the journal, or print them here
+    without one.
 
-    `given`: what the training loop says of itself. `expect`: GPUs that must be there, None where it
-    is not known; only for a rank 0 that prints by itself. `shapes_file`: where rank 0 writes the
-    model's shapes, for anyone who judges its gradients. Returns what `collect` gathered. Never
-    raises.
+    `given`: what the training loop reports about itself. `expect`: the number of GPUs that must be
+    present, None if unknown; used only when rank 0 prints the report itself. `shapes_file`: where
+    rank 0 writes the model's shapes, for checking its gradients. Returns what `collect` gathered.
+    Never raises.
     """
     try:
         reports = collect(guard, model, given, deadline_s=deadline_s)
@@ -233,13 +232,13 @@ def diagnose(
 
 
 def _write_shapes(file: Path, model: torch.nn.Module, reports: list[Report]) -> None:
-    # Where ranks hold different models, as pipeline stages are, rank 0's is not the whole.
+    # If ranks hold different models, such as pipeline stages, rank 0's is not the whole model.
     same = len({r.get("params") for r in reports}) == 1
     shapes.write(file, placement.shapes(model) if same else None)
 
 
 def training(own: Report, model: torch.nn.Module | None, given: TrainingEntry) -> TrainingEntry:
-    """The journal's `training` entry: what was given, and what `diagnose` knows."""
+    """The journal's `training` entry: what the caller gave, plus what `diagnose` knows."""
     named = getattr(getattr(model, "config", None), "_name_or_path", None) or (
         type(model).__name__ if model else None
     )

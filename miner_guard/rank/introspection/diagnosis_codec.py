@@ -14,11 +14,11 @@ _MAX_ENTRY = 3800
 
 
 def pack(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """The reports as journal entries' `report` values, each small enough for one entry.
+    """The reports as journal entries' `report` values, each small enough for a single entry.
 
     A part holds `common` (what all ranks share), `keys` and `rows` (what differs: one list of
-    values per rank, then a mapping of what only that rank has), `silent` ([rank, error]), `part`
-    and `parts`.
+    values per rank, then a mapping of the keys that only this rank has), `silent` ([rank, error]),
+    `part` and `parts`.
     """
     answered = [r for r in reports if not r.get("error")]
     shared = [k for k in (answered[0] if answered else ()) if all(k in r for r in answered)]

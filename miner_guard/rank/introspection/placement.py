@@ -1,5 +1,5 @@
-"""Where a rank's model really is: counts and bytes of the local shards by device, without touching
-a byte of them."""
+"""Where a rank's model really is: counts and bytes of the local shards by device, without reading
+tensor data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from validators.shapes import Shapes, plain_name
 def placement(model: torch.nn.Module) -> dict[str, Any]:
     """Local shards of `model` by device.
 
-    Looks at metadata only: no collective, no copy, no allocation, no CUDA context. `.numel()` of a
-    DTensor is the global count, so the local shard is asked for. Call it between steps: during a
+    Reads metadata only: no collective, no copy, no allocation, no CUDA context. `.numel()` of a
+    DTensor is the global count, so this counts the local shard. Call it between steps: during a
     step FSDP2 swaps gathered parameters in.
 
     Keys: `params` (global count), `shard_params`, `shard_bytes`, `shards` ({device: [count,
@@ -56,10 +56,10 @@ def placement(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def shapes(model: torch.nn.Module) -> Shapes | None:
-    """The whole parameters' shapes by plain name; None where this rank can't know them.
+    """Full parameter shapes by plain name; None if this rank cannot know them.
 
-    A DTensor's shape is the whole one. FSDP1's flat parameters, Megatron's shards and ZeRO-3's
-    empty ones are not.
+    A DTensor reports its full shape. FSDP1's flat parameters, Megatron's shards and ZeRO-3's empty
+    ones do not.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, list[int]] = {}
@@ -78,7 +78,7 @@ def shapes(model: torch.nn.Module) -> Shapes | None:
 
 
 def offloads(model: torch.nn.Module) -> bool:
-    """True where FSDP keeps parameters on the CPU on purpose (FSDP2's CPUOffloadPolicy, FSDP1's
+    """Whether FSDP deliberately keeps parameters on the CPU (FSDP2's CPUOffloadPolicy, FSDP1's
     CPUOffload)."""
     return any(_fsdp2_offloads(module) or _fsdp1_offloads(module) for module in model.modules())
 
@@ -88,7 +88,7 @@ def _fsdp2_offloads(module: torch.nn.Module) -> bool:
     if state_of is None:
         return False
     state = state_of()
-    # torch 2.5 to 2.10 have one parameter group per module, later ones a list.
+    # torch 2.5 to 2.10 have one parameter group per module, later versions a list.
     groups = getattr(state, "_fsdp_param_groups", None) or [
         getattr(state, "_fsdp_param_group", None)
     ]
@@ -102,10 +102,10 @@ def _fsdp1_offloads(module: torch.nn.Module) -> bool:
 
 
 def cuda_facts(device: str | None) -> Mapping[str, Any]:
-    """What torch says of CUDA and of the rank's own GPU.
+    """What torch reports about CUDA and the rank's GPU.
 
-    `device` is where the model is, such as `cuda:1`. In a process without a CUDA context the
-    device's own fields stay null: reading them would make one.
+    `device` is where the model is, such as `cuda:1`. In a process without a CUDA context the device
+    fields stay null: reading them would create one.
     """
     available = torch.cuda.is_available()
     context = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""All threads' stacks on a signal, also from a rank that hangs inside C code."""
+"""Dumps all threads' stacks on a signal, even while a rank hangs inside C code."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import IO
 from miner_guard.state_dir import open_private
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""A rank that gets this appends all its threads' stacks to `flight/rank-NNNN.stacks`.
+"""A rank that receives this appends all its threads' stacks to `flight/rank-NNNN.stacks`.
 
-Only where that file is there and names the rank's pid in its first line: without the handler the
+Send it only if that file exists and its first line names the rank's pid: without the handler the
 signal kills.
 """
 
 WITHOUT = "no stacks at a hang, except by py-spy"
-"""What it costs where the program has taken the signal."""
+"""What is lost if the program has taken the signal."""
 
 _NUMBER = int(STACKS_SIGNAL)
 _registered = False
-"""The handler is ours: an earlier guard of this process has registered it."""
+"""Our handler is in place, registered by an earlier guard of this process."""
 
 
 class SignalTaken(Exception):
@@ -31,8 +31,8 @@ class SignalTaken(Exception):
 
 
 def register(path: Path) -> IO[bytes]:
-    """Dump stacks to `path` on STACKS_SIGNAL for as long as the file stays open. Raises
-    SignalTaken, OSError."""
+    """Dump stacks to `path` on STACKS_SIGNAL while the file stays open. Raises SignalTaken,
+    OSError."""
     global _registered
     if taken() or (_caught() and not _registered):
         raise SignalTaken(f"{STACKS_SIGNAL.name} is in use by the program: {WITHOUT}")
@@ -45,20 +45,21 @@ def register(path: Path) -> IO[bytes]:
 
 
 def taken() -> bool:
-    """Whether the program handles or ignores the signal by Python's `signal`, where faulthandler
-    does not show."""
-    # Every step asks: `signal.getsignal` makes an enum of the answer, which takes 35 times as long.
+    """Whether the program handles or ignores the signal through Python's `signal`, which does not
+    show faulthandler's handlers."""
+    # Called at every step: `signal.getsignal` wraps the result in an enum, which takes 35 times as
+    # long.
     return bool(_getsignal(_NUMBER) != 0)
 
 
 def release(file: IO[bytes]) -> None:
-    """Have the signal not sent any more: the file names no process. Raises OSError."""
+    """Clear the file, so that it names no process and the signal is no longer sent. Raises
+    OSError."""
     file.truncate(0)
 
 
 def _caught() -> bool:
-    """Whether there is a handler of the signal that `signal` does not know of: the program's own
-    faulthandler."""
+    """Whether a handler exists that `signal` does not know: the program's own faulthandler."""
     with open("/proc/self/status", "rb") as status:
         mask = next((int(line.split()[1], 16) for line in status if line.startswith(b"SigCgt:")), 0)
     return bool(mask >> (STACKS_SIGNAL - 1) & 1)
