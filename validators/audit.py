@@ -1,5 +1,5 @@
-"""The audit's verdict: would a validator accept what is published for the epoch that is being
-scored now? Pure."""
+"""The audit's verdict: would a validator accept the published files of the epoch it scores now?
+Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from validators.verdict import Verdict
 
 @dataclass(frozen=True)
 class Epoch:
-    """The epoch that validators score, and how it is known."""
+    """The epoch that validators score, and the evidence for it."""
 
     outer_step: int
     why: str
@@ -25,10 +25,10 @@ class Epoch:
 def epoch_scored(
     published: int | None, network: int | None, blocks_since_allreduce: int | None, limits: Limits
 ) -> Epoch | None:
-    """The one before, in the first half after an AllReduce (subnet 38, F:91); else the network's;
-    else the published.
+    """The previous epoch in the first half after an AllReduce (subnet 38, F:91); otherwise the
+    network's; failing that, the published one.
 
-    None where neither the network's nor the published outer step is known.
+    None if both the network's and the published outer step are unknown.
     """
     if network is None:
         why = "as published; the network's outer step is unknown"
@@ -44,21 +44,20 @@ def epoch_scored(
 
 
 def judge(facts: Facts, limits: Limits) -> tuple[Verdict, ...]:
-    """Every rule's verdict on what was fetched."""
+    """Every rule's verdict on the fetched files."""
     return tuple(evaluate_all(audit_rules(facts, limits), facts, limits))
 
 
 def detail(
     outcome: str, verdicts: Sequence[Verdict], epoch: Epoch, seconds: float, fetched_bytes: int
 ) -> str:
-    """The words after `AUDIT PASSED: `, `AUDIT FAILED: ` or `AUDIT UNKNOWN: `."""
+    """The text after `AUDIT PASSED: `, `AUDIT FAILED: ` or `AUDIT UNKNOWN: `."""
     blocks = [f"{v.rule}: {v.sentence}" for v in verdicts if v.outcome == "block"]
     unknown = [f"{v.rule} unknown ({v.sentence})" for v in verdicts if v.outcome == "unknown"]
     warned = [f"warning: {v.sentence}" for v in verdicts if v.outcome == "warn"]
     cost = f"{fetched_bytes} bytes in {seconds:.1f}s"
     if outcome == "rejected":
-        # Between an AllReduce and the first gradient after it this is how things are, and nothing
-        # else is broken.
+        # This state is normal between an AllReduce and the next gradient's upload.
         if any(
             v.rule == min_inner_step.RULE and v.outcome == "block" and v.seen == 0 for v in verdicts
         ):
@@ -77,11 +76,11 @@ def detail(
 
 
 def outcome_of(verdicts: Sequence[Verdict]) -> str:
-    """`rejected` where a rule blocks, `unknown` where the files themselves could not be judged,
-    else `accepted`."""
+    """`rejected` if any rule blocks, `unknown` if the files themselves could not be judged, else
+    `accepted`."""
     outcomes = {v.rule: v.outcome for v in verdicts}
     if "block" in outcomes.values():
         return "rejected"
-    # Without these nobody can say that a validator would accept it.
+    # Without these verdicts the audit cannot conclude that a validator would accept it.
     needed: tuple[Any, ...] = ("gradients", "repo_age", "min_inner_step", "window")
     return "unknown" if any(outcomes.get(rule) == "unknown" for rule in needed) else "accepted"

@@ -1,5 +1,4 @@
-"""Base age: a pseudo-gradient against a global state that the network has left behind is worth
-nothing."""
+"""Base age: a pseudo-gradient against a global state older than the network's is worthless."""
 
 from __future__ import annotations
 
@@ -11,11 +10,10 @@ RULE = "base_age"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block where the network's outer step is beyond the one that ours was loaded from; warn of the
-    opposite.
+    """Block if the network is past the outer step that we loaded; warn if we are ahead of it.
 
-    One ahead is how it is after an AllReduce, until the master has published it and the guard has
-    looked.
+    One step ahead is normal after an AllReduce, until the master publishes it and the guard probes
+    again.
     """
     ours, network = facts.candidate.base_outer_step, facts.network.outer_step
     if network is None:

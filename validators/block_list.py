@@ -1,9 +1,9 @@
-"""block_list: config.json names the blocks the miner trained in; an old newest one is rejected.
+"""block_list: config.json lists the blocks the miner trained in; validators reject an old newest
+one.
 
-Subnet 38: the reward code rejects `current_block - max(block_list) > blocks_per_allreduce / 2`; a
-list that is empty or holds what has no maximum raises there and resets the scores. It then draws
-one of the blocks, by the miner's uid, to advance a random generator, which takes whole numbers
-only.
+Subnet 38: the reward code rejects `current_block - max(block_list) > blocks_per_allreduce / 2`; an
+empty list, or one without a maximum, raises there and resets the scores. The validator then draws
+one of the blocks, by the miner's uid, to advance a random generator, which accepts integers only.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ _NEVER_OLD = 10**15
 
 
 def age_limit(limits: Limits) -> float | None:
-    """Blocks that the newest may be old: half of those between two AllReduces (R:320)."""
+    """Maximum age of the newest block, in blocks: half of those between two AllReduces (R:320)."""
     if limits.blocks_per_allreduce is not None and limits.block_list_max_age is not None:
         return limits.blocks_per_allreduce / 2
     return limits.block_list_max_age
 
 
 def current_block(network: Network, now: float, block_s: float) -> int | None:
-    """The block at `now` (monotonic): the one that was read and those due since. None where
-    unknown."""
+    """The block at `now` (monotonic): the last one read plus those due since. None if unknown."""
     if network.block is None:
         return None
     since = 0.0 if network.seen_at is None else max(now - network.seen_at, 0.0)
@@ -39,8 +38,8 @@ def current_block(network: Network, now: float, block_s: float) -> int | None:
 
 
 def reduced(config: Mapping[str, Any] | None, uid: int | None = None) -> Mapping[str, Any] | None:
-    """Of config.json only what this rule reads: the newest block, in a list, or what is wrong with
-    the list."""
+    """Keep only what this rule reads from config.json: a list of the newest block, or the list's
+    defect."""
     if config is None:
         return None
     blocks = config.get("block_list")
@@ -52,8 +51,7 @@ def reduced(config: Mapping[str, Any] | None, uid: int | None = None) -> Mapping
 
 
 def _newest(blocks: Sequence[Any], uid: int | None) -> int | None:
-    """The newest block; None where validators can't compare the blocks or use the one that they
-    draw."""
+    """The newest block; None if validators cannot compare the blocks or use the one they draw."""
     if not set(map(type, blocks)) <= {int, float, bool}:
         return None
     drawn = blocks if uid is None else random.Random(uid).sample(list(blocks), 1)
@@ -62,7 +60,7 @@ def _newest(blocks: Sequence[Any], uid: int | None) -> int | None:
     newest = max(blocks)
     if isinstance(newest, int):
         return int(newest)
-    # No block is NaN or infinitely far from the current one, so neither is ever too old there.
+    # A NaN or infinite block never counts as too old in a validator.
     return math.floor(newest) if math.isfinite(newest) else _NEVER_OLD
 
 

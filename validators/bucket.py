@@ -1,4 +1,4 @@
-"""Bucket: validators make its name from the model and the uid; another name is never looked at."""
+"""Bucket: validators derive its name from the model and the uid and never read another."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ RULE = "bucket"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block another form than `bucket_pattern`, another model, or another uid than the chain's, of
-    three digits.
+    """Block a name that does not match `bucket_pattern`, or names another model or another uid
+    (three digits) than the chain's.
 
     Subnet 38: `{global_model_name}-{uid:03d}`.
     """

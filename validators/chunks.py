@@ -1,5 +1,5 @@
-"""How subnet 38 and Templar cut a parameter into chunks before they keep the largest values of
-each.
+"""How subnet 38 and Templar split a parameter into chunks before they keep each chunk's largest
+values.
 
 The edge of a chunk is the largest divisor of a dimension that does not exceed the target (DeMo's
 transform, `_get_smaller_split` in utils/compression.py of dstrbtd/DistributedTraining).
@@ -21,9 +21,9 @@ def chunk_edge(length: int, target: int) -> int:
 def scattered_into(shape: Sequence[int], target: int | None, layout: str) -> tuple[int, ...] | None:
     """The shape that validators scatter a parameter's values into, along its last dimension.
 
-    Of a matrix in `y·h` rows and `x·w` columns: `(y, x, h·w)` in `blocks` (Templar; subnet 38 with
-    the DCT), `(y, h, x·w)` in `rows` (subnet 38 without it). Of a vector: `(x, w)`. Without a
-    `target` indices count through the whole tensor. None for a parameter of no or more than two
+    For a matrix of `y·h` rows and `x·w` columns: `(y, x, h·w)` in `blocks` (Templar; subnet 38 with
+    the DCT), `(y, h, x·w)` in `rows` (subnet 38 without it). For a vector: `(x, w)`. Without a
+    `target`, indices address the whole tensor. None for a parameter of zero or more than two
     dimensions, which neither subnet has.
     """
     if target is None:

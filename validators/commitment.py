@@ -1,5 +1,4 @@
-"""Commitment: what the hotkey has written on chain must be the keys that validators can read the
-bucket with."""
+"""Commitment: the hotkey must commit on chain the keys that let validators read the bucket."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ RULE = "commitment"
 
 
 def fingerprint(commitment: str | None) -> str | None:
-    """`128:0f3a…`: length and digest, so that two can be compared and none is stored."""
+    """`128:0f3a…`: length and digest, to compare commitments without storing them."""
     if commitment is None:
         return None
     return f"{len(commitment)}:{hashlib.sha256(commitment.encode()).hexdigest()[:16]}"
 
 
 def judge_tried(facts: Facts, limits: Limits) -> Verdict:
-    """As `judge`, after the committed keys have opened the bucket."""
+    """`judge`, once the committed keys have opened the bucket."""
     verdict = judge(facts, limits)
     if verdict.outcome != "warn":
         return verdict
@@ -32,10 +31,10 @@ def judge_tried(facts: Facts, limits: Limits) -> Verdict:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block where nothing, or another length (subnet 38: exactly 128 characters), is committed.
+    """Block if the hotkey has committed nothing or the wrong length (subnet 38: exactly 128
+    characters).
 
-    Keys other than those in use are warned of: whether they open the bucket, only the audit can
-    try.
+    Warn if the committed keys differ from those in use: only the audit can try them.
     """
     seen, chars = facts.network.commitment, limits.commitment_chars
     if seen is None:

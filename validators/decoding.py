@@ -1,8 +1,8 @@
-"""One parameter's values, decoded as a validator decodes them. For the inspecting child alone: it
-needs torch.
+"""Decodes one parameter's values the way a validator does. Only for the inspecting child: needs
+torch.
 
-What a validator would raise on is `Unusable`: it resets the scores of the whole file. What it skips
-without a word is no error there, and is reported as a warning here.
+`Unusable` marks what a validator would raise on, which resets the scores of the whole file. What a
+validator silently skips becomes a warning here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from validators.chunks import scattered_into
 
 ENORMOUS = 5e18
-"""Values about here, times the learning rates of an evaluation (0.7 · 0.5), have squares and
-products that float32 can't hold. Measured with the validators' own code: with half of all values
-at 1e19 the loss is NaN, at 1e18 it is not; one such value or parameter leaves it finite."""
+"""Magnitude at which values, times an evaluation's learning rates (0.7 · 0.5), have squares and
+products that overflow float32. Measured with the validators' own code: with half of all values at
+1e19 the loss is NaN, at 1e18 it is not; one such value or parameter leaves it finite."""
 
 _DENSE_ELEMENTS = 1 << 22
-"""Elements of a decoded gradient that are held at a time (16 MiB of float32)."""
+"""Elements of a decoded gradient to hold in memory at a time (16 MiB of float32)."""
 
 
 class Unusable(Exception):
@@ -30,7 +30,7 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Format:
-    """How a network writes a parameter's compressed gradient; fields of `Limits` without
+    """How a network encodes a parameter's compressed gradient; fields of `Limits` without
     `gradients_`."""
 
     index_suffix: str = "idxs"
@@ -47,14 +47,14 @@ class Format:
 
     @classmethod
     def of(cls, limits: Mapping[str, Any]) -> Format:
-        """From the limits by name."""
+        """Select this class's fields from the limits."""
         known = {name: limits.get(f"gradients_{name}") for name in cls.__dataclass_fields__}
         return cls(**{name: value for name, value in known.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What the file holds of one parameter; None for what it lacks."""
+    """A parameter's entries in the file; None for a missing one."""
 
     name: str
     indices: Any
@@ -64,20 +64,20 @@ class Stored:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What applying it would do."""
+    """The effect of applying one parameter's values."""
 
     something: bool
-    """At least one value is neither zero nor denormal: the model would not be the same after it."""
+    """At least one value is neither zero nor denormal, so applying it would change the model."""
 
     values: int
     enormous: int
-    """How many of the values are beyond `ENORMOUS`."""
+    """Number of values beyond `ENORMOUS`."""
 
     warning: str | None = None
 
 
 def stored(document: Mapping[str, Any], name: str, form: Format) -> Stored:
-    """The parameter's entries by the network's suffixes."""
+    """The parameter's entries, found by the network's suffixes."""
     suffixes = (form.index_suffix, form.value_suffix, form.quant_suffix)
     return Stored(name, *(document.get(name + suffix) for suffix in suffixes))
 
@@ -97,7 +97,7 @@ def decode(
         values = _dequantised(torch, values, entry.quantisation, size)
     dtype = _checked_dtype(torch, values, form)
     with warnings.catch_warnings():
-        # Of a complex index torch drops the imaginary part, and says so.
+        # torch warns when it drops the imaginary part of a complex index.
         warnings.simplefilter("ignore")
         whole = indices.to(torch.int64)
     if form.chunk is None and whole.shape == values.shape:
@@ -122,15 +122,15 @@ def _plain(torch: Any, value: Any, what: str, size: int) -> Any:
         raise Unusable(f"{what} are a {type(value).__name__}, not a tensor")
     if value.layout is not torch.strided or value.device.type != "cpu":
         raise Unusable(f"{what} are {value.layout} on {value.device}, not a plain tensor")
-    # A view with stride 0 claims any size and costs nothing until somebody computes with it.
+    # A view with stride 0 can claim any size and costs nothing until an operation reads it.
     if value.numel() * value.element_size() > size:
         raise Unusable(f"claims {value.numel()} {what} in a file of {size} bytes")
     return value.detach()
 
 
 def _unpacked(torch: Any, packed: Any, values: Any, bits: int) -> Any:
-    """Indices of 12 bits, of which two lie in three bytes: the low eight of the first, its high
-    four below the low four of the second, the second's high eight."""
+    """Unpack 12-bit indices, two per three bytes: the first's low eight bits; its high four below
+    the second's low four; the second's high eight."""
     if bits != 12:
         raise Unusable(f"indices of {bits} bits are none that this version can read")
     if packed.dtype != torch.uint8:
@@ -148,7 +148,7 @@ def _unpacked(torch: Any, packed: Any, values: Any, bits: int) -> Any:
 
 
 def _check_quantisation(torch: Any, entry: Stored, scale_range: tuple[float, float]) -> None:
-    """What Templar's validators ask of quantisation parameters before they use them."""
+    """Templar's validators check these quantisation parameters before they use them."""
     if entry.quantisation is None:
         raise Unusable("quantisation parameters are missing")
     parameters = entry.quantisation
@@ -165,7 +165,8 @@ def _check_quantisation(torch: Any, entry: Stored, scale_range: tuple[float, flo
 
 
 def _check_topk(whole: Any, target: tuple[int, ...], topk: int) -> None:
-    """As many values in each chunk as all miners send, in all chunks of the parameter."""
+    """Require exactly the network's number of values in each chunk, for all chunks of the
+    parameter."""
     expected = min(topk, target[-1])
     if whole.dim() == 0 or whole.shape[-1] != expected:
         given = whole.shape[-1] if whole.dim() else 1
@@ -175,7 +176,8 @@ def _check_topk(whole: Any, target: tuple[int, ...], topk: int) -> None:
 
 
 def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
-    """Values by their lookup table: `table[value] + shift` in the type that is named last."""
+    """Dequantise by lookup table: `table[value] + shift`, in the dtype that comes last in
+    `parameters`."""
     if not isinstance(parameters, (list, tuple)) or len(parameters) != 5:
         count = (
             len(parameters) if isinstance(parameters, (list, tuple)) else type(parameters).__name__
@@ -219,8 +221,8 @@ def _checked_dtype(torch: Any, values: Any, form: Format) -> Any:
 def _check_shapes(
     torch: Any, whole: Any, values: Any, target: tuple[int, ...] | None, dtype: Any
 ) -> None:
-    # On "meta" torch checks all that it would check, and touches no memory.
-    # Without the model's shapes only what indices and values say of each other can be checked.
+    # On "meta", torch runs its checks without touching memory. Without the model's shapes, it can
+    # only compare indices with values.
     into = tuple(values.shape) if target is None else target
     if target is None and not into:
         return
@@ -243,8 +245,8 @@ def _check_bounds(whole: Any, bound: int | None) -> None:
 
 
 def _computable(tensor: Any) -> Any:
-    """The same numbers in a type that torch computes with: of float8 and unsigned integers it knows
-    next to nothing."""
+    """Convert to a type that torch can compute with: it supports few operations on float8 and
+    unsigned integers."""
     if tensor.is_floating_point():
         return tensor.float() if tensor.element_size() == 1 else tensor
     return (
@@ -259,7 +261,7 @@ def _check_finite(torch: Any, whole: Any, used: Any, target: tuple[int, ...] | N
         raise Unusable("NaN or Inf in the values")
     if not used.numel() or not used.is_floating_point() or whole.dim() == 0:
         return
-    # The mean of values with one index is their sum first.
+    # A mean over values of the same index sums them first, which may overflow.
     peak = float(used.abs().max())
     if peak * whole.shape[-1] < torch.finfo(used.dtype).max:
         return

@@ -1,6 +1,6 @@
-"""What the rules look at: the candidate, the published state, the network. Plain data, no I/O.
+"""Inputs of the rules: the candidate, the published state, the network. Plain data, no I/O.
 
-Unknown is None; the reason stands beside it.
+None means unknown; a `reason` field says why.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ class Candidate:
 
     kind: str
     """`gradient`, or `archive`: the upload after an AllReduce, which starts at inner step 0 and is
-    needed."""
+    required."""
 
     outer_step: int
     inner_step: int
     loss: float | None = None
     recent_losses: tuple[float, ...] = ()
     base_outer_step: int | None = None
-    """The outer step of the global state that the local one was loaded from."""
+    """The outer step of the global state that the miner loaded."""
 
     files: Mapping[str, Any] | None = None
-    """What the file check of gradients.pt found (`validators.gradients`), None where it was not
-    looked at."""
+    """What the inspection of gradients.pt found (`validators.gradients`), None without an
+    inspection."""
 
     config: Mapping[str, Any] | None = None
     """The candidate's config.json."""
@@ -44,14 +44,14 @@ class Published:
     """What the repo holds now, as of `seen_at`."""
 
     age_s: float | None = None
-    """Age of the newest gradients.pt by the server's own clock."""
+    """Age of the newest gradients.pt by the server's clock."""
 
     reason: str | None = "not looked at yet"
-    """Why `age_s` is None. None where the repo was read; an empty repo has `empty=True`."""
+    """Why `age_s` is None. None if the repo was read; an empty repo has `empty=True`."""
 
     empty: bool = False
     seen_at: float | None = None
-    """Monotonic time when it was read: a wall clock that steps must not make it younger."""
+    """Monotonic time of the read: a wall-clock step must not make the repo look younger."""
 
     outer_step: int | None = None
     inner_step: int | None = None
@@ -64,30 +64,30 @@ class Published:
 
 @dataclass(frozen=True)
 class Network:
-    """What the chain and the master's repo say."""
+    """What the chain and the master's repo report."""
 
     block: int | None = None
     outer_step: int | None = None
     blocks_since_allreduce: int | None = None
     commitment: str | None = None
-    """`validators.commitment.fingerprint` of what the hotkey has committed on chain; of `""` where
-    nothing is."""
+    """`validators.commitment.fingerprint` of the hotkey's commitment on chain; of `""` without
+    one."""
 
     registered: bool | None = None
     uid: int | None = None
     reason: str | None = "not looked at"
-    """Why nothing is known. None where the chain was read."""
+    """Why nothing is known. None if the chain was read."""
 
     seen_at: float | None = None
-    """Monotonic time when it was read."""
+    """Monotonic time of the read."""
 
     blocks_per_allreduce: int | None = None
-    """Where it differs from the profile's: the master's own grows with its first success."""
+    """Set if it differs from the profile's: the master's value grows with its first success."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything a rule may look at, and the time it is judged at."""
+    """Everything a rule may read, and the time of the judgement."""
 
     candidate: Candidate
     published: Published = field(default_factory=Published)
@@ -97,10 +97,10 @@ class Facts:
 
     credentials: str | None = None
     """`validators.commitment.fingerprint` of the commitment that the credentials in use would
-    give."""
+    produce."""
 
     bucket: str | None = None
     """Name of the bucket in use."""
 
     tried: bool = False
-    """The keys committed on chain have opened the bucket."""
+    """Whether the keys committed on chain have opened the bucket."""

@@ -1,6 +1,6 @@
-"""The gradients file: judged by what `validators.inspect_gradients` found in it.
+"""The gradients file, judged by what `validators.inspect_gradients` found in it.
 
-The file itself is never opened here: this rule runs inside rank 0.
+This rule runs inside rank 0 and never opens the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from validators.verdict import Verdict
 RULE = "gradients"
 
 ALL_ZERO = "all values are zero"
-"""What a gradient must not be and an archive is: after an outer step the local weights are the
+"""An error for a gradient, normal for an archive: after an outer step the local weights equal the
 global ones."""
 
 _PROBLEMS_KEPT = 3
@@ -26,7 +26,8 @@ _SHAPES: Mapping[Any, str] = {
 
 
 def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Of an inspection's report what this rule reads, cut to a size that a decision can carry."""
+    """Keep only what this rule reads from an inspection's report, at a size that fits into a
+    decision."""
     if report is None:
         return None
     problems = [str(p)[:160] for p in report.get("problems") or ()]
@@ -46,8 +47,7 @@ def reduced(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block a file with problems or of an implausible size; unknown where it could not be
-    inspected.
+    """Block a file with problems or of an implausible size; unknown without an inspection.
 
     An archive may be zero.
     """

@@ -1,8 +1,8 @@
-"""The child that opens a gradients file: `python -m validators.inspect_gradients`, see
+"""Child process that opens a gradients file: `python -m validators.inspect_gradients`, see
 `validators.inspection`.
 
-Loads it as a validator does (`weights_only=True`: tensors and plain containers, no code) and looks
-at what came out. Memory and processor time are limited before the file is touched.
+Loads the file as a validator does (`weights_only=True`: tensors and plain containers, no code) and
+checks the result. Limits memory and CPU time before it touches the file.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from validators.shapes import Shapes, plain_name
 _MAX_PROBLEMS = 8
 _ZIP = b"PK\x03\x04"
 _MAX_LENGTH = 200
-"""Characters of a problem."""
+"""Maximum characters of a problem."""
 
 
 class RejectedFile(Exception):
-    """The file is not one that validators accept; the message says why."""
+    """Validators do not accept the file; the message says why."""
 
 
 def main() -> None:
-    """Answer with the report that `validators.inspection.inspect_file` describes."""
+    """Write the report that `validators.inspection.inspect_file` describes."""
     request = probe.request()
     try:
         import torch
@@ -62,8 +62,8 @@ def examine(
     memory_bytes: int | None,
     cpu_s: float,
 ) -> dict[str, Any]:
-    """The report on a file of `size` bytes; `memory_bytes` beyond what is taken now limits this
-    process for good."""
+    """The report on a file of `size` bytes. Permanently limits this process to `memory_bytes`
+    beyond its current use."""
     report: dict[str, Any] = {"size_bytes": size, "problems": [], "warnings": [], "params": 0}
     try:
         _check_size(size, limits.get("gradients_max_bytes"))
@@ -79,8 +79,8 @@ def examine(
             "problems": [f"needs more memory than is allowed for a file of {size} bytes"],
         }
     except Exception as error:  # noqa: BLE001 -- torch raises anything on tensors of an odd kind; reported as a problem
-        # Not unknown, which lets an upload pass: what can't be judged here a validator can't use
-        # either.
+        # Reject instead of `unknown`, which lets an upload pass: a file that fails here fails in a
+        # validator too.
         return {
             **report,
             "problems": [f"cannot be looked into: {type(error).__name__}: {_gist(str(error))}"],
@@ -102,7 +102,8 @@ def _check_claims(path: str, size: int) -> None:
             claimed = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise RejectedFile(f"truncated or damaged: {error}") from error
-    # torch stores without compression, so contents beyond the file's own size are a bomb or a lie.
+    # torch stores without compression, so contents larger than the file indicate a zip bomb or a
+    # false header.
     if claimed > size:
         raise RejectedFile(f"claims {claimed} bytes inside a file of {size}")
 
@@ -117,15 +118,15 @@ def _restrict(memory_bytes: int, cpu_s: float) -> None:
 
 def _load(torch: Any, path: str) -> Mapping[str, Any]:
     try:
-        # Mapped, so that a parameter's numbers are in memory only while they are looked at; torch's
-        # older format can't be.
+        # Map the file, so that a parameter's values occupy memory only while in use; torch's older
+        # format does not support mapping.
         with open(path, "rb") as file:
             mapped = file.read(4) == _ZIP
         document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except MemoryError:
         raise
     except Exception as error:
-        # A hostile file may raise anything; all of it means refused.
+        # A hostile file may raise any exception; every one means rejection.
         words = _gist(str(error))
         if "alloc" in words or "memory" in words.lower():
             raise RejectedFile(f"needs more memory than allowed: {words}") from error
@@ -138,7 +139,7 @@ def _load(torch: Any, path: str) -> Mapping[str, Any]:
 
 
 def _gist(text: str) -> str:
-    """Of torch's long explanation the part that names the culprit."""
+    """The phrase of torch's long explanation that names the cause."""
     words = " ".join(text.split()).partition(" Check the documentation")[0]
     for mark in (
         "Unsupported global:",
@@ -158,8 +159,8 @@ def _look(
     shapes: Shapes | None,
     size: int,
 ) -> dict[str, Any]:
-    """Apply the file as a validator does: by the model's own names where they are known, else by
-    the file's."""
+    """Apply the file as a validator does: by the model's parameter names if known, else by the
+    file's."""
     form = Format.of(limits)
     if form.inside is not None:
         inner = document.get(form.inside)
@@ -173,8 +174,7 @@ def _look(
     named = _named(document, form)
     if not named:
         problems.append(f"holds no `<param>{form.index_suffix}` and `<param>{form.value_suffix}`")
-    # No validator has a parameter of a wrapper's name: it unwraps the model before it asks for the
-    # state.
+    # Validators unwrap the model before they read its state, so they know no wrapper's name.
     names = [name for name in named if plain_name(name) == name] if shapes is None else shapes.of
     applied, wrong, warned = _applied(torch, document, names, shapes, form, size)
     problems += wrong
@@ -194,7 +194,7 @@ def _look(
 
 
 def _named(document: Mapping[str, Any], form: Format) -> list[str]:
-    """Names of the parameters that the file holds anything of."""
+    """Names of the parameters with any entry in the file."""
     ends = (form.index_suffix, form.value_suffix)
     return sorted(
         {k[: -len(s)] for k in document for s in ends if isinstance(k, str) and k.endswith(s)}
@@ -209,7 +209,7 @@ def _applied(
     form: Format,
     size: int,
 ) -> tuple[dict[str, Decoded], list[str], list[str]]:
-    """What is applied by name, what a validator raises on, and what is worth a warning."""
+    """Decoded parameters by name, what a validator would raise on, and warnings."""
     applied: dict[str, Decoded] = {}
     problems, warned = [], []
     for name in names:
@@ -239,7 +239,7 @@ def _applied(
 def _worthless(
     applied: Mapping[str, Decoded], named: Sequence[str], shapes: Shapes | None
 ) -> Iterator[str]:
-    """Why a file that no validator raises on scores zero."""
+    """Why a file that every validator decodes without error still scores zero."""
     wrapped = [name for name in named if plain_name(name) != name]
     if not applied and wrapped:
         yield (
@@ -260,8 +260,8 @@ def _worthless(
 def _compared(
     named: Sequence[str], applied: Mapping[str, Decoded], shapes: Shapes | None
 ) -> tuple[list[str], list[str]]:
-    """Names that the model does not have, and words about parameters of the model that are
-    missing."""
+    """Names that the model lacks, and a warning if the file lacks some of the model's
+    parameters."""
     if shapes is None:
         return [name for name in named if plain_name(name) != name], []
     missing = sorted(set(shapes.of) - shapes.optional - set(named))
@@ -282,8 +282,7 @@ def _summed(unnamed: Sequence[str]) -> Iterator[str]:
 
 
 def _shown(words: str) -> str:
-    """Of any length and with any characters are a file's names: here they are short, and can be
-    written anywhere."""
+    """Truncate and escape: a file's names may be of any length and contain any characters."""
     return words[:_MAX_LENGTH].encode("utf-8", "backslashreplace").decode()
 
 

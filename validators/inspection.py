@@ -1,5 +1,5 @@
-"""Have a gradients file inspected: in a child with a deadline and limited memory, since the file
-may be anything.
+"""Inspects a gradients file in a child with a deadline and limited memory, since the file is
+untrusted.
 
 Not for ranks: it starts a process and waits for it.
 """
@@ -17,7 +17,7 @@ from validators.shapes import Shapes
 
 DEADLINE_S = 120.0
 MEMORY_BYTES = 2 * 1024**3
-"""What the child may take beside torch itself and three times the file (the file, its tensors, a
+"""Memory for the child beyond torch itself and three times the file (the file, its tensors, a
 mask)."""
 
 
@@ -30,10 +30,11 @@ def inspect_file(
     memory_bytes: int = MEMORY_BYTES,
     python: str = sys.executable,
 ) -> dict[str, Any]:
-    """What is in `path`: `size_bytes`, `params`, and `problems` in words (empty: none).
+    """Inspect `path`: returns `size_bytes`, `params`, and `problems` in words (empty if it has no
+    problems).
 
-    `shapes` are the model's; `shapes_known` says whether the file was compared with them. Where
-    nothing could be found out, `reason` says why. Never raises.
+    `shapes` are the model's; `shapes_known` tells whether they were compared with the file. If the
+    inspection is inconclusive, `reason` says why. Never raises.
     """
     request = {
         "path": str(path),

@@ -1,6 +1,6 @@
-"""The numbers that the rules compare with: the gate's own settings and the profile's limits.
+"""The numbers that the rules compare with: the gate's settings and the profile's limits.
 
-Standard library only: rules also run inside rank 0. A limit that is None is not in force.
+Standard library only: rules also run inside rank 0. A limit of None is disabled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from validators.facts import Network
 
 
 class OwnLimits(Protocol):
-    """What the rules need of `miner_guard.config.GateSettings`."""
+    """What the rules need from `miner_guard.config.GateSettings`."""
 
     @property
     def min_inner_step(self) -> int: ...
@@ -29,7 +29,7 @@ class OwnLimits(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of all rules. The first four are the miner's own caution, the others what validators
+    """Limits of all rules. The first four are the miner's own margins, the others what validators
     enforce."""
 
     min_inner_step: int = 50
@@ -38,47 +38,48 @@ class Limits:
     repo_age_limit_s: float = 2000.0
 
     validator_min_inner_step: int | None = None
-    """The least inner step that validators accept."""
+    """The lowest inner step that validators accept."""
 
     validator_repo_age_s: float | None = None
     """Published files of this age or older score zero."""
 
     block_list_max_age: int | None = None
-    """Blocks between the newest of `block_list` and the current block."""
+    """Maximum blocks between the newest of `block_list` and the current block."""
 
     blocks_per_allreduce: int | None = None
-    """Blocks between two AllReduces; in the first half of it the epoch before is scored."""
+    """Blocks between two AllReduces; validators score the previous epoch in the first half of
+    them."""
 
     block_s: float = 12.0
     """Seconds per block."""
 
     window_blocks: int | None = None
-    """Blocks per window, where a subnet counts in windows."""
+    """Blocks per window, on a subnet that counts in windows."""
 
     window_put_s: tuple[float, float] | None = None
-    """Seconds after a window's start between which an upload must appear."""
+    """Earliest and latest seconds after a window's start at which an upload must appear."""
 
     window_inner_steps: int | None = None
     """Inner steps per window."""
 
     revision_pattern: str | None = None
-    """Regular expression of a revision, with the groups `outer` and `inner` where it has them."""
+    """Regular expression of a revision, with the optional groups `outer` and `inner`."""
 
     bucket_pattern: str | None = None
-    """Regular expression of the bucket's name; a group `uid` must be the miner's, one `model` the
-    `global_model`."""
+    """Regular expression of the bucket's name; its group `uid` must be the miner's, its group
+    `model` the `global_model`."""
 
     global_model: str | None = None
     """The model that validators score; buckets are named after it."""
 
     gradients_key: str | None = None
-    """Where the gradients file lies, with `{outer_step}` in it."""
+    """Key of the gradients file, containing `{outer_step}`."""
 
     config_key: str | None = None
-    """Where the config file lies."""
+    """Key of the config file."""
 
     metadata_key: str | None = None
-    """Where the metadata file lies."""
+    """Key of the metadata file."""
 
     metadata_fields: tuple[str, ...] = ()
     """Fields that metadata.json must have."""
@@ -87,13 +88,13 @@ class Limits:
     """Exact length of the commitment on chain."""
 
     commitment_form: tuple[int, ...] = ()
-    """Lengths of its parts: account id, read key id, read secret."""
+    """Lengths of its fields: account id, read key id, read secret."""
 
     endpoint: str | None = None
-    """The storage's URL with `{account}`, as validators make it from a commitment."""
+    """The storage's URL with `{account}`, as validators build it from a commitment."""
 
     gradients_metadata_key: str | None = None
-    """A key that gradients.pt must have beside the tensors."""
+    """A key that gradients.pt must contain besides the tensors."""
 
     gradients_index_suffix: str = "idxs"
     gradients_value_suffix: str = "vals"
@@ -101,51 +102,49 @@ class Limits:
     gradient."""
 
     gradients_chunk: int | None = None
-    """Indices count within chunks of this edge (the DCT's), and are whole-tensor indices where it
-    is None."""
+    """Indices count within chunks of this edge (the DCT's); None: within the whole tensor."""
 
     gradients_layout: str = "rows"
-    """How the chunks of a matrix lie: `rows` of its whole width, or square `blocks`."""
+    """Layout of a matrix's chunks: `rows` of its whole width, or square `blocks`."""
 
     gradients_inside: str | None = None
-    """The key of the file's document that holds the gradients, where they do not fill it."""
+    """The key that holds the gradients; None: the file's top level holds them."""
 
     gradients_packed_bits: int | None = None
     """12: indices are packed, two in three bytes of uint8. None: one number each."""
 
     gradients_topk: int | None = None
-    """Values that each chunk must have, or as many as it is long; None: any number."""
+    """Values per chunk, capped at the chunk's length; None: any number."""
 
     gradients_complete: bool = False
-    """A parameter that is missing, or that the model does not have, rejects the whole file."""
+    """Reject the whole file if it lacks a parameter or has one that the model lacks."""
 
     gradients_quant_scale: tuple[float, float] | None = None
-    """Least and greatest scale of quantised values that is taken."""
+    """Smallest and largest accepted scale of quantised values."""
 
     gradients_value_dtype: str | None = None
-    """torch's name of the type that values must have: validators scatter them into a tensor of
-    it."""
+    """torch's name of the required value dtype: validators scatter values into a tensor of it."""
 
     gradients_min_bytes: int | None = None
     gradients_max_bytes: int | None = None
-    """Sizes outside are not plausible."""
+    """Smaller or larger sizes are implausible."""
 
     min_inner_step_after_allreduce: int | None = None
-    """The operator's minimum while the archive of an AllReduce is published; None: as always."""
+    """The operator's minimum while the archive of an AllReduce is published; None: the usual
+    minimum."""
 
     version: str | None = None
-    """The validators' version, where a key names it (`{version}`)."""
+    """The validators' version, for keys that contain `{version}`."""
 
     bucket_is_account: bool = False
-    """The bucket bears the name of the committed account."""
+    """The bucket's name is the committed account id."""
 
     read_from: str | None = None
-    """The version of the validators that the numbers were read from."""
+    """The version of the validators that these numbers come from."""
 
     @classmethod
     def of(cls, settings: OwnLimits, numbers: Mapping[str, Any]) -> Limits:
-        """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for a name that no rule
-        has."""
+        """Limits from `[gate]` and a profile's `[limits]`. Raises TypeError for an unknown name."""
         if foreign := sorted(numbers.keys() - _NAMES):
             raise TypeError(f"limits that no rule has: {', '.join(foreign)}")
         values: dict[str, Any] = {
@@ -157,7 +156,7 @@ class Limits:
 
 
 def in_force(limits: Limits, network: Network) -> Limits:
-    """The limits as the validators that `network` tells of have them now."""
+    """The limits currently in force, adjusted by what `network` reports."""
     if network.blocks_per_allreduce is None:
         return limits
     return replace(limits, blocks_per_allreduce=network.blocks_per_allreduce)

@@ -1,4 +1,4 @@
-"""Loss: NaN and infinities never go out; a loss that rises is reported."""
+"""Loss: block NaN and infinities; warn of a rising loss."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from validators.verdict import Verdict
 
 RULE = "loss"
 POINTS = 10
-"""Inner steps that the trend is judged over (source 004: check the last 10 steps)."""
+"""Inner steps in the trend (source 004: check the last 10 steps)."""
 
 RISING_P = 0.99
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block a loss that is not finite; warn where it rises over the last 10 inner steps with P >
-    0.99."""
+    """Block a non-finite loss; warn if it rises over the last 10 inner steps with P > 0.99."""
     loss, recent = facts.candidate.loss, facts.candidate.recent_losses
     if loss is None and not recent:
         return Verdict(RULE, "unknown", None, None, "the loss was not handed in")

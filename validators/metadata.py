@@ -11,12 +11,12 @@ from validators.verdict import Verdict
 
 RULE = "metadata"
 FILES = "files"
-"""Of metadata.json: `{"gradients.pt": {"size_bytes", "checksum"}, …}`, what the metadata goes with.
-Ours alone writes it (`uploads.publisher`); validators read past it."""
+"""metadata.json's key for the files it describes: `{"gradients.pt": {"size_bytes", "checksum"},
+…}`. Only our publisher writes it (`uploads.publisher`); validators ignore it."""
 
 
 def reduced(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Of metadata.json the scalar fields, cut to a size that a decision can carry."""
+    """The scalar fields of metadata.json, at a size that fits into a decision."""
     if metadata is None:
         return None
     scalars = {
@@ -26,10 +26,10 @@ def reduced(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def read_inner_step(metadata: Mapping[str, Any] | None) -> int | None:
-    """The inner step that validators read: `int()` of what follows the last dot of it. None where
-    that raises.
+    """The inner step as validators parse it: `int()` of the text after its last dot. None if that
+    raises.
 
-    They put it into a revision and take it out again (R:433), so 84.5 is 5, 84.0 is 0 and "84" is
+    They format it into a revision and parse it back (R:433), so 84.5 is 5, 84.0 is 0 and "84" is
     84.
     """
     if metadata is None or "inner_step" not in metadata:
@@ -41,10 +41,9 @@ def read_inner_step(metadata: Mapping[str, Any] | None) -> int | None:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block where a field that validators read is missing, whatever its value, or the inner step
-    can't be read.
+    """Block if a field that validators read is missing, or the inner step is unreadable.
 
-    Other steps than the candidate's are warned of: validators take the outer step from the network,
+    Warn if the steps differ from the candidate's: validators take the outer step from the network,
     and upstream writes the inner step of the upload's end.
     """
     seen, needed = facts.candidate.metadata, list(limits.metadata_fields)
@@ -87,10 +86,11 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
-    """As `judge`; warn where the published gradients are not those that the metadata goes with."""
+    """`judge`, plus a warning if the published gradients are not those that the metadata
+    describes."""
     verdict, published, metadata = judge(facts, limits), facts.published, facts.candidate.metadata
-    # In the first half after an AllReduce the epoch before is scored: the root metadata does not
-    # speak of it.
+    # In the first half after an AllReduce, validators score the previous epoch, which the root
+    # metadata does not describe.
     if (
         verdict.outcome != "pass"
         or metadata is None
@@ -107,10 +107,10 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
 def mixed(
     metadata: Mapping[str, Any] | None, size_bytes: int | None, checksum: str | None
 ) -> str | None:
-    """Why gradients of this size and checksum are of another revision than `metadata`; None where
-    nothing says so.
+    """Why gradients of this size and checksum belong to another revision than `metadata`; None
+    without evidence.
 
-    Checksums of different forms (an md5, a digest of parts' digests, a sha256) can't be compared.
+    Checksums of different forms (an md5, a digest of parts' digests, a sha256) are not comparable.
     """
     named = _named(metadata)
     if (

@@ -1,4 +1,4 @@
-"""Minimum inner step: a pseudo-gradient of too few inner steps is rejected."""
+"""Minimum inner step: validators reject a pseudo-gradient of too few inner steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ RULE = "min_inner_step"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block below `min_inner_step` (source 004: 50). The words are a contract.
+    """Block below `min_inner_step` (source 004: 50). The sentence is a contract.
 
-    An archive is exempt: the upload after an AllReduce starts at inner step 0, and the miner's own
+    Archives are exempt: the upload after an AllReduce starts at inner step 0, and the miner's own
     reload needs it.
     """
     seen, least = facts.candidate.inner_step, minimum(limits, facts.published.inner_step)
@@ -36,15 +36,15 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def minimum(limits: Limits, published_inner_step: int | None) -> int:
-    """The operator's minimum: another one may hold while the archive of an AllReduce is
-    published."""
+    """The operator's minimum, which may differ while the archive of an AllReduce is published."""
     if published_inner_step == 0 and limits.min_inner_step_after_allreduce is not None:
         return limits.min_inner_step_after_allreduce
     return limits.min_inner_step
 
 
 def _both_minima(least: int, published_inner_step: int | None, limits: Limits) -> str | None:
-    """What the sentence, whose words are a contract, leaves out; None where there is nothing."""
+    """Details that the sentence, whose words are a contract, cannot carry; None if there are no
+    details."""
     accepted = limits.validator_min_inner_step
     if accepted is None or accepted >= least:
         return None
@@ -58,8 +58,7 @@ def _both_minima(least: int, published_inner_step: int | None, limits: Limits) -
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
-    """What validators say of the inner step in the published metadata (subnet 38: 0 is
-    rejected)."""
+    """The validators' verdict on the published inner step (subnet 38 rejects 0)."""
     seen, least = facts.published.inner_step, limits.validator_min_inner_step
     if seen is None:
         words = "the published inner step is not known: metadata.json does not name one"

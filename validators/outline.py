@@ -1,8 +1,7 @@
-"""What can be reported of gradients before they are written to a file: names, types and shapes
-alone.
+"""Checks gradients before the miner writes them to a file: names, dtypes and shapes only.
 
-Standard library only, and no tensor is read: this runs inside rank 0, on what is about to go out.
-Where a tensor's shape decides, the words of `validators.decoding` and of this module are the same.
+Standard library only, and reads no tensor: this runs inside rank 0, on what is about to be
+uploaded. For defects of shape, this module and `validators.decoding` use the same words.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MAX_PROBLEMS = 8
 
 @dataclass(frozen=True)
 class Tensors:
-    """A parameter's indices and values, by what their headers say."""
+    """Headers of a parameter's indices and values."""
 
     index_shape: tuple[int, ...]
     value_shape: tuple[int, ...]
@@ -29,10 +28,10 @@ class Tensors:
 
 
 def outline(document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, Any]:
-    """The report of `validators.inspection.inspect_file`, of a dictionary in memory.
+    """The report of `validators.inspection.inspect_file`, for a dictionary in memory.
 
-    `shapes` are the model's by plain name, where they are known. What needs the values themselves
-    (bounds, NaN, lookup tables) is not reported: `values_read` is False.
+    `shapes` are the model's by plain name, if known. `values_read` is False: checks that need the
+    values (bounds, NaN, lookup tables) do not run here.
     """
     if not isinstance(document, Mapping):
         return _report([f"holds a {type(document).__name__}, not a dictionary"], 0, shapes)
@@ -59,7 +58,7 @@ def outline(document: Any, limits: Limits, shapes: Shapes | None) -> dict[str, A
         problems.append(
             f"validators know none of its {len(named)} parameters ({why}) and skip them all"
         )
-    # A large model has few shapes, and many parameters of each.
+    # Cache per shape: a large model has few distinct shapes.
     judged: dict[tuple[Tensors, tuple[int, ...] | None], str | None] = {}
     for name in known:
         found = _tensors(document, name, limits)
@@ -89,7 +88,7 @@ def _report(problems: Sequence[str], params: int, shapes: Shapes | None) -> dict
 
 
 def _named(document: Mapping[Any, Any], limits: Limits) -> list[str]:
-    """Parameters of which the document has both indices and values; validators skip the others."""
+    """Parameters with both indices and values; validators skip the others."""
     index, value = limits.gradients_index_suffix, limits.gradients_value_suffix
     names = (k[: -len(index)] for k in document if isinstance(k, str) and k.endswith(index))
     both = (n for n in names if document.get(n + index) is not None)
@@ -97,7 +96,7 @@ def _named(document: Mapping[Any, Any], limits: Limits) -> list[str]:
 
 
 def _tensors(document: Mapping[Any, Any], name: str, limits: Limits) -> Tensors | str:
-    """Headers of a parameter's tensors; words where one is no tensor."""
+    """Headers of a parameter's tensors, or a problem in words if an entry is not a tensor."""
     indices = document[name + limits.gradients_index_suffix]
     values = document[name + limits.gradients_value_suffix]
     for what, tensor in (("indices", indices), ("values", values)):
@@ -105,7 +104,7 @@ def _tensors(document: Mapping[Any, Any], name: str, limits: Limits) -> Tensors 
             return f"{what} are a {type(tensor).__name__}, not a tensor"
     dtype = str(values.dtype).removeprefix("torch.")
     if document.get(f"{name}quant_params") is not None:
-        # What the lookup table gives is known from the table's own type alone.
+        # Quantised values get the dtype that their parameters name.
         dtype = _quantised_dtype(document[f"{name}quant_params"]) or dtype
     return Tensors(tuple(indices.shape), tuple(values.shape), dtype)
 
@@ -118,7 +117,7 @@ def _quantised_dtype(parameters: Any) -> str | None:
 
 
 def misfit(tensors: Tensors, shape: Sequence[int] | None, limits: Limits) -> str | None:
-    """Why a validator would raise on them, by their headers; None where it would not."""
+    """Why a validator would raise on these headers; None if it would not."""
     expected = limits.gradients_value_dtype
     if expected is not None and tensors.value_dtype != expected:
         return (
@@ -140,11 +139,12 @@ def misfit(tensors: Tensors, shape: Sequence[int] | None, limits: Limits) -> str
 
 
 def fits(index: tuple[int, ...], values: tuple[int, ...], target: tuple[int, ...] | None) -> bool:
-    """Whether torch's scatter along the last dimension takes these shapes: as many dimensions, and
-    an index that is nowhere larger than the values or, but for the last, than the target."""
+    """Whether torch's scatter along the last dimension accepts these shapes: equal dimension
+    counts, and an index no larger than the values anywhere, nor than the target except in the last
+    dimension."""
     if 0 in index:
         return True
-    # torch takes a single number for a vector of one.
+    # torch treats a scalar as a vector of length one.
     index, values, target = (
         index or (1,),
         values or (1,),

@@ -1,4 +1,4 @@
-"""Repo age: how old what is published is, by the storage's own clock."""
+"""Repo age: how old the published files are, by the storage's clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RULE = "repo_age"
 
 
 def age_now(published: Published, now: float) -> float | None:
-    """Age in seconds at `now` (monotonic): the age when it was read and the time since. None where
+    """Age in seconds at `now` (monotonic): the age when read plus the time since. None if
     unknown."""
     if published.age_s is None:
         return None
@@ -19,8 +19,8 @@ def age_now(published: Published, now: float) -> float | None:
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block what comes sooner than `min_upload_interval_s` after the last; an old repo is cured by
-    an upload."""
+    """Block within `min_upload_interval_s` of the last upload; never block for age, because an
+    upload fixes that."""
     published, least = facts.published, limits.min_upload_interval_s
     age = age_now(published, facts.now)
     if published.empty:
@@ -59,8 +59,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
-    """What validators say of the age of the published gradients (subnet 38: from 4800 s on they
-    score zero)."""
+    """The validators' verdict on the age of the published gradients (subnet 38: zero score from
+    4800 s)."""
     published = facts.published
     age = age_now(published, facts.now)
     limit = limits.validator_repo_age_s or limits.repo_age_limit_s

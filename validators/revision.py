@@ -1,4 +1,4 @@
-"""Revision: the tag that names outer and inner step, `{run}.{outer_step}.{inner_step}` on subnet
+"""Revision: the tag with the outer and inner step, `{run}.{outer_step}.{inner_step}` on subnet
 38."""
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ RULE = "revision"
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
-    """Block another form, and another outer step than the candidate's; warn of another inner step.
+    """Block a malformed revision or another outer step than the candidate's; warn of another inner
+    step.
 
-    Upstream writes the root metadata at the end of an upload with the inner step of then, so the
-    inner steps may differ in a revision that is accepted.
+    Upstream writes the root metadata at the end of an upload with the inner step of that moment, so
+    validators accept a revision whose inner steps differ.
     """
     seen, pattern = facts.candidate.revision, limits.revision_pattern
     if seen is None:

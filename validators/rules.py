@@ -1,6 +1,6 @@
-"""Which rules are in force: the gate's before an upload, the audit's on what is published.
+"""Which rules are in force: the gate's before an upload, the audit's on the published files.
 
-A rule is in force where its subject was handed in, or where the profile has its limit.
+A rule is in force if the caller supplied its subject or the profile has its limit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rule = tuple[str, Judge]
 
 
 def gate_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
-    """Rules for a candidate, in the order in which they are reported."""
+    """Rules for a candidate, in reporting order."""
     candidate = facts.candidate
     yield min_inner_step.RULE, min_inner_step.judge
     yield repo_age.RULE, repo_age.judge
@@ -52,7 +52,7 @@ def gate_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
 
 
 def audit_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
-    """Rules for what is published; `facts.candidate` is what was fetched."""
+    """Rules for the published files; `facts.candidate` holds what the audit fetched."""
     if limits.window_blocks is not None:
         yield window.RULE, window.judge_published
     else:
@@ -74,7 +74,7 @@ def _of_the_bucket(facts: Facts, limits: Limits) -> Iterator[Rule]:
 
 
 def evaluate_all(rules: Iterator[Rule], facts: Facts, limits: Limits) -> list[Verdict]:
-    """Every rule's verdict; an error inside one is a block that says so."""
+    """Every rule's verdict; an error inside a rule becomes a block that reports it."""
     return [evaluate(name, judge, facts, limits) for name, judge in rules]
 
 
@@ -87,6 +87,6 @@ def evaluate(name: str, judge: Judge, facts: Facts, limits: Limits) -> Verdict:
 
 
 def rule_error(name: str, error: Exception) -> Verdict:
-    """The verdict of a rule that raised: it blocks."""
+    """The verdict for a rule that raised: a block."""
     words = f"the rule {name} failed: {type(error).__name__}: {error}"
     return Verdict(name, "block", None, None, f"{words[:180]}; nothing goes out unjudged")

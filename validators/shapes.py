@@ -1,5 +1,4 @@
-"""The shapes of the model that trains here, by which a gradients file is judged. Standard library
-only.
+"""Shapes of the model in training, to judge a gradients file by. Standard library only.
 
 Rank 0 writes them once, at `guard.diagnose`, into the state directory; the audit and `miner-guard
 gate` read them.
@@ -16,7 +15,7 @@ from typing import Any
 from miner_guard.state_dir import read_json, write_atomic
 
 MAX_PARAMETERS = 200_000
-"""A model with more is not written down: the file is read whole."""
+"""Do not store shapes of a model with more parameters: readers load the whole file."""
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -27,19 +26,18 @@ class Shapes:
 
     of: Mapping[str, Sequence[int]]
     optional: frozenset[str] = field(default_factory=frozenset)
-    """May be missing in a gradients file: frozen, or another name of one that is there."""
+    """Parameters that a gradients file may omit: frozen, or an alias of another parameter."""
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what `torch.compile`, checkpointing, FSDP and DDP put around
-    it."""
+    """A parameter's name without the wrappers of `torch.compile`, checkpointing, FSDP and DDP."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
 
 
 def write(path: Path, shapes: Shapes | None) -> None:
-    """Replace the file; None, or too many parameters: there is none from now on. Raises OSError."""
+    """Replace the file; remove it for None or too many parameters. Raises OSError."""
     if shapes is None or len(shapes.of) > MAX_PARAMETERS:
         path.unlink(missing_ok=True)
         return
@@ -47,7 +45,7 @@ def write(path: Path, shapes: Shapes | None) -> None:
 
 
 def read(path: Path) -> Shapes | None:
-    """The shapes, None where no model was diagnosed here or the file is not whole."""
+    """The shapes; None if no model was diagnosed here or the file is incomplete."""
     document = read_json(path)
     if not isinstance(document, Mapping):
         return None

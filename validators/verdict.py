@@ -7,43 +7,43 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 OUTCOMES = ("pass", "unknown", "warn", "block")
-"""From harmless to hard; a decision is the worst of its verdicts."""
+"""In rising severity; a decision is the worst of its verdicts."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One rule's answer about one candidate."""
+    """One rule's verdict on one candidate."""
 
     rule: str
     outcome: str
     """One of OUTCOMES."""
 
     seen: Any
-    """The number or text the rule looked at; None where it could not be read."""
+    """The number or text that the rule judged; None if it was unreadable."""
 
     limit: Any
     """What it was compared with."""
 
     sentence: str
-    """For people: what was seen, against which limit, what to do."""
+    """For people: the observed value, the limit, and what to do."""
 
     retry_after_steps: int | None = None
-    """Inner steps until asking again can help."""
+    """Inner steps until a retry can help."""
 
     retry_after_s: float | None = None
-    """Seconds until asking again can help."""
+    """Seconds until a retry can help."""
 
     note: str | None = None
-    """What else is to be known, where the sentence's words are fixed."""
+    """Further information, for a sentence whose words are fixed."""
 
     def as_dict(self) -> dict[str, Any]:
         document = asdict(self)
         if self.note is None:
-            # A decision with all its verdicts has to fit into one entry of the journal.
+            # A decision with all its verdicts must fit into one journal entry.
             del document["note"]
         return document
 
 
 def worst(verdicts: Iterable[Verdict]) -> str:
-    """The hardest outcome; `pass` where there are none."""
+    """The most severe outcome; `pass` for no verdicts."""
     return max((v.outcome for v in verdicts), key=OUTCOMES.index, default="pass")

@@ -1,4 +1,5 @@
-"""Window: subnets that count in windows (Templar) take an upload only in some seconds of each."""
+"""Window: subnets that count in windows (Templar) accept an upload only during certain seconds of
+each."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from validators.verdict import Verdict
 RULE = "window"
 
 _NARROW = 0.3
-"""Share of the time that must be left, for an upload takes time too."""
+"""Share of the time that must remain, because an upload takes time too."""
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:
@@ -52,10 +53,10 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
 
 
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
-    """Whether the gradient of the last whole window was put in the seconds that count.
+    """Whether the gradient of the last complete window was uploaded in the accepted seconds.
 
-    By the storage's time of the object and the time since the window's last block, known to
-    a block: closer to a limit than that it is unknown.
+    Compares the object's storage time with the time since the window's last block, which is known
+    to within one block: closer than that to a limit is unknown.
     """
     network, blocks, put = facts.network, limits.window_blocks, limits.window_put_s
     if blocks is None or put is None:

@@ -1,7 +1,7 @@
-"""A subnet as data: settings, the limits of the rules, minimum compute, log patterns; each number
-with its source.
+"""A subnet as data: settings, rule limits, minimum compute, log patterns; each number with its
+source.
 
-Not for ranks: reading TOML is the supervisor's work, which hands the limits on in gate-inputs.json.
+Not for ranks: the supervisor reads the TOML and passes the limits on in gate-inputs.json.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ class Profile:
     title: str
     dated: datetime.date
     read_from: str
-    """Repository and commit that the numbers were read from."""
+    """Repository and commit that the numbers come from."""
 
     path: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Shaped like guard.toml, for `settings.load(profile=…)`."""
+    """Structured like guard.toml, for `settings.load(profile=…)`."""
 
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Numbers for `validators.limits.Limits`."""
 
     compute: Mapping[str, Any] = field(default_factory=dict)
-    """Minimum compute: `min_gpus`, `gpus_per_rank`, `min_gpu_memory_gb`, …; only what is known."""
+    """Minimum compute: `min_gpus`, `gpus_per_rank`, `min_gpu_memory_gb`, …; only known values."""
 
     patterns: Mapping[str, Any] = field(default_factory=dict)
-    """Regular expressions of the miner's log lines, for the log-only mode."""
+    """Regular expressions for the miner's log lines, for the log-only mode."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where each number comes from, by its dotted name."""
+    """Source of each number, by its dotted name."""
 
 
 def names() -> list[str]:
-    """The profiles that come with the guard."""
+    """Names of the profiles that ship with the guard."""
     return sorted(p.stem for p in Path(__file__).parent.glob("*.toml"))
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A profile by name (`sn38`) or path. Raises FileNotFoundError, OSError, or ValueError saying
-    what is wrong."""
+    """Load a profile by name (`sn38`) or path. Raises FileNotFoundError, OSError, or ValueError
+    naming the defect."""
     shipped = Path(__file__).parent / f"{name_or_path}.toml"
     path = (
         shipped
@@ -78,8 +78,7 @@ def load_profile(name_or_path: str) -> Profile:
 
 
 def chosen(miner: MinerSettings) -> str | None:
-    """The profile that `[miner] profile` or, without it, `attach` names; None where neither names
-    one."""
+    """The profile that `[miner] profile` selects, else the one of `attach`; None without either."""
     return miner.profile or (None if miner.attach in (None, "auto", "log") else miner.attach)
 
 
