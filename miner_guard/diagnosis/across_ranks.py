@@ -1,9 +1,9 @@
-"""What the ranks' reports say together. Pure; standard library only, since a rank without a
-supervisor uses it too.
+"""Findings from the reports of all ranks together. Pure; standard library only, since a rank
+without a supervisor uses it too.
 
 A report is a mapping as `miner_guard.rank.introspection.diagnose` makes it; a silent rank's has
-`rank` and `error`. Findings follow source 004: its block, its red flags, then what one rank alone
-can't see.
+`rank` and `error`. Findings follow source 004: its block, its red flags, then problems that one
+rank alone cannot detect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 Report = Mapping[str, Any]
 
 LOW_MEMORY_BYTES = 1024**3
-"""Source 004: less allocated than 1 GB, and the model may be on the CPU."""
+"""Source 004: with less than 1 GB allocated, the model may be on the CPU."""
 
 SHARD_RATIO = 1.5
 """Largest local shard / median; FSDP's rounding to rows stays well below for a model of any
@@ -36,8 +36,8 @@ per rank."""
 def findings(
     reports: Sequence[Report], expect: int | None, low_memory_bytes: float = LOW_MEMORY_BYTES
 ) -> list[Finding]:
-    """Everything to say about a gathered diagnosis, the block first. `expect` is None where nobody
-    says."""
+    """All findings of a gathered diagnosis, the block first. `expect` is None where no source names
+    a count."""
     answered = [r for r in reports if not r.get("error")]
     wanted = expectation_of(answered, expect)
     said = [
@@ -55,8 +55,8 @@ def findings(
 
 
 def expectation_of(answered: Sequence[Report], expect: int | None) -> Expectation:
-    """Without a word from outside: GPUs that torch sees, or a loaded driver that torch can't
-    use."""
+    """The expectation without an outside source: GPUs that torch sees, or a loaded driver that
+    torch can't use."""
     present = max((int(r.get("gpu_count") or 0) for r in answered), default=0)
     if not present and any(r.get("driver_version") for r in answered):
         present = 1
@@ -70,7 +70,7 @@ def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[
         yield make_finding("model_on_cpu", ranks=_ranks(astray))
     for r in answered:
         allocated = r.get("allocated_bytes")
-        # A small model that is seen to be on its GPU is no red flag, whatever it takes.
+        # A small model known to be on its GPU is not a red flag, however little it allocates.
         on_gpu = str(r.get("model_device", "")).startswith("cuda")
         if (
             allocated is not None
@@ -82,8 +82,8 @@ def _red_flags(answered: Sequence[Report], low_memory_bytes: float) -> Iterator[
 
 
 def _on_cpu(r: Report) -> bool:
-    """The model is on the CPU and no offload policy put it there. Offload computes on the GPU: its
-    mesh is cuda."""
+    """The model is on the CPU without an offload policy. Offload computes on the GPU: its mesh is
+    cuda."""
     legitimate = r.get("offload") and r.get("mesh_device") != "cpu"
     return str(r.get("model_device")) == "cpu" and not legitimate
 
@@ -137,7 +137,7 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
         on_gpu = [d for d in shards if d.startswith("cuda")]
         gpu_mesh = r.get("mesh_device") == "cuda"
         if on_cpu[0] and (on_gpu or gpu_mesh) and not r.get("offload"):
-            # Without a mesh it is the program that moves what it computes between the two: an
+            # Without a mesh the program itself moves what it computes between the two: an
             # embedding, a teacher.
             yield _say(
                 "shard_on_cpu",
@@ -189,7 +189,7 @@ def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
         here = [r for r in answered if _machine(r) == machine]
         host = machine[0]
         counts = {r.get("gpu_count") for r in here}
-        # Ranks that see one GPU each through CUDA_VISIBLE_DEVICES say nothing about the node.
+        # Ranks limited to one GPU each by CUDA_VISIBLE_DEVICES reveal nothing about the node.
         if len({r.get("visible_devices") for r in here}) > 1 or len(counts) != 1:
             continue
         count = counts.pop()
@@ -216,8 +216,7 @@ def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
 
 
 def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
-    # The commonest stands first, and of two that are about as common that is another one on each
-    # shard.
+    # A report lists dtypes by frequency; about equally common ones may swap places between shards.
     answered = [
         {**r, "dtype": r.get("dtype") and ", ".join(sorted(str(r["dtype"]).split(", ")))}
         for r in answered
@@ -247,7 +246,7 @@ def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
 
 def _shard_sizes(answered: Sequence[Report]) -> Iterator[Finding]:
     sizes = {r["rank"]: r["shard_bytes"] for r in answered if r.get("shard_bytes") is not None}
-    # Under a mesh the count of parameters is the whole model's: ranks with another one hold another
+    # Under a mesh the parameter count covers the whole model: ranks with another count hold another
     # pipeline stage.
     for ranks in _grouped(
         answered, lambda r: (r.get("params") if r.get("mesh_device") else None,)
@@ -296,7 +295,7 @@ def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
     for r in answered:
         device = str(r.get("model_device"))
         index = device.partition(":")[2]
-        # With one visible GPU per rank every rank is right to use cuda:0.
+        # With one visible GPU per rank, cuda:0 is correct on every rank.
         told = r.get("local_rank") is not None
         if (
             told
@@ -356,7 +355,7 @@ def _grouped(reports: Sequence[Report], key: Callable[[Report], Any]) -> dict[An
 
 
 def _machine(r: Report) -> tuple[Any, Any]:
-    """Nodes may have one name: containers that are told theirs."""
+    """Host names may repeat across nodes: a container's name can be set from outside."""
     return r.get("host"), r.get("boot")
 
 

@@ -1,4 +1,4 @@
-"""What one startup check answers, and what it looks at. Plain data."""
+"""The result of one startup check, and its input. Plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from miner_guard.config import Config
 from miner_guard.diagnosis.expectation import Expectation
 
 LEVELS = ("ok", "unknown", "warn", "critical")
-"""From harmless to hard."""
+"""From harmless to severe."""
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,20 @@ class Check:
     """Subject and name, such as `gpu.ecc`."""
 
     level: str
-    """One of LEVELS. `unknown`: it could not be read, `seen` says why; never taken for ok."""
+    """One of LEVELS. `unknown`: it could not be read, and `seen` gives the reason; never treated as
+    ok."""
 
     seen: str
     limit: str | None = None
     next_step: str | None = None
-    """What to do; None where all is well."""
+    """The action to take; None where all is well."""
 
     gpu: int | None = None
-    """NVML index, where it is about one GPU."""
+    """NVML index, for a check of one GPU."""
 
     may_mend: bool = False
-    """Waiting may help: a driver is late after boot, a predecessor still lets go of its memory."""
+    """Waiting may help: a driver starts late after boot, or a predecessor is still freeing its
+    memory."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -41,8 +43,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was gathered. A section that is None was not read; `unread` says why, or it was not
-    asked for."""
+    """The gathered facts. A section that is None was not read; `unread` gives the reason, unless it
+    was not requested."""
 
     config: Config
     expectation: Expectation
@@ -56,11 +58,12 @@ class Snapshot:
     """A sample as `miner_guard.health.nvml` describes it."""
 
     held: tuple[Mapping[str, int], ...] = ()
-    """Used bytes by UUID before the launch: readings some seconds apart."""
+    """Used bytes by UUID before the launch, from readings some seconds apart."""
 
     torch: Mapping[str, Any] | None = None
     cuda: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By CUDA index what a child that used that GPU found: `seconds`, or `error`, `answered`."""
+    """By CUDA index, the result of a child that used that GPU: `seconds`, or `error`,
+    `answered`."""
 
     packages: Mapping[str, Any] | None = None
     host: Mapping[str, Any] | None = None
@@ -68,7 +71,7 @@ class Snapshot:
     repo: Mapping[str, Any] | None = None
     deep: Mapping[str, Any] | None = None
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Extras that the settings ask for and that the guard's own interpreter lacks: name to missing
+    """Extras that the settings require and the guard's interpreter lacks: name to missing
     packages."""
 
     keys_file: str | None = None
@@ -76,7 +79,7 @@ class Snapshot:
 
     unread: Mapping[str, str] = field(default_factory=dict)
     unanswered: frozenset[str] = frozenset()
-    """Of `unread` what missed its deadline: nothing is known of it, good or bad."""
+    """Names in `unread` that missed their deadline: their state is unknown."""
 
     @property
     def gpu_rows(self) -> list[Mapping[str, Any]]:
@@ -84,7 +87,7 @@ class Snapshot:
 
 
 def counts(checks: Iterable[Check]) -> dict[str, int]:
-    """How many of each level; all levels are there."""
+    """The number of checks at each level; every level is present."""
     seen = Counter(c.level for c in checks)
     return {level: seen[level] for level in LEVELS}
 

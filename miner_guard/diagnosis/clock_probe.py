@@ -1,4 +1,4 @@
-"""How far this host's clock is from a server's: `python -m miner_guard.diagnosis.clock_probe`."""
+"""Measures this host's clock against a server's: `python -m miner_guard.diagnosis.clock_probe`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from uploads.repos.credentials import find, first
 
 
 def skew_s(url: str, timeout_s: float) -> float:
-    """Server's Date minus this host's time in seconds: positive where this host is behind. One
-    second coarse.
+    """The server's Date minus this host's time in seconds: positive where this host is behind. One
+    second resolution.
 
-    Any answer has the header, a refusal too. Raises OSError or ValueError.
+    Any answer has the header, even a refusal. Raises OSError or ValueError.
     """
     before = time.time()
     asked = urllib.request.Request(url, method="HEAD")
@@ -30,13 +30,13 @@ def skew_s(url: str, timeout_s: float) -> float:
     middle = (before + time.time()) / 2
     if not date:
         raise ValueError("the answer has no Date header")
-    # Date is cut to whole seconds: half of one is the best guess of what was cut.
+    # Date is truncated to whole seconds; on average that removes half a second.
     return parsedate_to_datetime(date).timestamp() + 0.5 - middle
 
 
 def url_of(settings: RepoSettings) -> str:
-    """The storage's address, as the repo itself chooses it. Raises RepoError where the keys' file
-    can't be read."""
+    """The storage's address, resolved as the repo resolves it. Raises RepoError where the keys'
+    file can't be read."""
     if settings.endpoint:
         return settings.endpoint
     if settings.kind == "hf":
@@ -50,7 +50,7 @@ def main() -> None:
     try:
         url = url_of(settings)
         server = urlsplit(url).hostname or ""
-        # An R2 address begins with the account's id, which the doctor's output need not show.
+        # An R2 address begins with the account's id; keep it out of the doctor's output.
         shown = server.partition(".")[2] if server.endswith(".r2.cloudflarestorage.com") else server
         probe.reply({"skew_s": skew_s(url, settings.timeout_s), "server": shown})
     except (OSError, ValueError, RepoError) as error:

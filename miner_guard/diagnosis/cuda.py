@@ -12,10 +12,10 @@ _INSTALL = (
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """torch in the miner's interpreter, then each GPU that was tried."""
+    """torch in the miner's interpreter, then each GPU tried."""
     if s.torch is None:
         if "torch" not in s.unread:
-            # Not asked: no driver and no expectation, so its answer would change nothing.
+            # Not probed: without a driver and an expectation the answer would change nothing.
             return
         answered = "torch" not in s.unanswered
         level = "critical" if s.expectation.wanted and answered else "unknown"

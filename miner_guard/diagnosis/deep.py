@@ -15,8 +15,8 @@ SIBLING_SHARE = 0.9
 """A GPU 10 % under its siblings is the straggler (superbench)."""
 
 DATASHEET_SHARE = 0.6
-"""A healthy A100 reaches 271 of 312 TFLOP/s, an H100 about 700 of 989; below this something holds
-it back."""
+"""A healthy A100 reaches 271 of 312 TFLOP/s, an H100 about 700 of 989; a lower share points to
+throttling or a fault."""
 
 
 @functools.cache
@@ -25,19 +25,18 @@ def _datasheet() -> tuple[Mapping[str, Any], ...]:
 
 
 _OTHERS = ("MIG", "Laptop", "Max-Q")
-"""In the name of a slice of a GPU, or of a card that shares but the name with the one on the data
-sheet."""
+"""Substrings that mark a slice of a GPU, or a card that only shares a data sheet card's name."""
 
 
 def datasheet_of(name: str | None) -> Mapping[str, Any]:
-    """The data sheet's row for a GPU's name, empty where the model is not known."""
+    """The data sheet's row for a GPU's name; empty for an unknown model."""
     if not name or any(word in name for word in _OTHERS):
         return {}
     return next((row for row in _datasheet() if row["name"] in name), {})
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Nothing unless it was asked for."""
+    """The deep checks; empty unless requested."""
     if s.deep is None:
         if "deep" in s.unread:
             yield Check(

@@ -1,4 +1,4 @@
-"""The driver and NVML: is it there, does it answer, does it fit the torch build."""
+"""The driver and NVML: present, answering, and compatible with the torch build."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ERRORS = {
     999: ("NVML answers Unknown Error", f"{_REVOKED}; else look at dmesg for NVRM"),
     4: ("no permission to talk to the driver", "check the permissions of /dev/nvidiactl"),
 }
-"""nvmlReturn_t of a failed initialisation: what it means, what to do (nvml.h)."""
+"""nvmlReturn_t of a failed initialisation: its meaning and the fix (nvml.h)."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
@@ -83,8 +83,8 @@ def _versions(s: Snapshot) -> Iterator[Check]:
     driver = (s.nvml or {}).get("cuda_driver")
     if not build or not driver:
         return
-    # CUDA's minor version compatibility: a driver of the same major version runs newer minor
-    # builds.
+    # CUDA's minor version compatibility: a driver runs newer minor builds of the same major
+    # version.
     older = _major(driver) < _major(build)
     yield Check(
         "driver.cuda_version",

@@ -1,5 +1,5 @@
-"""The miner's environment: leftovers of debugging, packages that shadow, secrets where everybody
-can read them."""
+"""The miner's environment: leftover debugging variables, shadowing packages, world-readable
+secrets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def leftovers() -> tuple[Mapping[str, Any], ...]:
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Variables, packages, the command line."""
+    """Checks of variables, packages and the command line."""
     yield from _leftovers(s.env)
     yield from _packages(s)
     yield from _extras(s)
@@ -40,7 +40,7 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _hook(packages: Mapping[str, Any]) -> Iterator[Check]:
-    """Both paths record the same; the compiled one takes less of a step."""
+    """Both builds record the same data; the compiled one takes less of a step."""
     if packages.get("hook") == "compiled":
         yield Check("env.hook", "ok", "the hook is compiled: below 1 us a step")
     elif packages.get("hook") == "python":
@@ -103,7 +103,8 @@ def _packages(s: Snapshot) -> Iterator[Check]:
 
 
 def _shared_package(other: Mapping[str, Any]) -> Check:
-    """Both work only as long as neither is reinstalled; removing the other takes files of ours."""
+    """Both work until either is reinstalled; removing the other one deletes files of this
+    package."""
     users = other["needed_by"]
     seen = (
         f"PyPI's validators {other['version']} is installed over the guard's package of that name"
@@ -118,7 +119,7 @@ def _shared_package(other: Mapping[str, Any]) -> Check:
 
 
 def _extras(s: Snapshot) -> Iterator[Check]:
-    """What the settings ask for and the guard's own interpreter can't do."""
+    """Extras that the settings require and the guard's interpreter lacks."""
     for extra in EXTRAS:
         if names := s.lacking.get(extra.name):
             seen = f"{extra.setting} is set and {not_installed(names)}: {extra.without}"
@@ -133,7 +134,7 @@ def _command(s: Snapshot) -> Iterator[Check]:
         for a in s.command
         if redactor.text(a) != a
     ]
-    # `--secret VALUE`: two arguments that only together look like one.
+    # `--secret VALUE`: two arguments that only together look like a secret.
     pairs = [
         a
         for a, b in zip(s.command, s.command[1:], strict=False)
@@ -153,7 +154,7 @@ def _command(s: Snapshot) -> Iterator[Check]:
 
 
 def _upstream(s: Snapshot) -> Iterator[Check]:
-    """What subnet 38's own code shows to others (research of its miner; ops/sn38)."""
+    """Secrets that subnet 38's own code exposes to others (research of its miner; ops/sn38)."""
     if "sn38" not in (s.config.miner.attach, s.config.miner.profile):
         return
     yield Check(

@@ -1,4 +1,4 @@
-"""How many GPUs must be there, and who says so. Standard library only."""
+"""How many GPUs must be present, and the source of that number. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Expectation:
-    """GPUs that must be there."""
+    """The number of GPUs that must be present."""
 
     count: int | None
-    """None: nobody expects any and none is known to be there, so a CPU run is no error."""
+    """None: no source names a count and no GPU is known to be present, so a CPU run is not an
+    error."""
 
     origin: str
-    """Who expects it, for people."""
+    """The source of the number, for people."""
 
     @property
     def wanted(self) -> bool:
-        """A run on the CPU would be an accident."""
+        """A CPU run would be an accident."""
         return bool(self.count)
 
 
 def expected(
     setting: int | None, last_run: int | None, profile: int | None, present: int | None
 ) -> Expectation:
-    """The first that is known of: the setting, this host's count at the last run, the profile's
-    demand, what is there.
+    """The first known of: the setting, this host's count at the last run, the profile's minimum,
+    the GPUs present.
 
-    A last run on a host without a GPU (0) expects nothing, so that adding one is no surprise.
+    A last run on a host without a GPU (0) sets no expectation, so adding one raises no finding.
     """
     if setting is not None:
         return Expectation(setting, "[gpu] expect")

@@ -1,4 +1,4 @@
-"""GPU faults while the miner runs: what the rows of successive samples say again. Pure;
+"""GPU faults while the miner runs: turns the rows of successive samples into findings. Pure;
 streaming."""
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ _WATCHED = frozenset(
         "gpu.compute_mode",
     }
 )
-"""Modes and limits that stand still were reported at the preflight; throttling has a rule of its
-own here."""
+"""The preflight reported static modes and limits; throttling has a separate rule here."""
 
 _CONFIRM = frozenset({"gpu.pcie", "gpu.temperature"})
-"""Seen in two samples running before they are reported: both move with the load."""
+"""Reported after two consecutive samples: both vary with the load."""
 
 
 DRIVER_SILENT_S = 20.0
-"""Two samples without an answer: one alone may be a busy machine."""
+"""Two missed samples: a single one may just mean a busy machine."""
 
 
 class Faults:
-    """Says each fault once when it comes, and once when it is gone."""
+    """Reports each fault once when it appears and once when it clears."""
 
     def __init__(self) -> None:
         self._standing: dict[tuple[str, str], str] = {}
@@ -50,7 +49,7 @@ class Faults:
         self._silence_said = False
 
     def observe(self, rows: list[Row], now: float) -> Iterator[Finding]:
-        """The rows of one sample, `now` monotonic."""
+        """The findings of one sample's rows; `now` is monotonic."""
         down = {c.gpu: c for c in links_down(rows)}
         for row in rows:
             gpu = str(row["index"])
@@ -62,8 +61,8 @@ class Faults:
                 yield from self._one(gpu, row, name, checks.get(name))
 
     def driver(self, reason: str | None, had_gpus: bool, now: float) -> Iterator[Finding]:
-        """NVML as a whole: `reason` why there is no sample, None where there is one. Only where
-        there were GPUs."""
+        """The state of NVML as a whole: `reason` explains a missing sample, None where there is
+        one. Reports only on hosts that had GPUs."""
         if reason is None:
             if self._silence_said:
                 yield make_finding("gpu_recovered", gpu="all", what="NVML answers again")
@@ -87,7 +86,7 @@ class Faults:
     def _one(self, gpu: str, row: Row, name: str, check: Check | None) -> Iterator[Finding]:
         key = (gpu, name)
         if check is None or (check.level == "unknown" and row["state"] != "ok"):
-            # It can't be read now: what stood, stands.
+            # An unreadable check keeps its last state.
             return
         bad = check is not None and check.level in ("warn", "critical")
         if bad and check is not None:
@@ -141,8 +140,8 @@ class Faults:
 
 
 def of_events(rows: Iterable[Row]) -> Iterator[Finding]:
-    """The Xid events of one sample. Each stands in one sample only: to be called with every sample
-    there is."""
+    """The Xid events of one sample. Each event appears in one sample only, so every sample must
+    pass through here."""
     for row in rows:
         for check in of_row(row):
             if check.check == "gpu.xid":

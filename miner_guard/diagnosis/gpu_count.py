@@ -1,4 +1,4 @@
-"""How many GPUs there are, how many must be, and whether this user may open them."""
+"""The GPUs present against the GPUs expected, and whether this user may open them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _count(s: Snapshot) -> Check:
 
 
 def ranks_of(command: Sequence[str]) -> int | None:
-    """`--nproc_per_node=N` of a torchrun command, None where it is not a number or not there."""
+    """`--nproc_per_node=N` of a torchrun command; None where it is missing or not a number."""
     return number_of(command, "--nproc-per-node")
 
 
 def _ranks(s: Snapshot) -> Iterator[Check]:
-    """Ranks that the command starts here against working GPUs; nothing where the CPU is asked for
-    or all there is."""
+    """Ranks that the command starts here against working GPUs; empty where the settings ask for the
+    CPU or the CPU is all there is."""
     ranks = ranks_of(s.command)
     working = usable(s)
     if ranks is None or not working or s.expectation.count == 0:
@@ -79,7 +79,7 @@ def _device_files(s: Snapshot) -> Iterator[Check]:
 
 
 def visible(env: Mapping[str, str]) -> int | None:
-    """GPUs that CUDA_VISIBLE_DEVICES lets a process see; None where it is not set. CUDA stops at a
+    """GPUs that CUDA_VISIBLE_DEVICES exposes to a process; None where it is unset. CUDA stops at a
     -1."""
     mask = env.get("CUDA_VISIBLE_DEVICES")
     if mask is None:
@@ -89,9 +89,9 @@ def visible(env: Mapping[str, str]) -> int | None:
 
 
 def usable(s: Snapshot) -> int:
-    """Working GPUs that the miner may see. NVML itself ignores CUDA_VISIBLE_DEVICES.
+    """Working GPUs visible to the miner. NVML itself ignores CUDA_VISIBLE_DEVICES.
 
-    A MIG slice counts as a GPU, as it does for CUDA: one GPU may show up to seven.
+    A MIG slice counts as a GPU, as in CUDA: one GPU may show up to seven.
     """
     working = sum(1 for row in s.gpu_rows if row["state"] in ("ok", "unreadable"))
     shown = visible(s.env)

@@ -1,5 +1,5 @@
-"""One GPU's row of a sample: faults, memory errors, clocks, links, modes. Also judged while the
-miner runs."""
+"""Judges one GPU's row of a sample: faults, memory errors, clocks, links, modes. Also used while
+the miner runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from miner_guard.health import xids
 Row = Mapping[str, Any]
 
 BAD_THROTTLE = 0x8 | 0x40 | 0x80
-"""HW slowdown, HW thermal slowdown, HW power brake; idle and the software power cap are
-everyday."""
+"""HW slowdown, HW thermal slowdown, HW power brake; idle and the software power cap are routine."""
 
 _ABSENT = frozenset({"Not Supported", "Function Not Found"})
-"""Reasons of a field that this model or this driver does not have."""
+"""Reasons for a field that this model or this driver lacks."""
 
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 UNDER_LOAD = 0.5
-"""PCIe links idle down: width and generation are judged from this utilisation on."""
+"""Idle PCIe links slow down: width and generation are judged from this utilisation upwards."""
 
 _LINK_STEP = "check the fabric manager and nvidia-smi nvlink -s"
 
@@ -44,7 +43,7 @@ STATES = {
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """All GPUs; where the CPU was asked for, a GPU's fault is only worth a warning."""
+    """All GPUs; where the settings ask for the CPU, a GPU fault is only a warning."""
     yield from _peers(s.gpu_rows)
     yield from links_down(s.gpu_rows)
     softened = s.expectation.count == 0
@@ -58,8 +57,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
 
 
 def _peers(rows: list[Row]) -> Iterator[Check]:
-    """GPUs without peer-to-peer at all are a matter of the machine; some with and some without is a
-    fault."""
+    """No peer-to-peer on any pair is a property of the machine; on some pairs only, a fault."""
     counts = {row["index"]: row["peers"] for row in rows if row.get("peers") is not None}
     if len(counts) < 2:
         return
@@ -82,7 +80,7 @@ def _peers(rows: list[Row]) -> Iterator[Check]:
 
 
 def of_row(row: Row) -> Iterator[Check]:
-    """One GPU."""
+    """The checks of one GPU."""
     index = row["index"]
     if row["state"] != "ok":
         words, step = STATES.get(
@@ -98,7 +96,7 @@ def of_row(row: Row) -> Iterator[Check]:
             index,
             may_mend=True,
         )
-        # Xid 79 comes with the loss of the GPU that it explains.
+        # Xid 79 accompanies the loss of the GPU that it explains.
         yield from _xid(row)
         return
     yield _readable(row)
@@ -120,7 +118,7 @@ def of_row(row: Row) -> Iterator[Check]:
 
 def _readable(row: Row) -> Check:
     unread = row.get("unread") or {}
-    # What a model does not have is no news; what it may not tell is.
+    # A feature that the model lacks needs no report; a withheld value does.
     withheld = {name: why for name, why in unread.items() if why not in _ABSENT}
     name = f"GPU {row['index']} {row.get('name') or ''}".strip()
     if withheld:
@@ -224,8 +222,8 @@ def _pcie(row: Row) -> Iterator[Check]:
 def _nvlink(row: Row) -> Iterator[Check]:
     up, there = row.get("nvlinks_up"), row.get("nvlinks")
     if there and up == 0:
-        # A card without a bridge (RTX 3090, A6000, A100 PCIe) has its links anyway, and all
-        # of them down.
+        # A card without a bridge (RTX 3090, A6000, A100 PCIe) still lists its links, all of them
+        # down.
         yield _check(row, "gpu.nvlink", "ok", f"none of {there} NVLinks is connected", str(there))
     elif there and up is not None:
         yield _judged(
@@ -239,7 +237,7 @@ def _nvlink(row: Row) -> Iterator[Check]:
 
 
 def links_down(rows: Sequence[Row]) -> Iterator[Check]:
-    """GPUs without any NVLink beside others that have theirs."""
+    """GPUs without an active NVLink beside others that have theirs."""
     known = [row for row in rows if row.get("nvlinks") and row.get("nvlinks_up") is not None]
     if any(row["nvlinks_up"] for row in known):
         for row in known:
@@ -249,7 +247,7 @@ def links_down(rows: Sequence[Row]) -> Iterator[Check]:
 
 
 def _fabric(row: Row) -> Iterator[Check]:
-    """Only machines with NVSwitch have a fabric; CUDA does not start before it is completed."""
+    """Only machines with NVSwitch have a fabric; CUDA does not start until it is complete."""
     state = row.get("fabric")
     if state in ("not started", "in progress"):
         step = "start nvidia-fabricmanager, in the version of the driver"
@@ -277,7 +275,7 @@ def _modes(row: Row) -> Iterator[Check]:
 def _judged(
     row: Row, name: str, bad: bool, seen: str, limit: str, step: str, level: str = "warn"
 ) -> Check:
-    """Well, or of `level` and with the next step."""
+    """ok, or `level` with the next step."""
     return (
         _check(row, name, level, seen, limit, step) if bad else _check(row, name, "ok", seen, limit)
     )

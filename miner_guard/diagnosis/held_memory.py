@@ -1,5 +1,5 @@
-"""Memory that somebody holds before the miner is started. Levels, not processes: in a container
-pids are the host's."""
+"""GPU memory already in use before the launch. Reports amounts, not processes: inside a container
+NVML's pids are the host's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from miner_guard.diagnosis.check import Check, Snapshot, gib
 
 HELD_BYTES = 1024**3
-"""An idle GPU shows some megabytes; a bare CUDA context 0.3 to 0.6 GB."""
+"""An idle GPU uses some megabytes; a bare CUDA context 0.3 to 0.6 GB."""
 
 HELD_SHARE = 0.5
-"""From this share of the GPU on the miner can hardly fit."""
+"""The miner hardly fits once this share of the GPU is in use."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """The lowest of the readings of each GPU counts: a process that is just ending lets go between
+    """The lowest reading of each GPU counts: a process that is exiting frees its memory between
     them."""
     for row in s.gpu_rows:
         levels = [reading[row["uuid"]] for reading in s.held if row.get("uuid") in reading]

@@ -8,15 +8,15 @@ from miner_guard.diagnosis.check import Check, Snapshot, gib
 from miner_guard.health import xids
 
 NOFILE = 4096
-"""Below this dataloaders and NCCL run out of file descriptors; 1024 is the distributions' default
-for a login."""
+"""Dataloaders and NCCL run out of file descriptors below this; distributions default to 1024 for a
+login."""
 
 MEMLOCK_BYTES = 64 * 1024**2
-"""RDMA and pinned memory need more than the old default of 64 KiB; 64 MiB is what systemd gives."""
+"""RDMA and pinned memory need more than the old default of 64 KiB; systemd's is 64 MiB."""
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Everything of the host that has a row in the startup table."""
+    """All checks of the host in the startup table."""
     if s.host is None:
         yield Check(
             "host",
@@ -35,7 +35,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
 
 
 def _containment(s: Snapshot) -> Iterator[Check]:
-    """How the guard finds and signals what the miner starts."""
+    """How the guard finds and signals the miner's processes."""
     assert s.host is not None
     seen = s.host.get("containment")
     if seen is None:
@@ -76,7 +76,7 @@ def _limits(s: Snapshot) -> Iterator[Check]:
         if value is None:
             continue
         low = 0 <= value < least
-        # A CPU run pins nothing.
+        # A CPU run pins no memory.
         warn = low and (name != "memlock" or s.expectation.wanted)
         step = (
             f"raise it: ulimit -{'n' if name == 'nofile' else 'l'}, limits.conf or docker "
@@ -147,8 +147,8 @@ def _ports(s: Snapshot) -> Iterator[Check]:
 
 
 def _xids(s: Snapshot) -> Iterator[Check]:
-    """What the kernel's log has from before: a GPU that is broken now says so itself, so nothing
-    here is critical."""
+    """Earlier Xids in the kernel's log: a GPU that is broken now reports it itself, so these rows
+    are never critical."""
     assert s.host is not None
     for line in s.host.get("kernel_xids") or ():
         _, known = xids.of_line(line)

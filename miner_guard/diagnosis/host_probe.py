@@ -1,4 +1,4 @@
-"""The node's facts, in a child, since a dead network file system must hang nobody.
+"""Reads the node's facts in a child, so that a dead network file system cannot hang the guard.
 
 Run as `python -m miner_guard.diagnosis.host_probe`.
 """
@@ -25,7 +25,7 @@ _LAST_XIDS = 5
 
 
 def facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes in bytes, limits as the kernel gives them (-1: unlimited); null where not readable."""
+    """Sizes in bytes, limits as the kernel reports them (-1: unlimited); null where unreadable."""
     return {
         "shm_bytes": _disk("/dev/shm", "total"),
         "limits": {
@@ -49,7 +49,7 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _disk(path: str, what: str) -> int | None:
-    """`free` or `total` of the file system that holds the path, or will hold it."""
+    """`free` or `total` bytes of the file system that holds the path, or would hold it."""
     with contextlib.suppress(OSError):
         return int(getattr(psutil.disk_usage(str(existing(Path(path).absolute()))), what))
     return None
@@ -61,7 +61,7 @@ def _limit(which: int) -> int:
 
 
 def _no_cgroup() -> str | None:
-    """Why the miner can't have a cgroup of its own; None where it can."""
+    """Why the miner can't get a separate cgroup; None where it can."""
     try:
         Cgroup.create("probe", str(os.getpid())).remove()
     except OSError as error:
@@ -85,7 +85,7 @@ def _port(number: int, use: str) -> dict[str, Any]:
         "error": None,
     }
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as candidate:
-        # As servers do: a port whose last connection still lingers counts as free.
+        # As servers do: a port whose last connection lingers in TIME_WAIT counts as free.
         candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             candidate.bind(("", number))

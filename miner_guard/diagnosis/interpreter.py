@@ -1,4 +1,4 @@
-"""Which Python the miner will run in, read off its command."""
+"""Finds the Python that the miner will run in from its command."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _SHEBANG_BYTES = 512
 
 
 def of_command(command: Sequence[str], env: Mapping[str, str]) -> str:
-    """The interpreter of `command`: named in it, in the shebang of its script, or else the guard's
-    own.
+    """The interpreter of `command`: named in it or in its script's shebang, else the guard's own.
 
-    Follows `env NAME=VALUE`, a path or a name on the command's PATH (`torchrun`, `accelerate`).
+    Follows `env NAME=VALUE`, and a path or a name on the command's PATH (`torchrun`, `accelerate`).
     """
     words = list(command)
     while words and (words[0].rpartition("/")[2] in ("env", "nice", "exec") or "=" in words[0]):
@@ -41,7 +40,7 @@ def _of_shebang(path: str, env: Mapping[str, str]) -> str | None:
     words = head[0][2:].split()
     if words and words[0].endswith("/env"):
         words = words[2:] if len(words) > 2 and words[1] == "-S" else words[1:]
-    # pip's form for a path that is too long or has spaces: `#!/bin/sh` and then `'''exec' PYTHON
+    # pip writes this when the path is too long or has spaces: `#!/bin/sh` and then `'''exec' PYTHON
     # "$0" "$@"`.
     if words and words[0] == "/bin/sh" and len(head) > 1 and head[1].startswith("'''exec'"):
         words = [head[1].removeprefix("'''exec'").split(' "$0"')[0].strip().strip('"')]

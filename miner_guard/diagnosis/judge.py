@@ -1,4 +1,4 @@
-"""All checks over one snapshot, in the order of the table."""
+"""All checks of one snapshot, in table order."""
 
 from __future__ import annotations
 

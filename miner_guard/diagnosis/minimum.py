@@ -1,4 +1,4 @@
-"""The subnet's minimum compute, as its profile states it."""
+"""The subnet's minimum compute, from its profile."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from miner_guard.eventlog.formatters import gb
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Nothing without a profile. A warning each: the subnet refuses nobody, but below it nobody
-    earns."""
+    """Empty without a profile. Shortfalls are warnings: the subnet refuses no miner, but below the
+    minimum a miner earns nothing."""
     host = s.host or {}
     memories = [row["memory_total_bytes"] for row in s.gpu_rows if row.get("memory_total_bytes")]
     gpus: float | None = (

@@ -21,11 +21,11 @@ _NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "hf": (("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),),
 }
-"""Names of the keys that writing takes; a read key alone can't publish."""
+"""The keys needed for writing; a read key alone can't publish."""
 
 
 def look(repo: Repo) -> dict[str, Any]:
-    """Read the state; write a small object of our own, read it back, remove it."""
+    """Read the state; write a small object, read it back, delete it."""
     answer: dict[str, Any] = {"label": repo.label, "read": False, "write": False}
     try:
         repo.state()
@@ -50,8 +50,8 @@ def look(repo: Repo) -> dict[str, Any]:
 def missing_credentials(
     settings: RepoSettings, env: Mapping[str, str] | None = None
 ) -> list[str] | None:
-    """What is needed to publish and not set, by the names the miner uses; None where nothing is
-    needed.
+    """Missing settings that publishing needs, under the miner's names for them; None where all are
+    set.
 
     Raises RepoError where the keys' file can't be used.
     """

@@ -1,4 +1,4 @@
-"""What a preflight is asked to examine, and what follows from the miner's command and profile."""
+"""The scope of a preflight, and the facts that follow from the miner's command and profile."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from validators.profiles import chosen, load_profile
 
 @dataclass(frozen=True)
 class PreflightRequest:
-    """What a preflight looks at: the miner's command, its environment, and the settings."""
+    """The input of a preflight: the miner's command, its environment, and the settings."""
 
     config: Config
     state: StateDir
     command: Sequence[str] = ()
     env: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
-    """The environment that the miner gets."""
+    """The miner's environment."""
 
     deep: bool = False
     torch: bool = True
@@ -41,12 +41,13 @@ def profile_of(config: Config) -> Mapping[str, Any]:
     try:
         return load_profile(named).compute
     except (OSError, ValueError):
-        # Loading the settings has reported what is wrong with the profile.
+        # Loading the settings has already reported the profile's error.
         return {}
 
 
 def expectation_of(request: PreflightRequest, present: int | None) -> Expectation:
-    """Setting, last run's count in host.json, profile, what is there; in that order."""
+    """From the setting, the last run's count in host.json, the profile, or the GPUs present, in
+    that order."""
     setting = request.config.gpu.expect
     memory = read_json(request.state.host_facts)
     last = memory.get("gpu_count") if isinstance(memory, dict) else None
@@ -64,7 +65,7 @@ def expectation_of(request: PreflightRequest, present: int | None) -> Expectatio
 
 
 def ports_of(request: PreflightRequest) -> list[dict[str, Any]]:
-    """Ports that the miner will listen on, as far as its settings and its command name them."""
+    """Ports that the miner will listen on, as far as its settings and command name them."""
     command = request.command
     endpoint = (value_of(command, "--rdzv-endpoint") or "").rpartition(":")[2]
     named = {

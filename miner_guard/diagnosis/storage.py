@@ -1,5 +1,5 @@
-"""The storage: this host's clock against its, the credentials, and whether the repo can be read and
-written."""
+"""The storage: this host's clock against the storage's, the credentials, and whether the repo can
+be read and written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ REFUSED_SKEW_S = 900.0
 
 
 def checks(s: Snapshot) -> Iterator[Check]:
-    """Nothing of the repo where none is configured."""
+    """The storage checks; the repo's are empty where none is configured."""
     if s.config.repo.kind not in ("s3", "hf") and s.keys_file is not None:
-        # For those that need keys the look at the repo says it.
+        # For s3 and hf, which need keys, the repo probe reports the unusable file.
         step = "mend the file: alerts, tokens and keys that it sets are not there"
         yield Check("repo.keys_file", "warn", s.keys_file, "can be read", step)
     if s.config.repo.kind == "none":

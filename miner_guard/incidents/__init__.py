@@ -1,1 +1,1 @@
-"""What a log says went wrong: patterns, causes and fixes as data, and root-cause order."""
+"""Explains the errors in a log: patterns, causes and fixes as data, and root-cause order."""

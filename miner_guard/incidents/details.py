@@ -1,4 +1,4 @@
-"""What a line names, so that a fix can name it too: a package, a path, a host, a port, a repo."""
+"""Details named in a line, for use in its fix: a package, a path, a host, a port, a repo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 _PLACE = re.compile(r"\{(\w+)\|([^{}]*)\}")
 _MAX_LENGTH = 4096
-"""Characters of a line that are searched."""
+"""Characters of a line to search."""
 
 _QUOTED_PATH = r"['\"](/?[\w.@+~-]+(?:/[\w.@+~ -]+)*)['\"]"
 _PATTERNS: Mapping[str, tuple[str, ...]] = {
@@ -96,12 +96,11 @@ _DISTRIBUTIONS = {
     "hf_xet": "hf-xet",
     "_C": "",
 }
-"""Names on the package index of modules that are called otherwise."""
+"""Modules whose name on the package index differs."""
 
 
 def named(detail: str, texts: Iterable[str]) -> str:
-    """The first `detail` (a key of the patterns) that one of `texts` names; empty where none
-    does."""
+    """The first `detail` (a key of the patterns) that one of `texts` names; empty without one."""
     for text in texts:
         for pattern in _COMPILED[detail]:
             match = pattern.search(text[:_MAX_LENGTH])
@@ -116,11 +115,12 @@ def named(detail: str, texts: Iterable[str]) -> str:
 
 
 def filled(text: str, lines: Iterable[str]) -> str:
-    """`text` with each `{detail|default}` replaced by what the lines name, or by the default."""
+    """`text` with each `{detail|default}` replaced by the detail from the lines, or by the
+    default."""
     lines = tuple(lines)
     return _PLACE.sub(lambda place: named(place[1], lines) or place[2], text)
 
 
 def unknown(text: str) -> list[str]:
-    """Details that `text` asks for and that there is no pattern for."""
+    """Details that `text` uses and that have no pattern."""
     return [place[1] for place in _PLACE.finditer(text) if place[1] not in _PATTERNS]

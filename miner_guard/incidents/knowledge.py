@@ -1,9 +1,9 @@
-"""What is known of errors, read from the `*.toml` files beside this module.
+"""The known errors, read from the `*.toml` files beside this module.
 
 A file holds one table per label: `severity`, `restart`, `applies`, `role`, `cause`, `fixes`,
 `follows`, `events` and `patterns`. A pattern matches a line (lower-cased, without colour codes and
-prefixes) that contains one of `has`, none of `not`, and in which `regex` is found. `has` is what
-makes it cheap: a line that holds none of these words is never looked at.
+prefixes) that contains one of `has`, none of `not`, and in which `regex` is found. `has` keeps
+matching cheap: a line without any of these words is skipped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from miner_guard.incidents import regexes
 from miner_guard.incidents.xid_patterns import expanded
 
 ROLES = ("cause", "uncaught", "remark", "ending", "report", "symptom", "warned")
-"""What a line can be in the course of events, the nearest to the cause first.
+"""The role of a line in the course of events, the nearest to the cause first.
 
-`cause` says what broke. `uncaught` is an exception or signal that ended a rank. `remark` is
-something that was tried again. `ending` says how a process ended. `report` is the program's own
-word that it failed, without a reason. `symptom` is what others saw of it, `warned` what they only
-warned of.
+`cause` names the fault. `uncaught` is an exception or signal that ended a rank. `remark` is an
+operation that was retried. `ending` reports how a process ended. `report` is the program's
+statement that it failed, without a reason. `symptom` is the effect on others, `warned` only a
+warning of it.
 """
 
 RESTARTS = ("transient", "outage", "once", "hardware", "config", "never")
@@ -41,8 +41,8 @@ RESTARTS = ("transient", "outage", "once", "hardware", "config", "never")
 `transient`: it may pass by itself; restart with backoff. `outage`: the same, with the longer waits
 that a service somewhere else needs to come back. `once`: try again, but the same label again soon
 means that a restart does not fix it. `hardware`: restart only where the startup checks pass.
-`config`: a person must change something first; tried once anyway, since a line may be
-misread. `never`: it was asked to stop.
+`config`: a person must change something first; tried once anyway, since a line may be misread.
+`never`: the stop was requested.
 """
 
 _PATTERN_KEYS = frozenset(
@@ -67,22 +67,22 @@ APPLIES = ("rank", "node", "job")
 
 
 _NEAR = 300
-"""Characters of a line that are shown with what comes after them."""
+"""Characters shown of a line together with the lines after it."""
 
 _LONG = 1024
-"""Characters from which on an expression is searched for only around the words that it needs."""
+"""Longer texts are searched only around the words that the expression needs."""
 
 _MAX_ANSWERS = 4096
 _MAX_ANSWERED_LENGTH = 400
 
 
 class BadKnowledge(Exception):
-    """A knowledge file is wrong; the message names file, label and key."""
+    """A knowledge file is invalid; the message names file, label and key."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """One way in which a label shows itself in a line."""
+    """One form in which a label appears in a line."""
 
     label: str
     role: str
@@ -90,33 +90,33 @@ class Pattern:
     excludes: tuple[str, ...]
     regex: re.Pattern[str] | None
     frames: tuple[str, ...] = ()
-    """Where given, only the last line of a traceback counts, through a file whose path holds one of
-    these.
+    """If set, only the last line of a traceback through a file whose path holds one of these
+    counts.
 
-    An empty one stands for any path, or none, and is asked last.
+    An empty string stands for any path, or none, and is tried last.
     """
 
     cause: str = ""
-    """Said instead of the label's cause, where this line proves less or more."""
+    """Replaces the label's cause where this line proves less or more."""
 
     fix: str = ""
-    """Put before the label's fixes, where this line says more exactly what to do. `{path|default}`
-    stands for a detail of the line (`details.py`), and for the default where the line does not name
-    it; so in the label's fixes."""
+    """Precedes the label's fixes where this line gives a more exact one. `{path|default}` stands
+    for a detail of the line (`details.py`), or the default where the line lacks it; the label's
+    fixes may use it too."""
 
     restart: str = ""
-    """Instead of the label's, where what this line shows passes by itself and the rest does not, or
-    the reverse."""
+    """Replaces the label's `restart` where this line's fault is transient and the label's others
+    are not, or the reverse."""
 
     source: str = ""
-    """Where the fix comes from: a thread in which it helped, or the vendor's page."""
+    """Source of the fix: a thread in which it helped, or the vendor's page."""
 
     least: int = 1
-    """Lines like this that must be seen before they count."""
+    """How many such lines must appear before they count."""
 
     instead: frozenset[str] = frozenset()
-    """Of one with frames: labels of the line that it takes the place of. One that names none counts
-    only where the line shows nothing else."""
+    """For a pattern with frames: labels of the line that it replaces. A pattern that names none
+    counts only where the line shows no other label."""
 
     @cached_property
     def needs(self) -> regexes.Requirement:
@@ -125,12 +125,12 @@ class Pattern:
 
     @cached_property
     def any_of(self) -> frozenset[bytes]:
-        """`has`, as a search finds it."""
+        """`has`, encoded for the search."""
         return frozenset(word.encode() for word in self.has)
 
     @cached_property
     def none_of(self) -> frozenset[bytes]:
-        """`excludes`, as a search finds it."""
+        """`excludes`, encoded for the search."""
         return frozenset(word.encode() for word in self.excludes)
 
     @property
@@ -139,8 +139,8 @@ class Pattern:
         return self.any_of | self.none_of | frozenset(regexes.words_of(self.needs))
 
     def matches(self, text: str, words: Set[bytes]) -> bool:
-        """Whether `text`, lower-cased and cleaned, shows it; `words` are those of its literals that
-        stand in it."""
+        """Whether `text`, lower-cased and cleaned, matches; `words` are the pattern's literals that
+        occur in it."""
         if self.any_of.isdisjoint(words) or not self.none_of.isdisjoint(words):
             return False
         return regexes.met(self.needs, words) and self._stands_in(text, words)
@@ -165,7 +165,7 @@ class Pattern:
         return None if self.regex is None else regexes.width(self.regex.pattern)
 
     def first_word(self, text: str) -> int:
-        """Where in a long line the first of `has` stands; 0 where it is near the beginning."""
+        """Offset of the first of `has` in a long line; 0 where it is near the beginning."""
         if len(text) <= _NEAR:
             return 0
         first = min((at for word in self.has if (at := text.find(word)) >= 0), default=0)
@@ -174,23 +174,23 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class Benign:
-    """A line that sounds bad and is not."""
+    """A line that looks like an error and is harmless."""
 
     pattern: Pattern
     cancels: tuple[str, ...]
-    """Labels seen just before that this line takes back."""
+    """Labels seen shortly before that this line retracts."""
 
     roles: tuple[str, ...] = ()
-    """Only what was seen in one of these roles is taken back; in any, where none exists."""
+    """Retracts only sightings in these roles; in any role where empty."""
 
 
 @dataclass(frozen=True)
 class Fix:
-    """One thing to do against an incident."""
+    """One fix for an incident."""
 
     do: str
     source: str = ""
-    """Where it comes from: a thread in which it helped, or the vendor's page."""
+    """Source of the fix: a thread in which it helped, or the vendor's page."""
 
 
 @dataclass(frozen=True)
@@ -204,25 +204,23 @@ class Label:
     cause: str
     fixes: tuple[Fix, ...]
     follows: frozenset[str]
-    """Labels that this one is a consequence of, where both are seen."""
+    """Labels that cause this one where both are seen."""
 
     events: frozenset[str]
-    """The guard's own events that say the same; after one of them the incident is reported only
+    """The guard's own events for the same fault; after one of them the incident is reported only
     where the miner ends."""
 
     overcome_by_steps: bool = False
-    """Where it was only tried again or warned of, training that continues shows that it was
-    overcome."""
+    """After a mere retry or warning, continued training shows that the fault was overcome."""
 
     undone_by_losses: bool = False
-    """A loss that was no number: those of later steps that are numbers show that training got over
-    it."""
+    """For a non-finite loss: finite losses of later steps show that training recovered."""
 
     moot_when_finished: bool = False
-    """After training has said that it is finished it is no incident: somebody cleans up."""
+    """After training has finished this is not an incident: processes are just being cleaned up."""
 
     role: str = "cause"
-    """Of its patterns that name none."""
+    """Default role of the label's patterns."""
 
 
 class Knowledge:
@@ -238,13 +236,13 @@ class Knowledge:
         self.labels = labels
         self.patterns = tuple(patterns)
         self.entries = (*self.patterns, *(b.pattern for b in benign))
-        """Every pattern, those of benign lines too."""
+        """Every pattern, including those of benign lines."""
 
         self.triggers = tuple(triggers)
-        """Lower-case words without digits of which every line that can match holds one."""
+        """Lower-case words without digits; every line that can match holds at least one."""
 
         self.causes_by_event: dict[str, list[str]] = {}
-        """Labels of which an event of the guard's own shows the cause."""
+        """Labels whose cause one of the guard's own events shows."""
 
         for name in sorted({p.label for p in patterns if p.role == "cause"}):
             for event in labels[name].events:
@@ -259,11 +257,11 @@ class Knowledge:
                 self._by_word.setdefault(word, []).append(entry)
         self._order = {entry: n for n, entry in enumerate(entries)}
         self._answers: dict[str, list[Pattern] | Benign] = {}
-        """Of recent lines: ranks and restarts print the same ones."""
+        """Results for recent lines: ranks and restarts print the same ones."""
 
     def match(self, text: str) -> list[Pattern] | Benign:
-        """What a lower-cased, cleaned line shows: that it is benign, or patterns, one a label,
-        causes first."""
+        """The matches of a lower-cased, cleaned line: benign, or one pattern per label, causes
+        first."""
         answer = self._answers.get(text)
         if answer is None:
             answer = self._look_up(text)
@@ -286,8 +284,8 @@ class Knowledge:
         return sorted(found.values(), key=lambda p: ROLES.index(p.role))
 
     def match_in(self, frames: str, text: str, matches: Sequence[Pattern] = ()) -> list[Pattern]:
-        """What an exception shows together with the files of its traceback; `matches` is what it
-        shows by itself."""
+        """The matches of an exception together with the files of its traceback; `matches` are those
+        of the exception alone."""
         words = self._search.find(text.encode(errors="replace"))
         told = {p.label for p in matches}
         for p in self._framed:
@@ -302,7 +300,7 @@ class Knowledge:
 
 @lru_cache(maxsize=1)
 def load() -> Knowledge:
-    """The knowledge that comes with the program. Raises BadKnowledge."""
+    """The knowledge shipped with the package. Raises BadKnowledge."""
     here = resources.files("miner_guard.incidents")
     files = sorted((f for f in here.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
     return parse({f.name: f.read_text(encoding="utf-8") for f in files})
@@ -445,5 +443,5 @@ def _check_references(
 def _triggers(words: Iterable[str]) -> tuple[bytes, ...]:
     if wrong := [word for word in words if word != word.lower() or re.search(r"[0-9.+-]|^$", word)]:
         raise BadKnowledge(f"trigger {wrong[0]!r}: lower case, no digits, none of . + -")
-    # A word that contains another one is found by it.
+    # A search for a word also finds every longer word that contains it.
     return tuple(w.encode() for w in words if not any(other != w and other in w for other in words))

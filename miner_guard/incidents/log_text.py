@@ -1,4 +1,4 @@
-"""One line of anybody's log, without what stands before and between its words."""
+"""Cleans one line of any log: removes prefixes, colour codes and extra blanks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 from collections.abc import Iterator
 
 MAX_LINE = 16384
-"""Longer lines are looked at in pieces of so many bytes."""
+"""Longer lines are scanned in pieces of this many bytes."""
 
 OVERLAP = 1024
-"""Bytes that two pieces of one line share, so that no message is cut in two."""
+"""Bytes shared by two pieces of one line, so that no message is split."""
 
 _ANSI = re.compile(
     rb"\x1b(?:_[^\x07\x1b]*(?:\x07|\x1b\\)|\[[0-?]*[ "
     rb"-/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
 )
 _ANSI_WITHOUT_ESC = re.compile(rb"\[(?:\d{1,3}(?:;\d{1,3})*)?m(?![a-z])")
-"""The ESC is often lost on the way."""
+"""Log collectors often drop the ESC."""
 
 _CONTROL = bytes(set(range(32)) - set(b"\t\n") | {127})
 
@@ -45,12 +45,11 @@ _PREFIX = re.compile(
 _RANK_INSIDE = re.compile(r"\[rank\s?(\d{1,5})\]|\brank:?\s(\d{1,5})\s\|", re.IGNORECASE)
 _MAX_PREFIXES = 8
 _MAX_PREFIX = 400
-"""Characters of a line in which a prefix ends."""
+"""Characters of a line within which a prefix ends."""
 
 
 def clean(raw: bytes) -> tuple[int | None, str]:
-    """The rank that a line names in its prefix, and its text; leading blanks after the prefix are
-    kept."""
+    """The rank named in a line's prefix, and the line's text; blanks after the prefix are kept."""
     # Two searches that begin with a fixed byte are several times as fast as one with a choice.
     raw = _ANSI_WITHOUT_ESC.sub(b"", _ANSI.sub(b"", raw)).translate(None, _CONTROL)
     text = raw.decode("utf-8", "replace")
@@ -91,11 +90,11 @@ _WORDS = frozenset(
 )
 _OWN = {"event", "msg", "run_id"}
 _MAX_TRACEBACK_LINES = 500
-"""Lines that one JSON line may hold."""
+"""Lines accepted from one JSON line."""
 
 
 def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
-    """The lines that stand in a line of JSON, and what else it says; any other line as it is."""
+    """The lines inside a JSON line, with its other fields; any other line unchanged."""
     record = _record(text)
     if record is None:
         yield rank, text
@@ -103,7 +102,7 @@ def unwrapped(rank: int | None, text: str) -> Iterator[tuple[int | None, str]]:
     teller = record.get("rank")
     rank = teller if rank is None and isinstance(teller, int) else rank
     if record.keys() >= _OWN:
-        # The guard's own record: its line says all of it, and the other fields quote what they
+        # The guard's own record: its message is complete, and the other fields quote what they
         # explain.
         yield rank, str(record["msg"])
         return
@@ -133,8 +132,7 @@ def _record(text: str) -> dict[str, object] | None:
 
 
 def excerpt(text: str, limit: int = 400, at: int = 0) -> str:
-    """The line for people: one blank for many, `limit` characters of it, from a little before
-    `at`."""
+    """The line for people: blanks collapsed, `limit` characters of it, from just before `at`."""
     before = max(0, at - limit // 4)
     short = " ".join(text[before : before + 4 * limit].split())
     if before:

@@ -1,4 +1,4 @@
-"""What helped last time: notes by label, in the state directory."""
+"""Notes on what helped last time, by label, in the state directory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from miner_guard.system.clock import Clock, iso_utc
 
 _FILE = "explain-notes.json"
 _MAX_COUNT = 20
-"""Notes kept a label; the oldest go first."""
+"""Notes kept per label; the oldest are dropped first."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a person wrote down about a label."""
+    """A person's note on a label."""
 
     when: str
     text: str
 
 
 def read(state: state_dir.StateDir) -> Mapping[str, Sequence[Note]]:
-    """All notes, newest first. A damaged file counts as none; `add` sets it aside."""
+    """All notes, newest first. A damaged file reads as empty; `add` sets it aside."""
     document = state_dir.read_json(_path(state))
     labels = document.get("notes") if isinstance(document, dict) else None
     if not isinstance(labels, dict):
@@ -40,7 +40,7 @@ def read(state: state_dir.StateDir) -> Mapping[str, Sequence[Note]]:
 
 
 def add(state: state_dir.StateDir, label: str, text: str, clock: Clock) -> None:
-    """Remember what helped against `label`. Raises OSError where the state directory can't be
+    """Save what helped against `label`. Raises OSError where the state directory can't be
     written."""
     path = _path(state)
     if path.exists() and not isinstance(state_dir.read_json(path), dict):

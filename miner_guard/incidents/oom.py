@@ -1,7 +1,7 @@
-"""The numbers of an out-of-memory error, and what they say should be tried first.
+"""The numbers of an out-of-memory error, and the fix that they suggest first.
 
-The words are PyTorch's own, of every version since 0.4 (CUDACachingAllocator.cpp), ROCm's and
-Apple's included.
+The wording is PyTorch's, of every version since 0.4 (CUDACachingAllocator.cpp), ROCm's and Apple's
+included.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _OTHERS = re.compile(rf"process \d+ has {_SIZE} memory in use")
 _GPU = re.compile(r"(?:gpu|xpu|device)[ :](\d+)")
 
 _NOTABLE_RATIO = 0.1
-"""Shares of the GPU's memory below this explain nothing."""
+"""Smaller shares of the GPU's memory explain nothing."""
 
 _ROUNDED = 0.98
-"""The numbers of a message are rounded, and taken one after the other."""
+"""A message rounds its numbers, and the allocator reads them one after the other."""
 
 _ONE_TENSOR_RATIO = 0.25
-"""A single request above this share of the GPU is a matter of one tensor's shape."""
+"""A single request above this share of the GPU points to one tensor's shape."""
 
 
 @dataclass(frozen=True)
 class Oom:
-    """Numbers of one error, in bytes; None where the message does not say."""
+    """Numbers of one error, in bytes; None where the message lacks one."""
 
     gpu: int | None
     tried: int | None
@@ -63,7 +63,7 @@ class Oom:
     unallocated: int | None
     allowed: int | None
     others: int | None
-    """What other processes hold."""
+    """Bytes held by other processes."""
 
     @property
     def kind(self) -> str:
@@ -84,7 +84,7 @@ class Oom:
 
 @dataclass(frozen=True)
 class Training:
-    """The run's settings that a fix can name; None where not known."""
+    """The run's settings that a fix can name; None where unknown."""
 
     batch_size: int | None = None
     effective_batch_size: int | None = None
@@ -92,7 +92,7 @@ class Training:
 
 
 def parse(text: str) -> Oom:
-    """The numbers of a message, in whatever version's words."""
+    """The numbers of a message, in any version's wording."""
     low = text.lower()
     values = {name: _first(patterns, low) for name, patterns in _PATTERNS.items()}
     if (
@@ -118,11 +118,11 @@ def parse(text: str) -> Oom:
 
 
 def _without_own(listed: list[int], own: int, used: int) -> int:
-    """Bytes of `listed` processes that are not the one that failed.
+    """Bytes of `listed` processes other than the one that failed.
 
-    In a container it does not know its own number on the host, and lists itself as another process.
-    It does so where the listed ones and what PyTorch holds (`own`) are more than is `used` of the
-    GPU: the smallest listed that can hold `own` is then itself.
+    In a container the failed process does not know its pid on the host, and lists itself as another
+    process. That is the case where the listed ones and PyTorch's own bytes (`own`) exceed the GPU's
+    `used`: the smallest listed process that can hold `own` is then the failed one.
     """
     possible = [size for size in listed if size >= own * _ROUNDED]
     among = bool(own and used and possible) and sum(listed) + own * _ROUNDED > used
@@ -130,7 +130,7 @@ def _without_own(listed: list[int], own: int, used: int) -> int:
 
 
 def describe(oom: Oom) -> str:
-    """One sentence with the numbers that are known; empty without any."""
+    """One sentence with the known numbers; empty without any."""
     parts = [
         f"{words} {gib(value)}"
         for words, value in (
@@ -159,12 +159,12 @@ _MEANING = {
 
 
 def meaning(oom: Oom) -> str:
-    """What the numbers say; empty where there are none."""
+    """The conclusion from the numbers; empty without any."""
     return _MEANING[oom.kind]
 
 
 def fixes(oom: Oom, usual: list[Fix], training: Training) -> list[Fix]:
-    """The usual fixes, made concrete by the run's settings, with what the numbers point at put
+    """The usual fixes, filled in with the run's settings, with the one that the numbers suggest
     first."""
     smaller = _smaller_batch(training)
     ordered = [Fix(smaller, usual[0].source) if smaller else usual[0], *usual[1:]]

@@ -1,4 +1,4 @@
-"""The guard's own lines in a log: what it found is evidence, and a launch ends what came before
+"""The guard's own lines in a log: its findings are evidence, and a launch closes what came before
 it."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ _INCIDENT = "incident "
 _FIX = " fix: "
 _LAUNCH = "miner started"
 _LEVEL = 80
-"""Characters within which a console line has its level."""
+"""Characters of a console line that contain its level."""
 
 
 def named(lowered: str, knowledge: Knowledge) -> tuple[Label, str] | None:
-    """The incident that the guard itself named in this line, and the role in which it counts."""
+    """The incident that the guard named in this line, and the role in which it counts."""
     start = lowered.find(_INCIDENT)
     if start < 0 or _FIX not in lowered[start:]:
         return None
@@ -24,5 +24,5 @@ def named(lowered: str, knowledge: Knowledge) -> tuple[Label, str] | None:
 
 
 def launches(lowered: str) -> bool:
-    """Whether the guard says in this line that it started the miner."""
+    """Whether the guard reports in this line that it started the miner."""
     return _LAUNCH in lowered[:_LEVEL]

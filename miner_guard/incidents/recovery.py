@@ -1,5 +1,5 @@
-"""What a log tells of the run's own course: steps that continue after a trouble, training that had
-finished before it."""
+"""Tracks the run through its log: steps that continue after an error, and training that finished
+before it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ _STEP = re.compile(rb"\bstep\b\W{0,3}\d.{0,60}\bloss(?!\W{0,4}(?:nan|inf))")
 _NUMBERS = re.compile(rb"\bstep\b\W{0,4}(\d+)")
 _ZERO = re.compile(rb"(?:\b|_)loss\b\W{0,4}0(?:\.0*)?(?:[^\d.]|$)")
 _STEPS = 2
-"""Steps that must follow: one may have been printed late, by another rank."""
+"""Steps that must follow an error: another rank may print one late."""
 
 _SOUND_STEPS = 4
-"""The same where the loss itself was the trouble: the other ranks may print finite ones for a
-while."""
+"""Steps required after a bad loss: the other ranks may print finite ones for a while."""
 
 _MANY_STEPS = 10
-"""The same after an error: ranks that work together take no more than a few steps without the one
-that it ended."""
+"""Steps required after an exception: cooperating ranks take only a few steps without the rank that
+it ended."""
 
 _AWAITED = 500
-"""Lines after a trouble in which the steps that overcome it are looked for."""
+"""Lines after an error within which its recovery steps must appear."""
 
 _FINISHED = re.compile(
     rb"^(?!.*\b(?:epoch|stage|fold|round|batch|warm ?up|not|before|until|when|step)\b).*"
@@ -36,23 +35,22 @@ _FINISHED = re.compile(
     rb"|\btrain_runtime\b|max_(?:steps|epochs)\S* reached"
 )
 _REMEMBERED = 100
-"""Lines before an end in which training may have said that it has finished."""
+"""Lines before an exit within which training may have reported that it finished."""
 
 
 class PendingError(NamedTuple):
-    """What steps that follow may show to be past."""
+    """An error that later steps may show to be over."""
 
     label: str
     needed: bool = True
-    """Training needs what failed: its steps overcome it. Otherwise they show that it does
-    without."""
+    """Training needs what failed, so its steps show recovery. Otherwise steps show that training
+    continues without it."""
 
     loss: bool = False
-    """The loss itself was the trouble, also where nobody tried again. A loss of 0 after it is no
-    better than NaN."""
+    """The loss itself is bad, even without a retry. A loss of 0 after it is no better than NaN."""
 
     raised: bool = False
-    """An error, and not a warning or another try: one that a program may catch, or that may end a
+    """An exception rather than a warning or retry: the program may catch it, or it may end a
     rank."""
 
     @property
@@ -62,23 +60,23 @@ class PendingError(NamedTuple):
 
 
 class RecoveryTracker:
-    """Follows the lines around what a scanner sees. Memory is bounded."""
+    """Follows the lines around a scanner's sightings. Bounded memory."""
 
     def __init__(self) -> None:
         self._recent: deque[bytes] = deque(maxlen=_REMEMBERED)
         self._tried: dict[PendingError, set[object]] = {}
-        """Troubles that steps would show to be past, with the steps since the latest sighting."""
+        """Errors that steps would show to be over, with the steps since the latest sighting."""
 
         self._latest = 0
         """The line of the latest sighting."""
 
     @property
     def waits(self) -> bool:
-        """Something was tried again that steps may show to be overcome."""
+        """Whether any error still waits for steps that would show recovery."""
         return bool(self._tried)
 
     def finished(self, shapes: Sequence[bytes], index: int) -> bool:
-        """Whether training said that it has finished, shortly before line `index` of a block with
+        """Whether training reported that it finished shortly before line `index` of a block with
         these `shapes`."""
         before = [*self._recent, *shapes[max(0, index - _REMEMBERED) : index + 1]]
         return any(_FINISHED.search(shape) for shape in before[-_REMEMBERED:])
@@ -90,17 +88,17 @@ class RecoveryTracker:
         first: int,
         tried: Mapping[int, set[PendingError]],
     ) -> Iterator[tuple[tuple[PendingError, ...], int]]:
-        """Troubles that the steps in this block show to be past, with the line that showed it.
+        """Errors that the steps in this block show to be over, with the line that showed it.
 
-        `first`: the number of the block's first line. `tried`: by line, the troubles among what was
-        seen on it; a line with none shows something else that went wrong.
+        `first`: the number of the block's first line. `tried`: by line, the pending errors among
+        its sightings; a line with an empty set shows another fault.
         """
         if not self._tried and not any(tried.values()):
             return
         seen, number, end = sorted(tried), first - 1, first + len(lines)
         while (number := number + 1 if self._tried else _next(seen, number, end)) < end:
             if number in tried:
-                # What came after a loss that is no number may be what it led to.
+                # A later fault may be a consequence of the non-finite loss.
                 self._tried = {
                     trouble: steps for trouble, steps in self._tried.items() if not trouble.loss
                 }
@@ -114,7 +112,7 @@ class RecoveryTracker:
                 yield past, number
 
     def _step(self, line: bytes, number: int) -> tuple[PendingError, ...]:
-        """Troubles that `line` shows to be past, if it prints a step."""
+        """Errors that `line` shows to be over, if it prints a step."""
         if not _prints_step(line):
             return ()
         step = tuple(_NUMBERS.findall(line)) or number
@@ -127,7 +125,7 @@ class RecoveryTracker:
         return past
 
     def pass_by(self, shapes: Sequence[bytes]) -> None:
-        """Remember the last lines of a block that was looked at."""
+        """Remember the last lines of a scanned block."""
         self._recent.extend(shapes[-_REMEMBERED - 1 : len(shapes) - (not shapes[-1])])
 
 

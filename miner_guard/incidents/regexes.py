@@ -1,5 +1,4 @@
-"""What can be known of a regular expression before it is searched for: the words it needs, and
-whether it is linear."""
+"""Static facts about a regular expression: the words it needs, and whether its search is linear."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ else:
     import sre_parse as parser
 
 _MIN_WORD_LENGTH = 3
-"""Shorter words stand in nearly every line."""
+"""Shorter words occur in nearly every line."""
 
 _SEEN_BESIDE = 100
-"""Characters that an assertion without a repeat sees beside a match, at most."""
+"""Upper bound on the characters that an assertion without a repeat reads beside a match."""
 
 _REPEATS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
 _ASSERTIONS = (ops.ASSERT, ops.ASSERT_NOT)
@@ -28,7 +27,7 @@ _ONE_CHARACTER = (ops.LITERAL, ops.NOT_LITERAL, ops.IN, ops.ANY)
 
 @dataclass(frozen=True)
 class AllOf:
-    """Every one of these is needed. Nothing is needed where it is empty."""
+    """All of these are needed. An empty one needs nothing."""
 
     of: tuple[Requirement, ...]
 
@@ -45,13 +44,13 @@ NOTHING = AllOf(())
 
 
 def requirement(regex: str) -> Requirement:
-    """The words without which `regex` cannot match: a search for words is far cheaper than one for
-    the expression."""
+    """The words without which `regex` cannot match: searching for words is far cheaper than
+    searching for the expression."""
     return _sequence(_items(regex))
 
 
 def met(needed: Requirement, words: Collection[bytes]) -> bool:
-    """Whether a text that holds `words`, and no other word that a requirement names, may match."""
+    """Whether a text may match that holds `words` and no other word of a requirement."""
     if isinstance(needed, bytes):
         return needed in words
     every = isinstance(needed, AllOf)
@@ -71,7 +70,7 @@ def words_of(needed: Requirement) -> Iterator[bytes]:
 
 
 def marks(needed: Requirement) -> frozenset[bytes] | None:
-    """Words, as long as possible, of which every match holds one; None where there are none."""
+    """Words, as long as possible, one of which every match holds; None where there are none."""
     if isinstance(needed, bytes):
         return frozenset({needed})
     inner = [marks(part) for part in needed.of]
@@ -82,7 +81,7 @@ def marks(needed: Requirement) -> frozenset[bytes] | None:
 
 
 def width(regex: str) -> int | None:
-    """How many characters a match and what its assertions see can have; None without a bound."""
+    """The maximum number of characters that a match and its assertions read; None if unbounded."""
     items = _items(regex)
     if any(any(_unbounded(part)) for part in (items, *_asserted(items))):
         return None
@@ -90,7 +89,8 @@ def width(regex: str) -> int | None:
 
 
 def windows(text: str, words: Iterable[str], reach: int) -> Iterator[tuple[int, int]]:
-    """Where in `text` a match of at most `reach` characters that holds one of `words` can stand."""
+    """The spans of `text` that can hold a match of at most `reach` characters around one of
+    `words`."""
     start = end = -1
     for at, length in sorted((at, len(word)) for word in words for at in _places(text, word)):
         if at - reach > end:
@@ -180,7 +180,7 @@ def _branches(items: list[Any]) -> list[list[Any]]:
 
 
 def _unbounded(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """What is repeated without a bound in a sequence, its assertions apart."""
+    """The unbounded repeats in a sequence, outside its assertions."""
     for op, argument in items:
         if op in _REPEATS:
             if argument[1] == ops.MAXREPEAT:
@@ -193,7 +193,7 @@ def _unbounded(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _asserted(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """What the assertions of a sequence hold, at any depth."""
+    """The contents of a sequence's assertions, at any depth."""
     for op, argument in items:
         if op in _ASSERTIONS:
             yield list(argument[1])

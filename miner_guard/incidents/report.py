@@ -1,4 +1,4 @@
-"""A whole log explained: one pass, flat memory, an answer to anything."""
+"""Explains a whole log in one pass, with flat memory, whatever its content."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Explained:
     cause: str
     fixes: tuple[str, ...]
     sources: tuple[str, ...]
-    """Where each of the fixes comes from; empty where it is our own advice."""
+    """Source of each fix; empty for our own advice."""
 
     count: int
     ranks: tuple[int, ...]
     root: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """As `explain --json` gives it."""
+        """The document that `explain --json` prints."""
         return {
             "label": self.label,
             "line": self.line,
@@ -48,12 +48,12 @@ class Explained:
 
 @dataclass(frozen=True)
 class LogExplanation:
-    """What a log says went wrong."""
+    """The faults found in a log."""
 
     findings: tuple[Explained, ...]
     lines: int
     size: int
-    """Bytes."""
+    """Size of the log in bytes."""
 
     @property
     def root(self) -> Explained | None:
@@ -61,7 +61,7 @@ class LogExplanation:
         return next((finding for finding in self.findings if finding.root), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """As `explain --json` gives it."""
+        """The document that `explain --json` prints."""
         return {
             "root_cause": None if self.root is None else self.root.label,
             "findings": [finding.as_dict() for finding in self.findings],
@@ -71,7 +71,7 @@ class LogExplanation:
 def explain(
     log: BinaryIO, knowledge: Knowledge, training: oom.Training, redact: Callable[[str], str] = str
 ) -> LogExplanation:
-    """Read `log` to its end. Raises OSError where it can't be read, nothing else."""
+    """Read `log` to its end. Raises only OSError, where it can't be read."""
     scanner, case, size, unfinished = Scanner(knowledge), RootCauseAnalyzer(knowledge), 0, False
     while chunk := log.read(_CHUNK):
         size += len(chunk)
@@ -90,10 +90,10 @@ def in_words(
     training: oom.Training,
     redact: Callable[[str], str] = str,
 ) -> Explained:
-    """Cause and fixes of one incident, with its own numbers in them."""
+    """Cause and fixes of one incident, filled in with its numbers."""
     label, sighting = knowledge.labels[incident.label], incident.first
     seen = (sighting, *incident.kept)
-    # The reason often stands in the line after the one that names the error.
+    # The reason often follows on the line after the one that names the error.
     exact = next((s for s in seen if s.fix), sighting)
     cause, fixes = sighting.cause or exact.cause or label.cause, list(label.fixes)
     if exact.fix:

@@ -1,4 +1,4 @@
-"""Which of many sightings is the root: the first real error in time and in order of causality."""
+"""Picks the root among many sightings: the first real error, by time and by causality."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from miner_guard.incidents.knowledge import ROLES, Knowledge
 from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
 
 _KEPT = 4
-"""Sightings kept of each label and role; further ones are counted."""
+"""Sightings kept per label and role; further ones are only counted."""
 
 _MAX_RANKS = 1024
 _SURVIVED_AFTER = 200
-"""An exception, or something tried again, after which so many lines follow and nothing ends: the
-program coped."""
+"""An exception or a retry followed by this many lines without an exit: the program coped."""
 
 
 _FEW = 3
-"""Fewer failures than these to reach something that training does without, and steps after them: it
-came back."""
+"""Below this many failures of an optional dependency, with training continuing, treat the outage as
+transient."""
 
 
 @dataclass
@@ -29,12 +28,12 @@ class SightingHistory:
 
     kept: list[Sighting] = field(default_factory=list)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
-    """Lines of the latest ones, which a retraction may take back."""
+    """Lines of the latest sightings, which a retraction may remove."""
 
     count: int = 0
     ranks: set[int] = field(default_factory=set)
     passed: int = 0
-    """The line by which training had gone on after it."""
+    """The line by which training had continued after it."""
 
     @property
     def behind(self) -> bool:
@@ -42,7 +41,7 @@ class SightingHistory:
         return bool(self.recent) and self.recent[-1] <= self.passed
 
     def add(self, sighting: Sighting) -> None:
-        """Count it; a message that continues replaces its beginning."""
+        """Count a sighting; a message that continues replaces its beginning."""
         if self.recent and self.recent[-1] == sighting.line:
             self.kept = [
                 sighting if s.line == sighting.line and sighting.more else s for s in self.kept
@@ -58,7 +57,7 @@ class SightingHistory:
             self.ranks.add(sighting.rank)
 
     def retract(self, line: int, within: int | None) -> None:
-        """Forget those of the last `within` lines before `line`; None: all before it."""
+        """Remove the sightings of the last `within` lines before `line`; None: all before it."""
         if within is None:
             self.kept = [s for s in self.kept if s.line > line]
             self.count = len(self.kept)
@@ -72,12 +71,12 @@ class SightingHistory:
 
 @dataclass(frozen=True)
 class Incident:
-    """One label of a log, and what is known of it."""
+    """One label of a log, with its evidence."""
 
     label: str
     first: Sighting
     kept: Sequence[Sighting]
-    """The first few of each role."""
+    """The first few sightings of each role."""
 
     count: int
     ranks: Sequence[int]
@@ -85,18 +84,18 @@ class Incident:
 
 
 class RootCauseAnalyzer:
-    """Collects sightings and answers at any time. Its memory is bounded by the number of labels."""
+    """Collects sightings and can report at any time. Memory is bounded by the number of labels."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge
         self._trails: dict[tuple[str, str], SightingHistory] = {}
         self._before: dict[tuple[str, str], SightingHistory] = {}
-        """Of the latest launch that showed something, where the log tells of launches."""
+        """Sightings of the latest launch that showed any, where the log marks launches."""
 
         self._last = 0
 
     def add(self, seen: Iterable[Seen]) -> None:
-        """Take in what a scanner saw, in its order."""
+        """Add a scanner's sightings, in order."""
         for item in seen:
             self._last = max(self._last, item.line)
             if isinstance(item, Launched):
@@ -114,13 +113,13 @@ class RootCauseAnalyzer:
                 self._trails.setdefault((item.label, item.role), SightingHistory()).add(item)
 
     def _launched(self) -> None:
-        """What was seen of the launch before no longer counts once this one shows something."""
+        """Sightings of the previous launch no longer count once this one shows any."""
         self._before = self._trails or self._before
         self._trails = {}
 
     def incidents(self, lines: int) -> list[Incident]:
-        """One entry a label in the order of the log, at most one of them the root; `lines` is the
-        log's length."""
+        """One entry per label in log order, at most one of them the root; `lines` is the log's
+        length."""
         trails = {
             key: trail
             for key, trail in (self._trails or self._before).items()

@@ -1,8 +1,8 @@
 """From raw bytes to sightings, in one pass and with bounded memory.
 
-The same bytes give the same sightings however they are cut. A miner prints the same lines over and
-over with other numbers: lines are compared without their numbers, and only a new shape is searched
-for the words that every known error holds. Only lines with such a word are looked at one by one.
+The same bytes give the same sightings however they are split. A miner repeats the same lines with
+other numbers, so lines are compared without their numbers, and only a new shape is searched for the
+words that every known error contains. Only lines with such a word are examined one by one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _EXCEPTION = re.compile(
     r"|[A-Z]\w{0,80}(?:Error|Exception)\w{0,80})(?::\s|\s*$|:$|\()"
 )
 _QUALIFIED = re.compile(r"(?:\w+\.)+(?:exc|exceptions?|errors?)\.(?P<name>[A-Z]\w*)(?::\s|\s*$)")
-"""One whose module says so, such as `torch._dynamo.exc.Unsupported`."""
+"""An exception whose module marks it as one, such as `torch._dynamo.exc.Unsupported`."""
 
 _MAX_NAME = 400
-"""Characters within which a line names an exception: what is longer is no name, and costs the
-search its square."""
+"""Longest exception name accepted: without a limit the search time is quadratic in the line's
+length."""
 
 _IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*)(?::\s|$)")
-"""An exception whose name does not say so, such as `queue.Empty`."""
+"""An exception whose name does not mark it as one, such as `queue.Empty`."""
 
 _FRAME = re.compile(
     r'file "([^"]+)", line \d|^file ([^\s:]{1,300}\.py|.:[^\s:]{1,300}\.py):\d+, in '
 )
-"""Python's, and IPython's."""
+"""Stack frame lines of Python and IPython."""
 
 _TRACEBACK = "traceback (most recent call last)"
 _IGNORED = "exception ignored in"
@@ -55,17 +55,17 @@ _TRIED_AGAIN = re.compile(
     r"|(?<!nccl )\bwarn(?:ing)?\b|userwarning"
 )
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
-"""How torch and glog begin a line that is a warning."""
+"""How torch and glog begin a warning."""
 
 _UPLOADS = re.compile(r"\bput\b|\bpost\b|upload|push|commit|sav(?:e|ing)\b")
-"""What goes out: training that continues says nothing of it."""
+"""Uploads and other outgoing requests: continued training does not show that they recovered."""
 
 _NAN = re.compile(
     r"^(?!.*\b(?:e?val(?:uation|idation)?|valid|test)(?:\b|_))(?!.*(?:stop|exit|abort|terminat))"
     r".*(?:\b|_)(?:nan|inf\w*)(?:\b|_)"
 )
-"""Of training that continues: the steps say nothing of an evaluation, and a loss that exploded is a
-number."""
+"""A non-finite loss that later finite ones clear. Steps reveal nothing about an evaluation, and an
+exploded loss is still a number."""
 
 _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
 _LAUNCHERS = frozenset(
@@ -73,28 +73,27 @@ _LAUNCHERS = frozenset(
 )
 _MAX_STREAMS = 256
 _TRACEBACK_LINES = 2000
-"""A traceback that is still open after so many lines was cut off."""
+"""A traceback still open after this many lines was truncated."""
 
 _TOLD = 800
-"""Characters kept of a line: an out-of-memory message has its numbers within them."""
+"""Characters kept of a line: enough for the numbers of an out-of-memory message."""
 
 _MAX_FRAMES = 8192
 """Characters kept of the paths in one traceback."""
 
 _TAIL_LINES = 3
-"""Lines after an out-of-memory error in which its numbers may stand."""
+"""Lines after an out-of-memory error that may hold its numbers."""
 
 
 @dataclass
 class _Traceback:
     line: int
     ignored: bool = False
-    """Python itself says that it continues: raised in a destructor or while it shuts down."""
+    """Python reports that it continues: the exception was raised in a destructor or at shutdown."""
 
     frames: str = ""
     raises: str = ""
-    """The last line of source that raised: it tells where the log breaks off before the exception
-    does."""
+    """The last source line with a `raise`, for a log that stops before the exception's own line."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,11 @@ class Scanner:
         """The latest exception of each rank."""
 
         self._chained: dict[int | None, Sighting] = {}
-        """Exceptions that another one is about to follow from."""
+        """Exceptions that are about to be followed by another in their chain."""
 
         self._logged: dict[int | None, Sighting] = {}
-        """Of each rank the latest trouble that steps would overcome, told by a logger and not by a
-        traceback."""
+        """For each rank, the latest error that steps would clear and that a logger printed without
+        a traceback."""
 
         self._tail: Sighting | None = None
         self._tail_line = 0
@@ -130,10 +129,10 @@ class Scanner:
         self._course = RecoveryTracker()
 
         self.line = 1
-        """The line that comes next."""
+        """Number of the next line."""
 
     def feed(self, chunk: bytes) -> list[Seen]:
-        """What the next piece of the log shows, as far as its lines are complete."""
+        """The sightings in the next chunk, as far as its lines are complete."""
         if isinstance(chunk, LineChunk) and not self._carry:
             return self._block(chunk)
         data = self._carry + chunk if self._carry else chunk
@@ -145,8 +144,7 @@ class Scanner:
         return seen
 
     def finish(self) -> list[Seen]:
-        """What an unfinished last line shows. A traceback that the log breaks off in counts as a
-        symptom."""
+        """The sightings in an unfinished last line. A truncated traceback counts as a symptom."""
         rest, self._carry = self._carry, b""
         seen = [*self._block(rest), *self._chained.values()]
         cut_off = {
@@ -185,8 +183,8 @@ class Scanner:
         ]
 
     def _block(self, block: bytes) -> list[Seen]:
-        """Look at whole lines. The text after the last newline is a piece of a line whose number
-        stays the same."""
+        """Scan whole lines. Text after the last newline is part of a line whose number stays the
+        same."""
         seen: list[Seen] = []
         known = block if isinstance(block, LineChunk) else LineChunk(block)
         shapes, loud = known.templates, self._sieve.matching(known)
@@ -213,7 +211,7 @@ class Scanner:
         return seen
 
     def _relevant(self, found: list[Seen], shapes: list[bytes], index: int) -> list[Seen]:
-        """What was seen on a line, without what means nothing once training has finished."""
+        """The sightings on a line that still matter after training has finished."""
         moot = [
             s
             for s in found
@@ -226,8 +224,7 @@ class Scanner:
         )
 
     def _tried(self, seen: list[Seen]) -> dict[int, set[PendingError]]:
-        """What was seen in this block, by line, with what steps that continue would show to be
-        past."""
+        """The sightings of this block by line, with the errors that continued steps would clear."""
         tried: dict[int, set[PendingError]] = {}
         for s in seen:
             if isinstance(s, Sighting) and s.line >= self.line:
@@ -247,13 +244,13 @@ class Scanner:
         if sighting.role != "cause":
             return None
         if label.undone_by_losses:
-            # An exception is how a run ends, whatever the other ranks still print.
+            # An exception ends a run, whatever the other ranks still print.
             printed = not _EXCEPTION.match(sighting.text)
             return PendingError(label.name, loss=True) if printed and _NAN.search(text) else None
         return PendingError(label.name, raised=True) if label.overcome_by_steps else None
 
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
-        """Which lines may continue with an out-of-memory message."""
+        """The lines that may continue an out-of-memory message."""
         starts = {index for index in hits if b"out of memory" in shapes[index]} | (
             {-1} if self._tail else set()
         )
@@ -341,14 +338,13 @@ class Scanner:
             self._logged[sighting.rank] = sighting
 
     def _went_past(self, rank: int | None, number: int) -> Iterator[Retraction]:
-        """A rank that misses a file of its own had gone on after the trouble that it logged
-        before."""
+        """A rank that lacks its own file had continued past the error that it logged before."""
         for teller in (rank, None):
             if (passed := self._logged.pop(teller, None)) is not None:
                 yield Retraction((passed.label,), number, number - passed.line, ("cause", "remark"))
 
     def _go_on(self, line: bytes, number: int, seen: list[Seen]) -> None:
-        """Add a line to the message that continues in it."""
+        """Append a line to the message that it continues."""
         sighting = self._tail
         if sighting is None or number <= max(sighting.line, self._tail_line) or not line.strip():
             return
@@ -360,10 +356,10 @@ class Scanner:
         seen.append(self._tail)
 
     def _follow(self, rank: int | None, text: str, lowered: str, number: int) -> bool:
-        """Keep track of the traceback that this rank prints; a log may begin in the middle of one.
+        """Track the traceback that this rank prints; a log may begin in the middle of one.
 
-        True for a line that only says where in a file it was, or what stands there: what went wrong
-        is reported at the end.
+        True for a line that only gives a file position or quotes source: the error itself comes at
+        the end.
         """
         starts, frame = (
             _TRACEBACK in lowered,
@@ -383,8 +379,8 @@ class Scanner:
         return frame is not None and inner.startswith("file ")
 
     def _chain(self, rank: int | None, number: int, seen: list[Seen]) -> None:
-        """The first exception of a chain counts, unless what follows from it is known and it is
-        not."""
+        """The first exception of a chain counts, unless the one that follows is known and the first
+        is not."""
         first = self._raised.get(rank)
         if first is None or number - first.line > _CHAIN_LINES:
             return
@@ -397,7 +393,7 @@ class Scanner:
         return opened is not None and opened.ignored and number - opened.line < _TRACEBACK_LINES
 
     def _ends(self, text: str, number: int, rank: int | None) -> _Ended | None:
-        """The exception that this line ends a traceback with, or names without one."""
+        """The exception that ends a traceback on this line, or that the line names without one."""
         opened = self._open.get(rank)
         inside = opened is not None and 0 <= number - opened.line < _TRACEBACK_LINES
         kinds = (_EXCEPTION, _QUALIFIED, _IN_TRACEBACK) if inside else (_EXCEPTION, _QUALIFIED)
@@ -410,22 +406,21 @@ class Scanner:
         return _Ended(match["name"], "")
 
     def _unknown(self, name: str) -> list[Pattern]:
-        """A fault of the program: what an exception is where nothing else is known of it."""
+        """A program fault: the default for an unknown exception."""
         if name in _NOT_A_FAULT:
             return []
         return [_LAUNCHED if name in _LAUNCHERS else _UNCAUGHT]
 
 
 def _says_little(matches: list[Pattern]) -> bool:
-    """An exception without a cause of its own: one that is unknown, or a wait that something used
-    up."""
+    """An exception without a cause: an unknown one, or an exhausted wait."""
     return bool(matches) and all(
         pattern is _UNCAUGHT or "" in pattern.frames for pattern in matches
     )
 
 
 def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
-    """A cause that was only warned of is a remark; a report of what is a symptom itself is one."""
+    """A cause in a warning or retry is a remark; a report beside a symptom is a symptom."""
     if pattern.role == "cause" and (
         any(w in lowered for w in _TRYING_AGAIN) or _TRIED_AGAIN.search(lowered)
     ):
@@ -438,7 +433,7 @@ def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
 
 
 def _pieces(line: bytes) -> Iterator[bytes]:
-    """A line in pieces that overlap; where they are cut depends on the line alone, not on how it
+    """A long line in overlapping pieces; the cuts depend on the line alone, not on how it
     arrived."""
     start = 0
     while len(line) - start > MAX_LINE:

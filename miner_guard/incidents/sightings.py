@@ -1,4 +1,4 @@
-"""What a scanner sees in a log, line by line."""
+"""The sightings that a scanner reports, line by line."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class Sighting:
     label: str
     role: str
     line: int
-    """From 1, as an editor counts."""
+    """Counts from 1, like an editor."""
 
     text: str
     rank: int | None
     cause: str = ""
-    """Of the pattern, where it says something else than the label."""
+    """The pattern's cause, where it differs from the label's."""
 
     more: str = ""
-    """The lines after it, where the message continues there."""
+    """The following lines, where the message continues there."""
 
     fix: str = ""
-    """Of the pattern, like `restart`, `source` and `least`."""
+    """Copied from the pattern, as are `restart`, `source` and `least`."""
 
     restart: str = ""
     source: str = ""
@@ -33,8 +33,8 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Retraction:
-    """A line that takes back what was seen just before: the program coped with it, or raised
-    something else."""
+    """A line that retracts recent sightings: the program coped with the error, or raised
+    another."""
 
     labels: tuple[str, ...]
     line: int
@@ -42,13 +42,13 @@ class Retraction:
     """Lines that it reaches back; None: to the beginning."""
 
     roles: tuple[str, ...] = ()
-    """Only sightings in these roles; in any, where none exists."""
+    """Retracts only sightings in these roles; in any role where empty."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """Training continued after these labels were tried again or warned of: whatever ends it later,
-    they don't."""
+    """Training continued after a retry or warning with these labels: they do not cause a later
+    exit."""
 
     labels: tuple[str, ...]
     line: int
@@ -56,7 +56,8 @@ class Passed:
 
 @dataclass(frozen=True)
 class Launched:
-    """The guard says that it started the miner: a new story begins."""
+    """The guard reports that it started the miner; earlier sightings belong to the previous
+    launch."""
 
     line: int
 

@@ -1,4 +1,4 @@
-"""Patterns for lines with an Xid number, made of the rows of `miner_guard/health/xids.toml`.
+"""Patterns for lines with an Xid number, built from the rows of `miner_guard/health/xids.toml`.
 
 An entry of a knowledge file names tiers in place of numbers: `{ has = ["xid"], xids = ["reset"] }`.
 """
@@ -13,11 +13,11 @@ from miner_guard.health import xids
 _CATALOGUE = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
 
 _BEFORE = r"\bxid(?:.{0,30}\): ?|(?: error| event| code|:|#|=| |\(){1,4})"
-"""Between the word and the number, in the kernel's log and in people's."""
+"""Text between the word and the number, in the kernel's log and in people's messages."""
 
 
 def expanded(entry: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """One entry for each row of the tiers that the entry names; any other entry as it is."""
+    """One entry per row of the tiers that the entry names; any other entry unchanged."""
     tiers = entry.get("xids")
     if tiers is None:
         yield entry

@@ -1,2 +1,2 @@
-"""Runs in the miner's own interpreter, which may lack this package: scripts of the standard library
-and torch alone."""
+"""Scripts for the miner's own interpreter, which may lack this package: they need the standard
+library and torch alone."""

@@ -1,9 +1,7 @@
-"""One question answered by the miner's own interpreter; see `miner_guard.system.probe` for how it
-is asked.
+"""Answers one question in the miner's own interpreter; `miner_guard.system.probe` asks it.
 
-Run as a script, since that interpreter may not have miner_guard: nothing here imports it. The
-request's `what` names the question. A CUDA context is made here at most, and ends with this
-process.
+Run as a script, since that interpreter may lack miner_guard: nothing here imports it. The request's
+`what` names the question. At most this creates one CUDA context, which ends with the process.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _MAX_ALL_REDUCE = 256 * 1024**2
 
 
 def packages(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Who this interpreter is, and which packages an `import` would find."""
+    """This interpreter's identity, and the packages that an `import` would find."""
     validators = importlib.util.find_spec("validators")
     places = [str(p) for p in validators.submodule_search_locations or []] if validators else []
     return {
@@ -45,7 +43,7 @@ def packages(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hook() -> str | None:
-    """Whether the hook that this interpreter would import is `compiled` or `python`."""
+    """Whether this interpreter would import the `compiled` or the `python` hook."""
     spec = importlib.util.find_spec("miner_guard")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -55,8 +53,8 @@ def _hook() -> str | None:
 
 
 def _other_owner(package: str) -> dict[str, Any] | None:
-    """The distribution of the same name, where it put files into the top-level package too: pip
-    lets the later one overwrite the earlier one without a word."""
+    """Another distribution that installed files into the same top-level package: pip silently lets
+    the later one overwrite the earlier one."""
     try:
         other = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -84,7 +82,7 @@ def _version(distribution: str) -> str | None:
 
 
 def torch_facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    """torch's build and whether it can use CUDA; `reason` is torch's own words where it can't."""
+    """torch's build and whether it can use CUDA; where it can't, `reason` quotes torch."""
     import torch
 
     available, reason = torch.cuda.is_available(), None
@@ -110,7 +108,7 @@ def _nccl(torch: Any) -> str | None:
 
 
 def use(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Allocate on one GPU, multiply, read the result back. Seconds without the import of torch."""
+    """Allocate on one GPU, multiply, read the result back. Seconds exclude the import of torch."""
     import torch
 
     start = time.monotonic()
@@ -126,7 +124,7 @@ def use(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def matmul(request: Mapping[str, Any]) -> dict[str, Any]:
     """Best rate of a bf16 matmul on one GPU over some seconds, in TFLOP/s (10^12 floating-point
-    operations)."""
+    operations per second)."""
     import torch
 
     device = torch.device("cuda", int(request["device"]))
@@ -146,7 +144,7 @@ def matmul(request: Mapping[str, Any]) -> dict[str, Any]:
 def all_reduce(request: Mapping[str, Any]) -> dict[str, Any]:
     """An all_reduce over one process per GPU, or two on the CPU: bus bandwidth in 10^9 bytes/s.
 
-    Bus bandwidth is size / time * 2 (n - 1) / n, as nccl-tests reckon it.
+    Bus bandwidth is size / time * 2 (n - 1) / n, as nccl-tests computes it.
     """
     ranks = int(request["ranks"])
     with tempfile.TemporaryDirectory(prefix="miner-guard-") as folder:
@@ -223,8 +221,8 @@ _QUESTIONS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Answer the question on stdin through the descriptor that the asker names."""
-    # The script's own folder must not be on the path: the question is what the miner would import.
+    """Read the question from stdin; answer on the descriptor named in the request."""
+    # Drop the script's own folder from the path: the question is what the miner would import.
     sys.path.pop(0)
     sys.path.insert(0, os.getcwd())
     request = json.load(sys.stdin)
