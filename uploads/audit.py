@@ -70,6 +70,14 @@ class AuditReport:
         return make_finding(_EVENTS[self.outcome], **fields)
 
 
+@dataclass(frozen=True)
+class FetchChild:
+    """How the child runs that fetches and inspects the files."""
+
+    deadline_s: float = FETCH_S
+    python: str = sys.executable
+
+
 def look(
     repo: RepoSettings,
     on: ChainSettings,
@@ -97,8 +105,7 @@ def run(
     *,
     model: Shapes | None = None,
     memory: AuditMemory | None = None,
-    deadline_s: float = FETCH_S,
-    python: str = sys.executable,
+    child: FetchChild | None = None,
 ) -> AuditReport:
     """Audit the repo. `commitment` is what the hotkey committed on chain, if known. Never raises.
 
@@ -125,7 +132,14 @@ def run(
             in_force_now = in_force(limits, network)
             known = memory or AuditMemory(MAX_BYTES)
             return _Audit(
-                repo, in_force_now, network, access, model, known, Path(folder), deadline_s, python
+                repo,
+                in_force_now,
+                network,
+                access,
+                model,
+                known,
+                Path(folder),
+                child or FetchChild(),
             ).report()
     except OSError as error:
         return AuditReport(
@@ -183,10 +197,7 @@ class _Audit:
     model: Shapes | None
     memory: AuditMemory
     folder: Path
-    deadline_s: float
-    python: str
-    """Python interpreter that runs the inspection."""
-
+    child: FetchChild
     start: float = field(default_factory=time.monotonic)
 
     def report(self) -> AuditReport:
@@ -260,7 +271,7 @@ class _Audit:
                 "gradients": limits.gradients_key or "epoch-{outer_step}/gradients.pt",
             },
         }
-        return probe.ask("uploads.audit_probe", request, self.deadline_s, env=env)
+        return probe.ask("uploads.audit_probe", request, self.child.deadline_s, env=env)
 
     def _document_key(self, key: str | None, usual: str) -> str | None:
         """The key of a document. A network that counts in windows publishes only those its profile
@@ -281,7 +292,7 @@ class _Audit:
         size, most = int(fetched.get("size_bytes") or 0), self.limits.gradients_max_bytes
         if fetched.get("file") is not None:
             path = Path(str(fetched["file"]))
-            found = inspect_file(path, self.limits, shapes=self.model, python=self.python)
+            found = inspect_file(path, self.limits, shapes=self.model, python=self.child.python)
             self.memory.judged(fetched, self.model, found)
             return found
         if most is not None and size > most:

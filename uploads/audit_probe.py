@@ -17,10 +17,10 @@ from uploads.repos.base import (
     Damaged,
     Missing,
     ObjectInfo,
-    Refused,
     Repo,
     RepoError,
-    Unreadable,
+    RepoRefused,
+    RepoUnreadable,
     parsed,
 )
 from validators import block_list
@@ -78,7 +78,7 @@ def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], Object
     gradients = _filled(keys["gradients"], names) or ""
     try:
         entry = _newest(repo, gradients)
-    except Unreadable as refusal:
+    except RepoUnreadable as refusal:
         raise Damaged(f"{gradients}: {refusal}") from refusal
     answer = {
         "metadata": metadata,
@@ -104,7 +104,7 @@ def _document(repo: Repo, key: str | None) -> tuple[dict[str, Any] | None, int]:
         data = repo.get(key)
     except Missing:
         return None, 0
-    except Unreadable as refusal:
+    except RepoUnreadable as refusal:
         raise Damaged(f"{key}: {refusal}") from refusal
     return parsed(key, data), len(data)
 
@@ -139,7 +139,7 @@ def answer(request: dict[str, Any], env: Mapping[str, str] | None = None) -> dic
         return fetch(open_repo(RepoSettings(**request["repo"]), env), request)
     except Damaged as damage:
         return {"damaged": str(damage)}
-    except Refused as refusal:
+    except RepoRefused as refusal:
         return {"refused": str(refusal)}
 
 

@@ -23,7 +23,7 @@ from validators.limits import Limits
 
 
 @dataclass(frozen=True)
-class Progress:
+class NetworkProgress:
     """What the master's repo reports; `reason` if it is unreadable."""
 
     outer_step: int | None = None
@@ -31,14 +31,16 @@ class Progress:
     reason: str | None = None
 
 
-def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) -> Progress:
+def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) -> NetworkProgress:
     """Probe the master's repo once, for at most `repo.timeout_s`. Never raises."""
     if master_commitment is None:
-        return Progress(reason="the master has committed nothing, or [chain] master_uid is not set")
+        return NetworkProgress(
+            reason="the master has committed nothing, or [chain] master_uid is not set"
+        )
     keys = keys_of(master_commitment, limits.commitment_form)
     bucket = master_bucket(repo.bucket, limits.bucket_pattern)
     if None in (keys, bucket, limits.endpoint, limits.gradients_key):
-        return Progress(
+        return NetworkProgress(
             reason=(
                 "the profile does not say how the master's repo is found, or [repo] bucket "
                 "is not set"
@@ -69,7 +71,7 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
     }
     answer = probe.ask("uploads.audit_probe", request, repo.timeout_s, env=env)
     if answer.reason is not None or not isinstance(answer.value, Mapping):
-        return Progress(reason=f"the master's repo: {answer.reason or 'no answer'}")
+        return NetworkProgress(reason=f"the master's repo: {answer.reason or 'no answer'}")
     outer = answer.value.get("outer_step")
     if not isinstance(outer, int):
         why = (
@@ -77,9 +79,9 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
             or answer.value.get("refused")
             or "metadata.json is missing or names no outer step"
         )
-        return Progress(reason=f"the master's repo: {why}")
+        return NetworkProgress(reason=f"the master's repo: {why}")
     block = (answer.value.get("config") or {}).get("last_allreduce_block")
-    return Progress(outer, block if isinstance(block, int) else None)
+    return NetworkProgress(outer, block if isinstance(block, int) else None)
 
 
 def _told(commitment: str | None, form: Sequence[int]) -> str:
@@ -88,7 +90,7 @@ def _told(commitment: str | None, form: Sequence[int]) -> str:
 
 def network_of(
     look: ChainLook,
-    ahead: Progress,
+    ahead: NetworkProgress,
     seen_at: float,
     form: Sequence[int] = (),
     per_allreduce: int | None = None,

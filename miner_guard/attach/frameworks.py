@@ -33,7 +33,7 @@ def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -
     """Add our callback to every Trainer."""
     base = importlib.import_module("transformers.trainer_callback").TrainerCallback
 
-    class GuardCallback(base):  # type: ignore[misc, valid-type]
+    class TransformersCallback(base):  # type: ignore[misc, valid-type]
         """Reports the Trainer's steps to the guard."""
 
         _stopped = False
@@ -55,7 +55,7 @@ def follow_transformers(adapter: Adapter, listener: StepListener, module: Any) -
             if self._stopped or state.global_step >= state.max_steps:
                 listener.finished()
 
-    _after_init(module.Trainer, lambda trainer: trainer.add_callback(GuardCallback))
+    _after_init(module.Trainer, lambda trainer: trainer.add_callback(TransformersCallback))
     _share_losses(listener, module.Trainer)
     # No callback marks the start of either, and both may take longer than any step.
     _follow(adapter, module.Trainer, "evaluate", "val_loss")
@@ -83,7 +83,7 @@ def follow_lightning(adapter: Adapter, listener: StepListener, module: Any) -> N
     package = module.__name__.split(".trainer.")[0]
     base = importlib.import_module(f"{package}.callbacks").Callback
 
-    class GuardCallback(base):  # type: ignore[misc, valid-type]
+    class LightningCallback(base):  # type: ignore[misc, valid-type]
         """Reports Lightning's steps to the guard; Lightning's global step counts optimizer
         steps."""
 
@@ -109,5 +109,5 @@ def follow_lightning(adapter: Adapter, listener: StepListener, module: Any) -> N
             if not trainer.interrupted:
                 listener.finished()
 
-    _after_init(module.Trainer, lambda trainer: trainer.callbacks.insert(0, GuardCallback()))
+    _after_init(module.Trainer, lambda trainer: trainer.callbacks.insert(0, LightningCallback()))
     _follow(adapter, module.Trainer, "save_checkpoint", "checkpoint")

@@ -38,7 +38,7 @@ class Slot(Protocol):
     def item(self) -> float: ...
 
 
-class Event(Protocol):
+class CudaEvent(Protocol):
     """A point in a stream's work."""
 
     def record(self, stream: Any) -> None: ...
@@ -60,7 +60,7 @@ class Device(Protocol):
 
     def slots(self, count: int) -> list[Slot]: ...
 
-    def event(self) -> Event: ...
+    def event(self) -> CudaEvent: ...
 
 
 class Cuda:
@@ -81,10 +81,10 @@ class Cuda:
 
         return list(torch.empty(count, dtype=torch.float32, pin_memory=True).unbind())
 
-    def event(self) -> Event:
+    def event(self) -> CudaEvent:
         import torch
 
-        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event: CudaEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return event
 
 
@@ -107,7 +107,7 @@ class _InFlight:
     step: int
     total: float
     slots: list[int]
-    event: Event
+    event: CudaEvent
     summed: bool
 
 

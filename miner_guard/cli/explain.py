@@ -148,7 +148,7 @@ def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
     with Path(file).open("rb") as log:
         if log.peek(2)[:2] == _GZIP:
             with gzip.open(log) as unpacked:
-                yield cast(BinaryIO, _Bounded(unpacked, log, file))
+                yield cast(BinaryIO, _BoundedReader(unpacked, log, file))
         else:
             yield log
 
@@ -167,7 +167,7 @@ class _Joined:
         return b""
 
 
-class _Bounded:
+class _BoundedReader:
     """A gzip that is read no further than a log can reach: 300 KB of it may unpack to 300 MB of
     zeros, or to more."""
 

@@ -30,7 +30,7 @@ from miner_guard.demo.miner_log import MinerLog
 from miner_guard.demo.model import ByteGPT, Shape
 from miner_guard.demo.options import Options
 from miner_guard.demo.outer import OuterOptimizer
-from miner_guard.demo.upload import Progress, Uploader
+from miner_guard.demo.upload import TrainingProgress, Uploader
 from miner_guard.eventlog.catalog import make_finding
 
 
@@ -286,8 +286,10 @@ class Miner:
             )
         )
 
-    def _progress(self) -> Progress:
-        return Progress(self.model, self.outer, self.shape, self.outer_step, self.inner_step)
+    def _progress(self) -> TrainingProgress:
+        return TrainingProgress(
+            self.model, self.outer, self.shape, self.outer_step, self.inner_step
+        )
 
 
 def _sharded(model: ByteGPT, device: torch.device) -> Any:

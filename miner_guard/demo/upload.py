@@ -25,7 +25,7 @@ _DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """How far training has come, and the model that an upload describes."""
 
     model: nn.Module
@@ -46,7 +46,7 @@ class Uploader:
         self._blocks: list[int] = []
         self.not_before = options.upload_steps
 
-    def upload(self, progress: Progress, kind: str) -> None:
+    def upload(self, progress: TrainingProgress, kind: str) -> None:
         """One upload if the gate allows it. Collective."""
         self._blocks = [*self._blocks, block_now()][-_BLOCKS_KEPT:]
         decision = self._guard.may_upload(

@@ -11,7 +11,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.health import chain
 from miner_guard.health.chain import ChainLook
 from miner_guard.monitors.base import Context, Monitor
-from uploads.network import Progress, network_of, progress
+from uploads.network import NetworkProgress, network_of, progress
 from uploads.watch import RateLimiter
 from validators.facts import Network
 from validators.limits import Limits
@@ -44,13 +44,13 @@ class ChainMonitor(Monitor):
         look = chain.look(self._settings)
         # The master's repo is looked at afterwards, and may take its time.
         now = self.context.clock.monotonic()
-        ahead = Progress(reason="not asked for")
+        ahead = NetworkProgress(reason="not asked for")
         if look.reason is None and self._settings.master_uid is not None:
             ahead = progress(self.context.config.repo, self._limits, look.master_commitment)
         for finding in self.looked(look, ahead, now):
             self.context.emit(finding)
 
-    def looked(self, look: ChainLook, ahead: Progress, now: float) -> Iterator[Finding]:
+    def looked(self, look: ChainLook, ahead: NetworkProgress, now: float) -> Iterator[Finding]:
         """What is to be reported of one look, at `now` (monotonic). Its `network` field is for the
         gate."""
         frozen = self._frozen_s(look, now)

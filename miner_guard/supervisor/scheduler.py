@@ -62,7 +62,7 @@ class Scheduler:
 
         before_each_turn, executor = self._update_plan, ThreadPoolExecutor(_THREADS)
 
-        class Steady(BackgroundScheduler):  # type: ignore[misc]
+        class SteadyScheduler(BackgroundScheduler):  # type: ignore[misc]
             """Its plan is brought up to date before each look at it, in the same thread."""
 
             def _process_jobs(self) -> float | None:
@@ -78,7 +78,7 @@ class Scheduler:
         # as a finding.
         logging.getLogger("apscheduler").addHandler(logging.NullHandler())
         logging.getLogger("apscheduler").propagate = False
-        self._scheduler = Steady(
+        self._scheduler = SteadyScheduler(
             timezone=timezone.utc,
             daemon=True,
             executors={"default": executor},
@@ -179,14 +179,14 @@ class Scheduler:
 def _trigger(due: _Due) -> Any:
     from apscheduler.triggers.base import BaseTrigger
 
-    class Steady(BaseTrigger):  # type: ignore[misc]
+    class SteadyTrigger(BaseTrigger):  # type: ignore[misc]
         """Always one run ahead: there is nothing to enumerate, however far the wall clock
         jumped."""
 
         def get_next_fire_time(self, _previous: datetime | None, now: datetime) -> datetime:
             return now + timedelta(seconds=due.wait_s())
 
-    return Steady()
+    return SteadyTrigger()
 
 
 class _Due:

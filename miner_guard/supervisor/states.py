@@ -31,7 +31,7 @@ class State(Enum):
     DONE = "done"
 
 
-class Event(Enum):
+class RunEvent(Enum):
     """What moves a run from one state to the next."""
 
     LAUNCHED = "the miner was started"
@@ -43,22 +43,22 @@ class Event(Enum):
     FINISHED = "nothing follows"
 
 
-_MOVES: dict[tuple[State, Event], State] = {
-    (State.STARTING, Event.LAUNCHED): State.RUNNING,
-    (State.WAITING, Event.LAUNCHED): State.RUNNING,
-    (State.PAUSED, Event.LAUNCHED): State.RUNNING,
-    (State.STARTING, Event.LAUNCH_FAILED): State.ENDING,
-    (State.WAITING, Event.LAUNCH_FAILED): State.ENDING,
-    (State.PAUSED, Event.LAUNCH_FAILED): State.ENDING,
-    (State.RUNNING, Event.STOP_BEGUN): State.STOPPING,
-    (State.RUNNING, Event.LAUNCHER_GONE): State.ENDING,
-    (State.STOPPING, Event.LAUNCHER_GONE): State.ENDING,
-    (State.ENDING, Event.RETRY_PLANNED): State.WAITING,
-    (State.ENDING, Event.HELD): State.PAUSED,
-    (State.WAITING, Event.HELD): State.PAUSED,
+_MOVES: dict[tuple[State, RunEvent], State] = {
+    (State.STARTING, RunEvent.LAUNCHED): State.RUNNING,
+    (State.WAITING, RunEvent.LAUNCHED): State.RUNNING,
+    (State.PAUSED, RunEvent.LAUNCHED): State.RUNNING,
+    (State.STARTING, RunEvent.LAUNCH_FAILED): State.ENDING,
+    (State.WAITING, RunEvent.LAUNCH_FAILED): State.ENDING,
+    (State.PAUSED, RunEvent.LAUNCH_FAILED): State.ENDING,
+    (State.RUNNING, RunEvent.STOP_BEGUN): State.STOPPING,
+    (State.RUNNING, RunEvent.LAUNCHER_GONE): State.ENDING,
+    (State.STOPPING, RunEvent.LAUNCHER_GONE): State.ENDING,
+    (State.ENDING, RunEvent.RETRY_PLANNED): State.WAITING,
+    (State.ENDING, RunEvent.HELD): State.PAUSED,
+    (State.WAITING, RunEvent.HELD): State.PAUSED,
 }
 TRANSITIONS = _MOVES | {
-    (state, Event.FINISHED): State.DONE for state in State if state is not State.DONE
+    (state, RunEvent.FINISHED): State.DONE for state in State if state is not State.DONE
 }
 
 
@@ -66,7 +66,7 @@ class IllegalTransition(Exception):
     """An event that has no meaning in a state: a defect of the guard, never the miner's."""
 
 
-def after(state: State, event: Event) -> State:
+def after(state: State, event: RunEvent) -> State:
     """The state that follows. Raises IllegalTransition."""
     try:
         return TRANSITIONS[state, event]

@@ -29,7 +29,7 @@ from miner_guard.supervisor.process.process_tree import ProcessTree
 from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.supervisor.pulse import Pulse
 from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
-from miner_guard.supervisor.states import Event, State, after
+from miner_guard.supervisor.states import RunEvent, State, after
 from miner_guard.system.clock import Clock
 
 TICK_S = 0.5
@@ -115,7 +115,7 @@ class Supervisor:
         self.host.finding(make_finding("miner_paused"))
         if self.state is State.WAITING:
             self._cancel_retry()
-            self._enter(Event.HELD)
+            self._enter(RunEvent.HELD)
 
     def resume(self) -> None:
         """Undo `pause`; start the miner if it is not running."""
@@ -143,7 +143,7 @@ class Supervisor:
             self._accept(self._requests.popleft())
         self._steps[self.state]()
 
-    def _enter(self, event: Event) -> None:
+    def _enter(self, event: RunEvent) -> None:
         self.state = after(self.state, event)
 
     def _step_again_in(self, seconds: float) -> None:
@@ -228,7 +228,7 @@ class Supervisor:
         self.launches += 1
         now = self.clock.monotonic()
         self.launch = ActiveLaunch(child, attempt, now, self.clock, self.family)
-        self._enter(Event.LAUNCHED)
+        self._enter(RunEvent.LAUNCHED)
         words = shlex.join(self.order.command).replace("\n", "\\n")
         for work in (
             lambda: self.flights.launched(child.pid),
@@ -256,7 +256,7 @@ class Supervisor:
                 os.close(end)
 
     def _launch_failed(self, error: OSError) -> None:
-        self._enter(Event.LAUNCH_FAILED)
+        self._enter(RunEvent.LAUNCH_FAILED)
         cause = f"the command could not be started: {error.strerror or error}"
         self.host.finding(make_finding("miner_exited", how=cause, code=None, runtime_s=0.0))
         self._after_failure(Failure(cause, 0.0), FAILED)
@@ -271,7 +271,7 @@ class Supervisor:
             grace = self.order.config.miner.stop_timeout_s
             self.launch.wish = self._wish
             self.launch.ask_to_end(grace)
-            self._enter(Event.STOP_BEGUN)
+            self._enter(RunEvent.STOP_BEGUN)
             self.host.finding(
                 make_finding("miner_stopping", reason=self._wish.cause, grace_s=grace)
             )
@@ -283,12 +283,12 @@ class Supervisor:
             self._launcher_gone(self.launch)
         elif self._torn_down(self.launch):
             # The launcher survived SIGKILL.
-            self._enter(Event.LAUNCHER_GONE)
+            self._enter(RunEvent.LAUNCHER_GONE)
             self._step_ending()
 
     def _launcher_gone(self, launch: ActiveLaunch) -> None:
         launch.launcher_ended()
-        self._enter(Event.LAUNCHER_GONE)
+        self._enter(RunEvent.LAUNCHER_GONE)
         self._step_ending()
 
     def _torn_down(self, launch: ActiveLaunch) -> bool:
@@ -389,7 +389,7 @@ class Supervisor:
             self._after_failure(self.attribution.failure(end), end.code)
         elif wish.then is Then.RELAUNCH:
             self._wish = None
-            self._enter(Event.RETRY_PLANNED)
+            self._enter(RunEvent.RETRY_PLANNED)
             self._launch_when_free()
         else:
             self._wish = None
@@ -411,7 +411,7 @@ class Supervisor:
             self._finish(code, f"restarts are off; the miner ended: {failure.cause}")
             return
         if self.paused:
-            self._enter(Event.HELD)
+            self._enter(RunEvent.HELD)
             return
         decision = self.policy.failed(failure)
         if isinstance(decision, GiveUp):
@@ -423,7 +423,7 @@ class Supervisor:
         self._wait(decision, failure.cause)
 
     def _wait(self, again: Again, cause: str) -> None:
-        self._enter(Event.RETRY_PLANNED)
+        self._enter(RunEvent.RETRY_PLANNED)
         self._retry_at = self.clock.monotonic() + again.wait_s
         self._step_again_in(again.wait_s)
         most = self.order.config.restart.max_restarts
@@ -443,7 +443,7 @@ class Supervisor:
 
     def _finish(self, exit_code: int, reason: str) -> None:
         self._cancel_retry()
-        self._enter(Event.FINISHED)
+        self._enter(RunEvent.FINISHED)
         self.exit_code, self.reason = exit_code, reason
 
 

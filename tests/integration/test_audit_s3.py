@@ -15,7 +15,7 @@ from miner_guard.config import GateSettings, RepoSettings
 from tests.servers import s3
 from tests.support import requires
 from uploads import audit
-from uploads.network import Progress, progress
+from uploads.network import NetworkProgress, progress
 from validators.commitment import fingerprint
 from validators.facts import Network
 from validators.limits import Limits
@@ -63,7 +63,7 @@ def repo(monkeypatch: pytest.MonkeyPatch) -> RepoSettings:
 
 def test_the_committed_keys_open_what_the_audit_judges(limits: Limits, repo: RepoSettings) -> None:
     ahead = progress(repo, limits, COMMITTED)
-    assert ahead == Progress(56, 800)
+    assert ahead == NetworkProgress(56, 800)
     network = Network(1050, 56, 250, fingerprint(COMMITTED), True, 7, None, time.monotonic())
     report = audit.run(repo, limits, network, COMMITTED)
     assert report.outcome == "accepted", report.detail

@@ -234,10 +234,18 @@ def test_what_was_fetched_an_hour_ago_counts_no_longer() -> None:
 def test_a_repo_that_cannot_be_looked_at_is_unknown_and_never_accepted(tmp_path: Path) -> None:
     assert audit.run(RepoSettings(), FLAT, chain()).outcome == "unknown"
     publish(tmp_path)
-    late = audit.run(RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), deadline_s=0.01)
+    late = audit.run(
+        RepoSettings(kind="local", path=str(tmp_path)),
+        FLAT,
+        chain(),
+        child=audit.FetchChild(deadline_s=0.01),
+    )
     assert (late.outcome, "no answer within 0.01 s" in late.detail) == ("unknown", True)
     blind = audit.run(
-        RepoSettings(kind="local", path=str(tmp_path)), FLAT, chain(), python="/nonexistent"
+        RepoSettings(kind="local", path=str(tmp_path)),
+        FLAT,
+        chain(),
+        child=audit.FetchChild(python="/nonexistent"),
     )
     assert blind.outcome == "unknown"
     assert message(blind.finding()).startswith("AUDIT UNKNOWN")

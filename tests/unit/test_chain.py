@@ -17,7 +17,7 @@ from miner_guard.health.chain import ChainLook
 from miner_guard.health.chain_probe import committed_text
 from miner_guard.monitors.chain import ChainMonitor
 from tests.support.contexts import JobsNever, context
-from uploads.network import Progress, master_bucket
+from uploads.network import NetworkProgress, master_bucket
 from validators.block_list import current_block
 from validators.facts import Network
 
@@ -199,7 +199,7 @@ GOOD = ChainLook(block=1000, registered=True, uid=1, commitment="a" * 128, error
 
 
 def test_a_lost_registration_is_critical_and_repeated(part: ChainMonitor) -> None:
-    ahead = Progress(57, 900)
+    ahead = NetworkProgress(57, 900)
     (first,) = said(part.looked(GOOD, ahead, 0.0))
     assert first.fields["network"]["outer_step"] == 57
     assert first.fields["network"]["blocks_since_allreduce"] == 100
@@ -221,16 +221,16 @@ def test_a_lost_registration_is_critical_and_repeated(part: ChainMonitor) -> Non
 
 def test_an_unknown_registration_is_never_called_lost(part: ChainMonitor) -> None:
     silent = ChainLook(reason="no answer within 30 s")
-    (unknown,) = said(part.looked(silent, Progress(), 0.0))
+    (unknown,) = said(part.looked(silent, NetworkProgress(), 0.0))
     assert message(unknown) == "CHAIN unknown: no answer within 30 s"
     assert unknown.fields["network"]["reason"] == "no answer within 30 s"
-    assert said(part.looked(silent, Progress(), 120.0)) == []
+    assert said(part.looked(silent, NetworkProgress(), 120.0)) == []
 
 
 def test_a_frozen_node_is_said(part: ChainMonitor) -> None:
-    list(part.looked(GOOD, Progress(), 0.0))
-    assert said(part.looked(GOOD, Progress(), 60.0)) == []
-    (frozen,) = said(part.looked(GOOD, Progress(), 121.0))
+    list(part.looked(GOOD, NetworkProgress(), 0.0))
+    assert said(part.looked(GOOD, NetworkProgress(), 60.0)) == []
+    (frozen,) = said(part.looked(GOOD, NetworkProgress(), 121.0))
     assert "the block has not moved for 121s" in message(frozen)
     assert frozen.severity == "warning"
 
@@ -238,8 +238,8 @@ def test_a_frozen_node_is_said(part: ChainMonitor) -> None:
 def test_behind_a_frozen_node_the_chain_goes_on(part: ChainMonitor) -> None:
     """Guards against a block_list that looks young to a guard whose node stands as still as the
     miner's."""
-    looks = [next(iter(part.looked(GOOD, Progress(), 60.0 * n))) for n in range(61)]
+    looks = [next(iter(part.looked(GOOD, NetworkProgress(), 60.0 * n))) for n in range(61)]
     network = Network(**looks[-1].fields["network"])
     assert current_block(network, 3600.0, 12.0) == 1000 + 300
-    moved = next(iter(part.looked(replace(GOOD, block=1290), Progress(), 3660.0)))
+    moved = next(iter(part.looked(replace(GOOD, block=1290), NetworkProgress(), 3660.0)))
     assert current_block(Network(**moved.fields["network"]), 3672.0, 12.0) == 1291

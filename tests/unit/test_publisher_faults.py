@@ -11,7 +11,7 @@ import pytest
 from tests.servers.revisions import revision
 from uploads.journal import Journal, journal_path
 from uploads.publisher import Publisher, PublishError, Retry
-from uploads.repos.base import Missing, Refused, RepoError
+from uploads.repos.base import Missing, RepoError, RepoRefused
 from uploads.repos.local import LocalRepo
 from uploads.repos.s3 import S3Repo
 from uploads.repos.s3_errors import translated
@@ -95,7 +95,7 @@ def test_keys_that_end_while_a_revision_is_shown_leave_no_word_of_a_whole_one(
     publisher(repo, tmp_path).publish(revision(tmp_path, 50))
 
     def refuse(*_: Any) -> None:
-        raise Refused("the storage refuses the keys for bucket b (ExpiredToken)")
+        raise RepoRefused("the storage refuses the keys for bucket b (ExpiredToken)")
 
     monkeypatch.setattr(repo, "commit", refuse)
     with pytest.raises(PublishError, match="may be a mix of two revisions: publish again"):

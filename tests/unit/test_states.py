@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miner_guard.supervisor.states import TRANSITIONS, Event, IllegalTransition, State, after
+from miner_guard.supervisor.states import TRANSITIONS, IllegalTransition, RunEvent, State, after
 
 
 def test_every_state_but_the_last_can_end() -> None:
     """Guards against a state from which a stop leads nowhere."""
     assert all(
-        after(state, Event.FINISHED) is State.DONE for state in State if state is not State.DONE
+        after(state, RunEvent.FINISHED) is State.DONE for state in State if state is not State.DONE
     )
 
 
@@ -27,8 +27,8 @@ def test_every_state_is_reached_from_the_first() -> None:
     assert reached == set(State)
 
 
-@given(st.lists(st.sampled_from(Event), max_size=30))
-def test_a_refused_event_changes_nothing(events: list[Event]) -> None:
+@given(st.lists(st.sampled_from(RunEvent), max_size=30))
+def test_a_refused_event_changes_nothing(events: list[RunEvent]) -> None:
     state = State.STARTING
     for event in events:
         if (state, event) in TRANSITIONS:

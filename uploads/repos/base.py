@@ -66,11 +66,11 @@ class Missing(RepoError):
     """The repo answered; the object does not exist."""
 
 
-class Refused(RepoError):
+class RepoRefused(RepoError):
     """The storage definitively rejects these keys; a retry changes nothing."""
 
 
-class Unreadable(RepoError):
+class RepoUnreadable(RepoError):
     """The storage serves this object to no reader: encrypted with a customer's key, or archived."""
 
 

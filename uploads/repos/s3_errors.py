@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from uploads.repos.base import Missing, Refused, RepoError, Unreadable
+from uploads.repos.base import Missing, RepoError, RepoRefused, RepoUnreadable
 
 
 class Unsupported(RepoError):
@@ -73,7 +73,7 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
     status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
     said = response["Error"].get("Message") or code
     if code == "NoSuchBucket":
-        return Refused(
+        return RepoRefused(
             f"bucket {bucket} does not exist; create it, or correct repo.bucket and repo.endpoint"
         )
     if code in _MISSING:
@@ -84,7 +84,7 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
             "timedatectl set-ntp true"
         )
     if code in _UNREADABLE:
-        return Unreadable(
+        return RepoUnreadable(
             f"bucket {bucket} gives nobody this object ({code}: {said}); upload it unencrypted"
         )
     if code in _FULL:
@@ -93,7 +93,7 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
             "raise its quota"
         )
     if code in _REFUSED or status in ("401", "403"):
-        return Refused(
+        return RepoRefused(
             f"the storage refuses the keys for bucket {bucket} ({code}); check the keys "
             "and their rights"
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from miner_guard.rank.consensus.node import Ask, Channel, Follower, Leader
+from miner_guard.rank.consensus.node import Ask, Channel, NodeFollower, NodeLeader
 from miner_guard.rank.environment import RankContext
 from miner_guard.state_dir import make_folder
 from miner_guard.system.boot import boot_id
@@ -47,7 +47,7 @@ class NoConsensus(Exception):
     late."""
 
 
-class Store(Protocol):
+class AgreementStore(Protocol):
     """The methods of torch's Store that we use."""
 
     def add(self, key: str, amount: int, /) -> int: ...
@@ -84,7 +84,7 @@ class Group:
     """All ranks of a process group. Every rank creates one and asks the same questions in the same
     order."""
 
-    def __init__(self, store: Store, member: Member, timeout_s: float) -> None:
+    def __init__(self, store: AgreementStore, member: Member, timeout_s: float) -> None:
         """Does not wait for the other ranks. Raises OSError, and what the store raises."""
         self._store = store
         self._member = member
@@ -97,7 +97,7 @@ class Group:
         agreed, the program may ask on some ranks only, and a restart would not help.)"""
 
         first = store.add(f"members/{member.node}", 1) == 1
-        self._channel: Channel = Leader(member.socket) if first else Follower(member.socket)
+        self._channel: Channel = NodeLeader(member.socket) if first else NodeFollower(member.socket)
         self._node_size: int | None = None
         store.add("registered", 1)
 
@@ -149,7 +149,7 @@ class Group:
         raise NoConsensus(f"{self.broken} ({reason})" if reason else self.broken)
 
     def _ask(self, own: Ask) -> tuple[str, bytes]:
-        if isinstance(self._channel, Follower):
+        if isinstance(self._channel, NodeFollower):
             deadline = own.asked + self._timeout_s + _GRACE_S
             return self._channel.ask(own, deadline, lambda: self._store.check(["broken"]))
         outcome, payload = self._lead(self._channel, own)
@@ -161,7 +161,7 @@ class Group:
 
     # the leaders, in the store
 
-    def _lead(self, channel: Leader, own: Ask) -> tuple[str, bytes]:
+    def _lead(self, channel: NodeLeader, own: Ask) -> tuple[str, bytes]:
         size = self._size_of_node(own.asked + self._timeout_s)
         if size is None:
             return self._decide(own.number, _LATE), b""

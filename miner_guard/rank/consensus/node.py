@@ -56,7 +56,7 @@ class Ask:
         return cls(number, mark, asked, bool(is_root), rest if answered else None)
 
 
-class Leader:
+class NodeLeader:
     """Collects the questions of its node's ranks. Without a path it is alone on the node."""
 
     def __init__(self, path: Path | None) -> None:
@@ -116,7 +116,7 @@ class Leader:
             self._path.unlink(missing_ok=True)
 
 
-class Follower:
+class NodeFollower:
     """Asks the leader of its node."""
 
     def __init__(self, path: Path | None) -> None:
@@ -171,4 +171,4 @@ class Follower:
             self._socket = None
 
 
-Channel = Leader | Follower
+Channel = NodeLeader | NodeFollower

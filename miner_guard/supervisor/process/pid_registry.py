@@ -18,7 +18,7 @@ from miner_guard.system.processes import Process
 
 
 @dataclass(frozen=True)
-class Left:
+class LeftBehind:
     """Processes and cgroups that an earlier guard listed."""
 
     processes: frozenset[Process]
@@ -41,12 +41,12 @@ class PidRegistry:
             write_json(self._path, {"boot": boot_id() or "", "cgroup": path, "processes": listed})
 
 
-def left_behind(state: StateDir) -> Left:
+def left_behind(state: StateDir) -> LeftBehind:
     """The processes of the last list that still live."""
     cgroups = {group.path: group for group in Cgroup.beside(str(state.root))}
     document = read_json(state.roster)
     if not isinstance(document, dict) or document.get("boot") != (boot_id() or ""):
-        return Left(frozenset(), tuple(cgroups.values()))
+        return LeftBehind(frozenset(), tuple(cgroups.values()))
     if (named := Cgroup.of_earlier_guard(document.get("cgroup"))) is not None:
         cgroups[named.path] = named
     try:
@@ -54,4 +54,4 @@ def left_behind(state: StateDir) -> Left:
     except (KeyError, TypeError, ValueError):
         listed = set()
     living = frozenset(process for process in listed if processes.alive(process))
-    return Left(living, tuple(cgroups.values()))
+    return LeftBehind(living, tuple(cgroups.values()))
