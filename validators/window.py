@@ -10,7 +10,7 @@ from validators.verdict import Verdict
 RULE = "window"
 
 _NARROW = 0.3
-"""Share of the time that must remain, because an upload takes time too."""
+"""Warn when less than this share of the upload time remains: an upload takes time too."""
 
 
 def judge(facts: Facts, limits: Limits) -> Verdict:

@@ -1,4 +1,4 @@
-"""What monitoring costs, and the budget (source 000). Standard library only: ranks use it too."""
+"""What monitoring costs, and its budget (source 000). Standard library only: ranks use it too."""
 
 from __future__ import annotations
 

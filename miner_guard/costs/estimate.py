@@ -1,4 +1,4 @@
-"""What an operation would cost, before it is enabled."""
+"""Estimates an operation's cost before it is enabled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Estimate:
 def estimate(*, steps: int, every_steps: int, seconds: float, step_time_s: float) -> Estimate:
     """Source 000's calculation: calls · seconds / (steps · step time).
 
-    The number of calls is cut to a tenth, as the document does (2487 steps every 500 are 4.9
+    Truncates the number of calls to a tenth, as the document does (2487 steps every 500 are 4.9
     calls). Raises ValueError for numbers that are not positive.
     """
     if min(steps, every_steps, step_time_s) <= 0 or seconds < 0:

@@ -1,4 +1,4 @@
-"""One operation's account, and the share that the most expensive ones may keep."""
+"""One operation's account, and the cap on the shares of the most expensive ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 _FADING = 0.9
 _IMPACTS = ((10.0, "critical"), (5.0, "high"), (2.5, "moderate"), (0.25, "acceptable"))
-"""Per cent of training time and the word for it, after the cost table of source 000."""
+"""Per cent of training time and the label for it, from the cost table of source 000."""
 
 
 @dataclass
@@ -17,28 +17,28 @@ class Operation:
 
     calls: int = 0
     blocking_s: float = 0.0
-    """Seconds that training waited for it."""
+    """Seconds that the operation blocked training."""
 
     background_s: float = 0.0
-    """CPU seconds beside training."""
+    """CPU seconds spent alongside training."""
 
     longest_s: float = 0.0
     last_s: float = 0.0
     recent_s: float = 0.0
-    """What the next call may take: the longest of the recent blocking calls, older ones counting
-    less."""
+    """Expected duration of the next call: the longest recent blocking call; the weight of older
+    ones decays."""
 
     asked_s: float | None = None
-    """The interval asked for, in seconds."""
+    """The requested interval, in seconds."""
 
     last_done: float | None = None
-    """Monotonic."""
+    """Monotonic time of the last call."""
 
     last_step: int | None = None
     throttled: bool = False
 
     def add(self, seconds: float, *, blocking: bool, calls: int = 1) -> None:
-        """Enter `calls` calls that took `seconds` together."""
+        """Add `calls` calls that took `seconds` in total."""
         self.calls += calls
         self.last_s = seconds / calls
         self.longest_s = max(self.longest_s, self.last_s)
@@ -49,8 +49,8 @@ class Operation:
             self.background_s += seconds
 
     def as_dict(self, training_s: float) -> dict[str, Any]:
-        """The row of the ledger. `total_time` is what training paid; background time stands
-        apart."""
+        """The operation's ledger row. `total_time` is blocking time only; background time is
+        separate."""
         share = percent(self.blocking_s, training_s)
         return {
             "total_time": round(self.blocking_s, 6),
@@ -70,8 +70,8 @@ class Operation:
 
 
 def percent(seconds: float, training_s: float) -> float:
-    """`seconds` as per cent of training time; 100 also where monitoring took longer than training
-    itself."""
+    """`seconds` as per cent of training time, capped at 100 if monitoring took longer than
+    training."""
     if seconds <= 0:
         return 0.0
     return 100.0 if seconds >= training_s else 100 * seconds / training_s
@@ -85,8 +85,8 @@ def impact(share_pct: float) -> str:
 def fair_cap(shares_pct: Collection[float], budget_pct: float) -> float:
     """The largest share an operation may keep so that all of them together fit the budget.
 
-    Operations below it are left alone, those above it are the most expensive: sum(min(share, cap))
-    = budget. Infinite where all fit as they are.
+    Operations below the cap keep their share; the cap limits the most expensive ones:
+    sum(min(share, cap)) = budget. Infinite if the operations already fit.
     """
     if sum(shares_pct) <= budget_pct:
         return float("inf")

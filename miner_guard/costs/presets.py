@@ -1,4 +1,4 @@
-"""Source 000's configuration recommendations, and the budget that follows from one of them."""
+"""Source 000's recommended configurations, and the budget that each implies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PRESETS: Mapping[str, Mapping[str, float | bool]] = {
         "monitoring_budget": 2.0,
     },
 }
-"""The document's three tables, word for word."""
+"""The document's three tables, verbatim."""
 
 _CRITICAL_FACTOR = 2.0
 """The document's 10 % is twice its 5 %; a preset's critical limit keeps that ratio."""
@@ -41,7 +41,8 @@ _CRITICAL_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Budget:
-    """What monitoring may cost: shares of training time in per cent, and seconds for one call."""
+    """Limits on the cost of monitoring: shares of training time in per cent, and seconds per
+    call."""
 
     budget_pct: float = 5.0
     critical_pct: float = 10.0
@@ -50,7 +51,7 @@ class Budget:
 
     @classmethod
     def from_settings(cls, settings: CostSettings) -> Budget:
-        """The budget in force; a preset replaces both shares."""
+        """The budget in force; a preset overrides both shares."""
         if settings.preset is None:
             return cls(
                 settings.budget_pct,

@@ -1,4 +1,4 @@
-"""The cost table of source 000 as text, from a report."""
+"""Renders a report as source 000's cost table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WORDS = {"ok": "within budget", "warning": "OVER BUDGET", "critical": "FAR OVER
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """Verdict, then one row per operation, the most expensive first."""
+    """The verdict, then one row per operation, most expensive first."""
     operations: Mapping[str, Mapping[str, Any]] = report["operations"]
     ordered = sorted(
         operations.items(),
@@ -52,7 +52,7 @@ def _cell(cell: str, width: int, place: int) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration with as many digits as matter."""
+    """A duration with only its significant digits."""
     if value == 0:
         return "0s"
     return f"{value * 1000:.3g}ms" if value < 1 else f"{value:.1f}s"

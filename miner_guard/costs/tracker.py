@@ -1,4 +1,4 @@
-"""MonitoringCostTracker: the account of every monitoring operation, its warnings, its budget
+"""MonitoringCostTracker: accounts for every monitoring operation, warns, and enforces a budget
 (source 000)."""
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FILE = "monitoring_costs.json"
 _MAX_OPERATIONS = 256
 _WRITE_EVERY_S = 5.0
 _EVIDENCE_S = 3.0
-"""Less than this was never called over budget: 5 % of one minute, below which a share says
-little."""
+"""Below this blocking time, monitoring never counts as over budget: it is 5 % of one minute, and
+over shorter times a share means little."""
 
 _RELAX_RATIO = 0.8
-"""Throttling ends when what was asked for would take less than this share of the budget."""
+"""Throttling ends when the requested intervals would take less than this share of the budget."""
 
 _LEVELS = {"ok": 0, "warning": 1, "critical": 2}
 
@@ -36,15 +36,15 @@ T = TypeVar("T")
 
 
 def say_on_stderr(finding: Finding) -> None:
-    """Where warnings go without a guard."""
+    """Destination of warnings without a guard."""
     sys.stderr.write(f"{finding.severity.upper()} | {catalog.message(finding)}\n")
 
 
 class MonitoringCostTracker:
-    """Tracks what monitoring costs, warns, and throttles where allowed. Safe from any thread.
+    """Tracks what monitoring costs, warns, and throttles if the budget allows that. Thread-safe.
 
-    Shares are per cent of training time: time since `start` less the time that monitoring blocked
-    it.
+    Shares are per cent of training time: time since `start` minus the time that monitoring blocked
+    training.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class MonitoringCostTracker:
         on_record: Callable[[str, float, bool], None] | None = None,
         ledger: Path | None = None,
     ) -> None:
-        """`output_dir` gets monitoring_costs.json. `on_record(operation, seconds, blocking)` is
-        told each call. `ledger` is read by `get_report` as long as nothing was tracked here:
-        another process's account."""
+        """Writes monitoring_costs.json to `output_dir`. Calls `on_record(operation, seconds,
+        blocking)` for each call. `get_report` returns `ledger`, another process's account, until
+        this tracker records an operation."""
         self.budget = budget or Budget()
         self._file = None if output_dir is None else Path(output_dir) / FILE
         self._clock = clock or SystemClock()
@@ -80,8 +80,7 @@ class MonitoringCostTracker:
 
     @contextlib.contextmanager
     def track(self, operation: str, *, blocking: bool = True) -> Iterator[None]:
-        """Time one call. Blocking calls cost wall time; with `blocking=False` it is this thread's
-        CPU time."""
+        """Time one call: wall time if blocking, this thread's CPU time with `blocking=False`."""
         clock = self._clock.monotonic if blocking else time.thread_time
         start = clock()
         try:
@@ -92,7 +91,7 @@ class MonitoringCostTracker:
     def record(
         self, operation: str, seconds: float, *, blocking: bool = True, calls: int = 1
     ) -> None:
-        """Enter `calls` calls that were timed elsewhere and took `seconds` together."""
+        """Add `calls` calls that were timed elsewhere and took `seconds` in total."""
         said: list[Finding] = []
         with self._mutex:
             account = self._account(operation)
@@ -120,7 +119,7 @@ class MonitoringCostTracker:
         return self._operations.setdefault(operation, Operation())
 
     def _judged(self) -> list[Finding]:
-        """The budget's finding, where it got worse; better is noted in silence."""
+        """A finding if the budget's status got worse; an improvement is recorded without one."""
         share = self.share_pct()
         level = self.budget.status(share) if self.blocking_s() >= _EVIDENCE_S else "ok"
         worse = _LEVELS[level] > _LEVELS[self._level]
@@ -142,24 +141,24 @@ class MonitoringCostTracker:
     # budget
 
     def training_time(self, source: Callable[[], float]) -> None:
-        """Take the training time in seconds from elsewhere: the supervisor knows when the miner did
-        not run."""
+        """Use another source of training time, in seconds: the supervisor knows when the miner was
+        down."""
         self._training_s = source
 
     def blocking_s(self) -> float:
-        """Seconds that training waited for monitoring."""
+        """Seconds that monitoring blocked training."""
         with self._mutex:
             return sum(account.blocking_s for account in self._operations.values())
 
     def background_s(self, prefix: str = "") -> float:
-        """CPU seconds beside training, of the operations whose names start with `prefix`."""
+        """CPU seconds alongside training, of the operations whose names start with `prefix`."""
         with self._mutex:
             return sum(
                 a.background_s for name, a in self._operations.items() if name.startswith(prefix)
             )
 
     def training_s(self) -> float:
-        """Seconds of training so far, without what monitoring took."""
+        """Seconds of training so far, excluding time blocked by monitoring."""
         if self._training_s is not None:
             return max(0.0, self._training_s())
         return max(0.0, self._clock.monotonic() - self._start - self.blocking_s())
@@ -170,7 +169,7 @@ class MonitoringCostTracker:
             return percent(self.blocking_s(), self.training_s())
 
     def is_over_budget(self) -> bool:
-        """Whether monitoring has taken more than its share."""
+        """Whether monitoring has exceeded its share."""
         return self.budget.status(self.share_pct()) != "ok"
 
     # throttling
@@ -183,12 +182,12 @@ class MonitoringCostTracker:
         every_steps: int | None = None,
         step: int | None = None,
     ) -> bool:
-        """Whether `operation` should run now, asked at every step (or as often as one likes).
+        """Whether `operation` should run now; call this at every step or at any other rate.
 
-        Give either `every_s`, or `every_steps` and the current `step`. Where the budget allows
+        Pass either `every_s`, or `every_steps` and the current `step`. If the budget allows
         throttling, an expensive operation waits longer while its next call would take monitoring
-        over budget. The answer depends on this process's clock: where the operation holds a
-        collective, ask on one rank and broadcast. Raises ValueError without an interval.
+        over budget. The answer depends on this process's clock: for an operation with a collective,
+        ask on one rank and broadcast. Raises ValueError without an interval.
         """
         said: Finding | None = None
         with self._mutex:
@@ -197,7 +196,7 @@ class MonitoringCostTracker:
             self._learn_step_time(step, now)
             if every_steps is not None and step is not None:
                 last = account.last_step
-                # Inner steps count from 0 again with each outer step.
+                # Inner steps restart at 0 with each outer step.
                 ready = (
                     step % every_steps == 0
                     if last is None or step < last
@@ -220,7 +219,7 @@ class MonitoringCostTracker:
         return ready
 
     def _learn_step_time(self, step: int | None, now: float) -> None:
-        """Training seconds a step, from the steps told to `due`."""
+        """Training seconds per step, from the steps passed to `due`."""
         if step is None:
             return
         training = self.training_s()
@@ -251,8 +250,8 @@ class MonitoringCostTracker:
         )
 
     def _planned_pct(self) -> dict[str, float]:
-        """What each operation would take of training time if it ran as asked; what has no plan, as
-        measured."""
+        """Each operation's share of training time at its requested interval, or its measured share
+        if it has no interval."""
         training = self.training_s()
         planned = {}
         for name, account in self._operations.items():
@@ -267,10 +266,10 @@ class MonitoringCostTracker:
     def portion(
         self, operation: str, items: Iterable[T], *, limit_s: float | None = None
     ) -> Iterator[T]:
-        """`items` until the time for one call is used up: a long validation is cut instead of left
-        out.
+        """Yield `items` until the call's time limit: a long validation runs in part instead of not
+        at all.
 
-        The limit is `limit_s`, else `operation_warn_s` of the budget. Tracks the time itself.
+        The limit is `limit_s`, by default the budget's `operation_warn_s`. Tracks its own time.
         """
         limit = self.budget.operation_warn_s if limit_s is None else limit_s
         with self.track(operation):
@@ -280,11 +279,11 @@ class MonitoringCostTracker:
                     return
                 yield item
 
-    # telling
+    # reporting
 
     def get_report(self) -> dict[str, Any]:
-        """The account as monitoring_costs.json holds it; `budget_status` is `unknown` where there
-        is none."""
+        """The account in the format of monitoring_costs.json; `budget_status` is `unknown` without
+        an account."""
         with self._mutex:
             if not self._operations and self._ledger is not None:
                 stored = state_dir.read_json(self._ledger)
@@ -311,7 +310,7 @@ class MonitoringCostTracker:
             }
 
     def print_summary(self, file: IO[str] | None = None) -> None:
-        """The cost table, as text; where there is no account, where it was looked for."""
+        """Print the cost table or, without an account, where the tracker searched for one."""
         report = self.get_report()
         if report["budget_status"] == "unknown":
             words = (
@@ -323,7 +322,7 @@ class MonitoringCostTracker:
         (file or sys.stdout).write(words + "\n")
 
     def write(self) -> None:
-        """Write monitoring_costs.json now. A disk that refuses is reported once, never raised."""
+        """Write monitoring_costs.json now. Reports a write error once and never raises it."""
         if self._file is None:
             return
         try:
@@ -349,15 +348,15 @@ _global_mutex = threading.Lock()
 
 
 def set_global_tracker(tracker: MonitoringCostTracker | None) -> None:
-    """Make `tracker` the one that `get_global_tracker` answers in this process; None forgets it."""
+    """Make `tracker` this process's global tracker; None removes it."""
     global _global
     with _global_mutex:
         _global = tracker
 
 
 def get_global_tracker(env: Mapping[str, str] | None = None) -> MonitoringCostTracker:
-    """This process's tracker. Inside a rank its calls go to the guard's ledger; where nothing was
-    tracked in this process, its report is that ledger."""
+    """This process's tracker. Inside a rank it records to the guard's ledger; until this process
+    records an operation, its report is that ledger."""
     global _global
     with _global_mutex:
         if _global is None:
@@ -371,19 +370,20 @@ def _ledger_of(env: Mapping[str, str]) -> Path | None:
     try:
         return state_dir.choose("miner", env.get(state_dir.STATE_DIR), env).costs
     except RuntimeError:
-        # No state directory is named and there is no home: the account is this process's own.
+        # Without a named state directory or a home, the account is local to this process.
         return None
 
 
 def _of_this_rank(ledger: Path | None) -> MonitoringCostTracker | None:
-    # Not imported here: a process that has no hook must not get one by asking for costs.
+    # Do not import it here: asking for costs must not create a hook in a process without one.
     hook = sys.modules.get("miner_guard.rank.guard")
     guard = None if hook is None else hook.current()
     if guard is None:
         return None
 
     def report(finding: Finding) -> None:
-        # The supervisor judges the budget from what is recorded; only it is told twice otherwise.
+        # The supervisor judges the budget from the records; reporting it here too would duplicate
+        # it.
         if finding.event in ("monitoring_throttled", "monitoring_relaxed"):
             guard.emit(finding)
 

@@ -1,2 +1,2 @@
-"""A small real miner: FSDP2, a byte-level GPT, inner and outer steps, uploads; and faults on
-request."""
+"""A small but real miner: FSDP2, a byte-level GPT, inner and outer steps, uploads, and fault
+injection."""

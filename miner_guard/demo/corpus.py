@@ -1,4 +1,4 @@
-"""The training data: the standard library's own source, which every Python brings along."""
+"""The training data: the standard library's source code, which ships with every Python."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 _LIMIT = 8 * 1024 * 1024
-"""Bytes of source that are used: as much as a demo can look at, read in a tenth of a second."""
+"""Bytes of source to use: as much as the demo can train on, read in a tenth of a second."""
 
 
 class Corpus:
-    """Windows of bytes, the same for the same (seed, rank, step): a run that is resumed continues
-    with its own data."""
+    """Windows of bytes, deterministic in (seed, rank, step): a resumed run continues with the same
+    data."""
 
     def __init__(self, data: bytes, seed: int, rank: int) -> None:
         if not data:
@@ -33,15 +33,13 @@ class Corpus:
         return window[:, :-1], window[:, 1:]
 
     def noise(self, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """A batch of random bytes, for the fault `spike`: what a broken shard of data looks
-        like."""
+        """A batch of random bytes for the fault `spike`: it resembles a corrupt data shard."""
         window = torch.randint(256, (size, context + 1))
         return window[:, :-1], window[:, 1:]
 
 
 def standard_library() -> bytes:
-    """Up to 8 MiB of the standard library's modules, in the order of their names. Raises
-    FileNotFoundError."""
+    """Up to 8 MiB of the standard library's modules, sorted by name. Raises FileNotFoundError."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
     size = 0

@@ -17,7 +17,7 @@ _VALIDATION_BATCHES = 2
 
 
 class Evaluation:
-    """Looks at the model between two inner steps. Every rank takes part: a forward pass of FSDP is
+    """Evaluates the model between two inner steps. Every rank takes part: an FSDP forward pass is
     collective."""
 
     def __init__(
@@ -36,8 +36,8 @@ class Evaluation:
             self._model(tokens, targets)
 
     def full(self, step: int, tokens: Tensor, targets: Tensor) -> float:
-        """Inference, loss on held-out data and on one training example, tokens and targets (1,
-        context).
+        """Inference, plus the loss on held-out data and on one training example; tokens and targets
+        are (1, context).
 
         Returns the loss on held-out data.
         """
@@ -56,13 +56,13 @@ class Evaluation:
     def _validation_loss(self, step: int, context: int) -> float:
         total = 0.0
         for number in range(_VALIDATION_BATCHES):
-            # The same batches each time: two evaluations differ by the model alone.
+            # Use the same batches each time, so that evaluations differ only in the model.
             tokens, targets = self._corpus.batch(0, number, 2, context)
             total += float(self._model(tokens.to(self._device), targets.to(self._device)))
         return total / _VALIDATION_BATCHES
 
     def _continuation(self, context: int) -> str:
-        """The model's likeliest next bytes after the prompt."""
+        """Greedy continuation of the prompt, in bytes."""
         written = bytearray(_PROMPT)
         for _ in range(_GENERATED):
             tokens = torch.tensor(

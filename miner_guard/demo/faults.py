@@ -1,4 +1,4 @@
-"""Faults on request: what goes wrong with real miners, at a chosen step and rank."""
+"""Fault injection: failures that real miners have, at a chosen step and rank."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ FALLBACK_FACTOR = 8
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of a run."""
+    """One fault to inject."""
 
     kind: str
     step: int
     """Counted over the whole run, from 1."""
 
     rank: int | None = None
-    """None: the last rank."""
+    """None means the last rank."""
 
     def __str__(self) -> str:
         return f"{self.kind}@{self.step}" + ("" if self.rank is None else f":{self.rank}")
 
 
 def parse(text: str) -> Fault:
-    """`slow@20:1` as a Fault. Raises ValueError, with the form and the kinds that there are."""
+    """Parse `slow@20:1` as a Fault. Raises ValueError with the expected form and the known
+    kinds."""
     match = _FORM.fullmatch(text)
     if match is None or match["kind"] not in KINDS or int(match["step"]) < 1:
         raise ValueError(
@@ -60,8 +61,7 @@ def parse(text: str) -> Fault:
 
 
 class FaultPlan:
-    """Fires the faults of this rank, each once in a run and its restarts, unless asked to
-    repeat."""
+    """Fires this rank's faults, each once across a run and its restarts unless set to repeat."""
 
     def __init__(
         self, faults: list[Fault], rank: int, world_size: int, folder: Path, repeat: bool
@@ -72,13 +72,14 @@ class FaultPlan:
         self._folder = folder
         self._repeat = repeat
         self.swallow = any(f.kind == "exit0" for f in faults)
-        """The training loop swallows exceptions, on every rank: its peers' collectives fail too."""
+        """The training loop swallows exceptions on every rank: a failing rank makes its peers'
+        collectives fail too."""
 
         self.on_cpu = any(f.kind == "cpu-fallback" for f in faults)
         self.slowed_from = min((f.step for f in mine if f.kind == "cpu-fallback"), default=None)
 
     def at(self, step: int) -> str | None:
-        """The kind of fault that is due at `step`; asking counts as its firing."""
+        """The kind of fault due at `step`; the call marks it as fired."""
         fault = self._mine.get(step)
         if fault is None:
             return None
@@ -91,7 +92,7 @@ class FaultPlan:
 
 
 def strike(kind: str | None) -> None:
-    """The faults that end or hold up a process; the others are the training step's."""
+    """Inject a fault that ends or hangs the process; the training step injects the others."""
     if kind == "hang":
         while True:
             time.sleep(3600)
@@ -102,9 +103,9 @@ def strike(kind: str | None) -> None:
     if kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "oom":
-        # Here alone, so that the command line can check a fault's form without it.
+        # Import here, so that the command line can validate a fault's form without torch.
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        # 2^50 bytes: no host and no GPU has them, so that the text is the allocator's own.
+        # Ask for 2^50 bytes: no host or GPU has them, so the error text is the allocator's.
         torch.empty(1 << 50, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""The upload's files: what subnet 38's validators read, made of the demo's pseudo-gradient."""
+"""The upload's files: what subnet 38's validators read, built from the demo's pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from torch.distributed.tensor import DTensor
 from miner_guard.demo.outer import OuterOptimizer
 
 KEPT_RATIO = 0.02
-"""Share of a tensor's entries that are sent: the largest by magnitude."""
+"""Share of a tensor's entries to send: the largest by magnitude."""
 
 BLOCK_S = 12
-"""Seconds per block of the chain. The demo is on no chain: it counts blocks of this length since
+"""Seconds per block of the chain. The demo has no chain: it counts blocks of this length since
 1970."""
 
 
 def block_now() -> int:
-    """The demo's block number."""
+    """The demo's current block number."""
     return int(time.time()) // BLOCK_S
 
 
 def sparse_gradients(model: nn.Module, outer: OuterOptimizer, rank: int) -> dict[str, Tensor]:
-    """`<param>idxs` (int64, flat) and `<param>vals` (float32) by name, on rank 0; empty elsewhere.
+    """`<param>idxs` (int64, flat) and `<param>vals` (float32) by name, on rank 0; empty on other
+    ranks.
 
-    Collective: gathers one parameter at a time, so that no rank ever holds a second whole model.
+    Collective: gathers one parameter at a time, so that no rank holds a second copy of the model.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -53,7 +54,7 @@ def write_upload(
     blocks: Iterable[int],
     metadata: Mapping[str, Any],
 ) -> None:
-    """`gradients.pt`, `config.json`, `metadata.json` into an empty or new `folder`. Raises
+    """Write `gradients.pt`, `config.json`, `metadata.json` into an empty or new `folder`. Raises
     OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save({**gradients, "metadata": dict(metadata)}, folder / "gradients.pt")

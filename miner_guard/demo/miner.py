@@ -35,7 +35,7 @@ from miner_guard.eventlog.catalog import make_finding
 
 
 class Miner:
-    """One rank of the miner. Made and driven alike on every rank."""
+    """One rank of the miner. Every rank creates and drives it identically."""
 
     def __init__(self, options: Options, plan: FaultPlan, guard: Any, device: torch.device) -> None:
         self.options = options
@@ -126,8 +126,7 @@ class Miner:
         }
 
     def run(self) -> bool:
-        """Train to the configured end. True where it was reached, False where a signal asked to
-        stop."""
+        """Train to the configured end. True on reaching it, False if a signal requested a stop."""
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGINT, self._ask_to_stop)
         self.guard.diagnose(
@@ -156,8 +155,8 @@ class Miner:
         self._stop_asked = True
 
     def _step(self) -> tuple[bool, bool]:
-        """One inner step and what follows it. Whether any rank was asked to stop, or to write a
-        checkpoint."""
+        """Run one inner step and its follow-ups. Returns whether any rank was asked to stop, and
+        whether any was asked for a checkpoint."""
         total = self.total_steps + 1
         fault = self.plan.at(total)
         start = time.monotonic()
@@ -192,7 +191,7 @@ class Miner:
         return stop, checkpoint
 
     def _look(self, step: int, batch: tuple[torch.Tensor, torch.Tensor]) -> float | None:
-        """The loss on held-out data, at the steps that evaluate."""
+        """The loss on held-out data, on steps that evaluate."""
         tokens, targets = (part[:1] for part in batch)
         if step % self.options.eval_steps == 0:
             return self.evaluation.full(step, tokens, targets)
@@ -201,7 +200,7 @@ class Miner:
         return None
 
     def _after_step(self) -> None:
-        # Asked on every rank at every step: `upload_due` is collective.
+        # Ask on every rank at every step: `upload_due` is collective.
         due = self.guard.upload_due() and self.inner_step >= self.uploader.not_before
         if due or self.inner_step % self.options.upload_steps == 0:
             self.uploader.upload(self._progress(), "gradient")
@@ -228,7 +227,7 @@ class Miner:
         """Mean loss of this rank's micro-batches, detached, on the device."""
         total = torch.zeros((), device=self.device)
         for number, (tokens, targets) in enumerate(batches, 1):
-            # Gradients are reduced once per inner step, with the last micro-batch.
+            # Reduce gradients once per inner step, with the last micro-batch.
             self.model.set_requires_gradient_sync(number == len(batches))
             with self.guard.phase("forward"):
                 loss = self.model(tokens, targets) / len(batches)
@@ -260,18 +259,17 @@ class Miner:
         return loss, stop > 0, checkpoint > 0
 
     def _checkpoint(self) -> None:
-        # The loss is from before the step: only the gradient tells whether the weights are still
-        # numbers after it.
+        # The loss predates the step: only the gradient tells whether the weights are still finite
+        # after it.
         if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
             self.lines.info("Loss or gradient is not finite: this state is not worth a checkpoint")
             return
-        # Copying the state holds up every rank: a step with it is not one to compare with the
-        # others.
+        # Copying the state blocks every rank: exclude checkpoint steps from step-time statistics.
         with self.guard.phase("pause"):
             self.checkpoints.save(self.total_steps, self._state())
 
     def _report_checkpoints(self) -> None:
-        # From here, not from the writing thread: the hook belongs to the thread that trains.
+        # Report here instead of in the writer thread: the hook belongs to the training thread.
         while self._saved:
             saved = self._saved.popleft()
             self.lines.info(f"Saved checkpoint {saved.path.name} in {saved.seconds:.2f}s")
@@ -305,7 +303,7 @@ def _sharded(model: ByteGPT, device: torch.device) -> Any:
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
-    """Training data, and the last twentieth held out."""
+    """Training data, and the last twentieth as held-out data."""
     cut = len(data) - len(data) // 20
     return data[:cut], data[cut:]
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 BYTES = 256
-"""The vocabulary: every byte is a token, so there is no tokenizer to fetch."""
+"""The vocabulary: every byte is a token, so there is no tokenizer to download."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; the defaults have 3.3 million parameters."""
+    """Dimensions of the model; the defaults give 3.3 million parameters."""
 
     layers: int = 4
     width: int = 256
@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, context, width) to the same."""
+        """Map (batch, context, width) to the same shape."""
         batch, context, width = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(
             batch, context, 3, self.heads, width // self.heads

@@ -25,13 +25,13 @@ class Options:
     """Inner steps of the whole run."""
 
     inner_steps_per_outer: int = 75
-    """H of DiLoCo. Above the gate's minimum, else no upload would ever be allowed."""
+    """H of DiLoCo. Must exceed the gate's minimum, or the gate would block every upload."""
 
     upload_steps: int = 15
-    """Inner steps between two uploads; 15 is also where source 004 shows the blocked one."""
+    """Inner steps between two uploads; source 004 shows the blocked upload at 15."""
 
     log_steps: int = 10
-    """Inner steps between two looks at a training example (source 001's fast log)."""
+    """Inner steps between two losses of a training example (source 001's fast log)."""
 
     eval_steps: int = 30
     """Inner steps between two full evaluations."""
@@ -44,17 +44,16 @@ class Options:
     resume: str = "latest"
     seed: int = 38
     repo: RepoSettings = field(default_factory=RepoSettings)
-    """Where it publishes; by default the folder `published` in `work`."""
+    """Where the demo publishes; by default the folder `published` in `work`."""
 
     faults: tuple[Fault, ...] = ()
     fault_repeat: bool = False
     guard: bool = True
-    """False: train without the hook, to measure what it costs."""
+    """False: train without the hook, to measure its cost."""
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """The options of a command line. Ends the process with code 2 and the reason for what can't be
-    used."""
+    """Parse a command line. Exits with code 2 and the reason for an invalid option."""
     parser = argparse.ArgumentParser(
         prog="python -m miner_guard.demo.train", description="A small real miner."
     )

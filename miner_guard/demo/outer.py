@@ -1,5 +1,5 @@
-"""Outer steps as in DiLoCo (Douillard et al. 2023): the inner steps' sum is a gradient for a slower
-optimizer."""
+"""Outer steps as in DiLoCo (Douillard et al. 2023): the sum of the inner steps is the gradient for
+a slower optimizer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 
 class OuterOptimizer:
-    """SGD with Nesterov momentum over pseudo-gradients. Works on shards: no step needs a
+    """SGD with Nesterov momentum over pseudo-gradients. Works on shards: steps need no
     collective."""
 
     def __init__(self, model: nn.Module, lr: float = 0.5, momentum: float = 0.9) -> None:
-        # DiLoCo's 0.7 is for many miners, whose average is shorter than each one's own path. A lone
-        # miner would overshoot with it: the first Nesterov step is (1 + momentum) * lr times the
-        # way that it went.
+        # DiLoCo's 0.7 suits many miners, whose average path is shorter than each miner's. It would
+        # make a lone miner overshoot: the first Nesterov step is (1 + momentum) * lr times the
+        # distance trained.
         self._lr = lr
         self._momentum = momentum
         self._model = model
@@ -25,12 +25,12 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def pseudo_gradient(self, name: str, parameter: Tensor) -> Tensor:
-        """start − now, of the parameter's own shape and sharding."""
+        """start − now, with the parameter's shape and sharding."""
         return self.start[name] - parameter.detach()
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the outer parameters along the pseudo-gradient; the inner ones continue from
+        """Move the outer parameters along the pseudo-gradient and continue the inner ones from
         there."""
         for name, parameter in self._model.named_parameters():
             gradient = self.pseudo_gradient(name, parameter)
@@ -44,7 +44,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint held."""
+        """Load the tensors of a checkpoint."""
         for kind, own in (("start", self.start), ("velocity", self.velocity)):
             for name, tensor in own.items():
                 tensor.copy_(state[kind][name])

@@ -1,4 +1,4 @@
-"""What the demo's run came to, from what the guard wrote about it."""
+"""The demo run's results, from the guard's records."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from miner_guard.eventlog.formatters import known
 
 _AVERAGED = 5
-"""Steps at either end that a loss is averaged over: one batch of the demo is small, and its loss
+"""Steps at either end over which to average the loss: the demo's batches are small, and their loss
 noisy."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the supervisor itself took; by the kernel's account."""
+    """The supervisor's resource usage, as the kernel accounts it."""
 
     cpu_s: float
     wall_s: float
@@ -28,7 +28,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures; None where the log has none."""
+    """The figures; None for those that the log lacks."""
 
     steps: int
     loss_from: float | None
@@ -36,26 +36,26 @@ class Summary:
     p50_s: float | None
     p95_s: float | None
     blocked: int
-    """Lines `UPLOAD BLOCKED`; the same block is reported once in five minutes."""
+    """Count of `UPLOAD BLOCKED` lines; the guard logs the same block once in five minutes."""
 
     asked: int
-    """Decisions of the ledger that blocked; 0 where it could not be read."""
+    """Blocking decisions in the ledger; 0 if it was unreadable."""
 
     verified: int
     failed: int
     restarts: int
     alarms: Mapping[str, int]
-    """Events above the level info, by name, without the gate's blocks."""
+    """Counts of events above level info, by name, excluding the gate's blocks."""
 
     hook_s: float | None
-    """Seconds of the hook's own work within rank 0's steps."""
+    """Seconds that the hook itself used within rank 0's steps."""
 
     hook_pct: float | None
     usage: Usage
 
 
 def read_log(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Records of guard.jsonl. A file that is not there has none."""
+    """Records of guard.jsonl; empty if the file is missing."""
     if path.is_file():
         with open(path, encoding="utf-8") as file:
             for line in file:
@@ -68,8 +68,8 @@ def summarise(
     usage: Usage,
     asked: int = 0,
 ) -> Summary:
-    """Fold the records of one run. `costs` is status/monitoring_costs.json, None where it could not
-    be read."""
+    """Aggregate the records of one run. `costs` is status/monitoring_costs.json, None if
+    unreadable."""
     counts: Counter[str] = Counter()
     alarms: Counter[str] = Counter()
     steps = 0
@@ -104,7 +104,7 @@ def summarise(
 
 
 def lines(summary: Summary) -> list[str]:
-    """The summary for people."""
+    """The summary as lines of text."""
     s = summary
     alarms = ", ".join(f"{name} ×{count}" for name, count in sorted(s.alarms.items())) or "none"
     usage = s.usage
@@ -135,7 +135,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that `share` of all do not exceed (nearest rank)."""
+    """The smallest value with at least `share` of all values at or below it (nearest rank)."""
     return sorted(values)[max(0, -(-len(values) * int(100 * share) // 100) - 1)] if values else None
 
 

@@ -16,7 +16,7 @@ from miner_guard.demo.options import Options, parse
 
 
 def main() -> None:
-    """Train. Exits 0 at the configured end or when a signal asked for it, 1 on an exception."""
+    """Train. Exits 0 at the configured end or after a stop signal, 1 on an exception."""
     options = parse()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     plan = FaultPlan(
@@ -38,14 +38,14 @@ def _train(options: Options, plan: FaultPlan, guard: Any, device: torch.device) 
     except Exception as error:
         MinerLog(dist.get_rank()).error(f"Training Loop Failed with error: {error}")
         if plan.swallow:
-            # What upstream's `except … break` comes to: the launcher sees success on every rank.
+            # The effect of upstream's `except … break`: the launcher sees success on every rank.
             guard.close()
             sys.exit(0)
         raise
 
 
 def _join(*, on_cpu: bool) -> torch.device:
-    """Join the process group: NCCL where there are GPUs. The CPU part of it is for checkpoints and
+    """Join the process group, with NCCL if there are GPUs. Its CPU backend serves checkpoints and
     the gate."""
     if "RANK" not in os.environ:
         os.environ.update(

@@ -1,5 +1,4 @@
-"""The hook's shape with nothing behind it: the demo trains with it to measure what the guard
-costs."""
+"""No-op version of the hook: the demo trains with it to measure the guard's cost."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from uploads.decision import GateDecision
 
 
 class NoGuard:
-    """Takes every call of the hook, does nothing, allows everything."""
+    """Accepts every call of the hook, does nothing, allows every upload."""
 
     def phase(self, name: str, **_: Any) -> AbstractContextManager[None]:
         return nullcontext()

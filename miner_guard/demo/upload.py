@@ -1,5 +1,5 @@
-"""How the demo publishes: the gate first, on every rank alike; then rank 0's files; then a child
-that pushes them."""
+"""How the demo publishes: every rank asks the gate, rank 0 writes the files, a child process pushes
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far training has come, and the model that an upload describes."""
+    """The state of training, and the model that an upload describes."""
 
     model: nn.Module
     outer: OuterOptimizer
@@ -47,12 +47,13 @@ class Uploader:
         self.not_before = options.upload_steps
 
     def upload(self, progress: TrainingProgress, kind: str) -> None:
-        """One upload if the gate allows it. Collective."""
+        """Upload once if the gate allows it. Collective."""
         self._blocks = [*self._blocks, block_now()][-_BLOCKS_KEPT:]
         decision = self._guard.may_upload(
             outer_step=progress.outer_step, inner_step=progress.inner_step, kind=kind
         )
-        # Off its cadence, an upload that is due is not asked for again before it can be allowed.
+        # After a block, wait until the gate can allow a due upload before asking again off the
+        # cadence.
         self.not_before = 0 if decision else progress.inner_step + (decision.retry_after_steps or 0)
         if not decision:
             return
@@ -85,9 +86,9 @@ class Uploader:
                 result.checksum,
             )
         except PublishError as error:
-            # A failed upload is no reason to stop training: the next one comes in a few steps.
+            # Keep training after a failed upload: the next one comes in a few steps.
             upload.error = str(error)
             self._lines.error(f"Model state upload failed: {error}")
-            # The files stay: the publisher's companion, or the next publisher, may still need them.
+            # Keep the files: the publisher's companion, or the next publisher, may still need them.
             return
         shutil.rmtree(revision.folder, ignore_errors=True)
