@@ -78,7 +78,7 @@ def examine(
             **report,
             "problems": [f"needs more memory than is allowed for a file of {size} bytes"],
         }
-    except Exception as error:  # noqa: BLE001 -- torch raises anything on tensors of an odd kind; reported as a problem
+    except Exception as error:  # noqa: BLE001 -- torch may raise anything on unusual tensors; reported as a problem
         # Reject instead of `unknown`, which lets an upload pass: a file that fails here fails in a
         # validator too.
         return {
