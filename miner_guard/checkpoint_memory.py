@@ -1,9 +1,9 @@
 """The memory tier of checkpoints: each rank's share of the state in /dev/shm, for the next launch.
 
-A step is written into the older of two slots: copied at once (on a GPU by a stream of its own),
-checksummed by a thread, and named by a manifest that is renamed into place last. So at every moment
-one slot is whole, and what a death leaves half written has no manifest. It survives the processes,
-not the machine: that is what the disk is for.
+Each save goes to the older of two slots: copied immediately (on a GPU by a dedicated stream),
+checksummed by a thread, and completed by a manifest that is renamed into place last. So one slot is
+complete at any moment, and a save interrupted by a crash has no manifest. The slots survive the
+processes but not the machine: that is what the disk is for.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from torch.distributed.tensor import DTensor
 
 _ALIGNMENT = 64
 _KEPT_FREE = 0.1
-"""Share of the free memory that is left for others."""
+"""Share of the free memory left for others."""
 
 _CHUNK = 16 * 1024 * 1024
 
 
 class NoRoom(Exception):
-    """The state does not fit into what memory is free; the message says how much it needs."""
+    """The state does not fit in the free memory; the message says how much it needs."""
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Where a tensor's bytes lie in a slot."""
+    """Where a tensor's bytes are in a slot."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class MemoryTier:
     """One rank's slots. No method waits for other ranks."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
-        """`folder` is on a tmpfs of this node and belongs to this user alone. Raises OSError."""
+        """`folder` is on a tmpfs of this node and private to this user. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.is_symlink():
             raise PermissionError(f"{folder} belongs to another user")
@@ -63,9 +63,9 @@ class MemoryTier:
         self._stream: Any = None
 
     def save(self, step: int, state: dict[str, Any]) -> float:
-        """Begin to keep `state`; returns the seconds that training waited.
+        """Start saving `state`; return the seconds that training waited.
 
-        Waits for the save before, if it is not done. Raises NoRoom and OSError.
+        Waits for the previous save if it is still running. Raises NoRoom and OSError.
         """
         self.wait()
         started = time.monotonic()
@@ -74,7 +74,7 @@ class MemoryTier:
         torch.save(rest, objects)
         leaves = _placed(tensors, objects.tell())
         slot = self._older_slot()
-        # From here on the slot is not whole.
+        # From here on the slot is incomplete.
         self._manifest(slot).unlink(missing_ok=True)
         target = self._slot(slot, leaves[-1].offset + leaves[-1].size if leaves else objects.tell())
         target[: objects.tell()] = objects.getvalue()
@@ -85,17 +85,17 @@ class MemoryTier:
         return time.monotonic() - started
 
     def wait(self) -> None:
-        """Until the save before is whole. Raises what it raised."""
+        """Wait until the previous save is complete. Raises what it raised."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def whole(self) -> set[int]:
-        """Steps of which this rank has all bytes as written, by their checksum."""
+        """Steps whose bytes are all present in this rank's slots and match their checksums."""
         return {int(m["step"]) for slot in (0, 1) if (m := self._verified(slot)) is not None}
 
     def unfit(self, step: int, state: dict[str, Any]) -> str | None:
-        """Why a step can't be loaded into `state`; None where it can."""
+        """Why a step cannot be loaded into `state`; None if it can."""
         _, manifest = self._of(step)
         leaves = {leaf.name: leaf for leaf in _leaves(manifest)}
         tensors, _ = _parts(state)
@@ -107,13 +107,14 @@ class MemoryTier:
         return None
 
     def load(self, step: int, state: dict[str, Any]) -> None:
-        """Load a step that fits into `state`, in place. Raises KeyError, OSError."""
+        """Load a matching step into `state`, in place. Raises KeyError, OSError."""
         slot, manifest = self._of(step)
         tensors, _ = _parts(state)
         with self._bytes(slot) as data:
             rest = torch.load(io.BytesIO(data[: manifest["objects"]]), weights_only=True)
             for leaf in _leaves(manifest):
-                # A copy: the memory is read-only, and torch warns of tensors over such.
+                # Copy: the memory is read-only, and torch warns about tensors over read-only
+                # buffers.
                 held = bytearray(data[leaf.offset : leaf.offset + leaf.size])
                 tensors[leaf.name].copy_(_over(held, replace(leaf, offset=0)))
         _fill(state, rest)
@@ -126,12 +127,13 @@ class MemoryTier:
         raise KeyError(f"step {step} is not in memory")
 
     def close(self, *, remove: bool) -> None:
-        """End the writing thread; `remove`: training has ended, nobody resumes from here."""
+        """End the writer thread; `remove`: training has ended and no launch will resume from
+        here."""
         with contextlib.suppress(Exception):
             self.wait()
         self._writer.shutdown()
         for each in self._maps.values():
-            # A tensor over it may still live; its pages go with the file then.
+            # A tensor over it may still be alive; its pages are freed with the file.
             with contextlib.suppress(BufferError):
                 each.close()
         self._maps.clear()
@@ -182,7 +184,7 @@ class MemoryTier:
         return 0 if first["step"] <= second["step"] else 1
 
     def _slot(self, slot: int, size: int) -> mmap.mmap:
-        """The slot's memory, all of it allocated: a full /dev/shm must show here, not as SIGBUS."""
+        """The slot's memory, fully allocated: a full /dev/shm must show here, not as SIGBUS."""
         old = self._maps.get(slot)
         if old is not None and len(old) == size:
             return old
@@ -206,7 +208,7 @@ class MemoryTier:
         return self._maps[slot]
 
     def _copy(self, target: mmap.mmap, leaves: list[tuple[_Leaf, torch.Tensor]]) -> Any:
-        """Copy all tensors; on a GPU the event that has passed when they are there, else None."""
+        """Copy all tensors; returns the event that signals completion on a GPU, else None."""
         on_gpu = any(tensor.is_cuda for _, tensor in leaves)
         if not on_gpu:
             for leaf, tensor in leaves:
@@ -219,7 +221,8 @@ class MemoryTier:
             for leaf, tensor in leaves:
                 _over(target, leaf).copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
-        # The next step must not change what is still being copied; the CPU does not wait.
+        # The next step must not overwrite tensors that are still being copied; the CPU does not
+        # wait.
         current.wait_stream(self._stream)
         return self._stream.record_event()
 
@@ -243,7 +246,8 @@ class MemoryTier:
 
 
 def free_bytes(folder: Path) -> int:
-    """What a file on `folder`'s tmpfs may take: its own limit, and the memory of this machine."""
+    """The bytes that a file on `folder`'s tmpfs may take, by the tmpfs limit and this machine's
+    memory."""
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     with open("/proc/meminfo") as file:
@@ -254,7 +258,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
-    """This rank's own share of it."""
+    """This rank's shard."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return local.detach()
 
@@ -293,7 +297,7 @@ def _placed(tensors: dict[str, torch.Tensor], offset: int) -> list[_Leaf]:
 
 
 def _over(data: Any, leaf: _Leaf) -> torch.Tensor:
-    """A tensor whose memory is the leaf's place in `data`."""
+    """A tensor over the leaf's bytes in `data`."""
     dtype = getattr(torch, leaf.dtype.removeprefix("torch."))
     if not leaf.size:
         return torch.empty(leaf.shape, dtype=dtype)
@@ -310,7 +314,7 @@ def _leaves(manifest: dict[str, Any]) -> list[_Leaf]:
 
 
 def _fill(value: Any, rest: dict[str, Any], path: str = "") -> None:
-    """Put back what is no tensor, in place."""
+    """Restore the non-tensor values, in place."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, each in list(items):
         where = f"{path}/{key}"

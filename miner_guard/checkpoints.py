@@ -1,9 +1,9 @@
-"""Checkpoints of a sharded run: complete or absent, never half.
+"""Checkpoints of a sharded run: complete or absent, never half-written.
 
-Written by torch.distributed.checkpoint into a draft folder, asynchronously; when every rank's part
-is there, rank 0 writes a manifest (sizes and crc32 of the files) and renames the folder to
-`step-00000060`. What carries that name is whole; what a death leaves behind carries another and is
-swept at the next start. All ranks must see one folder.
+torch.distributed.checkpoint writes asynchronously into a draft folder; once every rank's share is
+there, rank 0 writes a manifest (sizes and crc32 of the files) and renames the folder to
+`step-00000060`. A folder with that name is complete; leftovers of a crash have another name and are
+swept at the next start. All ranks must share one folder.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ _DRAFT = ".draft-"
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is complete."""
+    """A complete checkpoint."""
 
     path: Path
     step: int
     size_bytes: int
     seconds: float
-    """From the request to the rename; training continued for nearly all of it."""
+    """From the request to the rename; training continues for nearly all of it."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A checkpoint that can't be used, and why."""
+    """An unusable checkpoint, and why."""
 
     path: Path
     reason: str
 
 
 class CheckpointError(Exception):
-    """A named checkpoint can't be used, or writing failed. The message is for people."""
+    """The named checkpoint is unusable, or writing failed. The message is for people."""
 
 
 class Checkpointer:
-    """Saves every `every` steps and on request, keeps the last `keep`, resumes the newest whole
-    one.
+    """Saves every `every` steps and on request, keeps the last `keep`, resumes from the newest
+    complete one.
 
-    Every method but `request` is collective: each rank calls it at the same place. Making one makes
-    a gloo group, which the writing threads have for themselves; with NCCL the default group must be
-    `cpu:gloo,cuda:nccl`. `on_saved` is called on rank 0, from the writing thread.
+    Every method but `request` is collective: each rank calls it at the same point. The constructor
+    creates a gloo group for the writer threads; with NCCL the default group must be
+    `cpu:gloo,cuda:nccl`. `on_saved` is called on rank 0, from the writer thread.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Checkpointer:
         memory_every: int | None = None,
         on_memory_off: Callable[[str], None] = lambda _reason: None,
     ) -> None:
-        """`memory_every`: steps between two snapshots in /dev/shm; None: none are kept there.
-        `on_memory_off` is told, on each rank by itself, why no more are kept."""
+        """`memory_every`: steps between two snapshots in /dev/shm; None: take none. `on_memory_off`
+        is called on each rank with the reason when its snapshots stop."""
         if every < 1 or keep < 1:
             raise ValueError(f"every = {every} and keep = {keep} must be at least 1")
         self._folder = folder
@@ -112,7 +112,7 @@ class Checkpointer:
             self._memory_off(f"{home}: {error.strerror or error}")
 
     def _memory_off(self, reason: str) -> None:
-        """Training continues; a restart resumes from the disk."""
+        """Stop snapshots. Training continues; a restart resumes from disk."""
         if self._memory is not None:
             self._memory.close(remove=True)
             self._memory = None
@@ -121,8 +121,8 @@ class Checkpointer:
     def snapshot(self, step: int, state: Callable[[], dict[str, Any]]) -> float:
         """Keep this rank's share of `state()` in memory, every `memory_every` steps.
 
-        Waits for no other rank. Returns the seconds that training waited. Where there is no room,
-        none are kept any more and `on_memory_off` is told why.
+        Does not wait for other ranks. Returns the seconds that training waited. If there is no
+        room, snapshots stop and `on_memory_off` gets the reason.
         """
         if self._memory is None or self._memory_every is None or step % self._memory_every:
             return 0.0
@@ -137,15 +137,15 @@ class Checkpointer:
         self._requested = True
 
     def due(self, step: int, *, asked: bool = False) -> bool:
-        """Is a checkpoint due after `step`? The same on every rank if `asked` is, and `request` was
-        called alike."""
+        """Is a checkpoint due after `step`? All ranks agree if they pass the same `asked` and
+        called `request` alike."""
         return step % self._every == 0 or asked or self._requested
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Begin to write `state` (tensors, DTensors, numbers). Waits for the one before, not for
-        this one.
+        """Start writing `state` (tensors, DTensors, numbers). Waits for the previous checkpoint,
+        not for this one.
 
-        Raises CheckpointError where the one before could not be written.
+        Raises CheckpointError if the previous one could not be written.
         """
         self.wait()
         self._requested = False
@@ -160,8 +160,8 @@ class Checkpointer:
         self._pending = self._writer.submit(self._finish, written, draft, step, start)
 
     def wait(self) -> None:
-        """Until the checkpoint in writing is complete. Raises CheckpointError where it could not be
-        written."""
+        """Wait until the pending checkpoint is complete. Raises CheckpointError if writing
+        failed."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -173,22 +173,22 @@ class Checkpointer:
             ) from error
 
     def close(self) -> None:
-        """`wait`, and end the writing thread. What is in memory goes, but with an exception in
-        flight: then the next launch resumes from it."""
+        """`wait`, and end the writer thread. Deletes the snapshot in memory unless an exception is
+        in flight: then the next launch resumes from it."""
         self.wait()
         self._writer.shutdown()
         if self._memory is not None:
             self._memory.close(remove=sys.exc_info()[1] is None)
 
     def _finish(self, written: Future[Any], draft: Path, step: int, start: float) -> None:
-        # A rank's future is done when every rank's part and the common index are: torch gathers the
-        # results.
+        # A rank's future completes once every rank's share and the common index are written: torch
+        # gathers the results.
         written.result()
         if self._rank != 0:
             return
         size = _seal(draft, step)
         path = self._folder / f"step-{step:08d}"
-        # A second save of the same step, on request: the rename needs the name.
+        # On request, the same step is saved again: the rename needs the name to be free.
         unnamed = [_unname(path)] if path.exists() else []
         os.replace(draft, path)
         _fsync(self._folder)
@@ -203,12 +203,12 @@ class Checkpointer:
         which: str = "latest",
         on_skipped: Callable[[Skipped], None] = lambda _s: None,
     ) -> Path | None:
-        """Load a checkpoint into `state`, in place: the newest whole one, or the one named
-        `step-…`. From memory where all ranks have the same step there, and the disk no newer one.
+        """Load a checkpoint into `state`, in place: the newest complete one, or the one named
+        `step-…`. Loads from memory if all ranks hold the same step there and the disk has no newer
+        one.
 
-        None where there is not one. Damaged ones are skipped, each said through `on_skipped` on
-        rank
-        0. Raises CheckpointError for a named one that is damaged or not there.
+        Returns None if there is no checkpoint. Skips damaged ones and reports each through
+        `on_skipped` on rank 0. Raises CheckpointError if a named one is damaged or missing.
         """
         if which == "latest":
             path = self._resume_from_memory(state, on_skipped)
@@ -251,7 +251,7 @@ class Checkpointer:
         return path
 
     def _gather(self, own: T) -> list[T]:
-        """What each rank has."""
+        """Every rank's value, by rank."""
         if self._group is None:
             return [own]
         everybodys: list[Any] = [None] * dist.get_world_size(self._group)
@@ -259,7 +259,7 @@ class Checkpointer:
         return everybodys
 
     def _agree_step(self, newest: int) -> int:
-        """Rank 0's: folders of a network disk may look different from another node for a while."""
+        """Rank 0's step: on a network disk another node may briefly see different folders."""
         return self._gather(newest)[0]
 
     def _choose(
@@ -301,7 +301,7 @@ class Checkpointer:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a complete checkpoint's files, by its manifest; None where all are as
+    """What is wrong with a complete checkpoint's files, by its manifest; None if they are all as
     written."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -328,8 +328,8 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _unname(checkpoint: Path) -> Path:
-    """Take the name from a checkpoint that goes: a death while it is removed leaves no half under a
-    good name."""
+    """Rename a checkpoint before deleting it: a crash during the removal leaves no partial folder
+    under a valid name."""
     unnamed = checkpoint.with_name(f"{_DRAFT}old-{checkpoint.name}")
     shutil.rmtree(unnamed, ignore_errors=True)
     os.replace(checkpoint, unnamed)

@@ -1,7 +1,7 @@
 """What a rank must not lose, as entries of its flight record's journal.
 
 In the file an entry is a JSON object with its `kind` and `t`, as docs/architecture.md lists them.
-`to_json` and `parse` alone know that form; an upload's own kind is `upload_kind` there.
+Only `to_json` and `parse` know that form; there an upload's `kind` is called `upload_kind`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class JournalEntry:
-    """One entry; `t` is when it was written, monotonic seconds (0: the writer fills it)."""
+    """One entry; `t` is when it was written, in monotonic seconds (0: the writer fills it in)."""
 
     KIND: ClassVar[str] = ""
     JSON_NAMES: ClassVar[Mapping[str, str]] = {}
-    """Fields that have another name in the file."""
+    """Fields with a different name in the file."""
 
     t: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as it stands in the file."""
+        """The entry as stored in the file."""
         document: dict[str, Any] = {"kind": self.KIND, **({"t": self.t} if self.t else {})}
         for each in fields(self):
             if each.name != "t":
@@ -31,7 +31,7 @@ class JournalEntry:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> JournalEntry:
-        """The entry of a document of this kind. Raises TypeError where a field is missing."""
+        """Parse a document of this kind. Raises TypeError if a field is missing."""
         known = {
             each.name: document[name]
             for each in fields(cls)
@@ -42,7 +42,7 @@ class JournalEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FindingEntry(JournalEntry):
-    """A finding of the rank's own."""
+    """A finding that the rank made."""
 
     KIND = "finding"
 
@@ -54,12 +54,13 @@ class FindingEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionEntry(JournalEntry):
-    """A gate decision. Rank 0's only."""
+    """A gate decision. Only rank 0 writes these."""
 
     KIND = "decision"
 
     decision: Mapping[str, Any]
-    """`GateDecision.as_dict()`; in the file its keys stand beside `t`, `kind` as `upload_kind`."""
+    """`GateDecision.as_dict()`; in the file its keys sit beside `t`, with `kind` as
+    `upload_kind`."""
 
     def to_json(self) -> dict[str, Any]:
         document = {"upload_kind" if k == "kind" else k: v for k, v in self.decision.items()}
@@ -74,7 +75,8 @@ class DecisionEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class UploadEntry(JournalEntry):
-    """An upload's start or end. Rank 0's; another rank's only where it failed there."""
+    """The start or end of an upload. Rank 0 writes these; another rank only reports its own
+    failure."""
 
     KIND = "upload"
     JSON_NAMES: ClassVar[Mapping[str, str]] = {"kind": "upload_kind"}
@@ -83,7 +85,7 @@ class UploadEntry(JournalEntry):
     """`started`, `finished` or `failed`."""
 
     decision_id: str = ""
-    """Empty where no decision is known: the miner's log told of it."""
+    """Empty if no decision is known: the upload was seen in the miner's log."""
 
     outer_step: int | None = None
     inner_step: int | None = None
@@ -95,14 +97,14 @@ class UploadEntry(JournalEntry):
     bytes: int | None = None
     attempts: int | None = None
     checksum: str | None = None
-    """Its first 32 characters: a whole sha256 looks like a private key, and would be redacted."""
+    """The first 32 characters: a whole sha256 looks like a private key and would be redacted."""
 
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisEntry(JournalEntry):
-    """A part of what rank 0 gathered of all ranks, as diagnosis_codec packs it."""
+    """One chunk of what rank 0 gathered from all ranks, as diagnosis_codec packs it."""
 
     KIND = "diagnosis"
 
@@ -111,7 +113,7 @@ class DiagnosisEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingEntry(JournalEntry):
-    """Settings as the hook knows them; None: not told."""
+    """Settings as the hook knows them; None: not reported."""
 
     KIND = "training"
 
@@ -131,7 +133,7 @@ class TrainingEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry(JournalEntry):
-    """A checkpoint that was written."""
+    """A checkpoint that was saved."""
 
     KIND = "checkpoint"
 
@@ -144,7 +146,7 @@ class CheckpointEntry(JournalEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class CostEntry(JournalEntry):
-    """What a monitoring operation took: sums since its last entry."""
+    """What a monitoring operation cost: sums since its last entry."""
 
     KIND = "cost"
 
@@ -171,7 +173,7 @@ _KINDS: Mapping[str, type[JournalEntry]] = {
 
 
 def parse(document: Mapping[str, Any]) -> JournalEntry | None:
-    """The entry that a document of the file holds; None for what this version does not know."""
+    """Parse a document from the file; None for a kind that this version does not know."""
     cls = _KINDS.get(str(document.get("kind")))
     try:
         return None if cls is None else cls.from_json(document)

@@ -1,10 +1,11 @@
-"""The flight record's binary layout: one file per rank, written by the rank, read by anybody.
+"""The flight record's binary layout: one file per rank, written by the rank, readable by any
+process.
 
     header    1 page    what the rank is doing now, guarded by a sequence lock
     ring      4096 step records
     journal   64 slots of JSON: decisions, uploads, diagnosis, messages; kept until acknowledged
 
-All numbers little endian. Times are CLOCK_MONOTONIC in seconds, which all processes of a host
+All numbers are little endian. Times are CLOCK_MONOTONIC in seconds, which all processes of a host
 share; `wall` is seconds since 1970. An unknown number is NaN, never 0; an unknown count is -1.
 """
 
@@ -17,7 +18,7 @@ NAN = math.nan
 
 MAGIC = b"MGFLIGHT"
 VERSION = 2
-"""2: the evaluation loss in a step record."""
+"""2: adds the evaluation loss to the step record."""
 
 HEADER_SIZE = 4096
 RING_SLOTS = 4096
@@ -31,7 +32,7 @@ FILE_SIZE = JOURNAL_OFFSET + JOURNAL_SLOTS * SLOT_SIZE
 
 IDENTITY = struct.Struct("<8sIIiiiq16sdi")
 """magic, version, pid, rank, local_rank, world_size, process start (clock ticks since boot), run
-id, opened (wall), local world size (0: not told)."""
+id, opened (wall), local world size (0: unknown)."""
 IDENTITY_OFFSET = 0
 
 ACK = struct.Struct("<Q")
@@ -43,40 +44,39 @@ REQUESTS = struct.Struct("<Q")
 REQUESTS_OFFSET = 136
 
 ATTACHED = struct.Struct("<Q")
-"""Not 0 once a supervisor has opened the record."""
+"""Nonzero once a supervisor has opened the record."""
 ATTACHED_OFFSET = 144
 
 NOW = struct.Struct("<QB7x24sddqqqddddQQQQ")
 """sequence lock (odd: being written), state, phase, phase since, heartbeat, outer step, inner step,
-total steps, loss, lr, allocated bytes, allowance of the phase (s; NaN: the default), steps written,
+total steps, loss, lr, allocated bytes, the phase's allowance (s; NaN: the default), steps written,
 journal entries written, datagrams dropped, journal entries lost."""
 NOW_OFFSET = 192
 
 PHASE = struct.Struct("<24sdd")
-"""The part of NOW that changes with the phase: its name, since when, heartbeat."""
+"""The fields of NOW that change with the phase: name, start, heartbeat."""
 PHASE_OFFSET = NOW_OFFSET + 16
 
 COUNTS = struct.Struct("<QQQQ")
-"""The part of NOW that counts: steps written, journal entries written, datagrams dropped, journal
-entries lost."""
+"""The counters in NOW: steps written, journal entries written, datagrams dropped, journal entries
+lost."""
 COUNTS_OFFSET = NOW_OFFSET + 112
 
 LOCK, STATE, SINCE, ALLOWANCE, STEPS, ENTRIES, DROPPED, LOST = 0, 1, 5, 13, 14, 15, 16, 17
-"""Where in NOW, in words of eight bytes: what the writer changes by itself, without packing the
-rest."""
+"""Offsets into NOW, in 8-byte words, of the fields that the writer updates individually, without
+packing the rest."""
 
 PHASES = (
     "data", "forward", "backward", "optimizer", "inference", "val_loss", "example_loss",
     "upload", "allreduce", "load_state", "pause", "monitor", "collective", "other",
 )  # fmt: skip
-"""Phases with a column of their own in a step record; any other name is summed under `other`."""
+"""Phases with their own column in a step record; all others are summed under `other`."""
 
 SPECIAL_PHASES = ("inference", "val_loss", "upload", "allreduce", "load_state", "pause")
-"""Phases that make a step another kind: it is compared with its like, not with plain training
-steps."""
+"""A step with one of these phases is compared with similar steps, not with plain training steps."""
 
 STEPPED = struct.Struct("<dqqqddd")
-"""The part of NOW that changes with each step: heartbeat, outer step, inner step, total steps,
+"""The fields of NOW that change with each step: heartbeat, outer step, inner step, total steps,
 loss, lr, allocated."""
 STEPPED_OFFSET = NOW_OFFSET + 48
 
@@ -86,54 +86,54 @@ STEP = struct.Struct("<QqqqdddddddddqII" + f"{len(PHASES)}f" + "f")
 seconds per phase (inclusive of what is nested in it), seconds of the phases nested in `monitor`."""
 
 FLAG_EVAL = 1
-"""Some of the step went to inference, val_loss, example_loss or monitor."""
+"""Part of the step was spent in inference, val_loss, example_loss or monitor."""
 FLAG_FIRST = 2
-"""The first step of this process: compilation and warm caches are in it."""
+"""The first step of this process: it includes compilation and cold caches."""
 FLAG_LOSS_ON_CPU = 4
-"""The loss was a tensor on the CPU where CUDA is expected."""
+"""The loss was a tensor on the CPU although CUDA is expected."""
 FLAG_SYNC = 8
-"""Some of the step went to upload, allreduce, load_state or pause."""
+"""Part of the step was spent in upload, allreduce, load_state or pause."""
 FLAG_LOSS_GIVEN = 1 << 16
-"""A loss was given; NaN is then a loss that is NaN, and else an unknown one."""
+"""A loss was given: NaN means that the loss is NaN. Without the flag NaN means unknown."""
 FLAG_GRAD_NORM_GIVEN = 1 << 17
-"""The same for the gradient norm."""
+"""A gradient norm was given; NaN as for FLAG_LOSS_GIVEN."""
 FLAG_EVAL_LOSS_GIVEN = 1 << 18
-"""The same for the evaluation loss."""
+"""An evaluation loss was given; NaN as for FLAG_LOSS_GIVEN."""
 FLAG_LOSS_SUMMED = 1 << 19
-"""The loss is the sum of all that was passed to `backward` in the step; the program may show
+"""The loss is the sum of all that was passed to `backward` in the step; the program may display
 another number."""
 LOSS_LAG_SHIFT, MAX_LOSS_LAG = 20, 15
-"""Four bits: how many steps ago the step was whose loss this is."""
+"""Four bits: how many steps ago the loss arose."""
 
 SLOT = struct.Struct("<QII")
 """sequence number + 1, length of the JSON that follows, its crc32."""
 SLOT_PAYLOAD = SLOT_SIZE - SLOT.size
 
 STATES = ("starting", "running", "closed", "finished", "ended", "failed")
-"""`closed`: the hook was closed without a claim to have finished; `finished`:
-`close(finished=True)`; `ended`: the process ended through the interpreter and said nothing,
-`failed`: the same with an exception that nothing caught."""
+"""`closed`: the hook was closed without reporting a finish; `finished`: `close(finished=True)`;
+`ended`: the process exited through the interpreter without closing the hook; `failed`: the same,
+with an uncaught exception."""
 
 ENDED_STATES = frozenset(STATES[2:])
-"""The rank trains no more."""
+"""The rank has stopped training."""
 
 
 def known(number: float) -> float | None:
-    """None for a number that is unknown."""
+    """None for an unknown number."""
     return None if number != number else number
 
 
 def known_count(count: int) -> int | None:
-    """None for a count that is unknown."""
+    """None for an unknown count."""
     return None if count < 0 else count
 
 
 _MAX_TIME_S = 1e12
-"""A host that runs for 30,000 years."""
+"""Sanity bound: about 30,000 years of uptime."""
 
 
 def is_time(value: float) -> bool:
-    """Whether it can be a monotonic time; NaN and infinities are none."""
+    """Whether the value can be a monotonic time; false for NaN and infinities."""
     return 0.0 <= value < _MAX_TIME_S
 
 
@@ -148,7 +148,7 @@ def slot_offset(number: int) -> int:
 
 
 def check_of(number: int, inner_step: int, end: float) -> int:
-    """Tail check of a step record: a torn one does not have it."""
+    """Tail check of a step record, which detects torn writes."""
     return (number * 2654435761 ^ (inner_step & 0xFFFFFFFF) ^ int(end * 1000)) & 0xFFFFFFFF
 
 

@@ -1,9 +1,9 @@
-"""Where a flight record lives: in memory that nobody can cut short, with a copy on disk.
+"""Where a flight record lives: in memory that no process can truncate, with a copy on disk.
 
-A rank that writes into a mapped file is killed by SIGBUS when somebody truncates it, and waits for
-as long as its disk does. So the record is a memfd whose size is sealed. `rank-NNNN.live` leads to
-it while the rank lives; `rank-NNNN.bin` is a copy that the supervisor keeps up to date, or a thread
-of the rank where no supervisor reads the record.
+A rank that writes to a mapped file is killed by SIGBUS if the file is truncated, and stalls when
+its disk does. So the record is a memfd with a sealed size. `rank-NNNN.live` links to it while the
+rank lives; `rank-NNNN.bin` is a copy that the supervisor keeps up to date, or a thread of the rank
+if no supervisor reads the record.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from miner_guard.flight_recorder import layout
 from miner_guard.state_dir import is_at, make_folder, open_private
 
 COPY_EVERY_S = 1.0
-"""What is lost at most when supervisor and rank are killed in the same moment."""
+"""Upper bound on what is lost if supervisor and rank are killed at the same moment."""
 
 _NAME = "miner-guard-flight"
 _F_ADD_SEALS = 1033
 _SEAL, _SHRINK, _GROW = 1, 2, 4
-"""fcntl(2); `fcntl.F_ADD_SEALS` is missing from some builds of Python."""
+"""fcntl(2); some builds of Python lack `fcntl.F_ADD_SEALS`."""
 
 
 def create() -> int:
-    """A descriptor of a record's memory, zeroed and allocated. Raises OSError."""
+    """Create a record's memory, zeroed and allocated, and return its descriptor. Raises OSError."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Allocated, not sparse: want of memory must show here, not in the middle of a step.
+        # Allocated, not sparse: running out of memory must show here, not in the middle of a step.
         os.posix_fallocate(fd, 0, layout.FILE_SIZE)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW)
     except OSError:
@@ -44,7 +44,7 @@ def create() -> int:
 
 
 def publish(path: Path, fd: int) -> None:
-    """Let others find the memory of this process beside `path`. Raises OSError."""
+    """Publish this process's memory beside `path`. Raises OSError."""
     make_folder(path.parent)
     draft = path.with_name(f".{path.stem}.{os.getpid()}.live")
     draft.unlink(missing_ok=True)
@@ -53,10 +53,10 @@ def publish(path: Path, fd: int) -> None:
 
 
 def open_live(path: Path, flags: int) -> int | None:
-    """A descriptor of the memory that belongs to `path`; None where its rank has ended."""
+    """A descriptor of the memory that belongs to `path`; None if its rank has exited."""
     try:
         target = os.readlink(_live(path))
-        # The number may belong to another file of a later process by now.
+        # The descriptor number may by now belong to a later process's file.
         if not os.readlink(target).startswith(f"/memfd:{_NAME}"):
             return None
         return os.open(target, flags | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -65,7 +65,7 @@ def open_live(path: Path, flags: int) -> int | None:
 
 
 class Version(NamedTuple):
-    """Differs between two records that `path` led to, and between two states of a copy."""
+    """Distinguishes two records at the same `path`, and two states of a copy."""
 
     live: bool
     device: int
@@ -75,7 +75,7 @@ class Version(NamedTuple):
 
 
 def version(path: Path) -> Version | None:
-    """What is to be read at `path` now; None where nothing is."""
+    """The version of what can be read at `path` now; None if there is nothing."""
     fd = open_live(path, os.O_RDONLY)
     try:
         seen = path.stat() if fd is None else os.fstat(fd)
@@ -88,7 +88,7 @@ def version(path: Path) -> Version | None:
 
 
 def withdraw(path: Path) -> None:
-    """The memory of this process is no longer to be found there. Raises OSError."""
+    """Stop publishing this process's memory. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         if os.readlink(_live(path)).startswith(f"/proc/{os.getpid()}/"):
             _live(path).unlink()
@@ -99,7 +99,7 @@ def _live(path: Path) -> Path:
 
 
 class Copier:
-    """Keeps the file of one record up to date. For one thread: the disk may hang."""
+    """Keeps the file of one record up to date. Use from one thread: the disk may hang."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -119,7 +119,7 @@ class Copier:
                     self._write(file, layout.step_offset(number), layout.STEP_SIZE)
                 for number in range(max(self._entries, entries - layout.JOURNAL_SLOTS), entries):
                     self._write(file, layout.slot_offset(number), layout.SLOT_SIZE)
-                # Last: it never tells of a step that is not there yet.
+                # Header last: it never counts a step that is not in the copy yet.
                 self._write(file, 0, layout.HEADER_SIZE)
         except OSError:
             self._forget_file()
@@ -153,13 +153,13 @@ class Copier:
             self._file = None
 
     def close(self) -> None:
-        """Unmap; the copy stays."""
+        """Unmap the memory; the copy stays."""
         self._forget_file()
         self._map.close()
 
 
 def copy_now(path: Path, fd: int) -> None:
-    """Copy a record once, as far as the disk lets it."""
+    """Copy a record once, as far as the disk allows."""
     copier = Copier(path, fd)
     with contextlib.suppress(OSError):
         copier.copy()
@@ -167,20 +167,20 @@ def copy_now(path: Path, fd: int) -> None:
 
 
 class CopyThread:
-    """Keeps one record's copy up to date, once a second. `close` alone waits for the disk."""
+    """Copies one record once a second. Only `close` waits for the disk."""
 
     def __init__(self, path: Path, fd: int, wanted: Callable[[], bool]) -> None:
-        """`wanted` is asked before each copy."""
+        """`wanted` is called before each copy."""
         self._copier = Copier(path, fd)
         self._wanted = wanted
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flight-copy", daemon=True)
-        # At the limit of threads the supervisor keeps the copy, where there is one.
+        # At the thread limit the supervisor keeps the copy, if there is one.
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
     def close(self, within_s: float) -> None:
-        """End, after a last copy where the disk lets it be made in time."""
+        """Stop, after a last copy if the disk completes it in time."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(within_s)
@@ -190,7 +190,7 @@ class CopyThread:
         while not closed:
             closed = self._closed.wait(COPY_EVERY_S)
             if self._wanted():
-                # A full disk: the next copy tries again.
+                # Disk full: the next copy tries again.
                 with contextlib.suppress(OSError):
                     self._copier.copy()
         self._copier.close()

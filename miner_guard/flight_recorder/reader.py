@@ -1,4 +1,4 @@
-"""The reading side of the flight record: the supervisor while the rank lives, or a person long
+"""The reading side of the flight record: for the supervisor while the rank lives, or a person long
 after."""
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from miner_guard.flight_recorder.records import Identity, Now, StepRecord
 from miner_guard.state_dir import open_private
 
 _TRIES = 50
-"""A rank writes its header in a few microseconds; one that was killed amid that stays torn."""
+"""A rank writes its header in a few microseconds; one killed during the write leaves it torn."""
 
 
 class BadFlight(Exception):
-    """The file is not a whole flight record of this version; the message says why."""
+    """The file is not a complete flight record of this version; the message says why."""
 
 
 class FlightReader:
-    """Anybody's side: the supervisor while the rank lives, or a person long after."""
+    """Reads a flight record, live or as a copy on disk."""
 
     def __init__(self, path: Path, *, acknowledge: bool = False) -> None:
-        """Raises OSError or BadFlight. `acknowledge` opens it writable, for the supervisor
-        alone."""
+        """Raises OSError or BadFlight. `acknowledge` opens the record writable, for the supervisor
+        only."""
         self.path = path
         self._fd = memory.open_live(path, os.O_RDWR if acknowledge else os.O_RDONLY)
         self.live = self._fd is not None
-        """It shows what the rank writes now; else it is a copy of what the rank wrote."""
+        """Reads the rank's memory as the rank writes it; otherwise reads a copy."""
 
         self._map: mmap.mmap | bytearray = (
             _copied(path) if self._fd is None else _mapped(self._fd, acknowledge)
@@ -47,12 +47,12 @@ class FlightReader:
             layout.ATTACHED.pack_into(self._map, layout.ATTACHED_OFFSET, os.getpid())
 
     def fileno(self) -> int:
-        """Of the record's memory. Only where it is live."""
+        """The descriptor of the record's memory. Valid only if `live`."""
         assert self._fd is not None
         return self._fd
 
     def now(self) -> Now | None:
-        """The header, or None while the rank has written none, or is writing it without pause."""
+        """The header, or None if the rank has not written one or is writing it continuously."""
         for _ in range(_TRIES):
             now = Now.unpack_from(self._map)
             if now is not None:
@@ -60,7 +60,7 @@ class FlightReader:
         return None
 
     def step(self, number: int) -> StepRecord | None:
-        """Step record `number`, or None where it is torn, overwritten or not yet there."""
+        """Step record `number`, or None if it is torn, overwritten or not written yet."""
         return StepRecord.unpack_from(self._map, number)
 
     def steps(self, since: int = 0) -> Iterator[StepRecord]:
@@ -72,7 +72,7 @@ class FlightReader:
                 yield step
 
     def entries(self, since: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Journal entries from number `since` as (number, document); torn ones are left out."""
+        """Journal entries from number `since` as (number, document); skips torn ones."""
         _, written, *_ = self._counts()
         for number in range(max(since, written - layout.JOURNAL_SLOTS), written):
             document = self._entry(number)
@@ -80,8 +80,8 @@ class FlightReader:
                 yield number, document
 
     def _counts(self) -> tuple[int, ...]:
-        """As they stand, also under a lock that a killed rank has left behind: each record proves
-        itself."""
+        """The counts, read even under a lock that a killed rank left behind: each record has its
+        own check."""
         return layout.COUNTS.unpack_from(self._map, layout.COUNTS_OFFSET)
 
     def _entry(self, number: int) -> dict[str, Any] | None:
@@ -99,7 +99,7 @@ class FlightReader:
         """Tell the rank that the first `count` journal entries are stored."""
         layout.ACK.pack_into(self._map, layout.ACK_OFFSET, count)
         if not self.live:
-            # For the next supervisor; where it can't be noted an entry is handed over twice.
+            # For the next supervisor; if this fails, it receives an entry twice.
             with contextlib.suppress(OSError):
                 fd = open_private(self.path, os.O_WRONLY)
                 try:
@@ -113,7 +113,7 @@ class FlightReader:
         return count
 
     def request_checkpoint(self) -> None:
-        """Ask the rank for one checkpoint more; only the supervisor's reader may
+        """Ask the rank for one more checkpoint; only the supervisor's reader may
         (`acknowledge=True`)."""
         asked: int = layout.REQUESTS.unpack_from(self._map, layout.REQUESTS_OFFSET)[0]
         layout.REQUESTS.pack_into(self._map, layout.REQUESTS_OFFSET, asked + 1)
@@ -137,7 +137,7 @@ def _mapped(fd: int, writable: bool) -> mmap.mmap:
 
 
 def _copied(path: Path) -> bytearray:
-    """Read, not mapped: the reader of a mapped file that somebody cuts short gets SIGBUS."""
+    """Read, not mapped: truncating a mapped file would kill the reader with SIGBUS."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         data = bytearray(file.read(layout.FILE_SIZE)) if size == layout.FILE_SIZE else bytearray()

@@ -1,7 +1,7 @@
-"""What a flight record holds, as both sides see it, and how each record lies in the file.
+"""What a flight record holds, as both sides see it, and how each record is laid out in the file.
 
-Unknown is None here and NaN, -1 or a missing flag in the file; the two meet in this module and
-nowhere else.
+Unknown is None here and NaN, -1 or a missing flag in the file; only this module converts between
+the two.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _FIRST_PHASE = 16
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose flight record it is."""
+    """Which process a flight record belongs to."""
 
     pid: int
     rank: int
     local_rank: int
     world_size: int
     process_start: int
-    """Clock ticks since boot, field 22 of /proc/PID/stat: tells a pid from its reuse."""
+    """Clock ticks since boot, field 22 of /proc/PID/stat: distinguishes a reused pid."""
 
     run_id: str
     opened: float
-    """Wall time."""
+    """Wall time, seconds since 1970."""
 
     local_world_size: int
     """Ranks of this host; 0 where unknown."""
 
     def pack_into(self, buffer: mmap) -> None:
-        """Write it at its place in the file."""
+        """Write it to its place in the file."""
         layout.IDENTITY.pack_into(
             buffer,
             layout.IDENTITY_OFFSET,
@@ -71,7 +71,7 @@ class Identity:
 
     @classmethod
     def unpack_from(cls, buffer: mmap | bytearray) -> Identity | None:
-        """Whose record it is, or None for a file that is no flight record of this version."""
+        """The record's identity, or None if the file is not a flight record of this version."""
         magic, version, *values = layout.IDENTITY.unpack_from(buffer, layout.IDENTITY_OFFSET)
         if magic != layout.MAGIC or version != layout.VERSION:
             return None
@@ -101,7 +101,7 @@ class Now:
     lr: float | None
     allocated_bytes: float | None
     allowance_s: float | None
-    """How long the phase may last; None: as long as the settings say."""
+    """How long the phase may last; None: the settings' limit applies."""
 
     steps_written: int
     entries_written: int
@@ -109,11 +109,11 @@ class Now:
     """Datagrams to the supervisor that did not arrive."""
 
     lost: int
-    """Journal entries that found no room."""
+    """Journal entries dropped for lack of room."""
 
     @classmethod
     def unpack_from(cls, buffer: mmap | bytearray) -> Now | None:
-        """The header; None where the rank has written none, or is writing it at this moment (try
+        """The header; None if the rank has not written one, or is writing it at this moment (try
         again)."""
         values = layout.NOW.unpack_from(buffer, layout.NOW_OFFSET)
         after = layout.ACK.unpack_from(buffer, layout.NOW_OFFSET)[0]
@@ -154,18 +154,18 @@ class Now:
 class StepRecord:
     """One finished inner step of one rank.
 
-    A rank fills one and the same record at each step, from what the training loop gave to what was
-    measured; readers get a new one for each.
+    A rank reuses a single record for all steps, for both the training loop's values and the
+    measurements; readers get a new one for each step.
     """
 
     number: int = 0
-    """Of this flight record, from 0."""
+    """Sequence number in this flight record, from 0."""
 
     outer_step: int | None = None
     inner_step: int | None = None
     total_steps: int = 0
-    """Steps so far, of this process where the training loop gives no number; -1 where it gave
-    nonsense."""
+    """Steps so far, counted in this process if the training loop passes no number; -1 if it passed
+    an invalid one."""
 
     start: float = 0.0
     """Monotonic, s."""
@@ -174,29 +174,29 @@ class StepRecord:
     """Monotonic, s."""
 
     wall: float = 0.0
-    """Seconds since 1970 at its end."""
+    """When the step ended, seconds since 1970."""
 
     loss: float | None = None
-    """None where it was not given; NaN and infinities are kept."""
+    """None if it was not given; NaN and infinities are kept."""
 
     lr: float | None = None
     grad_norm: float | None = None
-    """None where it was not given; NaN and infinities are kept."""
+    """None if it was not given; NaN and infinities are kept."""
 
     eval_loss: float | None = None
-    """On held-out data, of the model as it was before this step ended; None, NaN and infinities as
-    above."""
+    """On held-out data, for the model before this step ended; None if it was not given; NaN and
+    infinities are kept."""
 
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
     tokens: int | None = None
     flags: int = 0
-    """`layout.FLAG_EVAL`, `FLAG_FIRST`, `FLAG_LOSS_ON_CPU`, `FLAG_SYNC`; which values were given
-    follows from them."""
+    """`layout.FLAG_EVAL`, `FLAG_FIRST`, `FLAG_LOSS_ON_CPU`, `FLAG_SYNC`; the flags for given values
+    are derived."""
 
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase (of `layout.PHASES`), those that occurred; each includes what is nested in
-    it."""
+    """Seconds by phase (of `layout.PHASES`), only those that occurred; each includes its nested
+    phases."""
 
     nested_in_monitor_s: float = 0.0
     """Seconds of the phases directly below `monitor`."""
@@ -208,17 +208,17 @@ class StepRecord:
 
     @property
     def loss_lag(self) -> int:
-        """How many steps ago the step was whose loss this is; 0: its own."""
+        """How many steps ago the loss arose; 0: in this step."""
         return self.flags >> layout.LOSS_LAG_SHIFT & layout.MAX_LOSS_LAG
 
     @property
     def loss_summed(self) -> bool:
-        """The loss is the sum of what was passed to `backward`; the program may show another
+        """The loss is the sum of what was passed to `backward`; the program may display another
         number."""
         return bool(self.flags & layout.FLAG_LOSS_SUMMED)
 
     def pack_into(self, buffer: mmap) -> None:
-        """Write it at its place in the ring."""
+        """Write it to its place in the ring."""
         number, end, phases = self.number, self.end, self.phases
         loss, norm, evaluated = self.loss, self.grad_norm, self.eval_loss
         lr, allocated, reserved = self.lr, self.allocated_bytes, self.reserved_bytes
@@ -260,7 +260,7 @@ class StepRecord:
         )
 
     def show_in(self, buffer: mmap) -> None:
-        """Write what the header shows of the last step."""
+        """Write the header's fields about the last step."""
         outer, inner = self.outer_step, self.inner_step
         loss, lr, allocated = self.loss, self.lr, self.allocated_bytes
         STEPPED.pack_into(
@@ -277,7 +277,7 @@ class StepRecord:
 
     @classmethod
     def unpack_from(cls, buffer: mmap | bytearray, number: int) -> StepRecord | None:
-        """Step `number` (from 0), or None where it is torn, overwritten or not yet there."""
+        """Step `number` (from 0), or None if it is torn, overwritten or not written yet."""
         values = STEP.unpack_from(buffer, step_offset(number))
         sequence, outer, inner, total, start, end, wall, loss, lr, norm, evaluated, allocated = (
             values[:12]
@@ -298,7 +298,7 @@ class StepRecord:
             wall=wall,
             loss=loss if flags & FLAG_LOSS_GIVEN else None,
             lr=layout.known(lr),
-            # Without the flag too: older guards wrote none, and NaN for an unknown norm.
+            # Handle a missing flag too: older guards wrote none, and NaN for an unknown norm.
             grad_norm=norm if flags & FLAG_GRAD_NORM_GIVEN else layout.known(norm),
             eval_loss=evaluated if flags & FLAG_EVAL_LOSS_GIVEN else None,
             allocated_bytes=layout.known(allocated),
@@ -313,7 +313,7 @@ class StepRecord:
 
 
 def json_default(value: Any) -> str:
-    """What JSON cannot express, as text; a tensor on a GPU without its value, which would
+    """Text for what JSON cannot express; a GPU tensor without its value, which would
     synchronise."""
     device = getattr(getattr(value, "device", None), "type", "cpu")
     return str(value) if device == "cpu" else f"{type(value).__name__} on {device}"

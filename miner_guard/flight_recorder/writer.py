@@ -1,5 +1,5 @@
-"""The rank's side of the flight record: no system call after the constructor, readable after kill
--9 of everything."""
+"""The rank's side of the flight record: no system calls after the constructor, readable even after
+kill -9 of every process."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ from miner_guard.flight_recorder.layout import (
 from miner_guard.flight_recorder.records import Identity, StepRecord, json_default
 
 _LAST_COPY_S = 2.0
-"""A process that ends waits this long for the disk."""
+"""How long an exiting process waits for the disk."""
 
 _RUNNING = layout.STATES.index("running")
 
 
 def process_start(pid: int) -> int:
-    """Start of a process in clock ticks since boot. Raises OSError where none exists."""
+    """Start of a process in clock ticks since boot. Raises OSError if it does not exist."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rsplit(b")", 1)[1].split()[19])
 
 
 class FlightWriter:
-    """The rank's side. Safe from any thread; nothing blocks. Only the constructor makes system
-    calls.
+    """The rank's side. Thread-safe; never blocks. Only the constructor makes system calls.
 
     The header is guarded by a sequence lock, its first word: odd while the header is being written.
-    A reader that sees an odd or a changed number tries again. All counts live in the file, so that
-    the compiled hook, which writes the same header, and this class share them.
+    A reader that sees an odd or changed number retries. All counts live in the file, so that the
+    compiled hook, which writes the same header, and this class share them.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class FlightWriter:
         local_world_size: int = 0,
         pid: int | None = None,
     ) -> None:
-        """`local_world_size`: 0 is unknown. `pid`: whose record it is, where not this process's.
+        """`local_world_size`: 0 means unknown. `pid`: whose record it is, if not this process's.
         Raises OSError."""
         self.path = path
         self._fd = memory.create()
@@ -76,20 +75,20 @@ class FlightWriter:
         ).pack_into(self.map)
         layout.STEPPED.pack_into(self.map, layout.STEPPED_OFFSET, 0.0, -1, -1, 0, NAN, NAN, NAN)
         header = memoryview(self.map)[layout.NOW_OFFSET : layout.NOW_OFFSET + layout.NOW.size]
-        # Native order is the file's: Linux runs torch on little-endian machines only.
+        # The file uses native order: Linux runs torch on little-endian machines only.
         self._words = header.cast("Q")
         self._reals = header.cast("d")
-        # Reentrant: a signal handler of the miner's may close the guard in the middle of a step.
+        # Reentrant: a signal handler of the miner may close the guard in the middle of a step.
         self._lock = threading.RLock()
-        # Only now: it is whole.
+        # Publish last: the record is now complete.
         self.unpublished: OSError | None = None
-        """Why others can't find the record yet."""
+        """Why other processes cannot find the record yet."""
 
         self._publish()
 
     def _publish(self) -> None:
-        """Let others find the record. A disk without room for that is tried again by `keep_copy`;
-        what is written meanwhile is in the record."""
+        """Let other processes find the record. If the disk has no room, `keep_copy` tries again;
+        the record keeps whatever is written meanwhile."""
         try:
             memory.publish(self.path, self._fd)
             self.unpublished = None
@@ -97,16 +96,16 @@ class FlightWriter:
             self.unpublished = error
 
     def attached(self) -> bool:
-        """Whether a supervisor has opened the record: it keeps the copy on disk then."""
+        """Whether a supervisor has opened the record and so keeps the copy on disk."""
         return bool(layout.ATTACHED.unpack_from(self.map, layout.ATTACHED_OFFSET)[0])
 
     def keep_copy(self, alone: Callable[[], bool]) -> None:
-        """Keep the copy on disk from a thread of this process, while no supervisor does, and once
-        more when the process ends. `alone`: whether a supervisor that was there is gone."""
+        """Keep the copy on disk from a thread of this process while no supervisor does, and once
+        more at exit. `alone`: whether an earlier supervisor is gone."""
 
         def unkept() -> bool:
             if os.getpid() != self._owner:
-                # A fork of the rank that ends.
+                # An exiting fork of the rank.
                 return False
             if self.unpublished is not None:
                 self._publish()
@@ -126,8 +125,8 @@ class FlightWriter:
             words[LOCK] += 1
 
     def show_phase(self, name: bytes, since: float, heartbeat: float, allowance_s: float) -> None:
-        """Show the innermost phase, `b""` between phases. `name` has at most 24 bytes; NaN: no
-        allowance of its own."""
+        """Show the innermost phase, `b""` between phases. `name` has at most 24 bytes;
+        `allowance_s` NaN: the default applies."""
         with self._lock:
             words = self._words
             words[LOCK] |= 1
@@ -136,8 +135,8 @@ class FlightWriter:
             words[LOCK] += 1
 
     def append(self, record: StepRecord) -> None:
-        """Append a step, give it its number, and show it in the header; the phase that is open
-        there stays."""
+        """Append a step, number it, and show it in the header; leaves the open phase there
+        unchanged."""
         with self._lock:
             words, end = self._words, record.end
             record.number = number = words[STEPS]
@@ -151,13 +150,13 @@ class FlightWriter:
             words[LOCK] += 1
 
     def last(self) -> StepRecord | None:
-        """The step that was appended last, by whichever path."""
+        """The last appended step, from either hot path."""
         return (
             StepRecord.unpack_from(self.map, self._words[STEPS] - 1) if self._words[STEPS] else None
         )
 
     def journal(self, document: Mapping[str, Any]) -> bool:
-        """Append an entry that must not be lost. False where 64 unstored ones wait already, or it
+        """Append an entry that must not be lost. False if 64 unstored entries are waiting, or if it
         is too large."""
         payload = json.dumps(document, separators=(",", ":"), default=json_default).encode()
         with self._lock:
@@ -188,7 +187,7 @@ class FlightWriter:
 
     @property
     def lost(self) -> int:
-        """Journal entries that found no room."""
+        """Journal entries dropped for lack of room."""
         return self._words[layout.LOST]
 
     def acknowledged(self) -> int:
@@ -206,7 +205,7 @@ class FlightWriter:
         return count
 
     def close(self) -> None:
-        """Unmap. What stays is the copy on disk."""
+        """Unmap the memory; the copy on disk stays."""
         if not self.attached():
             memory.copy_now(self.path, self._fd)
         self._words.release()
