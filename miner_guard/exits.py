@@ -4,22 +4,22 @@ from __future__ import annotations
 
 OK = 0
 FAILED = 1
-"""Nothing matched, blocked, rejected, over budget; what it means stands with each command."""
+"""Nothing matched, blocked, rejected or over budget; each command documents which."""
 
 NOT_RUNNING = 3
 USAGE = 64
 UNAVAILABLE = 69
-"""Preflight critical; could not look."""
+"""Preflight critical, or a check could not run."""
 
 CRASH_LOOP = 75
-"""Restarting does not help, or `[hang] action = "stop"` after a hang."""
+"""Restarting does not help, or a hang with `[hang] action = "stop"`."""
 
 CONFIG = 78
 
 
 class Refused(Exception):
-    """A command can't be done. The message is for people: what happened, the value seen, what to
-    do."""
+    """A command cannot be carried out. The message is for people: what happened, the value seen,
+    what to do."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
-"""The state directory: the names of the guard's own files, and how they are written.
+"""The state directory: the names of the guard's files, and how they are written.
 
 Standard library only. A file of one of these names with torn or foreign content is set aside, never
-trusted; files of other names are left alone.
+trusted; the guard leaves other files alone.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "miner-guard"
-"""Below the state home; it holds one state directory per name."""
+"""Below the state home; holds one state directory per name."""
 
 MARKER = "_MINER_GUARD_RUN"
 """Environment variable that marks every process of a run; its value is the run's id."""
 
 STATE_DIR = "_MINER_GUARD_STATE_DIR"
-"""Tells the ranks where the state directory is."""
+"""Passes the state directory to the ranks."""
 
 RANK_SETTINGS = "_MINER_GUARD_RANK_SETTINGS"
-"""The ranks' share of the settings, as JSON."""
+"""The settings that ranks need, as JSON."""
 
 
 @dataclass(frozen=True)
 class StateDir:
-    """Paths below one state directory. Making an instance touches nothing."""
+    """Paths below one state directory. Creating an instance does not touch the disk."""
 
     root: Path
 
@@ -48,8 +48,7 @@ class StateDir:
         return self.flight / f"rank-{rank:04d}.bin"
 
     def stacks_of(self, rank: int) -> Path:
-        """Where a rank writes its threads' stacks when it is asked to
-        (`rank.stacks.STACKS_SIGNAL`)."""
+        """Where a rank writes its threads' stacks on request (`rank.stacks.STACKS_SIGNAL`)."""
         return self.flight / f"rank-{rank:04d}.stacks"
 
     @property
@@ -63,7 +62,7 @@ class StateDir:
         return self.flight / f"agree-{name}.sock"
 
     def collectives_of(self, rank: int) -> Path:
-        """Where a rank writes its last collectives when it is asked to (`rank.collectives`)."""
+        """Where a rank writes its last collectives on request (`rank.collectives`)."""
         return self.flight / f"rank-{rank:04d}.collectives"
 
     @property
@@ -80,12 +79,12 @@ class StateDir:
 
     @property
     def shapes(self) -> Path:
-        """The model's parameter shapes, as `guard.diagnose` saw them (`validators.shapes`)."""
+        """The model's parameter shapes, as `guard.diagnose` recorded them (`validators.shapes`)."""
         return self.root / "model-shapes.json"
 
     @property
     def watched(self) -> Path:
-        """The repo and chain that the guard here watches or last watched
+        """The repo and chain that this guard watches or last watched
         (`uploads.remembered_settings`)."""
         return self.root / "watched.json"
 
@@ -111,25 +110,26 @@ class StateDir:
 
     @property
     def roster(self) -> Path:
-        """The processes of the current run, for the guard that follows a killed one."""
+        """The processes of the current run, for the guard that takes over from a killed one."""
         return self.root / "run.json"
 
     @property
     def host_facts(self) -> Path:
-        """What this host had at the last run: GPU count, learned timeouts."""
+        """Facts about this host from the last run: GPU count, learned timeouts."""
         return self.root / "host.json"
 
 
 class ForeignLink(RuntimeError):
-    """The way to the state directory leads over another user's symlink; the message names it and
-    its owner."""
+    """The path to the state directory crosses another user's symlink; the message names it and its
+    owner."""
 
 
 def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
-    """The state directory by flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME`, home; in that order.
+    """Choose the state directory: flag, `MINER_GUARD_STATE_DIR`, `XDG_STATE_HOME`, home, in that
+    order.
 
-    Symlinks are resolved, so that one directory has one name. Raises ForeignLink for a symlink of
-    another user, RuntimeError where no directory is given and there is no home.
+    Resolves symlinks, so that a directory has a single name. Raises ForeignLink for another user's
+    symlink, RuntimeError if no directory is given and there is no home.
     """
     if explicit := flag or env.get("MINER_GUARD_STATE_DIR"):
         return StateDir(_resolved(Path(explicit).expanduser().absolute()))
@@ -139,7 +139,7 @@ def choose(name: str, flag: str | None, env: Mapping[str, str]) -> StateDir:
 
 
 def _resolved(path: Path, links: int = 40) -> Path:
-    """`path` without symlinks, of which it follows as many as the kernel. Raises ForeignLink."""
+    """`path` without symlinks, following at most `links`, like the kernel. Raises ForeignLink."""
     seen = Path(path.anchor)
     for part in path.parts[1:]:
         seen = Path(os.path.normpath(seen / part)) if part == ".." else seen / part
@@ -148,15 +148,14 @@ def _resolved(path: Path, links: int = 40) -> Path:
         if (owner := foreign_link(seen)) is not None:
             raise ForeignLink(f"{seen} is a symlink of uid {owner}, who could point it elsewhere.")
         if not links:
-            # A loop: opening the path as it was given says so.
+            # A loop: opening the original path reports it.
             return path
         seen = _resolved(seen.parent / os.readlink(seen), links - 1)
     return seen
 
 
 def foreign_link(path: Path) -> int | None:
-    """The owner of the symlink at `path` where that is neither this user nor root; None for
-    anything else."""
+    """The owner of the symlink at `path` if neither this user nor root; None for anything else."""
     try:
         seen = path.lstat()
     except OSError:
@@ -168,12 +167,12 @@ def foreign_link(path: Path) -> int | None:
 
 PRIVATE_FOLDER = 0o700
 PRIVATE_FILE = 0o600
-"""What the guard writes quotes logs, stacks and command lines: for its own user only, whatever the
+"""The guard's files quote logs, stacks and command lines: readable only by its user, whatever the
 umask."""
 
 
 def make_folder(path: Path) -> None:
-    """Make `path`, and what is missing above it, for this user only. Raises OSError."""
+    """Create `path` and its missing parents, private to this user. Raises OSError."""
     try:
         os.mkdir(path, PRIVATE_FOLDER)
     except FileNotFoundError:
@@ -185,14 +184,13 @@ def make_folder(path: Path) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open one of the guard's own files, and take it from other users where it was readable by
-    them.
+    """Open one of the guard's files, and make it private if other users could read it.
 
     Raises OSError: also for another user's symlink (ELOOP), and for a pipe or device (EINVAL),
     which could hang the writer.
     """
-    # O_NONBLOCK: the open itself must not wait for the other end of a pipe. It changes nothing for
-    # a file.
+    # O_NONBLOCK: the open must not wait for the other end of a pipe. It has no effect on a regular
+    # file.
     flags |= os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW, PRIVATE_FILE)
@@ -212,9 +210,9 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def tighten(fd: int, mode: int) -> int | None:
-    """Take the rights that `mode` does not give from an open file or folder of this user.
+    """Remove the permissions not in `mode` from this user's open file or folder.
 
-    Returns the mode it had where that was wider. Raises OSError where it can't be changed.
+    Returns the old mode if it was wider. Raises OSError if it cannot be changed.
     """
     before = stat.S_IMODE(os.fstat(fd).st_mode)
     if not before & ~mode & 0o777:
@@ -224,8 +222,7 @@ def tighten(fd: int, mode: int) -> int | None:
 
 
 FileWriter = Callable[[Path, bytes | None, int], None]
-"""Replaces a file (path, content, mode), or removes it where the content is None. Raises
-OSError."""
+"""Replaces a file (path, content, mode), or removes it if the content is None. Raises OSError."""
 
 _diverted: FileWriter | None = None
 
@@ -233,14 +230,14 @@ _diverted: FileWriter | None = None
 def divert_writes(write: FileWriter | None) -> None:
     """From now on `write` writes and removes this process's files in the state directory.
 
-    For the guard, none of whose threads may wait for a disk; None takes it back.
+    For the guard, whose threads must never wait for a disk; None restores direct writes.
     """
     global _diverted
     _diverted = write
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a new or existing file of the guard's own. Raises OSError as `open_private`."""
+    """Write one of the guard's files, new or existing. Raises OSError like `open_private`."""
     if _diverted is not None:
         _diverted(path, data, PRIVATE_FILE)
         return
@@ -249,23 +246,22 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file of the guard's own, if it is there. Raises OSError."""
+    """Remove one of the guard's files, if it exists. Raises OSError."""
     (_diverted or replace_file)(path, None, PRIVATE_FILE)
 
 
 def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
-    """Replace `path` by `text` so that a reader sees the old or the new whole. Raises OSError.
+    """Replace `path` with `text` atomically: a reader sees all of the old or all of the new. Raises
+    OSError.
 
-    `mode` 0o666 leaves it to the umask who may read it: for files that people ask for by their
-    path.
+    `mode` 0o666 leaves read access to the umask: for files that a user requests by path.
     """
-    # A path or an argument may hold bytes that are no UTF-8; Python carries them as lone
-    # surrogates.
+    # A path or argument may hold invalid UTF-8, which Python carries as lone surrogates.
     (_diverted or replace_file)(path, text.encode("utf-8", "replace"), mode)
 
 
 def replace_file(path: Path, data: bytes | None, mode: int) -> None:
-    """What `FileWriter` promises, at once."""
+    """The direct `FileWriter`."""
     if data is None:
         path.unlink(missing_ok=True)
         return
@@ -295,12 +291,12 @@ def read_json(path: Path) -> Any | None:
 
 
 ROOM_TO_RESUME = 64 * 1024
-"""Free bytes from which on a full disk is full no more: a short line may fit where a longer one did
-not."""
+"""Free bytes required before we treat a full disk as writable again: a short line may fit where a
+longer one did not."""
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a write failed for want of room, and will work again when there is some."""
+    """Whether a write failed for lack of space, and will work again once there is some."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -311,7 +307,7 @@ def has_room(where: int | Path) -> bool:
 
 
 def is_at(path: Path, fd: int) -> bool:
-    """Whether the open file is still the one at `path`, neither removed nor replaced. Raises
+    """Whether `path` still refers to the open file, neither removed nor replaced. Raises
     OSError."""
     try:
         seen, held = os.stat(path), os.fstat(fd)
@@ -321,7 +317,7 @@ def is_at(path: Path, fd: int) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file of ours out of the way; returns its new path. Raises OSError."""
+    """Rename a damaged file of ours out of the way; return its new path. Raises OSError."""
     aside = path.with_name(
         f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
     )
@@ -330,15 +326,15 @@ def set_aside(path: Path) -> Path:
 
 
 def json_number(value: float | None) -> float | str | None:
-    """A measured number that JSON has no word for as `NaN`, `Infinity` or `-Infinity`: null says
-    "not measured"."""
+    """A measured number, with `NaN`, `Infinity` or `-Infinity` as text, which JSON lacks: null
+    means "not measured"."""
     if value is None or value - value == 0:
         return value
     return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
 
 
 def finite(value: Any) -> Any:
-    """`value` with NaN and infinities as null, recursively: JSON has no words for them."""
+    """`value` with NaN and infinities replaced by null, recursively: JSON has no such numbers."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, Mapping):

@@ -1,2 +1,2 @@
-"""The event catalogue, and how a finding becomes a console line and a JSON line, and is read
+"""The event catalogue; how a finding becomes a console line and a JSON line, and how it is read
 back."""

@@ -1,7 +1,7 @@
 """The catalogue: every event's name, level, emoji, line and fields, in one place.
 
 Standard library only. A detector returns a `Finding`; the sinks add time, run and host and write it
-as one console line and one JSON line. The words of a line are a contract: people grep for them.
+as one console line and one JSON line. The wording of a line is a contract: people grep for it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Line = Callable[[Mapping[str, Any]], str]
 
 @dataclass(frozen=True)
 class Spec:
-    """One event of the catalogue."""
+    """One event in the catalogue."""
 
     name: str
     level: str
     emoji: str
     line: str | Line
-    """A `str.format` template over the fields, or a function of them where the text is a block."""
+    """A `str.format` template over the fields, or a function of them if the text is a block."""
 
     fields: tuple[str, ...]
-    """Fields that every event of this name has; null where not known."""
+    """Fields that every event of this name has; null if unknown."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that was seen, before time, run and host are known."""
+    """An observation, before time, run and host are added."""
 
     event: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Finding:
 
     @property
     def severity(self) -> str:
-        """The level in force."""
+        """The effective level."""
         return self.level or CATALOGUE[self.event].level
 
     def at(self, level: str) -> Finding:
@@ -55,10 +55,10 @@ class Finding:
 
     @staticmethod
     def from_dict(document: Mapping[str, Any], rank: int | None = None) -> Finding | None:
-        """The finding that a datagram or a journal entry holds.
+        """Parse the finding in a datagram or journal entry.
 
-        `rank` is the sender's, for a document that names none. None where the document does not
-        describe an event of the catalogue: a rank may run another version of the hook.
+        `rank` is the sender's, for a document that does not name one. None if the document does not
+        describe an event in the catalogue: a rank may run another version of the hook.
         """
         event, fields, level = (document.get(key) for key in ("event", "fields", "level"))
         if not isinstance(event, str) or event not in CATALOGUE or not isinstance(fields, dict):
@@ -80,7 +80,7 @@ def counted(count: int | None, noun: str) -> str:
 
 
 class _Formatter(string.Formatter):
-    """`{lost:~line}` is `1 line` or `2 lines`."""
+    """Formats `{lost:~line}` as `1 line` or `2 lines`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec.startswith("~"):
@@ -91,16 +91,15 @@ class _Formatter(string.Formatter):
 _formatter = _Formatter()
 
 _MAX_ODD_LENGTH = 500
-"""Characters shown of fields that do not fit."""
+"""Characters shown of fields that do not fit the template."""
 
 
 def make_finding(
     event: str, /, *, rank: int | None = None, level: str | None = None, **fields: Any
 ) -> Finding:
-    """A finding, checked against the catalogue.
+    """Make a finding, checked against the catalogue.
 
-    Raises KeyError for an event that the catalogue lacks and ValueError for a missing or reserved
-    field.
+    Raises KeyError for an unknown event and ValueError for a missing or reserved field.
     """
     spec = CATALOGUE[event]
     if missing := [name for name in spec.fields if name not in fields]:
@@ -111,8 +110,8 @@ def make_finding(
 
 
 def write_failed(what: str, error: OSError, then: str = "") -> Finding:
-    """`what` can't be written: for want of room, which ends by itself perhaps, or for another
-    reason; `then`: so what."""
+    """`what` cannot be written, for lack of space, which may resolve by itself, or for another
+    reason; `then`: the consequence."""
     reason = error.strerror or str(error)
     if is_full(error):
         return make_finding("disk_full", what=what, reason=reason)
@@ -120,10 +119,10 @@ def write_failed(what: str, error: OSError, then: str = "") -> Finding:
 
 
 def message(finding: Finding) -> str:
-    """The words of the console line, without emoji, time or level.
+    """The text of the console line, without emoji, time or level.
 
-    Findings also come from ranks, of another version perhaps: fields that the words can't show are
-    shown as they are.
+    Findings also come from ranks that may run another version: fields that the template cannot
+    format are shown raw.
     """
     spec = CATALOGUE[finding.event]
     try:

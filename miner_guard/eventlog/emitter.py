@@ -1,5 +1,5 @@
-"""structlog: every finding becomes one console line and one JSON line, secrets removed before
-either."""
+"""structlog: every finding becomes one console line and one JSON line, after secrets are
+removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from miner_guard.system.clock import Clock, iso_utc
 from miner_guard.system.lazy_import import block_import
 
 with block_import("rich"):
-    # Half of structlog's import is rich, for a console renderer that the guard has no use for.
+    # rich makes up half of structlog's import, for a console renderer that the guard does not use.
     import structlog
 
 Record = MutableMapping[str, Any]
@@ -24,15 +24,14 @@ Record = MutableMapping[str, Any]
 
 
 class Sink(Protocol):
-    """Takes finished records. Must not raise, must not block for long, may be called from any
-    thread."""
+    """Takes finished records. Must not raise or block for long; may be called from any thread."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
 
 class Emitter:
-    """Where findings leave the pure part: adds time, run and host, redacts, hands on to the
-    sinks."""
+    """Where findings leave the pure code: adds time, run and host, redacts, and passes records to
+    the sinks."""
 
     def __init__(self, clock: Clock, run_id: str, redactor: Redactor, sinks: list[Sink]) -> None:
         self._clock = clock
@@ -47,7 +46,7 @@ class Emitter:
         ).bind(run_id=run_id, host=socket.gethostname())
 
     def emit(self, finding: Finding) -> None:
-        """Log one finding. An event that the catalogue lacks raises KeyError: that is a defect of
+        """Log one finding. Raises KeyError for an event missing from the catalogue: a bug of
         ours."""
         spec = CATALOGUE[finding.event]
         if self._said_of_the_disk(finding):
@@ -63,8 +62,8 @@ class Emitter:
         )
 
     def _said_of_the_disk(self, finding: Finding) -> bool:
-        """Whether it adds nothing: a full or frozen disk stops every writer, and the first that
-        says so speaks for all."""
+        """Whether the finding is redundant: a full or frozen disk stops every writer, and the first
+        report covers all."""
         known = self._disk_down
         if finding.event in ("disk_full", "disk_stuck"):
             self._disk_down = True
@@ -72,7 +71,8 @@ class Emitter:
         if finding.event == "disk_recovered":
             self._disk_down = False
             return not known and finding.fields.get("lost") == 0
-        # What is written once says it as a field: it would never say that the disk recovered.
+        # A one-time write reports it as a field, because it could never report that the disk
+        # recovered.
         return known and finding.fields.get("disk_full") is True
 
     def _stamp(
@@ -102,7 +102,7 @@ class Emitter:
 
 
 class ConsoleSink:
-    """Prints records from a level on through `write`, one whole line at a time."""
+    """Prints records of at least a given level through `write`, one whole line at a time."""
 
     def __init__(self, write: Callable[[str], None], settings: LogSettings) -> None:
         self._write = write

@@ -1,5 +1,5 @@
-"""Lines that a template can't say: the documents' blocks, and lines with parts that may be
-missing."""
+"""Lines that a template cannot express: the documents' blocks, and lines with optional
+fragments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RULE = "=" * 80
 
 
 def known(value: Any, spec: str = "") -> str:
-    """`value` as `format` spells it, a word as it is, or `unknown`."""
+    """`value` formatted by `spec`, a string as it is, None as `unknown`."""
     if isinstance(value, str):
         return value
     return "unknown" if value is None else format(value, spec)
@@ -22,7 +22,7 @@ def gb(size_bytes: float | None) -> float | None:
 
 
 _MAX_ROWS = 16
-"""Ranks that have a row each in the diagnostics block."""
+"""Ranks with their own row in the diagnostics block."""
 
 
 def rank_list(ranks: Iterable[int]) -> str:
@@ -50,7 +50,7 @@ def inner_step(fields: Mapping[str, Any]) -> str:
 
 
 def _loss_remark(fields: Mapping[str, Any]) -> str:
-    """What a reader must know to compare the loss with the trainer's own line."""
+    """What a reader needs to compare the loss with the trainer's line."""
     step, summed = fields.get("loss_step"), fields.get("loss_summed")
     remarks = [f"of step {step}"] if step is not None else []
     remarks += ["sum of what went into backward"] if summed else []
@@ -58,7 +58,7 @@ def _loss_remark(fields: Mapping[str, Any]) -> str:
 
 
 def upload_blocked(fields: Mapping[str, Any]) -> str:
-    """Source 004's line; the same block is reported once in five minutes, so the next one counts
+    """Source 004's line; the same block is reported once in five minutes, so the next line counts
     those in between."""
     left_out = fields.get("left_out")
     return f"UPLOAD BLOCKED: {fields['reason']}" + (
@@ -67,7 +67,7 @@ def upload_blocked(fields: Mapping[str, Any]) -> str:
 
 
 def checkpoint_saved(fields: Mapping[str, Any]) -> str:
-    """Who reports a checkpoint may not know how long it took."""
+    """The reporter of a checkpoint may not know how long it took."""
     seconds = fields["seconds"]
     return f"CHECKPOINT SAVED: {fields['path']}" + (
         "" if seconds is None else f" in {seconds:.2f}s"
@@ -98,7 +98,7 @@ def timing_breakdown(fields: Mapping[str, Any]) -> str:
 
 
 def gpu_usage(fields: Mapping[str, Any]) -> str:
-    """Source 002's line and the verdict of its decision matrix."""
+    """Source 002's line and the verdict from its decision matrix."""
     used, total, share = fields["used_gb"], fields["total_gb"], fields["share_pct"]
     if used is None or total is None or share is None:
         return f"GPU Memory Used: unknown - {fields['verdict']}"
@@ -123,8 +123,8 @@ def gpu_diagnostics(fields: Mapping[str, Any]) -> str:
 
 
 def _rank_rows(ranks: list[Mapping[str, Any]]) -> list[str]:
-    """A row for each rank; of many ranks one for all that say the same but for their GPU's number
-    and how much of its memory is allocated."""
+    """One row per rank; with many ranks, a shared row for those that differ only in GPU number and
+    allocated memory."""
     if len(ranks) <= _MAX_ROWS:
         return [_rank_row(r) for r in ranks]
     alike: dict[str, list[Mapping[str, Any]]] = {}
@@ -170,7 +170,7 @@ def _first_rank(r: Mapping[str, Any]) -> list[str]:
 
 
 def _seen(what: str, value: Any, spec: str = "", unit: str = "") -> str:
-    """Source 004's check mark stands before what was seen, never before what is unknown."""
+    """Source 004's check mark precedes an observed value, never an unknown one."""
     return f"? {what}: unknown" if value is None else f"✓ {what}: {known(value, spec)}{unit}"
 
 
@@ -187,7 +187,7 @@ def _rank_row(r: Mapping[str, Any]) -> str:
         f"dtype {known(r.get('dtype'))}",
         f"torch {known(r.get('torch_version'))}",
     ]
-    # A rank without CUDA has no GPU whose name or memory could be unknown.
+    # A rank without CUDA has no GPU, so its name and memory are not unknown.
     if r.get("cuda_available") is not False:
         allocated = known(gb(r.get("allocated_bytes")), ".2f")
         parts[1:1] = [known(r.get("device_name"))]

@@ -1,4 +1,4 @@
-"""guard.jsonl: whole lines, rotated by size, on a disk that may be full."""
+"""guard.jsonl: whole lines, rotated by size, on a disk that may fill up."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from miner_guard.state_dir import has_room, is_at, make_folder, open_private
 class JsonlSink:
     """guard.jsonl, rotated by size; a line is in exactly one file, whole.
 
-    Where the disk refuses, lines are counted as lost and writing is tried again with each line: the
-    miner's life does not depend on it. `say` is told when it stops and when it works again.
+    If a write fails, the line counts as lost and the next line tries again: the miner does not
+    depend on it. `say` reports when writing stops and when it resumes.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class JsonlSink:
 
     def _append(self, data: bytes) -> None:
         if self._fd is not None and not is_at(self._path, self._fd):
-            # Removed to make room on a full disk, or moved: what is written into it now nobody
-            # would find.
+            # Removed to free space on a full disk, or moved: further writes would go to a file that
+            # cannot be found.
             os.close(self._fd)
             self._fd = None
         if self._fd is None:
@@ -69,7 +69,7 @@ class JsonlSink:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written = os.write(self._fd, data)
         if written != len(data):
-            # Half a line on a full disk: take it back, so that every line of the file parses.
+            # Half a line on a full disk: truncate it, so that every line of the file parses.
             os.ftruncate(self._fd, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += written
@@ -79,7 +79,7 @@ class JsonlSink:
         self._fd = open_private(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._size = os.fstat(self._fd).st_size
         if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
-            # A guard that was killed in mid-line: end that line, so that ours starts on its own.
+            # A guard was killed mid-line: end that line, so that ours starts on a new one.
             self._size += os.write(self._fd, b"\n")
 
     def _rotate(self) -> None:

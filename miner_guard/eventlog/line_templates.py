@@ -1,8 +1,8 @@
 """Log templates: lines without their numbers, since a miner prints the same few over and over.
 
-A word that one line of a template lacks, every line of that template lacks. So output is split into
-templates once, and only a new template is searched for words (the idea of Drain, He et al. 2017,
-reduced to dropping digits).
+A word missing from one line of a template is missing from all of them. So we split output into
+templates once, and search only new templates for words (the idea of Drain, He et al. 2017, reduced
+to dropping digits).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _NUMBERS = b"0123456789+-."
 _MAX_TEMPLATES = 4096
 _MAX_TEMPLATE_LENGTH = 1024
 _MANY = 64
-"""Lines with one word, from which on it pays to search for the next word in the others only."""
+"""From this many lines with one word, it pays to search only the remaining lines for the next
+word."""
 
 
 def template(text: bytes) -> bytes:
@@ -27,7 +28,7 @@ def template(text: bytes) -> bytes:
 
 
 class LineChunk(bytes):
-    """Output that ends at a line end. Its templates are computed once, for every reader."""
+    """Output that ends at a line end. Computes its templates once, for all readers."""
 
     @cached_property
     def templates(self) -> list[bytes]:
@@ -36,7 +37,7 @@ class LineChunk(bytes):
 
     @cached_property
     def distinct(self) -> frozenset[bytes]:
-        """Each template once."""
+        """The distinct templates."""
         return frozenset(self.templates)
 
     def forget(self) -> None:
@@ -54,20 +55,21 @@ def _lines_with(word: bytes, text: bytes) -> Iterator[bytes]:
 
 
 class TemplateFilter:
-    """Finds lines that hold a word, and remembers templates that hold none. Memory is bounded."""
+    """Finds lines that contain one of the words, and remembers templates that contain none. Memory
+    is bounded."""
 
     def __init__(self, words: Iterable[bytes]) -> None:
-        """`words` are templates themselves (see `template`), without newlines."""
+        """`words` must be templates (see `template`), without newlines."""
         self._words = tuple(words)
         self._search = literal_search(self._words)
         self._quiet: set[bytes] = set()
 
     def holds(self, text: bytes) -> bool:
-        """Whether the template `text` holds a word."""
+        """Whether the template `text` contains a word."""
         return bool(self._search.find(text))
 
     def matching(self, lines: LineChunk) -> set[bytes]:
-        """The templates of `lines` that hold a word."""
+        """The templates of `lines` that contain a word."""
         new = lines.distinct - self._quiet
         if not new:
             return set()

@@ -1,8 +1,7 @@
-"""Which of many literals a text holds, in time linear in the text whatever it is.
+"""Which of many literals a text contains, in time linear in the text for any input.
 
-Hyperscan does it at gigabytes per second. Where it cannot run (no wheel for this machine, a
-processor without SSSE3) an index by four letters gives the same answers, slower and just as
-linearly.
+Hyperscan does it at gigabytes per second. If it cannot run (no wheel for this machine, a processor
+without SSSE3), an index by four letters gives the same answers, slower but also in linear time.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _GRAM = 4
 
 
 class LiteralSearch(Protocol):
-    """Searches for a fixed set of literals. Immutable to its users; safe from any thread."""
+    """Searches for a fixed set of literals. Immutable to callers; thread-safe."""
 
     def find(self, text: bytes) -> set[bytes]:
-        """The literals that stand anywhere in `text`; case counts."""
+        """The literals that occur in `text`; case-sensitive."""
 
 
 def literal_search(literals: Iterable[bytes]) -> LiteralSearch:
-    """The fastest search that works here. No literal may be empty or hold a NUL."""
+    """The fastest search available here. Literals must not be empty or contain a NUL."""
     words = sorted(set(literals))
     if hyperscan is not None and words:
         try:
@@ -39,7 +38,7 @@ def literal_search(literals: Iterable[bytes]) -> LiteralSearch:
 
 
 class HyperscanSearch:
-    """Raises `hyperscan.error` where this processor is too old for it."""
+    """Raises `hyperscan.error` if this processor is too old for it."""
 
     def __init__(self, literals: Sequence[bytes]) -> None:
         self._literals = list(literals)
@@ -51,7 +50,7 @@ class HyperscanSearch:
             literal=True,
         )
         self._scratch = Lock()
-        """Hyperscan's working memory serves one search at a time."""
+        """Hyperscan's scratch memory serves one search at a time."""
 
     def find(self, text: bytes) -> set[bytes]:
         """See LiteralSearch."""
@@ -66,10 +65,10 @@ class HyperscanSearch:
 
 
 class IndexSearch:
-    """Files each literal under its rarest four letters.
+    """Indexes each literal by its rarest four letters.
 
-    A text's own four-letter pieces lead to the few literals that it can hold; shorter literals are
-    simply tried.
+    The text's four-letter substrings select the few literals that it can contain; literals shorter
+    than four letters are tried directly.
     """
 
     def __init__(self, literals: Iterable[bytes]) -> None:

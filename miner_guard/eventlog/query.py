@@ -1,9 +1,9 @@
 """Reading guard.jsonl and its rotated files back, as fast as a search of the raw bytes allows.
 
-A line is looked at only where a needle of the question occurs in it, and then by its head alone:
-the guard writes `ts, level, event, msg, run_id, host, rank` first and in this order
-(`logs.Emitter`). A line with another head is parsed as JSON; one that is not JSON is counted, not
-shown. Standard library only: a query should not wait for imports.
+We inspect a line only if it contains one of the query's needles, and then only its head: the guard
+writes `ts, level, event, msg, run_id, host, rank` first and in this order (`logs.Emitter`). A line
+with another head is parsed as JSON; one that is not JSON is counted, not shown. Standard library
+only: a query should not wait for imports.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ _HEAD = re.compile(
     rb'"run_id": "?[^"\\]*"?, "host": "[^"\\]*", "rank": (null|[0-9]+)[,}]'
 )
 _Block = tuple[bytes, int, int]
-"""Bytes, and where in them whole lines begin and end."""
+"""Bytes, and the range in them that holds whole lines."""
 
 _MIDNIGHT = "0000-00-00T00:00:00.000000"
-"""What completes a time that names no hour, minute or second."""
+"""Completes a time that lacks hour, minute or second."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked. Empty means no restriction."""
+    """A query. Empty fields do not restrict it."""
 
     events: frozenset[str] = frozenset()
     least_level: str = "debug"
     since: str = ""
-    """ISO time in UTC; lines with an earlier `ts` are left out. The format sorts as text."""
+    """ISO time in UTC; lines with an earlier `ts` are skipped. The format sorts as text."""
 
     ranks: frozenset[int] = frozenset()
 
     @property
     def levels(self) -> frozenset[str]:
-        """The levels that pass."""
+        """The levels that match."""
         return frozenset(
             name for name, value in LEVELS.items() if value >= LEVELS[self.least_level]
         )
 
     def needles(self) -> list[bytes]:
-        """Byte strings of which a matching line holds at least one; empty where every line must be
-        looked at."""
+        """Byte strings of which a matching line contains at least one; empty if every line must be
+        inspected."""
         if self.events:
             return [b'"event": "' + name.encode() + b'"' for name in sorted(self.events)]
         if self.ranks:
@@ -82,12 +82,12 @@ class Hit(NamedTuple):
 
     @property
     def headline(self) -> str:
-        """The first line of the message that has words: a block begins with a rule."""
+        """The first line of the message that contains words: a block starts with a rule."""
         rows = visible(self.msg).splitlines()
         return next((row for row in rows if any(map(str.isalnum, row))), rows[0] if rows else "")
 
     def console(self, *, emoji: bool) -> str:
-        """The line as the console showed it."""
+        """The line as shown on the console."""
         head = {
             "ts": self.ts,
             "level": self.level,
@@ -105,15 +105,15 @@ class Hit(NamedTuple):
 
 @dataclass
 class Seen:
-    """What a search came across."""
+    """Counters of a search."""
 
     hits: int = 0
     unreadable: int = 0
-    """Lines that are not JSON, or not events, among those looked at."""
+    """Inspected lines that are not JSON, or not events."""
 
 
 def since_text(text: str, now: float) -> str:
-    """`90s`, `15m`, `1h`, `2d`, or an ISO time, as the ISO time from which lines count. Raises
+    """Convert `90s`, `15m`, `1h`, `2d` or an ISO time to the ISO time of the earliest line. Raises
     ValueError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip())
     if match:
@@ -141,13 +141,12 @@ def files_of(log: Path) -> list[Path]:
 
 
 def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
-    """Matching lines of all files of `log`, oldest first. Files that vanish meanwhile are passed
-    over."""
+    """Matching lines of all files of `log`, oldest first. Skips files that vanish meanwhile."""
     seen = Seen() if seen is None else seen
     for path in files_of(log):
         try:
             with open(path, "rb", buffering=0) as file:
-                # The last write of a file is its youngest line.
+                # A file's mtime is the time of its newest line.
                 if query.since and iso_utc(os.fstat(file.fileno()).st_mtime) < query.since:
                     continue
                 yield from _matching(_blocks(file), query, seen)
@@ -156,8 +155,8 @@ def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
 
 
 def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[Hit]:
-    """The youngest `count` hits, oldest of them first. Read from the end: a long log costs no more
-    than a short one."""
+    """The newest `count` hits, oldest first. Reads from the end: a long log costs no more than a
+    short one."""
     seen = Seen() if seen is None else seen
     pieces: list[list[Hit]] = []
     left = count
@@ -166,7 +165,7 @@ def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[
         try:
             with open(path, "rb", buffering=0) as file:
                 status = os.fstat(file.fileno())
-                # A rotation meanwhile gives a file that was read another name.
+                # A concurrent rotation may rename a file that was already read.
                 if (status.st_dev, status.st_ino) in read or (
                     query.since and iso_utc(status.st_mtime) < query.since
                 ):
@@ -184,7 +183,7 @@ def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[
 
 
 def _blocks_backwards(file: BinaryIO, end: int) -> Iterator[_Block]:
-    """A file up to `end` as whole lines, the last piece first."""
+    """A file up to `end` as whole lines, last block first."""
     size = _CHUNK
     while end > 0:
         start = max(0, end - size)
@@ -194,7 +193,7 @@ def _blocks_backwards(file: BinaryIO, end: int) -> Iterator[_Block]:
             piece += more
         first = piece.find(b"\n") + 1 if start else 0
         if start and first in (0, len(piece)):
-            # One line is longer than the piece.
+            # A single line exceeds the block.
             size *= 2
             continue
         yield piece, first, len(piece)
@@ -206,7 +205,7 @@ class _Readable(Protocol):
 
 
 def _blocks(file: _Readable) -> Iterator[_Block]:
-    """The rest of a file as whole lines, each piece as read and unmoved; a last line without
+    """The rest of a file as whole lines, in blocks as read, without copying; a last line without
     newline as it is."""
     rest = b""
     while piece := file.read(_CHUNK):
@@ -309,7 +308,7 @@ def _parsed_whole(raw: bytes) -> Hit | None:
 
 
 class _Bounded:
-    """A file as it was when it had `size` bytes."""
+    """A view of a file as of when it had `size` bytes."""
 
     def __init__(self, file: _Readable, size: int) -> None:
         self._file, self._left = file, size
@@ -321,11 +320,10 @@ class _Bounded:
 
 
 class Follower:
-    """New lines of a log as they are written, across rotations; nothing is lost, nothing comes
-    twice."""
+    """New lines of a log as they are written, across rotations, each exactly once."""
 
     def __init__(self, log: Path, query: Query) -> None:
-        """From the end of the log as it is now."""
+        """Starts at the current end of the log."""
         self._log = log
         self._query = query
         self._file: BinaryIO | None = None
@@ -335,7 +333,7 @@ class Follower:
             self._file.seek(0, os.SEEK_END)
 
     def past(self, seen: Seen) -> Iterator[Hit]:
-        """What was written before this follower began, oldest first. Call it before `poll`."""
+        """Hits from before this follower started, oldest first. Call it before `poll`."""
         if self._file is None:
             return
         mine, end = os.fstat(self._file.fileno()).st_ino, self._file.tell()
@@ -351,13 +349,13 @@ class Follower:
                 return
 
     def poll(self) -> list[Hit]:
-        """What came since the last call."""
+        """Hits since the last call."""
         hits: list[Hit] = []
         while self._file is not None or self._open(self._log, _inode(self._log)):
             assert self._file is not None
             following = self._following()
-            # Only after the look at the names: what was written before the rotation is in the file
-            # that is held.
+            # Read only after checking the names: lines written before the rotation are in the open
+            # file.
             data = self._rest + self._file.read()
             end = data.rfind(b"\n") + 1
             self._rest = data[end:]
@@ -368,8 +366,7 @@ class Follower:
         return hits
 
     def _following(self) -> tuple[Path, int | None] | None:
-        """The file that was begun after the one that is held, with its inode; None while there is
-        none yet."""
+        """The file that follows the open one, with its inode; None if there is none yet."""
         assert self._file is not None
         mine = os.fstat(self._file.fileno()).st_ino
         for _ in range(3):
@@ -379,14 +376,13 @@ class Follower:
             place = next((number for number, (_, inode) in enumerate(files) if inode == mine), None)
             if place is not None:
                 return files[place + 1] if place + 1 < len(files) else None
-            # A rotation may be under way: a name that was listed has moved on before it was looked
-            # at.
+            # A rotation may be in progress: a listed name was renamed before we could stat it.
             time.sleep(0.01)
         return files[0] if files else None
 
     def _open(self, path: Path, inode: int | None) -> bool:
-        """Hold `path`, if it still is the file that was meant; otherwise keep what is held and try
-        again later."""
+        """Open `path` if it still is the intended file; otherwise keep the open one and retry
+        later."""
         try:
             file = open(path, "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError:
@@ -399,13 +395,13 @@ class Follower:
         return True
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def hits(self) -> Iterator[Hit]:
-        """Forever, until interrupted."""
+        """Yields hits forever, until interrupted."""
         while True:
             yield from self.poll()
             time.sleep(_LOOK_EVERY_S)

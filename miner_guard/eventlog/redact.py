@@ -1,7 +1,7 @@
-"""Secrets out of text: before anything that the guard stores or prints on its own account.
+"""Removes secrets from text, before the guard stores or prints anything of its own.
 
-Standard library only. Two kinds of rule: shapes (a token looks like one wherever it stands) and
-values (what the environment names as a secret is one, whatever it looks like).
+Standard library only. Two kinds of rule: shapes (a token is recognisable anywhere) and values (what
+the environment names as a secret is one, whatever it looks like).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ MASK = "[redacted]"
 SECRET_NAME = re.compile(
     r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|MNEMONIC|CREDENTIAL|WEBHOOK", re.IGNORECASE
 )
-"""Environment variables so named hold secrets."""
+"""Environment variables with these names hold secrets."""
 
 _COUNTS = re.compile(r"TOKENS|TOKENIZ", re.IGNORECASE)
 _NO_SECRET = re.compile(r"[\d._,]+|true|false", re.IGNORECASE)
-"""`MAX_TOKENS=100000`, `TOKENIZERS_PARALLELISM=false`: settings, and words that stand
+"""`MAX_TOKENS=100000`, `TOKENIZERS_PARALLELISM=false`: settings, and words that occur
 everywhere."""
 
 _MIN_SECRET_LENGTH = 6
 """Shorter values would redact ordinary words (`KEY=1`)."""
 
 _MIN_WORD_LENGTH = 4
-"""After `--token` and the like."""
+"""For values after `--token` and the like."""
 
 _SHAPES = tuple(
     re.compile(pattern)
@@ -38,8 +38,7 @@ _SHAPES = tuple(
         # A subnet 38 commitment: account id 32 + read key id 32 + read secret 64.
         # With 0x it is the private key of a keyfile.
         r"\b(?:0x)?[0-9a-fA-F]{128}\b|(?<![A-Za-z0-9])[A-Za-z0-9]{128}(?![A-Za-z0-9])",
-        # An R2 secret key; what is named as a checksum, or a file of a content-addressed cache, is
-        # none.
+        # An R2 secret key; exclude labelled checksums and files of a content-addressed cache.
         r"(?<!sha256[:=-])(?<!/blobs/)\b[0-9a-f]{64}\b",
         r"\bgh[pousr]_[A-Za-z0-9]{30,}",
         r"\bgithub_pat_[A-Za-z0-9_]{20,}",
@@ -58,7 +57,7 @@ _WEBHOOK = re.compile(
     r"(?i)(\b(?:discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/|hooks\.slack\.com/(?:services|workflows|triggers)/"
     r"|api\.telegram\.org/(?:file/)?bot|\.webhook\.office\.com/webhookb2/"
     r"|(?:discord|gotifys?|msteams|ntfys?|pbul|pover|slack|tgram)://))(?!\[redacted\])[^\s\"'<>\\]+?"
-    # The method of a bot's API is no secret.
+    # The method of a bot's API is not secret.
     r"(?=/(?:send|get|set|edit|delete)[A-Za-z]|[\s\"'<>\\),;]|\Z)"
 )
 _SIGNED_URL = re.compile(
@@ -76,30 +75,30 @@ _PEM_END = re.compile(rf"-----END {_PEM_TITLE}")
 _PEM_BODY = re.compile(r"(?:(?:\s|\\[nr])*[A-Za-z0-9+/=]{16,})*")
 _PEM_REST = re.compile(rf"\A[A-Za-z0-9+/=\s]{{1,20000}}-----END {_PEM_TITLE}")
 _MAX_PEM = 20_000
-# No prefix without a bound anywhere below: on a long word (hex, base64) each of its letters would
-# begin a search of the rest, with the interpreter's lock held. 16 KB took a minute, in which the
-# guard stood still.
+# No unbounded prefix in any pattern below: in a long word (hex, base64) each letter would start a
+# search of the rest, with the GIL held. 16 KB took a minute, during which the guard stood still.
 _NAMES = (
     r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|passphrase|api[_-]?key"
     r"|access[_-]?key(?:[_-]?id)?|webhook(?:[_-]?url)?|mnemonic)"
 )
-# Quotes may be escaped: the bundle redacts JSON that holds JSON. Half an escape is not cut off, or
-# it would not parse.
+# Quotes may be escaped: the bundle redacts JSON that holds JSON. Never cut an escape in half, or
+# the result would not parse.
 _NAMED = re.compile(
     rf"(?i)({_NAMES}(?:\\{{0,7}}[\"'])?\s*[=:]\s*(?:\\{{0,7}}[\"'])?)"
     r"(?!\[redacted\])((?:[^\s\"',;&|)}\]\\]|\\(?!\\{0,7}[\"'\s])){4,})"
 )
-# Only where a word begins: in a ruler of dashes every dash would begin a search.
+# Only at the start of a word: in a ruler of dashes every dash would start a search.
 _FLAG_NAME = rf"(?<![\w.-])--[\w.-]{{0,64}}{_NAMES}"
 _SECRET_FLAG = re.compile(_FLAG_NAME, re.IGNORECASE)
-# Quoted as a shell does: what follows a space inside the quotes belongs to it.
+# Quoted as in a shell: the value includes what follows a space inside the quotes.
 _FLAG = re.compile(
     rf"(?i)({_FLAG_NAME}[ =])(?!\[redacted\])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)"
 )
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,31}://[^\s/:@]{0,256}:)([^\s/@]+)(@)", re.IGNORECASE)
 _ANSI = r"(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,12}m"
-# Each text is a gap in one way only: else the search below takes forever on a row of `\\n`.
+# Each text matches as a gap in only one way; otherwise the search below effectively hangs on a row
+# of `\\n`.
 _GAP = rf"(?:{_ANSI}|\\[nrt]|\\(?![nrtux])|[^\w\x1b\\])"
 _WORDS = r"[a-z]{3,8}(?:[ ]{1,4}[a-z]{3,8}){11,23}(?![A-Za-z])"
 # "The mnemonic to the new coldkey is:", a line or two, and then the words.
@@ -108,7 +107,7 @@ _MNEMONIC = re.compile(
     rf"_-]?(?:phrase|words))\b{_GAP}{{1,16}}"
     rf"(?:\w{{1,16}}{_GAP}{{1,16}}){{0,8}}?)({_WORDS})"
 )
-# The words alone on their line: as many as a phrase has, and nothing else.
+# The words alone on their line: exactly as many as a phrase has.
 _PHRASE = re.compile(
     rf"(?m)^((?:{_ANSI}|[^\w\x1b\n]){{0,16}})[a-z]{{3,8}}(?: [a-z]{{3,8}}){{2}}(?:(?: "
     rf"[a-z]{{3,8}}){{3}}){{3,7}}"
@@ -124,8 +123,8 @@ def _without_private_keys(text: str) -> str:
     """`text` with each PEM block masked: on several lines, with a prefix on each line, or inside a
     JSON string.
 
-    A block that was cut off ends where its base64 ends. Takes linear time: the next END and the
-    next quote are searched for again only after the text has passed them.
+    A truncated block ends where its base64 ends. Takes linear time: the next END and the next quote
+    are searched for again only after the text has passed them.
     """
     kept: list[str] = []
     at = end_from = end_to = quote = 0
@@ -146,8 +145,7 @@ def _without_private_keys(text: str) -> str:
 
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without the variables that are named like secrets: for a process that has no business
-    with them."""
+    """`env` without the variables named like secrets: for a process that does not need them."""
     return {name: value for name, value in env.items() if not SECRET_NAME.search(name)}
 
 
@@ -158,7 +156,7 @@ def _is_secret_variable(name: str, value: str) -> bool:
 
 
 class Redactor:
-    """Replaces secrets by `[redacted]`. Immutable; calling it is safe from any thread."""
+    """Replaces secrets with `[redacted]`. Immutable and thread-safe."""
 
     def __init__(self, values: Iterable[str] = ()) -> None:
         known = sorted({v for v in values if len(v) >= _MIN_SECRET_LENGTH}, key=len, reverse=True)
@@ -173,7 +171,7 @@ class Redactor:
 
     @classmethod
     def for_guard(cls, env: Mapping[str, str], config: Config) -> Redactor:
-        """Knows the environment's secrets and those that the guard's own settings hold."""
+        """Knows the secrets in the environment and in the guard's own settings."""
         alerts = config.alerts
         return cls.from_environment(
             env, [*alerts.urls, alerts.heartbeat_url or "", config.http.token or ""]
@@ -202,7 +200,7 @@ class Redactor:
 
     def value(self, value: Any, name: str = "") -> Any:
         """`value` without secrets, through mappings and sequences; a field named like a secret is
-        masked whole."""
+        masked completely."""
         if isinstance(value, str):
             return MASK if name and _is_secret_field(name) and value else self.text(value)
         if isinstance(value, Mapping):
@@ -212,8 +210,8 @@ class Redactor:
         return value
 
     def _items(self, items: Sequence[Any], name: str) -> list[Any]:
-        """A command line is a list of words: the one after `--token` is a secret, though it looks
-        like none."""
+        """In a command line, given as a list of words, the word after `--token` is a secret
+        whatever it looks like."""
         safe, flag, masked = [], "", False
         for item in items:
             word = item if isinstance(item, str) else ""
@@ -227,7 +225,7 @@ class Redactor:
             masked = _SECRET_FLAG.fullmatch(word) is not None
             if masked:
                 flag = word
-            # A phrase that no quotes hold together: all its words.
+            # An unquoted phrase: mask all its words.
             masked = masked or (hidden and phrase)
         return safe
 

@@ -1,5 +1,5 @@
-"""A record as a line: for the console, and as JSON. Standard library only, so that reading logs
-starts quickly."""
+"""Renders a record as a line: for the console, and as JSON. Standard library only, so that reading
+logs starts quickly."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CONTROL = re.compile(
 
 
 def visible(text: str) -> str:
-    """`text` with control characters as `\\x1b` or `\\u202e`, but tab and newline as they are; JSON
+    """`text` with control characters shown as `\\x1b` or `\\u202e`, except tab and newline; JSON
     stays valid JSON.
 
-    A log may hold what steers a terminal, or what shows its reader other words than it says.
+    A log may contain sequences that control a terminal or reorder what its reader sees.
     """
     return _CONTROL.sub(_escaped, text)
 
@@ -49,7 +49,7 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
     stamp = str(record["ts"])
     head, _, rest = visible(str(record["msg"])).partition("\n")
     if head.startswith("====") and rest:
-        # The documents' block opens with a rule; the emoji belongs to its title.
+        # The documents' block opens with a rule; the emoji goes with its title.
         title, _, body = rest.partition("\n")
         return f"{head}\n{mark}{title}\n{body}"
     text = f"{stamp[:23]}Z | {level} | {who} | {mark}{head}"
@@ -57,24 +57,24 @@ def console_line(record: Mapping[str, Any], *, emoji: bool) -> str:
 
 
 def _milder(spec: Spec, record: Mapping[str, Any]) -> bool:
-    """A cross before an exit that somebody asked for would frighten for nothing."""
+    """Do not show ❌ for a requested exit."""
     return str(record["level"]) == "info" and LEVELS[spec.level] > LEVELS["info"]
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """The record as one line of JSON; non-finite numbers are null."""
+    """The record as one line of JSON; non-finite numbers become null."""
     return visible(
         json.dumps(finite(record), ensure_ascii=False, default=str, separators=(", ", ": "))
     )
 
 
 def rotated(path: Path, number: int) -> Path:
-    """`guard.jsonl.1` is the youngest of the rotated files."""
+    """The path of rotated file `number`; `guard.jsonl.1` is the newest."""
     return path.with_name(f"{path.name}.{number}")
 
 
 def rotate(path: Path, keep: int) -> None:
-    """Give every file the next number and the youngest the first, of which `keep` stay. Raises
+    """Renumber every rotated file and make the current one number 1, keeping `keep` of them. Raises
     OSError."""
     for number in range(keep, 0, -1):
         older = rotated(path, number)

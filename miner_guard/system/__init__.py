@@ -1,2 +1,2 @@
-"""Facts of this machine and process, and safe access to them: clock, probes, processes, sockets.
+"""Facts about this machine and process, and safe access to them: clock, probes, processes, sockets.
 Imports no other room."""

@@ -1,24 +1,24 @@
-"""How long to wait before a helper process that ended is started again, and whether to report its
-end."""
+"""How long to wait before restarting a helper process that exited, and whether to report its
+exit."""
 
 from __future__ import annotations
 
 _FIRST_S = 1.0
 _MAX_S = 60.0
 _HEALTHY_S = 120.0
-"""A process that lived so long ended for another reason than the one before it."""
+"""A process that lived this long exited for a new reason."""
 
 
 class Backoff:
-    """Doubles the wait from 1 s to 60 s while a process keeps ending soon after its start."""
+    """Doubles the wait from 1 s to 60 s while a process keeps exiting soon after its start."""
 
     def __init__(self) -> None:
         self._wait_s = 0.0
         self.first = False
-        """The latest end began a series: the one to report."""
+        """The latest exit began a series: the one to report."""
 
     def ended(self, lived_s: float) -> float:
-        """Seconds to wait, for a process that lived so long."""
+        """Seconds to wait after a process that lived `lived_s`."""
         if lived_s >= _HEALTHY_S:
             self._wait_s = 0.0
         self.first = self._wait_s == 0.0

@@ -1,4 +1,4 @@
-"""Which boot of which machine this is."""
+"""Identifies the current boot of this machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 
 def boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str | None:
-    """What tells two machines of one name apart, as containers' often are; None where nothing
-    does."""
+    """Distinguishes machines with the same name, as containers often have; None if unavailable."""
     try:
         return path.read_text().strip()
     except OSError:

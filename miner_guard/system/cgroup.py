@@ -1,8 +1,8 @@
-"""A cgroup (v2) of the miner's own, where the kernel and the container let us make one.
+"""A dedicated cgroup (v2) for the miner, if the kernel and the container allow one.
 
-Membership is inherited and can't be shed: no double fork, new session or cleared environment leaves
-it. Reading the members and `cgroup.kill` (Linux 5.14) replace every search. Only v2 has this; a v1
-hierarchy is left alone.
+Processes inherit membership and cannot shed it: a double fork, a new session or a cleared
+environment does not escape. Reading the members and `cgroup.kill` (Linux 5.14) replace any process
+search. Only v2 offers this; a v1 hierarchy is left alone.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _PREFIX = "miner-guard-"
 
 
 class Cgroup:
-    """One group below the guard's own. It has no controllers: the limits of the guard's group hold
-    for both."""
+    """One group below the guard's. It enables no controllers: the limits of the guard's group cover
+    both."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def create(cls, state_dir: str, run_id: str) -> Cgroup:
-        """Make the group of this run. Raises OSError with the reason where that is not possible."""
+        """Create this run's group. Raises OSError with the reason if that is impossible."""
         path = _own_group() / f"{_prefix_of(state_dir)}{run_id}"
         path.mkdir(exist_ok=True)
         group = cls(path)
@@ -38,28 +38,29 @@ class Cgroup:
 
     @classmethod
     def of_earlier_guard(cls, path: object) -> Cgroup | None:
-        """The group that run.json names, where it still exists; None for anything that is not one
-        of ours."""
+        """The group that run.json names, if it still exists; None if the path is not one of our
+        groups."""
         if not isinstance(path, str) or not Path(path).name.startswith(_PREFIX):
             return None
         return cls(Path(path)) if (Path(path) / "cgroup.procs").is_file() else None
 
     @classmethod
     def beside(cls, state_dir: str) -> list[Cgroup]:
-        """The groups of earlier guards of this state directory, where this guard would make its own
-        too: they are found without any list."""
+        """The groups of earlier guards of this state directory, found where this guard would create
+        its own: no list is needed."""
         try:
             return [cls(path) for path in _own_group().glob(f"{_prefix_of(state_dir)}*")]
         except OSError:
             return []
 
     def open_to_join(self) -> int:
-        """A descriptor; anyone who writes `0` to it is a member, and so is what it starts. Raises
-        OSError."""
+        """A descriptor; a process that writes `0` to it joins, and its children inherit the
+        membership. Raises OSError."""
         return os.open(self.path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
     def pids(self) -> set[int]:
-        """The members, those of groups that the miner made below it too. Raises OSError."""
+        """The members, including those of groups that the miner created below it. Raises
+        OSError."""
         found: set[int] = set()
         for group in self._groups():
             # A group may be removed during the walk.
@@ -68,7 +69,7 @@ class Cgroup:
         return found
 
     def kill(self) -> bool:
-        """SIGKILL to all members at once, also to those that fork meanwhile. False before Linux
+        """SIGKILL all members at once, including those that fork meanwhile. False before Linux
         5.14."""
         try:
             (self.path / "cgroup.kill").write_text("1")
@@ -77,7 +78,7 @@ class Cgroup:
         return True
 
     def remove(self) -> None:
-        """Remove it where it is empty; the kernel refuses otherwise, and the next guard tries
+        """Remove the group if it is empty; otherwise the kernel refuses, and the next guard tries
         again."""
         for group in sorted(self._groups(), key=lambda path: len(path.parts), reverse=True):
             with contextlib.suppress(OSError):
@@ -94,7 +95,7 @@ def _prefix_of(state_dir: str) -> str:
 
 
 def _own_group() -> Path:
-    """This process's own group in the v2 hierarchy. Raises OSError where none exists."""
+    """This process's group in the v2 hierarchy. Raises OSError if there is none."""
     with open("/proc/self/cgroup", encoding="utf-8") as file:
         own = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), None)
     with open("/proc/self/mountinfo", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Time, as something that can be handed in: detectors and timers never call `time` themselves."""
+"""Time as a dependency: detectors and timers take a clock and never call `time` themselves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Clock(Protocol):
     """Two clocks. Deadlines and durations use `monotonic`; only time stamps use `wall`."""
 
     def monotonic(self) -> float:
-        """Seconds since some fixed point; never steps, the same for every process of this host."""
+        """Seconds since some fixed point; never steps, the same for every process on this host."""
         ...
 
     def wall(self) -> float:
-        """Seconds since 1970-01-01 UTC, as this host believes; may step."""
+        """Seconds since 1970-01-01 UTC by this host's clock; may step."""
         ...
 
 
@@ -30,7 +30,7 @@ class SystemClock:
 
 
 class FakeClock:
-    """A clock that stands still until it is moved; for tests and simulations."""
+    """A clock that stands still until advanced; for tests and simulations."""
 
     def __init__(self, monotonic: float = 1000.0, wall: float = 1_767_323_045.0) -> None:
         self._monotonic = monotonic
@@ -43,12 +43,12 @@ class FakeClock:
         return self._wall
 
     def advance(self, seconds: float) -> None:
-        """Let both clocks pass `seconds`."""
+        """Advance both clocks by `seconds`."""
         self._monotonic += seconds
         self._wall += seconds
 
     def step_wall(self, seconds: float) -> None:
-        """Step the wall clock alone, as NTP or a person would."""
+        """Step only the wall clock, as NTP or an operator would."""
         self._wall += seconds
 
 

@@ -1,9 +1,9 @@
-"""What a process inherits from anyone who started it, and what the guard can't work with: put right
-before anything else.
+"""Fixes what a process inherits from its parent and the guard cannot work with, before anything
+else runs.
 
-Signals that the parent blocked or ignores, and standard streams that it closed. Without this a stop
-is never heard, the end of the miner goes unnoticed, or the lock file is opened as descriptor 1 and
-printed into.
+That is signals that the parent blocked or ignores, and standard streams that it closed. Without
+this the guard misses stop signals or the miner's exit, or opens the lock file as descriptor 1 and
+prints into it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import sys
 
 
 def settle_signals() -> None:
-    """Let through every signal that the parent blocked, and take back what it ignores and the guard
+    """Unblock every signal that the parent blocked, and restore the ignored ones that the guard
     needs."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # Ignored, the kernel would reap the miner itself, and its exit code were lost.
+    # If ignored, the kernel would reap the miner itself and its exit code would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # A write or read on a terminal that another job has (`stty tostop`) would stop the guard.
+    # Writing to or reading from a terminal that another job owns (`stty tostop`) would stop the
+    # guard.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
 
 
 def open_standard_streams() -> list[str]:
-    """Give closed standard streams to /dev/null; the names of those that were closed.
+    """Open /dev/null on closed standard streams; return the names of those that were closed.
 
-    Before any file is opened: the next one would get the number of a standard stream.
+    Call before opening any file: the next file would get the number of a standard stream.
     """
     closed = [name for fd, name in enumerate(("stdin", "stdout", "stderr")) if not _is_open(fd)]
     for _ in closed:
-        # The lowest free number, which is the closed stream's.
+        # open returns the lowest free number, which is the closed stream's.
         os.open(os.devnull, os.O_RDWR)
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:

@@ -1,4 +1,4 @@
-"""What a launcher's command line says. Pure; nothing here knows whose arguments they are."""
+"""Reads a launcher's command line. Pure; independent of which launcher it is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 
 def value_of(command: Sequence[str], *names: str) -> str | None:
-    """The value of the last argument of one of these names, as `--name=value` or `--name value`;
-    None without one.
+    """The value of the last argument with one of these names, as `--name=value` or `--name value`;
+    None if there is none.
 
-    The last counts, as parsers do. `-` and `_` inside a name are one, as torchrun takes them.
+    The last one wins, as in argument parsers. `-` and `_` inside a name are equivalent, as in
+    torchrun.
     """
     wanted = {_spelled(name) for name in names}
     words = list(_words(command))
@@ -22,7 +23,7 @@ def value_of(command: Sequence[str], *names: str) -> str | None:
 
 
 def number_of(command: Sequence[str], *names: str) -> int | None:
-    """The same as a whole number; None where it is not one, such as `--nproc-per-node=gpu`."""
+    """`value_of` as a whole number; None if it is not one, such as `--nproc-per-node=gpu`."""
     value = value_of(command, *names)
     return int(value) if value is not None and value.isascii() and value.isdigit() else None
 
@@ -32,7 +33,7 @@ def _spelled(name: str) -> str:
 
 
 def _words(command: Sequence[str]) -> Iterator[str]:
-    """The words of the command, and those inside one, as in `sh -c "torchrun --nnodes 2
+    """The words of the command, and the words inside each, as in `sh -c "torchrun --nnodes 2
     train.py"`."""
     for word in command:
         yield from word.split() or [word]

@@ -1,5 +1,5 @@
-"""Leaves out what another library imports only if it is there: the guard starts sooner and is
-smaller."""
+"""Blocks another library's optional imports, so that the guard starts sooner and uses less
+memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def block_import(name: str) -> Iterator[None]:
-    """Within it, `import name` raises ImportError; a module that was imported already stays as it
-    is."""
+    """Within it, `import name` raises ImportError; a module already imported stays unaffected."""
     if name in sys.modules:
         yield
         return

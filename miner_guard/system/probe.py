@@ -1,9 +1,9 @@
-"""Probes: anything that may hang (a driver, a node, a storage, a pickle) runs in a child with a
-deadline.
+"""Probes: anything that may hang (a driver, a node, storage, a pickle) runs in a child process with
+a deadline.
 
 The child is `python -m MODULE`; it reads one JSON document from stdin, writes one to the file
-descriptor named in `_MINER_GUARD_PROBE_FD`, and may print what it likes: stdout and stderr are kept
-for the reason.
+descriptor named in `_MINER_GUARD_PROBE_FD`, and may print freely: stdout and stderr are kept for
+the failure reason.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _asked: set[subprocess.Popen[bytes]] = set()
 
 PROBE_FD = "_MINER_GUARD_PROBE_FD"
 _LOOK_S = 2.0
-"""Between two looks at the progress of a child that is late."""
+"""Interval between progress checks of a late child."""
 
 _LEAST_PROGRESS = 0.1
-"""CPU seconds or megabytes in that time: an interpreter that merely waits stays below."""
+"""CPU seconds or megabytes per interval: an interpreter that merely waits stays below this."""
 
 _TAIL = 2000
 _MAX_ANSWER = 16 * 1024 * 1024
@@ -39,15 +39,15 @@ _MAX_ANSWER = 16 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Answer:
-    """What a probe found out, or why it did not."""
+    """A probe's result, or why there is none."""
 
     value: Any | None
     reason: str | None
-    """None where `value` is the answer."""
+    """None if `value` is the answer."""
 
     seconds: float
     answered: bool = True
-    """False where the deadline passed first: what was asked is unknown, not wrong."""
+    """False if the deadline passed first: the result is unknown, not negative."""
 
     @property
     def known(self) -> bool:
@@ -64,7 +64,7 @@ def ask(
     arguments: Sequence[str] = (),
     patience_s: float = 0.0,
 ) -> Answer:
-    """Run a probe and wait for its answer, `deadline_s` at most. Never raises.
+    """Run a probe and wait up to `deadline_s` for its answer. Never raises.
 
     After the deadline it waits up to `patience_s` longer, as long as the child makes progress (see
     `_Progress`): `import torch` takes a minute from a cold disk.
@@ -106,18 +106,19 @@ def ask(
 
 
 def end_all() -> None:
-    """End all probes in progress: anyone who asked gets a reason at once. For a guard that
-    stops."""
+    """End all probes in progress; each caller gets a reason at once. For a guard that is
+    stopping."""
     for child in list(_asked):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
 
 class _Deadline:
-    """When to give up on a child: at its deadline, or once it makes no progress after that.
+    """When to give up on a child: at its deadline, or after that as soon as it stops making
+    progress.
 
-    Progress is CPU time of its own, or bytes that it read (page faults on a file that is mapped are
-    among them). A driver call that blocks makes neither.
+    Progress is the child's CPU time, or bytes that it read (including page faults on a mapped
+    file). A blocked driver call makes neither.
     """
 
     def __init__(self, pid: int, start: float, deadline_s: float, patience_s: float) -> None:
@@ -127,7 +128,7 @@ class _Deadline:
         self._progress: float | None = None
 
     def left(self) -> float:
-        """Seconds until there is something to decide; 0 or less where waiting is over."""
+        """Seconds until the next decision; 0 or less once waiting is over."""
         now = time.monotonic()
         if self._until <= now < self._last:
             made = self._made()
@@ -136,13 +137,13 @@ class _Deadline:
         return self._until - now
 
     def missed(self) -> Answer:
-        """That it was."""
+        """The answer for a missed deadline."""
         seconds = time.monotonic() - self.start
         reason = f"no answer within {self._until - self.start:.3g} s"
         return Answer(None, reason, seconds, answered=False)
 
     def _made(self) -> float:
-        """CPU seconds, and megabytes read, of the child."""
+        """CPU seconds plus megabytes read, for the child."""
         try:
             with self._process.oneshot():
                 cpu, io = self._process.cpu_times(), self._process.io_counters()
@@ -178,7 +179,7 @@ def _talk(
         for fd in readable:
             data = os.read(fd, 65536)
             if not data and fd == answer_end:
-                # Its last words may have come after this round's select and before its end.
+                # Its last output may arrive after this round's select and before its exit.
                 reading[stdout] = (reading[stdout] + _rest(stdout))[-_TAIL:]
                 return _parsed(
                     reading, stdout, answer_end, child, time.monotonic() - deadline.start, module
@@ -194,7 +195,7 @@ def _talk(
 
 
 def _rest(fd: int) -> bytes:
-    """What is in a non-blocking pipe now."""
+    """What a non-blocking pipe holds now."""
     found = b""
     with contextlib.suppress(BlockingIOError):
         while data := os.read(fd, 65536):
@@ -246,18 +247,18 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # A child in uninterruptible sleep does not die; it is left to be reaped later rather
-            # than waited for.
+            # A child in uninterruptible sleep does not die; leave it to be reaped later rather than
+            # wait.
             child.wait(timeout=0.5)
 
 
 def request() -> Any:
-    """In the child: the request."""
+    """In the child: read the request."""
     return json.load(sys.stdin)
 
 
 def reply(value: Any = None, error: str | None = None) -> None:
-    """In the child: answer once, on the answer's own file descriptor."""
+    """In the child: answer once, on the dedicated file descriptor."""
     document = {"error": error} if error is not None else {"value": value}
     with os.fdopen(int(os.environ[PROBE_FD]), "w") as file:
         json.dump(document, file, default=str)

@@ -1,6 +1,6 @@
-"""Processes, as /proc shows them: who they are, whose children, and how to signal exactly one.
+"""Processes, as /proc shows them: identity, parents and children, and how to signal exactly one.
 
-A process is known by its pid and its start time, so that a reused pid is never signalled.
+A pid and its start time identify a process, so that a reused pid is never signalled.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from miner_guard.state_dir import MARKER, STATE_DIR
 
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
-"""Of a process that ended, or is another user's. Other errors (no descriptor left) prove nothing
-and are raised: a process that can't be inspected has not ended."""
+"""Errors for a process that exited or belongs to another user. Others (out of descriptors) prove
+nothing and are raised: a process that cannot be inspected has not exited."""
 
 HELPER = "_MINER_GUARD_HELPER"
-"""In the environment of what the guard starts for itself: probes, the deathwatch. Never part of a
+"""Environment variable of the guard's own helpers: probes, the deathwatch. They never belong to a
 run."""
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL`; for a real-time signal, which has no name of its own, its number."""
+    """`SIGKILL`; for a nameless real-time signal, its number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -44,7 +44,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Stat:
-    """What /proc/PID/stat says."""
+    """The fields of /proc/PID/stat that we use."""
 
     process: Process
     name: str
@@ -60,11 +60,11 @@ class Stat:
 
 
 Table = Mapping[int, Stat]
-"""All processes of this namespace by pid, as one pass through /proc saw them."""
+"""All processes of this namespace by pid, from one pass through /proc."""
 
 
 def stat(pid: int) -> Stat | None:
-    """None where there is no such process. Raises OSError where it can't be read."""
+    """None if there is no such process. Raises OSError if it cannot be read."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             raw = file.read(4096)
@@ -77,7 +77,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def table() -> Table:
-    """One pass through /proc. Raises OSError where it can't be read."""
+    """One pass through /proc. Raises OSError if it cannot be read."""
     return {pid: seen for pid in pids() if (seen := stat(pid)) is not None}
 
 
@@ -85,14 +85,14 @@ def children(pid: int) -> set[int]:
     """Direct children of all its threads. Raises OSError."""
     found: set[int] = set()
     for thread in os.listdir(f"/proc/{pid}/task"):
-        # A thread that ended.
+        # The thread has exited.
         with contextlib.suppress(*_GONE), open(f"/proc/{pid}/task/{thread}/children") as file:
             found.update(map(int, file.read().split()))
     return found
 
 
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:
-    """The living processes at and below `roots`; a zombie's children are followed too."""
+    """The living processes at and below `roots`, including a zombie's children."""
     below: dict[int, list[int]] = {}
     for pid, seen in among.items():
         below.setdefault(seen.parent, []).append(pid)
@@ -111,8 +111,8 @@ def descendants(roots: Iterable[int], among: Table) -> set[Process]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that `pid` and its living descendants have used so far. Raises OSError where they
-    cannot be examined."""
+    """CPU seconds that `pid` and its living descendants have used so far. Raises OSError if they
+    cannot be inspected."""
     ticks = 0
     for process in descendants([pid], table()):
         try:
@@ -125,13 +125,13 @@ def cpu_s(pid: int) -> float:
 
 
 def alive(process: Process) -> bool:
-    """Whether it still runs; a zombie does not."""
+    """Whether it still runs; false for a zombie."""
     seen = stat(process.pid)
     return seen is not None and seen.process == process and seen.lives
 
 
 def environment(pid: int) -> dict[str, str]:
-    """What its environment was when it was executed; empty where it can't be read."""
+    """Its environment at exec time; empty if it cannot be read."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except _GONE:
@@ -145,7 +145,7 @@ def _parsed(environ: bytes) -> dict[str, str]:
 
 
 def command(pid: int) -> str:
-    """Its command line, for people; empty where it can't be read."""
+    """Its command line, for people; empty if it cannot be read."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -163,14 +163,14 @@ def pids() -> Iterator[int]:
 def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
     """Living processes that a guard of this state directory started, with the run's id of each.
 
-    It reads the environment of every process of this user, 0.3 ms each: for the beginning and the
-    end of a search.
+    Reads the environment of every process of this user, 0.3 ms each: only for the start and end
+    of a search.
     """
     needle = f"{MARKER}=".encode()
     found: dict[Process, str] = {}
     for pid, seen in (table() if among is None else among).items():
-        # The environment of a process that waits in the kernel may be locked, and its reader would
-        # wait with it.
+        # The kernel may hold the lock on a blocked process's environment, and its reader would
+        # block.
         if seen.state in "ZXD":
             continue
         try:
@@ -180,7 +180,7 @@ def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
         if needle not in raw or HELPER.encode() in raw:
             continue
         env = _parsed(raw)
-        # By its real path: an earlier guard may have been given a symlink to the same directory.
+        # By its real path: an earlier guard may have got a symlink to the same directory.
         given = env.get(STATE_DIR)
         if given is not None and (given == state_dir or os.path.realpath(given) == state_dir):
             found[seen.process] = env.get(MARKER, "")
@@ -188,7 +188,7 @@ def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
 
 
 def ancestors(pid: int) -> set[int]:
-    """`pid` and everything above it."""
+    """`pid` and all its ancestors."""
     found: set[int] = set()
     while pid > 0 and pid not in found:
         found.add(pid)
@@ -198,7 +198,7 @@ def ancestors(pid: int) -> set[int]:
 
 
 def is_helper(pid: int, guards_command: str) -> bool | None:
-    """Whether the guard started this child for itself; None between fork and exec, while it is a
+    """Whether this child is one of the guard's helpers; None between fork and exec, while it is a
     copy of the guard."""
     if HELPER in environment(pid):
         return True
@@ -206,16 +206,16 @@ def is_helper(pid: int, guards_command: str) -> bool | None:
 
 
 def send(process: Process, number: int) -> bool:
-    """Signal exactly this process. False where it is gone already or not ours. Raises OSError where
-    it can't tell."""
+    """Signal exactly this process. False if it is gone already or not ours. Raises OSError if that
+    cannot be determined."""
     handle = _handle(process.pid)
     try:
         seen = stat(process.pid)
         if seen is None or seen.process != process:
             return False
         if handle is None:
-            # Between the check and the signal the pid could only be reused after a whole turn of
-            # the pid counter.
+            # Between the check and the signal, the pid can be reused only after the pid counter
+            # wraps around.
             os.kill(process.pid, number)
         else:
             signal.pidfd_send_signal(handle, number)
@@ -228,8 +228,8 @@ def send(process: Process, number: int) -> bool:
 
 
 def _handle(pid: int) -> int | None:
-    """A pidfd, or None where this kernel (before 5.3) or container (an old seccomp profile: EPERM)
-    gives none."""
+    """A pidfd, or None if this kernel (before 5.3) or container (an old seccomp profile: EPERM)
+    lacks them."""
     if not pidfd_works():
         return None
     try:
@@ -240,8 +240,7 @@ def _handle(pid: int) -> int | None:
 
 @functools.cache
 def pidfd_works() -> bool:
-    """Whether processes can be signalled without any chance of hitting one that took over the
-    pid."""
+    """Whether we can signal processes without any risk of hitting a reused pid."""
     try:
         handle = os.pidfd_open(os.getpid())
     except (AttributeError, PermissionError):

@@ -1,5 +1,4 @@
-"""Addresses of Unix sockets in directories whose path is longer than the kernel allows (107
-bytes)."""
+"""Addresses of Unix sockets in directories whose path exceeds the kernel's limit (107 bytes)."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ _MAX_LENGTH = 107
 
 @contextmanager
 def address(path: Path) -> Iterator[str]:
-    """A name to bind or connect to `path`, valid inside the `with`. Raises OSError where its folder
-    is absent."""
+    """A name to bind or connect to `path`, valid inside the `with`. Raises OSError if its folder
+    does not exist."""
     if len(os.fsencode(path)) <= _MAX_LENGTH:
         yield str(path)
         return
