@@ -1,4 +1,4 @@
-"""Alerts: decides what is told, and hands it to the outbox."""
+"""Alerts: decides what to send, and queues it in the outbox."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEARTBEAT_S = 15.0
 
 
 class AlertsMonitor(Monitor):
-    """Without addresses it does nothing."""
+    """Inactive without notifier addresses."""
 
     name = "alerts"
 
@@ -60,7 +60,7 @@ class AlertsMonitor(Monitor):
             self._outbox.put(replace(alert, title=title, body=body))
 
     def _say(self, finding: Finding) -> None:
-        """From the outbox's threads."""
+        """Called from the outbox's threads."""
         self.context.emit(replace(finding, fields=self.context.redactor.value(finding.fields)))
 
     def _heartbeat(self) -> None:
@@ -69,7 +69,7 @@ class AlertsMonitor(Monitor):
             progress.trouble(status, 0.0, self.context.clock.wall(), self.context.config.hang)
             is not None
         ):
-            # Silence is the message: anyone who waits for the ping is told by its absence.
+            # The missing ping is the signal: the monitoring service alerts on its absence.
             return
         answer = probe.ask(
             alert_queue.SENDER, {"heartbeat_url": self._settings.heartbeat_url}, _HEARTBEAT_S
@@ -96,7 +96,7 @@ class AlertsMonitor(Monitor):
 
 
 def send_test(settings: AlertSettings) -> probe.Answer:
-    """Send a test message to all targets of the settings; the answer's value is their number."""
+    """Send a test message to all configured targets; the answer's value is their number."""
     title, body = (
         f"[{socket.gethostname()}] miner-guard test",
         "This is a test message of miner-guard. Alerts arrive.",

@@ -1,4 +1,4 @@
-"""The chain: registration, scores, the network's outer step; on a schedule, in children with
+"""The chain: registration, scores and the network's outer step, polled in child processes with
 deadlines."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REPEAT_S = 900.0
 
 
 class ChainMonitor(Monitor):
-    """Says what changed; hands every look on to the part that writes gate-inputs.json."""
+    """Reports changes; passes every chain state to the monitor that writes gate-inputs.json."""
 
     name = "chain"
 
@@ -42,7 +42,7 @@ class ChainMonitor(Monitor):
 
     def _refresh(self) -> None:
         look = chain.look(self._settings)
-        # The master's repo is looked at afterwards, and may take its time.
+        # Take the time first: querying the master's repo can be slow.
         now = self.context.clock.monotonic()
         ahead = NetworkProgress(reason="not asked for")
         if look.reason is None and self._settings.master_uid is not None:
@@ -51,11 +51,10 @@ class ChainMonitor(Monitor):
             self.context.emit(finding)
 
     def looked(self, look: ChainLook, ahead: NetworkProgress, now: float) -> Iterator[Finding]:
-        """What is to be reported of one look, at `now` (monotonic). Its `network` field is for the
+        """The findings for one chain poll at `now` (monotonic). Their `network` field is for the
         gate."""
         frozen = self._frozen_s(look, now)
-        # A block counts from when it was first seen: behind a node that stands still the chain goes
-        # on.
+        # Date a block by its first sighting: the chain advances even if this node has stalled.
         seen_at = now if self._moved is None else self._moved[1]
         form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
         network = network_of(look, ahead, seen_at, form, per_allreduce)
@@ -94,8 +93,8 @@ class ChainMonitor(Monitor):
             )
 
     def _frozen_s(self, look: ChainLook, now: float) -> float | None:
-        """Seconds without a new block, from ten blocks' time on; a node that stands still misleads
-        the miner."""
+        """Seconds without a new block, reported after ten block times; a stalled node misleads the
+        miner."""
         if look.block is None:
             return None
         if self._moved is None or look.block != self._moved[0]:

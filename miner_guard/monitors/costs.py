@@ -1,4 +1,4 @@
-"""Costs: one ledger for the ranks' monitoring, the hook's own work and the guard's own jobs."""
+"""Costs: one account of the ranks' monitoring, the hook's overhead and the guard's jobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 
 GUARD = ("guard.", "job.")
-"""Operations of the guard itself are named so: `guard.hook`, `guard.loop`, `job.NAME`."""
+"""Prefixes of the guard's operations: `guard.hook`, `guard.loop`, `job.NAME`."""
 
 _EVALUATION = {"inference": "inference", "example_loss": "example loss", "val_loss": "validation"}
 _LOOP_EVERY_S = 10.0
@@ -21,8 +21,7 @@ _SHOWN = 12
 
 
 class CostsMonitor(Monitor):
-    """Feeds the tracker. What a phase tells and what `track` tells are different operations by
-    name."""
+    """Feeds the tracker. Phases and `track` calls are different operations with different names."""
 
     name = "costs"
 
@@ -54,14 +53,14 @@ class CostsMonitor(Monitor):
         return ()
 
     def _training_s(self) -> float:
-        """Steps' time where there are steps, else the miner's run time; without what monitoring
-        took of it."""
+        """Step time if there are steps, else the miner's run time, minus the time that monitoring
+        took."""
         running = 0.0 if self._launched is None else self.context.clock.monotonic() - self._launched
         return (self._step_s or self._ran_s + running) - self.tracker.blocking_s()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        # Ranks wait for each other: what one of them pays, all pay. The lead's account is the
-        # run's.
+        # Ranks wait for each other, so all pay what one of them pays. Count the lead rank's costs
+        # only.
         if isinstance(entry, CostEntry) and rank == (self._lead or 0):
             self.tracker.record(
                 entry.operation, entry.seconds, blocking=entry.blocking, calls=entry.count
@@ -81,7 +80,7 @@ class CostsMonitor(Monitor):
         for phase, operation in _EVALUATION.items():
             if (seconds := step.phases.get(phase, 0.0)) > 0:
                 self.tracker.record(operation, seconds)
-        # `monitor` encloses the others: only what is left of it is its own.
+        # The `monitor` phase includes nested phases: count only the remainder.
         if (own := step.phases.get("monitor", 0.0) - step.nested_in_monitor_s) > 0:
             self.tracker.record("monitor", own)
 
@@ -94,8 +93,7 @@ class CostsMonitor(Monitor):
         return ()
 
     def _enter_loop(self) -> None:
-        """CPU time of the whole supervisor that no job has accounted for: relay, detectors,
-        sinks."""
+        """Record the supervisor's CPU time outside jobs: relay, detectors, sinks."""
         jobs = self.tracker.background_s("job.")
         loop = time.process_time() - jobs
         self.tracker.record("guard.loop", max(0.0, loop - self._loop_cpu_s), blocking=False)

@@ -28,10 +28,11 @@ _EVENTS = {
 
 
 class CurvesMonitor(Monitor):
-    """The loss of the lowest rank that reports one; NaN on any rank; memory of each rank.
+    """Judges the loss of the lowest rank that reports one, NaN on any rank, and memory of each
+    rank.
 
-    The evaluation loss is the one that comes with a step; where none ever does, the one that the
-    miner's own lines print.
+    The evaluation loss comes with the steps; if no step ever carries one, from the miner's printed
+    lines.
     """
 
     name = "curves"
@@ -50,7 +51,7 @@ class CurvesMonitor(Monitor):
         self._recent = SortedWindow(16)
         self._last_step: tuple[int, StepRecord] | None = None
         self._evaluations_come = False
-        """With the steps; the miner's lines say nothing new then."""
+        """Steps carry evaluations; the miner's lines then add nothing new."""
 
         self._memory: dict[int, MemoryWatch] = {}
         self._lead: int | None = None
@@ -73,7 +74,7 @@ class CurvesMonitor(Monitor):
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         if ranks and self._lead not in ranks:
-            # The nodes met again and this one got other ranks.
+            # After a new rendezvous this node may have other ranks.
             self._lead = None
             self._not_finite &= ranks.keys()
         return ()
@@ -115,7 +116,7 @@ class CurvesMonitor(Monitor):
     ) -> Iterator[Anomaly]:
         hidden = hides_nan(loss, step.grad_norm)
         if hidden or not math.isfinite(loss):
-            # All ranks share the weights: one line for the first rank that shows it.
+            # All ranks share the weights: report only the first rank with a non-finite loss.
             first = not self._not_finite
             self._not_finite.add(rank)
             if first and hidden:
@@ -134,7 +135,7 @@ class CurvesMonitor(Monitor):
 
     def _recorded_evaluation(self, step: StepRecord, value: float) -> Iterator[Anomaly]:
         if not self._evaluations_come:
-            # The same evaluation may have been read from the miner's lines: begin again.
+            # The printed lines may already have provided this evaluation: start over.
             self._evaluations_come = True
             self._overfit = OverfitWatch(self.context.config.loss)
         anomaly = self._judge_evaluation(step, value)
@@ -146,7 +147,7 @@ class CurvesMonitor(Monitor):
 
 
 def _number(step: StepRecord) -> int:
-    """The step's number as people know it: the inner step, else the count of the process."""
+    """The step number that people know: the inner step, else the process's step count."""
     return step.inner_step if step.inner_step is not None else step.total_steps
 
 

@@ -1,5 +1,4 @@
-"""What the ranks' `guard.diagnose` gathered: the block, the red flags, the findings across
-ranks."""
+"""Results of the ranks' `guard.diagnose`: the block, the red flags, the findings across ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from miner_guard.rank.introspection.diagnosis_codec import unpack
 
 
 class DiagnosisMonitor(Monitor):
-    """Puts the monitors of a diagnosis together and says what it means."""
+    """Assembles the parts of a diagnosis and reports what they mean."""
 
     name = "diagnosis"
 
@@ -44,7 +43,7 @@ class DiagnosisMonitor(Monitor):
         return self._complete()
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
-        # A rank that died half-way through the entries: what came is worth more than nothing.
+        # If a rank died halfway through its entries, report what arrived.
         return self._complete() if self._gathered and self._reports is None else ()
 
     def _complete(self) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""incidents/: one folder of evidence per hang or incident, the newest kept."""
+"""incidents/: one evidence folder per hang or incident; only the newest are kept."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ _OURS = re.compile(r"\d{8}T\d{6}-\w+")
 
 
 def folder(state: StateDir, wall_s: float, label: str) -> Path:
-    """`incidents/YYYYMMDDTHHMMSS-LABEL`, in UTC; not made yet."""
+    """`incidents/YYYYMMDDTHHMMSS-LABEL`, in UTC; does not create the folder."""
     return state.incidents / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(wall_s))}-{label}"
 
 
 def prune(state: StateDir, keep: int) -> None:
-    """Remove all but the newest `keep` folders; what has another kind of name is left alone. Raises
-    OSError."""
+    """Remove all but the newest `keep` folders; ignore other names. Raises OSError."""
     if not state.incidents.is_dir():
         return
     ours = sorted(path for path in state.incidents.iterdir() if _OURS.fullmatch(path.name))
     for path in ours[: max(0, len(ours) - keep)]:
         if path.is_dir() and not path.is_symlink():
-            # Another job's thread may prune at the same time.
+            # Another job thread may prune at the same time.
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(path)

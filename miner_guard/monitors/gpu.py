@@ -1,4 +1,4 @@
-"""GPUs while the miner runs: faults as they come, and source 002's continuous check of the memory
+"""GPUs while the miner runs: faults as they occur, and source 002's continuous check of the memory
 share."""
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from miner_guard.rank.introspection.diagnosis_codec import unpack
 _GIB = 1024**3
 
 _MAX_LINE_LENGTH = 4096
-"""Of the miner's output; longer ones are no GPU lines."""
+"""Longer lines of the miner's output are not GPU lines."""
 
 _PRINTED = (b"GPU", b"Model: ")
 
 _IDLE_BYTES = 300 * 1024**2
-"""A GPU with less in use by everybody is not one that the miner trains on: below a bare CUDA
-context."""
+"""A GPU with less memory in use, over all processes, is not used for training: a bare CUDA context
+takes more."""
 
 
 class GpuMonitor(Monitor):
-    """Reads the health part's NVML samples, the ranks' headers and the miner's lines; opens nothing
-    of its own."""
+    """Reads the health monitor's NVML samples, the ranks' headers and the miner's lines; opens no
+    device."""
 
     name = "gpu"
     words = frozenset(map(template, _PRINTED))
@@ -95,7 +95,7 @@ class GpuMonitor(Monitor):
         ):
             return ()
         if "host" in str(finding.fields.get("label")):
-            # The host's memory ran out, not the GPU's.
+            # The host ran out of memory, not the GPU.
             return ()
         batch = self._batch()
         change = None if batch is None else self._policy.out_of_memory(batch)
@@ -125,7 +125,7 @@ class GpuMonitor(Monitor):
 
     def _observe(self, now: float) -> Iterator[Finding]:
         if self._settings.expect == 0:
-            # The CPU was asked for: what the GPUs do is nobody's concern.
+            # The user chose the CPU: ignore the GPUs.
             return
         health = self.context.status().get("health") or {}
         sample = health.get("gpus")
@@ -137,13 +137,13 @@ class GpuMonitor(Monitor):
         )
 
     def _wanted(self) -> bool:
-        """A GPU is to be used: by setting, or since there are some."""
+        """Whether the run should use a GPU: by setting, or because the host has one."""
         if self._settings.expect != "auto":
             return self._settings.expect > 0
         return bool(self._nvml and self._nvml["gpus"])
 
     def _readings(self, ranks: Mapping[int, Now]) -> list[MemoryReading]:
-        """The most telling source there is: the hook, the miner's own lines, NVML."""
+        """Readings from the best available source: the hook, the miner's lines, then NVML."""
         if not self._wanted():
             return []
         smallest = min(

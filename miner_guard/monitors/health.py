@@ -19,12 +19,12 @@ from miner_guard.health.snapshot import assemble, summary
 from miner_guard.monitors.base import Context, Monitor
 
 _GPU_DEADLINE_RATIO = 0.9
-"""The probe answers what it has before the sampler's own deadline: one hung GPU must not hide the
+"""The probe returns partial results before the sampler's deadline: one hung GPU must not hide the
 others."""
 
 
 class HealthMonitor(Monitor):
-    """The samplers run in jobs; the part itself only keeps what they found."""
+    """The samplers run in jobs; the monitor only keeps their results."""
 
     name = "health"
 
@@ -55,15 +55,15 @@ class HealthMonitor(Monitor):
         self.context.emit(make_finding("guard_degraded", what=what))
 
     def gpu_memory_levels(self) -> Mapping[str, int] | None:
-        """Used bytes by UUID, freshly read; None where there is no GPU. Blocks for the sampler's
-        deadline at most."""
+        """Freshly read used bytes by UUID; None without a GPU. Blocks for at most the sampler's
+        deadline."""
         return self._nvml.memory_levels()
 
     def _gpus(self) -> Mapping[str, Any]:
         sample = self._nvml.sample()
         if self.context.config.gpu.expect != 0:
-            # Said here: the status, from which other monitors read the rows, shows only the latest
-            # of several samples.
+            # Report here: the status, from which other monitors read the rows, shows only the
+            # latest of several samples.
             for finding in faults.of_events(sample["gpus"]):
                 self.context.emit(finding)
         if sample["state"] not in ("ok", "absent"):

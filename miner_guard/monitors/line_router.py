@@ -1,5 +1,5 @@
-"""Routes the miner's output to the monitors: raw bytes or whole lines, and only what may concern
-each of them."""
+"""Routes the miner's output to the monitors: raw bytes or whole lines, filtered by what each
+needs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, templ
 from miner_guard.monitors.base import Monitor
 
 MAX_LINE_BYTES = 64 * 1024
-"""Monitors see this much of a longer line: a log line is shorter, and memory stays bounded."""
+"""Longer lines are truncated to this: log lines are shorter, and memory stays bounded."""
 
 _MORE_TO_COME = 4096
-"""A read of a page or more was cut by chance: its last line is about to continue. The end of a
-shorter one is shown at once, since a progress bar ends its lines with a carriage return."""
+"""A read of at least a page ends at an arbitrary position, so its last line is about to continue.
+The end of a shorter read is delivered immediately, since a progress bar ends its lines with a
+carriage return."""
 
 _MAX_REST_LENGTH = 16384
 
 
 class Delivery(NamedTuple):
-    """What one monitor is shown next, by which of its methods."""
+    """The next delivery to one monitor, and the method to call."""
 
     monitor: Monitor
     method: Literal["on_output", "on_lines"]
@@ -28,7 +29,7 @@ class Delivery(NamedTuple):
 
 
 class LineRouter:
-    """The output of one launch on its way to the monitors: in order, no byte twice."""
+    """Delivers the output of one launch to the monitors: in order, every byte once."""
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._raw = [m for m in monitors if type(m).on_output is not Monitor.on_output]
@@ -42,13 +43,13 @@ class LineRouter:
         )
         self._rest = b""
         self._begun = False
-        """The beginning of the line that comes next was shown to the raw readers."""
+        """The raw readers have received the beginning of the next line."""
 
         self._line = b""
-        """That beginning, for those who read whole lines."""
+        """That beginning, kept for the line readers."""
 
     def pieces(self, chunk: bytes) -> Iterator[Delivery]:
-        """What to show to which monitor, now that `chunk` has come."""
+        """The deliveries for a new `chunk`."""
         data = self._rest + chunk if self._rest else chunk
         begin = data.find(b"\n") + 1 if self._begun else 0
         end = data.rfind(b"\n") + 1
@@ -63,19 +64,19 @@ class LineRouter:
             yield from self.rest()
 
     def rest(self) -> Iterator[Delivery]:
-        """The unfinished line that was kept back."""
+        """Deliver the unfinished line that was held back."""
         if self._rest:
             rest, self._rest, self._begun = self._rest, b"", True
             yield from self._to_raw(rest)
             yield from self._unrouted(self._redraws(rest))
 
     def end(self) -> Iterator[Delivery]:
-        """No more output will come: the last line is whole as it is."""
+        """The output is complete: deliver the last line as it is."""
         yield from self.rest()
         yield from self._unrouted([self._take_line()])
 
     def _redraws(self, text: bytes) -> list[bytes]:
-        """The lines that a carriage return ends; the unfinished one is kept."""
+        """Lines that a carriage return ends; the unfinished one is kept."""
         *redraws, last = (self._line + text).split(b"\r")
         self._line = last[:MAX_LINE_BYTES]
         return redraws
@@ -88,7 +89,8 @@ class LineRouter:
         return (Delivery(monitor, "on_output", text) for monitor in self._raw)
 
     def _unrouted(self, lines: Iterable[bytes]) -> Iterator[Delivery]:
-        """Lines that came in fragments: few, so each is searched for words by itself."""
+        """Deliver lines that arrived in fragments: few, so each is searched for words
+        separately."""
         every = [line[:MAX_LINE_BYTES] for line in lines if line]
         matching = [line for line in every if self._sieve.holds(template(line))]
         return self._to_line_readers(every, matching)
@@ -112,7 +114,7 @@ class LineRouter:
                 yield Delivery(monitor, "on_output", block)
             elif found:
                 yield Delivery(monitor, "on_output", b"\n".join([*found, b""]))
-        # Splitting all of it is worth its time only where a monitor reads all lines.
+        # Splitting the whole block pays off only if a monitor reads all lines.
         everything = any(monitor.words is None for monitor in self._by_line)
         every = _lines_of(block.split(b"\n")) if everything else []
         yield from self._to_line_readers(every, _lines_of(found))
@@ -120,5 +122,6 @@ class LineRouter:
 
 
 def _lines_of(texts: Iterable[bytes]) -> list[bytes]:
-    """Each redraw of a progress bar is a line of its own; empty lines are left out."""
+    """Split at carriage returns, so that each redraw of a progress bar counts as a line; skip empty
+    lines."""
     return [line[:MAX_LINE_BYTES] for text in texts for line in text.split(b"\r") if line]

@@ -1,5 +1,5 @@
-"""Log-only: the miner's lines, written into a flight record as the hook would, so that every other
-part sees steps."""
+"""Log-only mode: writes the miner's lines into a flight record as the hook would, so that every
+other monitor sees steps."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 
 _NUMBERED = {"step", "inner"}
-"""A pattern without one of these groups never makes a step."""
+"""A pattern needs one of these groups to produce a step."""
 
 STARTING, RUNNING, CLOSED, *_ = layout.STATES
 
 
 class LogAttachMonitor(Monitor):
-    """Does nothing unless `[miner] attach = "log"`."""
+    """Inactive unless `[miner] attach = "log"`."""
 
     name = "log_only"
 
@@ -44,7 +44,7 @@ class LogAttachMonitor(Monitor):
         self._flight: FlightWriter | None = None
         self._findings: list[Finding] = []
         self._blind = ""
-        """Why there is no flight record; said at the first launch of a row, not at each."""
+        """Why there is no flight record; reported once for consecutive launches."""
         self._patterns = self._load() if self._active else Patterns(())
         self._begin(0.0)
 
@@ -53,12 +53,12 @@ class LogAttachMonitor(Monitor):
         self._written = 0
         self._line_at: float | None = None
         self._allreduce_at: float | None = None
-        """When the AllReduce that no step has followed yet was reported."""
+        """When an AllReduce was reported, until a step follows it."""
 
         self._longest_gap = 0.0
         self._last: LoggedStep | None = None
         self._evaluated: float | None = None
-        """Printed since the last step; it goes into the record of the next one."""
+        """Evaluation printed since the last step; goes into the next step's record."""
 
     def _load(self) -> Patterns:
         usable: list[str] = []
@@ -155,8 +155,8 @@ class LogAttachMonitor(Monitor):
         )
 
     def _show(self, flight: FlightWriter, state: str, now: float) -> None:
-        # A program that prints every hundredth step is not hanging in between. An AllReduce has its
-        # own allowance.
+        # A program that prints every hundredth step is not hanging in between. An AllReduce has a
+        # separate allowance.
         inside = self._allreduce_at is not None
         allowance = 0.0 if inside else self._longest_gap * self.context.config.hang.factor
         flight.show_state(state, now)

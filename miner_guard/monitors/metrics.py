@@ -1,4 +1,4 @@
-"""Metrics: counts events, and keeps the HTTP port's process alive where a port is set."""
+"""Metrics: counts events and, if a port is configured, keeps the HTTP server process alive."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from miner_guard.monitors.base import Context, Monitor
 from miner_guard.system.backoff import Backoff
 
 MIN_TOKEN_LENGTH = 16
-"""Off loopback. 64 bits if it is random hexadecimal: guessing it over the network is hopeless."""
+"""Required beyond loopback. 16 random hexadecimal digits are 64 bits: guessing that over the
+network is hopeless."""
 
 _START_S = 20.0
 _KILL_S = 1.0
-"""After SIGKILL; a process that the kernel holds is left behind rather than waited for."""
+"""Time to wait after SIGKILL; a process stuck in the kernel is left behind."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -35,8 +36,8 @@ def _is_loopback(host: str) -> bool:
 
 
 class MetricsMonitor(Monitor):
-    """The port's process is started in a job, and again, with growing pauses, when it ends without
-    being asked."""
+    """Starts the server process in a job, and restarts it with growing backoff when it exits
+    unexpectedly."""
 
     name = "metrics"
 
@@ -151,8 +152,8 @@ class MetricsMonitor(Monitor):
         if self._url is not None:
             self._close()
         elif child is not None:
-            # It is being opened: who waits for its answer closes it, and must not find the pipe
-            # gone.
+            # The child is still starting: the job that waits for its answer closes it and needs the
+            # pipe.
             child.kill()
         return ()
 

@@ -1,4 +1,4 @@
-"""Nodes: says which other node of the run does not answer, and when it does again."""
+"""Nodes: reports which other nodes of the run stop answering, and when they answer again."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from miner_guard.monitors import reachability
 from miner_guard.monitors.base import Context, Launch, Monitor
 
 _MISSES = 2
-"""So many looks in a row without an answer, before it is reported: one lost packet is no outage."""
+"""Consecutive failed probes before a node is reported: one lost packet does not count as an
+outage."""
 
 
 @dataclass
 class _Node:
-    """One other node. Only one that answered once is ever called unreachable."""
+    """One other node. It counts as unreachable only if it has answered before."""
 
     port: int
     seen: bool = False
@@ -30,7 +31,7 @@ class _Node:
 
 
 class NodesMonitor(Monitor):
-    """Looks on a schedule, in a job's thread; does nothing where the command runs on one node."""
+    """Probes on a schedule in a job thread; inactive if the command runs on one node."""
 
     name = "nodes"
 

@@ -1,5 +1,4 @@
-"""What a miner prints of its pushes where no hook tells of them: its word alone, until somebody has
-looked."""
+"""Pushes known only from the miner's printed lines, unverified until the upload check."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from miner_guard.monitors.base import Context, Monitor
 
 
 class PrintedUploadsMonitor(Monitor):
-    """Silent where nobody is to look, and from the first push on that a hook reports, in later
+    """Silent if upload verification is off, and from the first push that a hook reports, in later
     launches too."""
 
     name = "push_lines"
@@ -22,7 +21,7 @@ class PrintedUploadsMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         repo = context.config.repo
-        # With `attach = "log"` the same lines make entries as a hook's do.
+        # With `attach = "log"` these lines already produce entries, as a hook would.
         self._silent = (
             context.config.miner.attach == "log" or repo.kind == "none" or not repo.verify_uploads
         )
@@ -39,7 +38,7 @@ class PrintedUploadsMonitor(Monitor):
         for raw in lines:
             push = read_push(raw.decode("utf-8", "replace"), self._patterns)
             if push is None or (push == self._last and push.tag is not None):
-                # Each rank may say the same push.
+                # Several ranks may print the same push.
                 continue
             self._last = push
             if push.error is not None:

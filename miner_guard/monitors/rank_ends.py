@@ -1,5 +1,5 @@
-"""Ranks that end while the others still train: noticed by their process within seconds, and named
-as the cause when the rest of the launch fails of it."""
+"""Detects ranks that exit while the others still train, within seconds by their processes, and
+reports them as the cause when the rest of the launch fails as a result."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from miner_guard.monitors.evidence import header_of
 from miner_guard.monitors.rank_processes import RankProcesses
 
 _NOTICE_S = 3.0
-"""At the end of a training the ranks of one launch end up to seconds apart."""
+"""At the end of training the ranks of one launch exit up to seconds apart."""
 
 
 class RankEndsMonitor(Monitor):
-    """Before the monitor of incidents: what the other ranks print of it is a consequence."""
+    """Runs before the incidents monitor, since the other ranks' output about the loss is a
+    consequence."""
 
     name = "rank_ends"
 
@@ -46,7 +47,8 @@ class RankEndsMonitor(Monitor):
         if not self._live or len(ranks) < 2:
             return
         if any(header.state == "failed" for header in ranks.values()):
-            # At once: what the failed rank printed is about to be named as the cause.
+            # Report immediately: the incidents monitor is about to name the failed rank's output as
+            # the cause.
             yield from self._ended_early(ranks)
         gone = self._processes.observe(now, ranks).gone
         self._gone_since = {rank: self._gone_since.get(rank, now) for rank in gone}

@@ -1,4 +1,4 @@
-"""The ranks' processes: whether they live, by pid and start time, so that a dead rank is known
+"""The ranks' processes: whether they live, by pid and start time, so that a rank's death is known
 within seconds."""
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system import processes
 
 _REFRESH_S = 10.0
-"""A launcher may replace a rank by another process; one that is gone is looked up again at once."""
+"""Refresh interval for rank identities, since a launcher may replace a rank's process; a missing
+process is looked up again immediately."""
 
 
 class RankProcesses:
-    """Reads one file of /proc per rank and look."""
+    """Reads one /proc file per rank and call."""
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
@@ -24,7 +25,7 @@ class RankProcesses:
         self._refreshed = float("-inf")
 
     def observe(self, now: float, ranks: Mapping[int, Now]) -> Processes:
-        """What is known of their processes; a process that cannot be examined counts as living."""
+        """The state of the ranks' processes; one that cannot be inspected counts as living."""
         if ranks.keys() != self._identities.keys() or now - self._refreshed >= _REFRESH_S:
             self._refreshed = now
             self._identities = {
@@ -43,7 +44,7 @@ class RankProcesses:
         )
 
     def pid(self, rank: int) -> int | None:
-        """The rank's process as last seen."""
+        """The pid of the rank's process, as last seen."""
         known = self._identities.get(rank)
         return None if known is None else known.pid
 
@@ -58,8 +59,8 @@ class RankProcesses:
         return _state(successor)
 
     def _absent(self) -> set[int]:
-        """Ranks of this node that have not reported; known where the launcher told how many there
-        are."""
+        """Ranks of this node that have not reported; known only if the launcher set the world
+        size."""
         known = list(self._identities.values())
         if not known or any(one.local_world_size != one.world_size for one in known):
             return set()

@@ -1,5 +1,4 @@
-"""Ranks: which of them computes on the CPU, which one the others wait for, and why steps are
-slow."""
+"""Ranks: which one computes on the CPU, which one is the straggler, and why steps are slow."""
 
 from __future__ import annotations
 
@@ -24,11 +23,12 @@ from miner_guard.rank.introspection import diagnosis_codec
 _SLOW_STEPS = 5
 
 _TOGETHER_S = 3.0
-"""How long a changed verdict waits for the other ranks', so that they come as one line."""
+"""Wait this long after a changed verdict, so that all ranks' changes appear in one line."""
 
 
 class RanksMonitor(Monitor):
-    """Compares the ranks; findings about several ranks come out of the next tick, as one line."""
+    """Compares the ranks; findings about several ranks are merged into one line at the next
+    tick."""
 
     name = "ranks"
 
@@ -124,8 +124,8 @@ class RanksMonitor(Monitor):
         yield from self._slow_cause()
 
     def _forget(self, gone: Iterable[int]) -> Iterator[Finding]:
-        """The nodes met again and this one got other ranks: for one that is no more nobody must
-        wait."""
+        """After a new rendezvous this node may have other ranks: stop waiting for those that no
+        longer exist."""
         for rank in list(gone):
             del self._watches[rank]
         if self._last_straggler is not None:
@@ -163,7 +163,7 @@ class RanksMonitor(Monitor):
                 self._explained = None
             return
         if self._fallback():
-            # A model on the CPU is explanation enough.
+            # A model on the CPU already explains the slowdown.
             return
         names = {name for step in self._recent for name in step.phases}
         phases = {
@@ -188,7 +188,7 @@ class RanksMonitor(Monitor):
         )
 
     def _nvml(self) -> Mapping[str, Any] | None:
-        """The health part's last sample of the GPUs."""
+        """The health monitor's latest GPU sample."""
         health = self.context.status().get("health")
         sample = health.get("gpus") if isinstance(health, Mapping) else None
         return sample if isinstance(sample, Mapping) else None

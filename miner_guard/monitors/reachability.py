@@ -1,8 +1,8 @@
-"""The other nodes of a run: who they are by the launcher's own command and connections, and whether
-they answer.
+"""The other nodes of a run: their addresses, from the launcher's command and connections, and
+whether they answer.
 
-The launcher is torch's; nothing here talks its protocol. A node answers when its kernel does: a
-connection that is accepted or refused both prove it.
+The launcher is torch's; nothing here speaks its protocol. A node counts as reachable if its kernel
+answers: accepting or refusing a connection both prove it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from miner_guard.system.launcher_args import number_of, value_of
 
 _ESTABLISHED = "01"
 _DEFAULT_PORT = 29500
-"""torchrun's own (`torch.distributed.run`, static rendezvous); the c10d rendezvous has 29400."""
+"""torchrun's default (`torch.distributed.run`, static rendezvous); the c10d rendezvous uses
+29400."""
 
 _RENDEZVOUS_PORT = 29400
 
 
 def rendezvous(command: Sequence[str]) -> tuple[str, int] | None:
-    """Host and port where the nodes of this command meet; None where it runs on one node."""
+    """Host and port of this command's rendezvous; None if it runs on one node."""
     if value_of(command, "--nnodes") in (None, "1", "1:1"):
         return None
     endpoint = value_of(command, "--rdzv-endpoint")
@@ -37,7 +38,7 @@ def rendezvous(command: Sequence[str]) -> tuple[str, int] | None:
 def peers(
     port: int, tables: Iterable[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 ) -> set[str]:
-    """Addresses of other hosts that are connected to `port` of this one."""
+    """Addresses of other hosts connected to this host's `port`."""
     found: set[str] = set()
     for table in tables:
         try:
@@ -58,7 +59,8 @@ def peers(
 
 
 def _parsed(text: str) -> tuple[IPv4Address | IPv6Address, int]:
-    """`0100007F:1F90` as the kernel prints it: words of four bytes in host order (proc(5))."""
+    """Parse `0100007F:1F90` as the kernel prints it: words of four bytes in host order
+    (proc(5))."""
     digits, _, port = text.partition(":")
     words = [bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8)]
     address = ip_address(b"".join(words))
@@ -67,7 +69,7 @@ def _parsed(text: str) -> tuple[IPv4Address | IPv6Address, int]:
 
 
 def answers(host: str, port: int, timeout_s: float) -> str | None:
-    """None where the node's kernel answers, else why not."""
+    """None if the node's kernel answers, else the reason."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except ConnectionRefusedError:
@@ -78,7 +80,7 @@ def answers(host: str, port: int, timeout_s: float) -> str | None:
 
 
 def is_own(host: str) -> bool:
-    """Whether `host` is this host: its own address can be bound."""
+    """Whether `host` is this host: it can bind that address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

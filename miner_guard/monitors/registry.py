@@ -1,4 +1,4 @@
-"""Which parts run beside the miner, in the order in which they are called."""
+"""The monitors of a run, in the order in which they are called."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MONITORS = (
     "verdict",
     "alerts",
 )
-"""Modules of `miner_guard.monitors.base`; each defines exactly one `Part`."""
+"""Modules of `miner_guard.monitors`; each defines exactly one `Monitor`."""
 
 
 def load_monitors(context: Context, report: Callable[[Finding], None]) -> list[Monitor]:
-    """Make all monitors; one that can't be made is reported and left out."""
+    """Create all monitors; one that can't be created is reported and skipped."""
     parts: list[Monitor] = []
     for name in MONITORS:
         module = f"miner_guard.monitors.{name}"

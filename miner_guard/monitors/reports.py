@@ -1,4 +1,4 @@
-"""Reports: what the ranks found themselves, and the checkpoints that they say they wrote."""
+"""Reports: the ranks' findings and the checkpoints they report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miner_guard.monitors.base import Context, Launch, Monitor
 
 
 class ReportsMonitor(Monitor):
-    """Logs the journal's findings and checkpoints; says once when the newest checkpoint has grown
+    """Logs the journal's findings and checkpoints; reports once when the newest checkpoint is too
     old."""
 
     name = "reports"
@@ -26,8 +26,8 @@ class ReportsMonitor(Monitor):
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         if self._at is not None:
-            # A launch loads the checkpoint first: its age counts from there, or each restart would
-            # be an alarm.
+            # A launch loads the checkpoint first: count its age from there, or every restart would
+            # raise an alarm.
             self._at, self._stale_said = launch.started, False
         return ()
 
@@ -84,7 +84,8 @@ class ReportsMonitor(Monitor):
         return (make_finding("checkpoint_stale", detail=detail),)
 
     def on_stop(self) -> Iterable[Finding]:
-        # Kept between launches for a quick resume; after the guard nobody would give it back.
+        # In-memory checkpoints serve a quick resume between launches; nothing else frees them after
+        # the guard exits.
         shutil.rmtree(self.context.state.memory, ignore_errors=True)
         return ()
 

@@ -1,5 +1,5 @@
-"""Secrets that the miner prints itself: suppressed after the first report, never repeated. Its
-output is relayed as it is."""
+"""Secrets that the miner prints: reported once, then suppressed, and never repeated. The output is
+relayed unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from uploads.repos.credentials import beside
 
 _COMMITMENT = b"Commitment - ["
 _MIN_LENGTH = 12
-"""Shorter values of secret variables would be found in ordinary words."""
+"""Shorter values of secret variables would match ordinary words."""
 
 _MIN_SHAPE_LENGTH = 4
 
@@ -25,7 +25,7 @@ _NEXT_STEP = (
 
 
 class SecretLeaksMonitor(Monitor):
-    """Looks in the miner's output for secrets of the environment and its `.env`, and for subnet
+    """Searches the miner's output for secrets from the environment and its `.env`, and for subnet
     38's commitment."""
 
     name = "exposed"
@@ -39,8 +39,8 @@ class SecretLeaksMonitor(Monitor):
         }
         self._longest = max([len(_COMMITMENT), *map(len, self._values.values())])
         words = frozenset(map(template, [_COMMITMENT, *self._values.values()]))
-        # A value of nearly nothing but digits has no shape to look for; one of several lines is not
-        # in any line.
+        # A value that is almost all digits has no usable template; a multi-line value never occurs
+        # within one line.
         self.words = (
             None if any(len(word) < _MIN_SHAPE_LENGTH or b"\n" in word for word in words) else words
         )
@@ -52,7 +52,7 @@ class SecretLeaksMonitor(Monitor):
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
-        # What two chunks share between them is found too.
+        # Also find values that span two chunks.
         text = self._tail + chunk
         self._tail = text[-(self._longest - 1) :]
         shown = [f"the value of {name}" for name, value in self._values.items() if value in text]

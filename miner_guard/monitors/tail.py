@@ -1,4 +1,4 @@
-"""The last output of the miner, kept for the evidence."""
+"""The end of the miner's output, kept as evidence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BYTES = 64 * 1024
 
 
 class Tail:
-    """At least the last 64 KiB that were added, and less than one chunk more."""
+    """Keeps at least the last 64 KiB added, and less than one chunk more."""
 
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque()
@@ -23,8 +23,8 @@ class Tail:
             self._cut = True
 
     def text(self) -> bytes:
-        """The last 64 KiB, or all that there was. What is cut begins with a line: half a key looks
-        like no key."""
+        """The last 64 KiB, or less if less was added. A truncated text starts at a line boundary:
+        redaction would miss half a key."""
         whole = b"".join(self._chunks)
         if not self._cut and len(whole) <= _BYTES:
             return whole

@@ -12,8 +12,8 @@ from miner_guard.monitors.base import Context, Monitor
 from miner_guard.system.clock import iso_utc
 
 _SETTLED_S = 5.0
-"""A condition must hold this long before the verdict changes: what comes and goes within a few
-seconds is another event's matter."""
+"""A condition must hold this long before the verdict changes: shorter conditions are reported by
+other events."""
 
 
 _REPORTED = ("state", "since", "cause", "next_step", "confidence")
@@ -30,7 +30,7 @@ class VerdictMonitor(Monitor):
         self._current: RunVerdict | None = None
         self._since = context.clock.wall()
         self._candidate: tuple[str, float] | None = None
-        """A condition that is not the verdict yet, and since when it holds (monotonic)."""
+        """A condition that may become the verdict, and the monotonic time since when it holds."""
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
         self._memory.take(finding)
@@ -46,7 +46,7 @@ class VerdictMonitor(Monitor):
             return ()
         verdict = judge(status, self._memory)
         if self._current is not None and verdict.key == self._current.key:
-            # The sentence carries the newest numbers; only another condition is a change.
+            # Update the numbers in the sentence; only a different condition counts as a change.
             self._current, self._candidate = verdict, None
             return ()
         if self._candidate is None or self._candidate[0] != verdict.key:
@@ -56,7 +56,7 @@ class VerdictMonitor(Monitor):
         return [self._change(verdict)]
 
     def on_stop(self) -> Iterable[Finding]:
-        """The last verdict says that nothing trains here any more."""
+        """The final verdict: nothing trains here any more."""
         verdict = judge({**self.context.status(), "state": "done"}, self._memory)
         return [self._change(verdict)]
 

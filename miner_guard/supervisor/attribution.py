@@ -1,5 +1,5 @@
-"""Why a launch ended, for people and for the restart policy: the incident seen shortly before, else
-the exit code."""
+"""Why a launch ended, for people and for the restart policy: a recent incident, else the exit
+code."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from miner_guard.system import processes
 from miner_guard.system.clock import Clock
 
 _BLAME_S = 300.0
-"""An incident longer before the end is not what it ended of."""
+"""Ignore incidents older than this; they did not cause the exit."""
 
 
 class RankStates(Protocol):
-    """What the ranks wrote last of themselves."""
+    """The ranks' latest reported states."""
 
     def all_in(self, states: Collection[str]) -> bool:
-        """Every rank is in one of these states, and none is missing."""
+        """Whether every rank is present and in one of these states."""
         ...
 
     def all_stepped(self) -> bool:
-        """Every rank has finished a step."""
+        """Whether every rank has finished a step."""
         ...
 
 
 def ran_to_its_end(ranks: RankStates, objections: Sequence[str]) -> bool:
-    """Whether a miner that exits with 0 and makes no claim has finished, by the evidence.
+    """Whether the evidence shows that a miner that exited with 0, without reporting an end, has
+    finished.
 
-    Every rank stepped and left through the end of its program, no exception reached its top level,
-    and nothing that it printed in the last minutes tells of an error: a loop that catches its
-    exception, prints it and returns exits with 0 too.
+    Every rank stepped and reached the end of its program, no exception reached the top level, and
+    the output of the last minutes reports no error: a loop that catches its exception, prints it
+    and returns exits with 0 too.
     """
     return not objections and ranks.all_stepped() and ranks.all_in({"ended", "finished"})
 
 
 class Attribution:
-    """Of one launch after another."""
+    """Attributes the exits of successive launches."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -47,12 +48,12 @@ class Attribution:
         self._incident_at = 0.0
 
     def launched(self) -> None:
-        """What was seen of the launch before no longer counts."""
+        """Forget the previous launch's incident."""
         self._incident = None
 
     def hear(self, finding: Finding) -> None:
-        """The latest incident counts: the part names roots only, and what was survived came
-        before."""
+        """Remember the latest incident: the monitor reports root causes only, and training survived
+        earlier ones."""
         if finding.event == "incident":
             self._incident, self._incident_at = finding, self._clock.monotonic()
         elif (
@@ -63,7 +64,7 @@ class Attribution:
             self._incident = None
 
     def failure(self, end: Exit) -> Failure:
-        """What the restart policy is told of an end that nobody asked for."""
+        """The failure to pass to the restart policy for an unrequested exit."""
         how = how_it_ended(end, "exit code")
         if self._incident is None or self._clock.monotonic() - self._incident_at > _BLAME_S:
             return Failure(how, end.runtime_s)
@@ -73,7 +74,7 @@ class Attribution:
 
 
 def how_it_ended(end: Exit, code: str = "code") -> str:
-    """`code` is what its exit code is called."""
+    """The exit in words; `code` is the term for its exit code."""
     return (
         f"{code} {end.code}"
         if end.signal is None

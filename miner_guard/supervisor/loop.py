@@ -18,10 +18,10 @@ from miner_guard.system.clock import Clock
 
 _MAX_WAIT_S = 60.0
 REST_S = 1.0
-"""How long a descriptor is left alone whose handler failed, or could do nothing."""
+"""How long to ignore a descriptor whose handler failed or could not act."""
 
 _PAUSE_S = 0.05
-"""After a turn that failed as a whole: a defect that repeats must not take a core."""
+"""Pause after a failed turn: a recurring bug must not use a full core."""
 
 
 @dataclass(order=True)
@@ -34,19 +34,19 @@ class Timer:
     cancelled: bool = field(default=False, compare=False)
 
     def cancel(self) -> None:
-        """Never call; harmless when it already was."""
+        """Cancel the call; a no-op after it ran."""
         self.cancelled = True
 
 
 class Loop:
-    """Waits for whatever comes first and calls its handler, all in the thread that calls `turn`.
+    """Waits for the next event and calls its handler, all in the thread that calls `turn`.
 
-    No failure makes it deaf: a handler that raises is reported and stays in place. A signal handler
-    only leaves its number; what is to be done happens in `turn`.
+    Failures do not stop it: a handler that raises is reported and stays registered. Signal handlers
+    only record the signal's number; `turn` does the work.
     """
 
     def __init__(self, clock: Clock, on_error: Callable[[Exception], None]) -> None:
-        """`on_error` is called with what a handler raised; the loop continues."""
+        """`on_error` receives a handler's exception; the loop continues."""
         self.on_error = on_error
         self._clock = clock
         self._selector = selectors.DefaultSelector()
@@ -60,8 +60,8 @@ class Loop:
         self._resting: dict[int, Timer] = {}
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
         self.turned_at = math.inf
-        """When the latest turn ended, or its thread last gave a sign of life; for the watchdog.
-        Infinite before the first."""
+        """When the latest turn ended or the thread last called `alive`; for the watchdog. Infinite
+        before the first turn."""
 
     def watch(self, fd: int, call: Callable[[], None]) -> None:
         """Call when `fd` is readable or at its end."""
@@ -69,17 +69,17 @@ class Loop:
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def unwatch(self, fd: int) -> None:
-        """Forget `fd`; harmless where it is not watched."""
+        """Stop watching `fd`; a no-op if it is not watched."""
         self._forget_rest(fd)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(fd)
 
     def watched(self, fd: int) -> bool:
-        """Whether the loop waits for `fd` now."""
+        """Whether the loop currently waits for `fd`."""
         return fd in self._selector.get_map()
 
     def rest(self, fd: int) -> None:
-        """Leave a watched `fd` alone for a while: what makes it ready can't be handled now."""
+        """Ignore a watched `fd` for a while: its event can't be handled now."""
         call = self._selector.get_key(fd).data
         self._selector.unregister(fd)
         self._resting[fd] = self.after(REST_S, lambda: self.watch(fd, call))
@@ -96,7 +96,7 @@ class Loop:
         return timer
 
     def every(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call in `seconds`, and again and again, whether it fails or not."""
+        """Call every `seconds`, even after a failure."""
 
         def due() -> None:
             self.after(seconds, due)
@@ -111,7 +111,7 @@ class Loop:
 
     def wake(self) -> None:
         """End the wait of the current turn. Safe from any thread and from a signal handler."""
-        # A full pipe wakes the loop as well; a closed one belongs to a loop that has ended.
+        # A full pipe wakes the loop as well; a closed one belongs to a finished loop.
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"\0")
 
@@ -121,12 +121,12 @@ class Loop:
         self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: object) -> None:
-        # Python runs this between any two bytecodes of the main thread: nothing in here can fail.
+        # Python runs this between any two bytecodes of the main thread, so nothing here may fail.
         self._arrived.append(number)
         self.wake()
 
     def turn(self) -> None:
-        """Wait for one or more things to happen and handle them. Never raises."""
+        """Wait for one or more events and handle them. Never raises."""
         try:
             self._turn()
         except Exception as error:  # noqa: BLE001 - whatever fails here must not end the miner; it is reported
@@ -135,12 +135,12 @@ class Loop:
         self.alive()
 
     def alive(self) -> None:
-        """A sign of life from the loop's thread, for the watchdog."""
+        """Heartbeat from the loop's thread, for the watchdog."""
         self.turned_at = self._clock.monotonic()
 
     def _turn(self) -> None:
         for key, _events in self._selector.select(self._wait_s()):
-            # A handler before this one may have closed it.
+            # An earlier handler may have closed it.
             if self._is_current(key) and not self.attempt(key.data) and self._is_current(key):
                 self.rest(key.fd)
         while self._arrived:
@@ -156,13 +156,13 @@ class Loop:
         return self._selector.get_map().get(key.fd) is key
 
     def drain(self) -> None:
-        """Do what other threads have asked for, without waiting."""
+        """Run the pending calls from other threads, without waiting."""
         while self._calls:
             self.attempt(self._calls.popleft())
 
     def attempt(self, call: Callable[[], object]) -> bool:
-        """Call; False where it raised, which is reported. One failing step must not cost the next
-        one."""
+        """Call and report an exception; False if it raised. One failing step must not prevent the
+        next."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - a defect of the guard must not end the miner; it is reported
@@ -171,7 +171,7 @@ class Loop:
         return True
 
     def _report(self, error: Exception) -> None:
-        # A report that fails as well has no other way out; supervision comes first.
+        # If the report fails too, ignore it; supervision comes first.
         with contextlib.suppress(Exception):
             self.on_error(error)
 
@@ -189,15 +189,15 @@ class Loop:
             os.read(self._wake_read, 4096)
 
     def keep_signals(self) -> None:
-        """After `close` they do nothing: for a process that is about to end, whose exit code they
-        must not change."""
-        # Ignored, since Python gives any other handler back to the default while it ends. An
-        # ignored SIGCHLD has a meaning of its own.
+        """Ignore signals after `close`, so that they do not change the exit code of a process that
+        is about to exit."""
+        # Set SIG_IGN, because Python resets any other handler to the default at exit. An ignored
+        # SIGCHLD has special semantics.
         ignored = self._before.keys() - {signal.SIGCHLD}
         self._before |= dict.fromkeys(ignored, signal.SIG_IGN)
 
     def close(self) -> None:
-        """Give the signals back and close what the loop opened."""
+        """Restore the signal handlers and close the loop's descriptors."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._selector.close()

@@ -12,20 +12,20 @@ from enum import Enum
 
 
 class State(Enum):
-    """The values are what status.json shows."""
+    """States of a run; the values appear in status.json."""
 
     STARTING = "starting"
     """Before the first launch: the preflight runs."""
 
     RUNNING = "running"
     STOPPING = "stopping"
-    """The guard asked the launcher to end."""
+    """The guard has requested the launcher's exit."""
 
     ENDING = "ending"
-    """The launcher has ended; the rest of its processes and output is dealt with."""
+    """The launcher has exited; its remaining processes and output are being handled."""
 
     WAITING = "waiting"
-    """For the next launch: backoff, then the memory of the GPUs."""
+    """Waiting for the next launch: backoff, then GPU memory."""
 
     PAUSED = "paused"
     DONE = "done"
@@ -63,7 +63,7 @@ TRANSITIONS = _MOVES | {
 
 
 class IllegalTransition(Exception):
-    """An event that has no meaning in a state: a defect of the guard, never the miner's."""
+    """An event that is invalid in a state: a bug in the guard, never in the miner."""
 
 
 def after(state: State, event: RunEvent) -> State:

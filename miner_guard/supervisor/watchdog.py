@@ -1,9 +1,8 @@
-"""The guard's own watchdog: a stop is honoured within its grace, even where the supervisor's loop
-hangs.
+"""The guard's watchdog: it honours a stop within its grace even if the supervisor's loop hangs.
 
-It is a thread that waits for two things: signals, whose numbers Python's C handler writes to a pipe
-that only this thread reads, and the loop's signs of life. Where the loop is silent after a stop was
-asked for, it ends the launch itself, leaves all threads' stacks on stderr and ends the process.
+A thread waits for signals, whose numbers Python's C handler writes to a pipe that only this thread
+reads, and checks the loop's liveness. If the loop stays silent after a stop request, the watchdog
+ends the launch, dumps all threads' stacks to stderr and exits the process.
 """
 
 from __future__ import annotations
@@ -27,29 +26,28 @@ from miner_guard.supervisor.process.teardown import TERM_TO_KILL_S, UNKILLABLE_S
 from miner_guard.system import processes
 
 SILENT_S = 5.0
-"""The loop turns twice a second; under a load of 20 on 2 cores its longest turn was below one
+"""The loop turns twice a second; under a load of 20 on 2 cores its longest turn took less than a
 second."""
 
 _LAST_WORDS_S = 20.0
-"""After the miner's end: alerts, the final status, sockets and children closed (10 s of it for the
-alerts)."""
+"""Time after the miner's exit for alerts (10 s of it), the final status, and closing sockets and
+children."""
 
 _INTERPRETER_S = 1.0
 _LOOK_EVERY_S = 0.5
 _PAUSED_S = 3.0
 _REPORT_S = 1.0
-"""How long a report may take before its thread is left behind: what hangs the loop may hang it
-too."""
+"""Abandon a report's thread after this long: what hangs the loop may hang the report too."""
 
 
 @dataclass(frozen=True)
 class Hands:
-    """What the watchdog does to others; the tests have their own."""
+    """The watchdog's side effects; tests substitute them."""
 
     report: Callable[[Finding], None]
     teardown: Callable[[], Teardown | None]
-    """Of the current launch, with its whole grace; None where nothing runs. Called from this
-    thread."""
+    """A teardown for the current launch with its full grace; None without a launch. Called from the
+    watchdog's thread."""
 
     leave: Callable[[int], object] = os._exit
     monotonic: Callable[[], float] = time.monotonic
@@ -72,25 +70,24 @@ class Watchdog:
         self._main = threading.main_thread().ident
 
     def start(self, stop_signals: Collection[int]) -> None:
-        """From the main thread, after its signal handlers are in place: Python writes only those
-        signals' numbers."""
+        """Start watching. Call from the main thread after installing the signal handlers: Python
+        writes only handled signals' numbers."""
         self._stop_signals = stop_signals
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def stop_asked(self) -> None:
-        """From now on the grace runs."""
+        """Start the grace period."""
         if self._asked_at is None:
             self._asked_at = self._hands.monotonic()
 
     def leaving(self, exit_code: int, within_s: float) -> None:
-        """The process is about to end with this code; it ends within so many seconds, whatever
-        hangs."""
+        """The process is about to exit with this code; force the exit after `within_s` seconds."""
         self._exit_code, self._leave_at = exit_code, self._hands.monotonic() + within_s
 
     def left(self) -> None:
-        """All is done but the interpreter's own end, which waits for every job: a hanging one costs
-        a second."""
+        """Only the interpreter's shutdown remains, which waits for every job: a hanging job costs
+        one second."""
         self._leave_at, self._silent = self._hands.monotonic() + _INTERPRETER_S, True
 
     def _run(self) -> None:
@@ -99,9 +96,9 @@ class Watchdog:
             if readable:
                 with contextlib.suppress(BlockingIOError):
                     self._hear(os.read(self._read, 4096))
-                # The kernel may have interrupted another thread than the loop's.
+                # The signal may have interrupted a thread other than the loop's.
                 self._loop.wake()
-            # What fails here must not leave the guard without its watchdog.
+            # A failure here must not stop the watchdog.
             with contextlib.suppress(Exception):
                 self.look()
 
@@ -110,11 +107,10 @@ class Watchdog:
             self.stop_asked()
 
     def look(self) -> None:
-        """Compare the loop's last sign of life, and the time since a stop was asked for, with what
-        they may be."""
+        """Check the loop's silence and the time since the stop request against their limits."""
         now = self._hands.monotonic()
         if now - self._looked_at > _PAUSED_S:
-            # The whole process was stopped, or the host: the loop had no turn either.
+            # The whole process or host was suspended, so the loop did not run either.
             self._resumed_at = now
         self._looked_at = now
         silent = now - max(self._loop.turned_at, self._resumed_at)
@@ -155,8 +151,8 @@ class Watchdog:
         self._within_a_second(lambda: self._hands.report(finding))
 
     def _end_launch(self) -> None:
-        """As the loop would have done it: SIGTERM, the grace, SIGKILL, until nothing of the launch
-        is left."""
+        """End the launch as the loop would: SIGTERM, the grace, SIGKILL, until no process of the
+        launch is left."""
         teardown = self._hands.teardown()
         if teardown is None:
             return
@@ -187,7 +183,7 @@ class Watchdog:
 
 
 def _dump(why: str) -> None:
-    """To descriptor 2 and nothing else: Python's own streams and the log may be what hangs."""
+    """Write to descriptor 2 directly: Python's streams and the log may be what hangs."""
     with contextlib.suppress(OSError):
         os.write(2, f"miner-guard: {why}; the stacks of all threads:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
