@@ -1,5 +1,4 @@
-"""guard.sock: datagrams from the ranks. They say that there is something to read; they may be
-lost."""
+"""guard.sock: datagrams from the ranks that announce new data; they may be lost."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _MAX_AT_ONCE = 256
 
 
 class NotifySocket:
-    """The receiving end. Making one raises OSError where the socket can't be made."""
+    """The receiving end. The constructor raises OSError if it can't create the socket."""
 
     def __init__(
         self, state: StateDir, on_ring: Callable[[int], None], on_finding: Callable[[Finding], None]
@@ -28,7 +27,7 @@ class NotifySocket:
         self._socket = socket.socket(
             socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         )
-        # Whatever lies there under our name is from a guard that is gone: we hold the lock.
+        # An existing socket belongs to a dead guard: we hold the lock.
         self._path.unlink(missing_ok=True)
         with address(self._path) as name:
             self._socket.bind(name)
@@ -38,7 +37,7 @@ class NotifySocket:
         return self._socket.fileno()
 
     def receive(self) -> None:
-        """Handle what has arrived."""
+        """Handle the pending datagrams."""
         rung: set[int] = set()
         for _ in range(_MAX_AT_ONCE):
             try:

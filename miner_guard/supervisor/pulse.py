@@ -1,4 +1,4 @@
-"""The supervisor's tick: the ranks' records, the monitors, the launch's health, dropped output, the
+"""The supervisor's tick: flight records, monitors, the launch's health, dropped output,
 processes."""
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ DROPS_EVERY_S = 60.0
 
 
 class Pulse:
-    """What happens twice a second. Each step is attempted by itself: one that fails costs the
-    others nothing."""
+    """Work done twice a second. A failing step does not affect the others."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._run = supervisor
@@ -27,11 +26,11 @@ class Pulse:
         self._drops_said_at = 0.0
 
     def tick(self) -> None:
-        """All of it, for a loop that calls this again whatever happens here."""
+        """Run all steps, for a loop that calls this again even after a failure."""
         run, attempt = self._run, self._run.loop.attempt
         attempt(run.relay.tick)
         if run.exit_code is not None:
-            # The monitors have ended; only their last words are waited for.
+            # The monitors have stopped; only their last messages are pending.
             return
         attempt(lambda: run.flights.look(run.host))
         ranks: dict[int, Now] = {}
@@ -49,7 +48,7 @@ class Pulse:
             self.say_blind(error)
 
     def say_blind(self, error: OSError) -> None:
-        """Report once that the run's processes can't be read."""
+        """Report once that the run's processes can't be inspected."""
         if not self._uninspectable_reported:
             self._uninspectable_reported = True
             what = (
@@ -73,7 +72,7 @@ class Pulse:
             self.say_drops()
 
     def say_drops(self) -> None:
-        """Report what was dropped since the last report, if anything."""
+        """Report output dropped since the last report, if any."""
         dropped = self._run.relay.dropped_bytes - self._dropped_said
         if dropped > 0:
             self._dropped_said += dropped

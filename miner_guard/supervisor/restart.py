@@ -1,7 +1,7 @@
-"""Whether a miner that failed is started again, and when: pure, by cause.
+"""Whether and when to restart a failed miner, by cause. Pure.
 
-The causes come from the incident knowledge (`miner_guard/incidents/*.toml`, field `restart`). A
-cause that a restart cannot fix is not tried again and again; what may pass is, with growing waits.
+The causes come from the incident knowledge (`miner_guard/incidents/*.toml`, field `restart`).
+Causes that a restart cannot fix get few attempts; transient ones are retried with growing backoff.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from miner_guard.eventlog.catalog import counted
 
 @dataclass(frozen=True)
 class RestartRule:
-    """How one kind of cause is treated."""
+    """The restart rule for one kind of cause."""
 
     tries: int | None
-    """Restarts in a row for this kind; None: as many as `max_restarts` allows."""
+    """Consecutive restarts for this kind; None: as many as `max_restarts` allows."""
 
     advice: str
     """What a person should do when the guard gives up."""
 
     outside: bool = False
-    """A service somewhere else must come back first: the waits begin with `outage_backoff_s`."""
+    """A remote service must recover first: backoff starts at `outage_backoff_s`."""
 
 
 RULES = {
@@ -37,17 +37,18 @@ RULES = {
     ),
     "config": RestartRule(1, "a person must change something first; a restart can't mend it"),
 }
-"""By the value of an incident's field `restart`; `never` and unknown ones are treated as transient.
+"""Rules by the value of an incident's field `restart`; `never` and unknown values count as
+transient.
 
-All with a number count by label: the same label again without a healthy stretch between ends it.
-`config` too has one try, because the cause is read from log lines: one line misread must not end a
-miner for the night.
+A rule with a number counts by label: restarts end when the same label recurs without a healthy
+stretch in between. Even `config` gets one try, because the cause comes from log lines: one misread
+line must not stop a miner for the night.
 """
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One end that nobody asked for."""
+    """One unrequested exit or hang."""
 
     cause: str
     """For people."""
@@ -57,24 +58,24 @@ class Failure:
     """A key of RULES."""
 
     label: str = ""
-    """The incident's, empty where no incident says why."""
+    """The incident's label; empty without an incident."""
 
     fix: str = ""
-    """What the incident knowledge tells a person to do."""
+    """The fix from the incident knowledge, for a person."""
 
 
 @dataclass(frozen=True)
 class Again:
-    """Start again."""
+    """Restart the miner after a wait."""
 
     wait_s: float
     attempt: int
-    """Of `max_restarts`, since the last healthy stretch."""
+    """The attempt's number, out of `max_restarts`, since the last healthy stretch."""
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Restarting stops."""
+    """Stop restarting."""
 
     why: str
 
@@ -85,7 +86,7 @@ class RestartPolicy:
     def __init__(
         self, settings: RestartSettings, chance: Callable[[], float] = random.random
     ) -> None:
-        """`chance` gives numbers in [0, 1) for the jitter."""
+        """`chance` returns numbers in [0, 1) for the jitter."""
         self._settings = settings
         self._chance = chance
         self._failures = 0
@@ -98,13 +99,13 @@ class RestartPolicy:
         return self._failures
 
     def healthy(self) -> None:
-        """The miner trained for a whole healthy stretch: what was before no longer counts."""
+        """The miner completed a healthy stretch of training: forget earlier failures."""
         self._failures = 0
         self._by_label.clear()
         self._times.clear()
 
     def failed(self, failure: Failure) -> Again | GiveUp:
-        """The miner ended though nobody asked for it, or it hung."""
+        """Decide after an unrequested exit or a hang."""
         cause = failure.cause
         rule = RULES.get(failure.kind, RULES["transient"])
         self._times.append(failure.runtime_s)

@@ -1,9 +1,9 @@
-"""Work on a schedule, in threads, never piling up: APScheduler behind the monitors' `Jobs`.
+"""Scheduled work in threads, without overlapping runs: APScheduler behind the monitors' `Jobs`.
 
-APScheduler plans in wall-clock time and would enumerate every run that a clock set from 2000 to
-today has "missed", under the lock that anyone who adds a job waits for. So the interval of a job is
-measured by the monotonic clock, the plan is moved with a stepped wall clock before it is read, and
-nobody but the scheduler's own thread touches the plan.
+APScheduler plans in wall-clock time: when the clock jumps from 2000 to today it would enumerate
+every "missed" run while it holds the lock that adding a job needs. Therefore the monotonic clock
+measures intervals, the plan is shifted after a wall clock step before it is read, and only the
+scheduler's thread touches the plan.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.system.clock import Clock
 
 _STEP_S = 2.0
-"""The wall clock moved so much more or less than the monotonic one: it was stepped."""
+"""A larger difference between wall and monotonic clock means that the wall clock was stepped."""
 
 _LATE_S = 5.0
-"""A job that starts so much later than planned is reported."""
+"""A job that starts this long after its time is reported."""
 
 _EARLY_S = 1.0
-"""A run so much before its time is the one that was planned for it; at most a tenth of the
-interval."""
+"""A run up to this early counts as the planned one; at most a tenth of the interval."""
 
 _THREADS = 8
 
 
 class Scheduler:
-    """The supervisor's `Jobs`. Jobs run in up to 8 threads; the same job never runs twice at a
-    time.
+    """The supervisor's `Jobs`. Jobs run in up to 8 threads; runs of the same job never overlap.
 
-    No method waits for a lock that is held while the plan is worked on: all are safe in the
-    supervisor's thread.
+    No method waits for a lock that is held while the plan changes: all are safe in the supervisor's
+    thread.
     """
 
     def __init__(self, clock: Clock, report: Callable[[Finding], None]) -> None:
@@ -52,18 +50,18 @@ class Scheduler:
         self._scheduler: Any = None
         self._closed = False
         self._inbox: deque[Callable[[], None]] = deque()
-        """What is to be added to the plan, by the scheduler's thread."""
+        """Additions to the plan, for the scheduler's thread."""
 
     def start(self) -> None:
-        """Begin. Until then jobs are only remembered: the miner starts before APScheduler is
-        imported."""
+        """Start the schedule. Earlier jobs are only queued, so that the miner starts before the
+        import of APScheduler."""
         from apscheduler.executors.pool import ThreadPoolExecutor
         from apscheduler.schedulers.background import BackgroundScheduler
 
         before_each_turn, executor = self._update_plan, ThreadPoolExecutor(_THREADS)
 
         class SteadyScheduler(BackgroundScheduler):  # type: ignore[misc]
-            """Its plan is brought up to date before each look at it, in the same thread."""
+            """Updates the plan before each pass, in the same thread."""
 
             def _process_jobs(self) -> float | None:
                 before_each_turn()
@@ -74,8 +72,8 @@ class Scheduler:
                 super()._main_loop()
                 executor.shutdown(wait=False)
 
-        # It would print a line for each run that it leaves out; lateness is reported by ourselves,
-        # as a finding.
+        # APScheduler logs a line for each skipped run; the guard reports lateness as a finding
+        # instead.
         logging.getLogger("apscheduler").addHandler(logging.NullHandler())
         logging.getLogger("apscheduler").propagate = False
         self._scheduler = SteadyScheduler(
@@ -95,8 +93,7 @@ class Scheduler:
         *,
         first_after_s: float | None = None,
     ) -> None:
-        """Run `work` every `seconds`, first after `first_after_s` (as long as the interval, if not
-        given)."""
+        """Run `work` every `seconds`, first after `first_after_s` (default: one interval)."""
         due = _Due(self._clock, seconds, seconds if first_after_s is None else first_after_s)
         self._due[name] = due
         self._hand_over(functools.partial(self._plan, name, work, due))
@@ -118,8 +115,7 @@ class Scheduler:
         self._scheduler.add_job(run, trigger, next_run_time=first, id=name, replace_existing=True)
 
     def _update_plan(self) -> None:
-        """Move the plan with a stepped wall clock, and add what was asked for since. In the
-        scheduler's thread."""
+        """Shift the plan after a wall clock step, and add queued jobs. Scheduler thread only."""
         offset = self._clock.wall() - self._clock.monotonic()
         step, self._offset = offset - self._offset, offset
         if abs(step) >= _STEP_S:
@@ -151,8 +147,8 @@ class Scheduler:
             self._report(make_finding("job_recovered", job=name))
 
     def figures(self) -> dict[str, dict[str, float | int | None]]:
-        """Of each repeated job: runs, how long the last and the longest took, and how many runs
-        were left out."""
+        """For each repeated job: number of runs, duration of the last and the longest, and skipped
+        runs."""
         return {
             name: {"runs": due.runs, "last_s": due.last_s, "max_s": due.max_s, "missed": due.missed}
             for name, due in list(self._due.items())
@@ -166,12 +162,12 @@ class Scheduler:
             self._report(make_finding("job_failed", job=name, reason=reason))
 
     def close(self) -> None:
-        """No further runs; what is running is not waited for, and neither is APScheduler."""
+        """Start no further runs; wait neither for running jobs nor for APScheduler."""
         from apscheduler.schedulers.base import STATE_STOPPED
 
         self._closed = True
         if self._scheduler is not None:
-            # Its own `shutdown` takes the lock of the plan and joins its thread.
+            # `shutdown` would take the plan's lock and join the thread.
             self._scheduler.state = STATE_STOPPED
             self._scheduler.wakeup()
 
@@ -180,8 +176,7 @@ def _trigger(due: _Due) -> Any:
     from apscheduler.triggers.base import BaseTrigger
 
     class SteadyTrigger(BaseTrigger):  # type: ignore[misc]
-        """Always one run ahead: there is nothing to enumerate, however far the wall clock
-        jumped."""
+        """Plans one run ahead, so a wall clock jump leaves nothing to enumerate."""
 
         def get_next_fire_time(self, _previous: datetime | None, now: datetime) -> datetime:
             return now + timedelta(seconds=due.wait_s())
@@ -190,7 +185,7 @@ def _trigger(due: _Due) -> Any:
 
 
 class _Due:
-    """When a job should run next, by the monotonic clock, and how its runs went."""
+    """A job's next due time on the monotonic clock, and statistics of its runs."""
 
     def __init__(self, clock: Clock, interval_s: float, first_s: float) -> None:
         self._clock = clock
@@ -201,11 +196,11 @@ class _Due:
         self.max_s: float | None = None
 
     def first_in_s(self) -> float:
-        """Seconds until the first run; zero where it is due already."""
+        """Seconds until the first run; zero if it is already due."""
         return max(0.0, self._first - self._clock.monotonic())
 
     def wait_s(self) -> float:
-        """Seconds until the next run that is not due yet; always above zero, and without drift."""
+        """Seconds until the next run in the future; always positive, and without drift."""
         now = self._clock.monotonic() + min(_EARLY_S, self.interval_s / 10)
         if now < self._first:
             return self._first - self._clock.monotonic()
@@ -213,16 +208,16 @@ class _Due:
         return self._first + (past + 1) * self.interval_s - self._clock.monotonic()
 
     def lateness(self, now: float) -> float:
-        """Seconds after its time; from here the next run is expected."""
+        """Return how late this run is, and expect the next one an interval from now."""
         late = now - self._next
         self._next = now + self.interval_s
-        # A run that comes half an interval late is late; one interval late, and the one in between
-        # was left out.
+        # Round to whole intervals: half an interval is late, a full interval means that a run was
+        # skipped.
         self.missed += max(0, round(late / self.interval_s))
         return late
 
     def done(self, seconds: float) -> None:
-        """A run has ended."""
+        """Record a completed run."""
         self.runs += 1
         self.last_s = round(seconds, 4)
         self.max_s = max(self.max_s or 0.0, self.last_s)

@@ -1,1 +1,1 @@
-"""How people and service managers reach the running guard."""
+"""Interfaces to the running guard for people and service managers."""

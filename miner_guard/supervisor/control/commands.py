@@ -1,5 +1,5 @@
-"""What the running guard can be asked: by people through control.sock, by its own parts through
-`Control`."""
+"""Commands to the running guard: from people through control.sock, from monitors through
+`SupervisorControl`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from miner_guard.supervisor.supervisor import Supervisor
 
 
 class CommandHandler:
-    """The parts' `Control`, safe from any thread; `answer` is for the supervisor's."""
+    """The monitors' `SupervisorControl`, safe from any thread; `answer` is for the supervisor's
+    thread only."""
 
     def __init__(
         self,
@@ -21,7 +22,7 @@ class CommandHandler:
         soon: Callable[[Callable[[], None]], None],
         document: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """`soon` runs a call in the supervisor's thread; `document` gives the status as of now."""
+        """`soon` runs a call in the supervisor's thread; `document` returns the current status."""
         self._supervisor, self._flights, self._soon, self._document = (
             supervisor,
             flights,
@@ -30,8 +31,8 @@ class CommandHandler:
         )
 
     def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Do what a line on control.sock asks for; `done` says what was done, `error` why nothing
-        was."""
+        """Execute a request from control.sock; the answer has `done` with the action taken, or
+        `error` with the reason for a refusal."""
         what = request.get("do")
         if what == "status":
             return {"status": self._document()}
@@ -51,16 +52,16 @@ class CommandHandler:
         }
 
     def restart(self, cause: str) -> None:
-        """Stop the miner and start it again by the restart policy."""
+        """Stop the miner and restart it under the restart policy."""
         self._supervisor.want(StopRequest(cause, Then.RESTART))
 
     def finish(self, cause: str) -> None:
-        """Stop what is left of a miner whose ranks have finished, and end the guard as after any
+        """Stop the rest of a miner whose ranks have finished, and end the guard as after a normal
         finish."""
         self._supervisor.want(StopRequest(cause, Then.FINISH))
 
     def relaunch(self, cause: str) -> None:
-        """Stop the miner and start it again at once, not counted as a failure."""
+        """Stop the miner and restart it immediately, without counting a failure."""
         self._supervisor.want(StopRequest(cause, Then.RELAUNCH))
 
     def stop(self, cause: str, exit_code: int) -> None:
@@ -68,5 +69,5 @@ class CommandHandler:
         self._supervisor.want(StopRequest(cause, Then.STOP, exit_code))
 
     def use_command(self, command: Sequence[str]) -> None:
-        """The miner's command from the next launch on."""
+        """Use this command from the next launch on."""
         self._soon(lambda: self._supervisor.use_command(command))

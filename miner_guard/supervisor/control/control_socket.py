@@ -1,5 +1,4 @@
-"""control.sock: one JSON line asks, one JSON line answers. `miner-guard ctl` and `status` are its
-users."""
+"""control.sock: one JSON line per request and answer, used by `miner-guard ctl` and `status`."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class NotRunning(Exception):
 
 
 class ControlSocket:
-    """The supervisor's side. Making one raises OSError where the socket can't be made."""
+    """The supervisor's side. The constructor raises OSError if it can't create the socket."""
 
     def __init__(
         self, state: StateDir, loop: Loop, handle: Callable[[Mapping[str, Any]], Answer]
@@ -48,14 +47,14 @@ class ControlSocket:
         try:
             client, _ = self._socket.accept()
         except OSError:
-            # No descriptor is left (EMFILE): the client waits, and would keep the loop spinning.
+            # Out of descriptors (EMFILE): the pending client would keep the loop spinning.
             self._loop.rest(self._socket.fileno())
             return
         client.setblocking(False)
         fd = client.fileno()
         self._clients[fd] = (client, b"")
         self._loop.watch(fd, lambda: self._readable(fd))
-        # A client that says nothing must not hold a descriptor forever.
+        # A silent client must not hold a descriptor forever.
         self._loop.after(_PATIENCE_S, lambda: self._drop(fd, client))
 
     def _readable(self, fd: int) -> None:
@@ -85,8 +84,8 @@ class ControlSocket:
         return json.dumps(answer, default=str).encode() + b"\n"
 
     def _send(self, fd: int, client: socket.socket, data: bytes) -> None:
-        """Send what the socket takes now, and the rest a moment later: a long command line makes a
-        long status."""
+        """Send what the socket accepts now and the rest later: a long command line makes a long
+        status."""
         if self._clients.get(fd, (None,))[0] is not client:
             return
         try:
@@ -94,7 +93,7 @@ class ControlSocket:
         except BlockingIOError:
             pass
         except OSError:
-            # The client has gone away; what it asked for is done.
+            # The client disconnected; its request has been executed.
             data = b""
         if data:
             self._loop.after(_PAUSE_S, lambda: self._send(fd, client, data))
@@ -115,7 +114,7 @@ class ControlSocket:
 
 
 def ask(state: StateDir, request: Mapping[str, Any], timeout_s: float = 5.0) -> Answer:
-    """Ask the guard that runs in this state directory. Raises NotRunning, or TimeoutError where it
+    """Send a request to the guard of this state directory. Raises NotRunning, or TimeoutError if it
     does not answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)

@@ -1,7 +1,7 @@
-"""What others find the guard by: its sockets and its lock, made again where somebody removed them.
+"""The guard's sockets and lock, recreated when something removes them.
 
-Who cleans /tmp takes sockets too: the ranks would think they are alone, and `status` that no guard
-runs. Without the lock a second guard could start here and end this one's miner as a leftover.
+A cleanup of /tmp removes sockets too: the ranks would assume that no guard runs, and so would
+`status`. Without the lock a second guard could start here and kill this one's miner as an orphan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Close = Callable[[], None]
 
 
 class Endpoints:
-    """For the supervisor's thread."""
+    """Keeps the endpoints in place. Supervisor thread only."""
 
     def __init__(
         self, lock: Lock, disk: DiskWriter, loop: Loop, report: Callable[[Finding], None]
@@ -29,11 +29,11 @@ class Endpoints:
         self._close: dict[Path, Close] = {}
         self._refused: set[Path] = set()
         self._asked = False
-        """The disk was asked whether it answers."""
+        """A check whether the disk answers is pending."""
 
     def open(self, path: Path, make: Callable[[], Close]) -> None:
-        """Make a socket, now and whenever it is gone. `make` answers how to close it, or raises
-        OSError."""
+        """Create a socket, now and whenever it disappears. `make` returns a function that closes
+        it, or raises OSError."""
         self._make[path] = make
         self._open(path)
 
@@ -49,8 +49,8 @@ class Endpoints:
         self._refused.discard(path)
 
     def look(self) -> None:
-        """About once a second. What is missing is made as soon as the disk has answered: to bind
-        a socket or create a lock on one that does not would hang the supervisor."""
+        """Call about once a second. Recreates missing endpoints once the disk has answered: binding
+        a socket or creating a lock on an unresponsive disk would hang the supervisor."""
         missing = any(not path.exists() for path in self._make)
         if (missing or self._lock.lost()) and not self._asked:
             self._asked = True
@@ -67,7 +67,7 @@ class Endpoints:
             self._report(lost)
 
     def close(self) -> None:
-        """Close all sockets and remove them."""
+        """Close and remove all sockets."""
         self._make.clear()
         for path, close in self._close.items():
             close()

@@ -1,4 +1,5 @@
-"""Anyone who runs the guard: pm2 through its IPC socket, systemd through its notify socket."""
+"""Service managers that run the guard: pm2 through its IPC socket, systemd through its notify
+socket."""
 
 from __future__ import annotations
 
@@ -18,22 +19,23 @@ _MONITOR_EVERY_S = 5.0
 
 
 class ServiceManager(Protocol):
-    """Told about the guard's life. Nothing of it blocks or raises."""
+    """Receives the guard's lifecycle events. No method blocks or raises."""
 
     def ready(self) -> None:
-        """The miner was started."""
+        """The miner has started."""
 
     def pulse(self, status: Mapping[str, Any], now: float) -> None:
-        """About once a second, with the status document."""
+        """Called about once a second with the status document."""
 
     def stopping(self) -> None:
-        """The guard begins to stop."""
+        """The guard has begun to stop."""
 
 
 def service_managers(
     env: Mapping[str, str], loop: Loop, on_gone: Callable[[str], None]
 ) -> list[ServiceManager]:
-    """Those that started this guard. `on_gone` is called with the reason when one of them died."""
+    """The service managers that started this guard. `on_gone` is called with the reason when one
+    dies."""
     found: list[ServiceManager] = []
     if under_pm2(env) and (channel := _channel(env)) is not None:
         found.append(Pm2(channel, loop, on_gone))
@@ -52,8 +54,7 @@ def _channel(env: Mapping[str, str]) -> int | None:
 
 
 class Pm2:
-    """pm2's IPC socket: its end means that pm2's God daemon died, which stops the guard in
-    order."""
+    """pm2's IPC socket: EOF means that pm2's God daemon died, and triggers an orderly stop."""
 
     def __init__(self, channel: int, loop: Loop, on_gone: Callable[[str], None]) -> None:
         self._socket = socket.socket(fileno=channel)
@@ -85,7 +86,7 @@ class Pm2:
         self._send("ready")
 
     def pulse(self, status: Mapping[str, Any], now: float) -> None:
-        """The values that `pm2 monit` and `pm2 jlist` show."""
+        """Send the values that `pm2 monit` and `pm2 jlist` show."""
         shown = monitor_values(status)
         if shown == self._shown or now - self._shown_at < _MONITOR_EVERY_S:
             return
@@ -98,10 +99,10 @@ class Pm2:
         )
 
     def stopping(self) -> None:
-        """pm2 knows: it asked."""
+        """No message: pm2 requested the stop."""
 
     def _send(self, message: Any) -> None:
-        # A full socket means that pm2 does not read: the value is shown next time.
+        # A full socket means that pm2 does not read; the next update carries the value.
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(message).encode() + b"\n")
 
@@ -114,7 +115,7 @@ def _is_shutdown(line: bytes) -> bool:
 
 
 def monitor_values(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Name to value, as pm2 shows them; unknown values are reported as such."""
+    """Values by name, as pm2 shows them; unknown values are shown as such."""
     steps = status.get("steps") or {}
     outer, inner, loss, step_s = (
         steps.get(k) for k in ("outer_step", "inner_step", "loss", "step_time_s")
@@ -132,7 +133,7 @@ def monitor_values(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Systemd:
-    """sd_notify: readiness, a line of status, the watchdog. See sd_notify(3)."""
+    """sd_notify: readiness, a status line, the watchdog. See sd_notify(3)."""
 
     def __init__(self, address: str, env: Mapping[str, str]) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address
@@ -141,7 +142,7 @@ class Systemd:
         )
         meant_for = env.get("WATCHDOG_PID", str(os.getpid()))
         watched = env.get("WATCHDOG_USEC", "").isdigit() and meant_for == str(os.getpid())
-        # Half the interval, as sd_watchdog_enabled(3) asks for.
+        # Half the interval, as sd_watchdog_enabled(3) recommends.
         self._every_s = int(env["WATCHDOG_USEC"]) / 2e6 if watched else None
         self._last = float("-inf")
         self._line = ""
@@ -162,6 +163,6 @@ class Systemd:
         self._send("STOPPING=1")
 
     def _send(self, text: str) -> None:
-        # systemd restarts a guard whose watchdog is silent; there is nobody else to tell.
+        # Ignore failures: systemd restarts a guard whose watchdog is silent.
         with contextlib.suppress(OSError):
             self._socket.sendto(text.encode(), self._address)

@@ -1,5 +1,4 @@
-"""status.json: what the running guard knows, replaced atomically about once a second when it
-changed."""
+"""status.json: the running guard's state, replaced atomically about once a second if it changed."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
 
 
 def run_status(run: Supervisor) -> dict[str, Any]:
-    """The run's own part of status.json."""
+    """The run's section of status.json."""
     launch, last = run.launch, run.last_exit
     age = (
         run.clock.monotonic() - launch.started
@@ -62,7 +61,7 @@ class Status:
         self.latest: Mapping[str, Any] = {}
 
     def update(self, document: Mapping[str, Any]) -> None:
-        """Take a new document; write it where it says something new."""
+        """Store a new document; write it if it changed."""
         plain = finite(document)
         self.latest = {**plain, "updated": iso_utc(self._clock.wall())}
         if plain == self._written:

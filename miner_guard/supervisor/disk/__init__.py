@@ -1,1 +1,1 @@
-"""What the guard writes into its state directory, through a process of its own."""
+"""Writes the guard's files in its state directory, through a separate process."""

@@ -1,8 +1,8 @@
 """`python -m miner_guard.supervisor.disk.child`: the process that writes the guard's files.
 
-A process, not a thread: a thread that a dead disk holds in the kernel (D state) keeps its whole
-process from ending, SIGKILL included, and with it anyone who waits for the guard. It ends with its
-standard input.
+A process, because a thread that a dead disk holds in the kernel (D state) keeps its whole process
+from exiting, even after SIGKILL, and blocks everything that waits for the guard. It exits at EOF on
+its standard input.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 
 
 class Log:
-    """guard.jsonl."""
+    """Writes guard.jsonl."""
 
     def __init__(self, state: StateDir, settings: LogSettings, say: Say) -> None:
         self._sink = JsonlSink(state.log, settings, say)
@@ -46,13 +46,13 @@ class Log:
         """Nothing waits."""
 
     def close(self) -> None:
-        """The last line is written."""
+        """Close the file after the last line."""
         self._sink.close()
 
 
 class Files:
-    """Files that are replaced as a whole. What can't be written is tried again until it can, or is
-    outdated."""
+    """Writes files that are replaced as a whole. Retries failed writes until they succeed or are
+    obsolete."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -72,7 +72,7 @@ class Files:
                 self._say(write_failed(path.name, error))
 
     def idle(self) -> None:
-        """Try again what could not be written."""
+        """Retry failed writes."""
         for path, message in list(self._waiting.items()):
             with contextlib.suppress(OSError):
                 _do(path, message)
@@ -82,7 +82,7 @@ class Files:
                     self._say(make_finding("disk_recovered", what=path.name, lost=lost))
 
     def close(self) -> None:
-        """Once more."""
+        """Retry failed writes one last time."""
         self.idle()
 
 
@@ -100,14 +100,13 @@ def _do(path: Path, message: Message) -> None:
 
 
 class Records:
-    """The copies of the ranks' flight records."""
+    """Writes the copies of the ranks' flight records."""
 
     def __init__(self) -> None:
         self._copiers: dict[Path, tuple[int, Copier]] = {}
 
     def write(self, message: Message) -> None:
-        """Copy what is new. A full disk is reported for other files; the next message tries
-        again."""
+        """Copy new data. Other files report a full disk; the next message retries."""
         path = Path(message["path"])
         with contextlib.suppress(OSError):
             fd = os.open(message["memory"], os.O_RDONLY | os.O_CLOEXEC)
@@ -131,31 +130,31 @@ class Records:
         """Nothing waits."""
 
     def close(self) -> None:
-        """What was there at the guard's end, which may have been sudden."""
+        """Copy the final state: the guard may have died suddenly."""
         for _, copier in self._copiers.values():
             with contextlib.suppress(OSError):
                 copier.copy()
 
 
 class Rows:
-    """The ledger."""
+    """Writes the ledger."""
 
     def __init__(self, state: StateDir, say: Say) -> None:
-        # Late: a run without uploads needs no SQLite.
+        # Imported late: a run without uploads needs no SQLite.
         from uploads.ledger import Ledger
 
         self._ledger = Ledger(state.ledger, say)
 
     def write(self, message: Message) -> None:
-        """Write the row; the ledger keeps what it can't write now."""
+        """Write the row; the ledger queues it if it can't."""
         self._ledger.write(message["statement"], message["values"])
 
     def idle(self) -> None:
-        """Write what waits."""
+        """Write queued rows."""
         self._ledger.retry()
 
     def close(self) -> None:
-        """Once more, then close the file."""
+        """Retry queued rows, then close the file."""
         self._ledger.close()
 
 
@@ -174,7 +173,7 @@ class Lane(threading.Thread):
         self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Until the message None."""
+        """Write messages until None arrives."""
         writer: Log | Files | Rows | Records | None = None
         while True:
             try:
@@ -198,14 +197,15 @@ class Lane(threading.Thread):
 
 
 def main() -> None:
-    """Read messages until the guard closes the pipe; then write what is left and end."""
+    """Read messages until the guard closes the pipe, then flush and exit."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Anyone who stops the whole group, as systemd does, wants the guard's last lines too.
+        # A service manager that signals the whole group, as systemd does, still wants the guard's
+        # last lines.
         signal.signal(number, signal.SIG_IGN)
     order = json.loads(sys.stdin.buffer.readline())
     state, settings = StateDir(Path(order["state"])), LogSettings(**order["logs"])
     out, mutex = os.dup(1), threading.Lock()
-    # Nothing but answers goes where the guard reads them.
+    # Send stray prints to stderr: the guard parses stdout as answers.
     os.dup2(2, 1)
 
     def answer(document: Message) -> None:

@@ -1,7 +1,7 @@
-"""The guard's side of its files: queues that never block, and the process that writes them.
+"""The guard's side of file writing: queues that never block, and the process that writes them.
 
-No thread of the guard waits for the disk of the state directory. What the process has not confirmed
-is kept, up to 8 MiB for each kind of file; beyond that the oldest is dropped and counted.
+No thread of the guard waits for the state directory's disk. Messages that the process has not
+confirmed are kept, up to 8 MiB per kind of file; beyond that the oldest are dropped and counted.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from miner_guard.supervisor.disk.messages import FILES, LANES, LOG, RECORDS, ROW
 from miner_guard.system.backoff import Backoff
 
 STUCK_S = 5.0
-"""A write that lasts longer is reported: the disk does not answer."""
+"""A longer write is reported as an unresponsive disk."""
 
 MAX_WAITING_BYTES = 8 * 1024 * 1024
-"""Of each kind; an hour of log at a line a second is 1 MiB."""
+"""Limit per kind; an hour of log at one line per second is 1 MiB."""
 
 _IN_FLIGHT = 64
-"""Messages of each kind that the process may hold: what it has, the guard can't drop."""
+"""Messages of each kind in flight to the process: the guard can't drop those."""
 
 _LOOK_EVERY_S = 0.5
 _FILE_OF = {LOG: "guard.jsonl", ROWS: "ledger.sqlite3"}
@@ -48,19 +48,19 @@ class _Message:
     data: bytes
     file: str
     path: Path | None = None
-    """Of a file that is replaced: a later one makes this one needless."""
+    """Path of a file that is replaced: a later message makes this one obsolete."""
 
     settled: bool = False
-    """It was written, or is outdated."""
+    """The message was written or is obsolete."""
 
     held: int | None = None
-    """A descriptor that the process opens by its number; kept open until then."""
+    """A descriptor that the process opens by number; kept open until then."""
 
     then: Callable[[], None] | None = None
-    """Called when it was written."""
+    """Called after the write."""
 
     def settle(self) -> None:
-        """It is over with."""
+        """Mark the message as settled and release its descriptor."""
         self.settled = True
         if self.held is not None:
             os.close(self.held)
@@ -69,13 +69,13 @@ class _Message:
 
 @dataclass
 class _Lane:
-    """The messages of one kind."""
+    """The queues of one kind of message."""
 
     waiting: deque[_Message] = field(default_factory=deque)
     sent: deque[_Message] = field(default_factory=deque)
     size: int = 0
     since: float = 0.0
-    """When the oldest of `sent` became that."""
+    """When the oldest message of `sent` became the oldest."""
 
     lost: int = 0
     stuck: bool = False
@@ -110,14 +110,14 @@ class _Lane:
         self.since = now
 
     def take_back(self) -> None:
-        """The process ended: what it did not confirm goes to the next one."""
+        """The process exited: requeue unconfirmed messages for the next one."""
         self.waiting.extendleft(reversed(self.sent))
         self.sent.clear()
 
 
 class DiskWriter:
-    """All methods are safe from any thread, and none waits for the disk but `close`, for so
-    long."""
+    """Queues file writes. All methods are safe from any thread; only `settle`, `close`, and
+    `replace` in a job thread wait for the disk, with a limit."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class DiskWriter:
         report: Callable[[Finding], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report` is called from a thread of this object, and may put what it is told into the
-        log."""
+        """`report` is called from one of this object's threads, and may log the finding through
+        this object."""
         self._order: dict[str, Any] = {"state": str(state.root), "logs": dataclasses.asdict(logs)}
         self._report = report
         self._monotonic = monotonic
@@ -140,21 +140,21 @@ class DiskWriter:
         self._closing = False
 
     def start(self) -> None:
-        """Begin to write; what came before waits."""
+        """Start writing; earlier messages are queued."""
         threading.Thread(target=self._read_answers, name="disk-answers", daemon=True).start()
         threading.Thread(target=self._send, name="disk-sender", daemon=True).start()
 
     # --- what is to be written ---
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """A record of the event log: this is a sink."""
+        """Queue a record of the event log, as a log sink."""
         self._put(LOG, _Message(messages.log_line(json_line(record)), _FILE_OF[LOG]))
 
     def replace(self, path: Path, data: bytes | None, mode: int) -> None:
-        """Replace a file as a whole, or remove it where `data` is None: a `state_dir.FileWriter`.
+        """Replace a file as a whole, or remove it if `data` is None: a `state_dir.FileWriter`.
 
-        A thread of a job waits until it is done, `STUCK_S` at most, and raises TimeoutError then.
-        The main thread, which supervises, never waits.
+        A job thread waits for the write, at most `STUCK_S`, then raises TimeoutError. The main
+        thread, which supervises, never waits.
         """
         message = _Message(messages.file(path, data, mode), path.name, path)
         self._put(FILES, message)
@@ -162,20 +162,19 @@ class DiskWriter:
             self._wait_for(message)
 
     def overwrite(self, path: Path, data: bytes) -> None:
-        """Write into a file that is there, as a lock is: another file in its place would be no
-        lock."""
+        """Overwrite a file in place, such as a lock file: a new file would not carry the lock."""
         self._put(FILES, _Message(messages.file(path, data, None), path.name, path))
 
     def copy_record(self, path: Path, memory: int) -> None:
-        """Bring the copy of a flight record up to date; `memory` is a descriptor of it. Raises
-        OSError where no descriptor is left."""
+        """Update the copy of a flight record; `memory` is its descriptor. Raises OSError if no
+        descriptor is free."""
         held = os.dup(memory)
         data = messages.record(path, f"/proc/{os.getpid()}/fd/{held}")
         self._put(RECORDS, _Message(data, path.name, path, held=held))
 
     def when_it_answers(self, call: Callable[[], None]) -> None:
-        """Call, in a thread of this object, once the disk has done something."""
-        # Even to look for a file that may be removed waits for a frozen file system.
+        """Call, in one of this object's threads, once the disk has completed an operation."""
+        # Even the lookup of a missing file blocks on a frozen file system.
         path = Path(self._order["state"]) / ".answers"
         self._put(FILES, _Message(messages.file(path, None, PRIVATE_FILE), "the disk", then=call))
 
@@ -185,7 +184,7 @@ class DiskWriter:
                 raise TimeoutError(errno.ETIMEDOUT, "the disk does not answer", message.file)
 
     def row(self, statement: str, values: Sequence[Any]) -> None:
-        """Write a row of the ledger."""
+        """Queue a row of the ledger."""
         self._put(ROWS, _Message(messages.row(statement, values), _FILE_OF[ROWS]))
 
     def _put(self, lane: str, message: _Message) -> None:
@@ -194,7 +193,7 @@ class DiskWriter:
             self._changed.notify_all()
 
     def settle(self, within_s: float) -> list[str]:
-        """Wait until everything is written, `within_s` at most. Returns the files that are not."""
+        """Wait up to `within_s` for all writes. Returns the files with unwritten data."""
         deadline = self._monotonic() + within_s
         with self._changed:
             while self._left() and (left := deadline - self._monotonic()) > 0:
@@ -227,8 +226,7 @@ class DiskWriter:
                 if child is None or self._closing:
                     return
             assert child.stdin is not None
-            # A process that ended is noticed by its answers' end; what it did not confirm is sent
-            # again.
+            # EOF on its answers reveals an exited process; unconfirmed messages are sent again.
             with contextlib.suppress(OSError, ValueError):
                 while data:
                     data = data[os.write(child.stdin.fileno(), data) :]
@@ -337,7 +335,7 @@ class DiskWriter:
 
 
 def _end(child: subprocess.Popen[bytes], *, wait: bool) -> None:
-    """It ends by itself with its standard input, unless the disk holds it: then nobody waits."""
+    """Close its standard input, which makes it exit unless the disk blocks it; then do not wait."""
     assert child.stdin is not None
     with contextlib.suppress(OSError):
         child.stdin.close()

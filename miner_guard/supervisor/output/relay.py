@@ -19,32 +19,31 @@ _PIPE_SIZE = 1024 * 1024
 F_SETPIPE_SZ = 1031
 
 _NAP_S = 0.002
-"""How long a pipe is left alone while its writer prints many small pieces: waking for each costs
-both sides more than the piece does. What comes meanwhile fits into the pipe up to 500 MB/s."""
+"""Pause before the next read of a pipe whose writer prints many small pieces: waking for each costs
+both sides more than the piece does. The pipe absorbs up to 500 MB/s meanwhile."""
 
 _SMALL = CHUNK // 4
 
 _UNSEEN = 64 * 1024 * 1024
-"""How far the monitors may be behind with looking: a burst of so much passes at the speed of
-copying, more at theirs."""
+"""Limit of output not yet shown to the monitors: a burst of this size passes at the speed of
+copying, beyond it at the monitors' speed."""
 
 _BURST = 8 * 1024 * 1024
-"""After the monitors were so far behind, memory is given back."""
+"""After a backlog of this size, free memory is returned to the system."""
 
 _SLICE = 128 * 1024
 _SLICE_S = 0.05
-"""What the monitors are shown before the pipes are read again: in less time than it takes to fill a
-pipe."""
+"""Output and time per delivery to the monitors between two reads: less time than a pipe takes to
+fill."""
 
 LAST_WORDS = 256 * 1024
 LAST_WORDS_S = 2.0
-"""The end of a launch's output, which the monitors are shown in any case: the traceback stands
-there."""
+"""The monitors always see this much of the end of a launch's output, because it contains the
+traceback."""
 
 
 class Relay:
-    """Carries the output of one launch after another. All methods but `say` belong to the loop's
-    thread."""
+    """Relays the output of successive launches. Only `say` is safe outside the loop's thread."""
 
     def __init__(self, loop: Loop, on_chunk: Callable[[bytes], None]) -> None:
         self._loop = loop
@@ -59,11 +58,10 @@ class Relay:
         self._unseen: deque[bytes] = deque()
         self._unseen_bytes = 0
         self._burst = False
-        """More than `_BURST` waited for the monitors, and its memory has not been given back
-        yet."""
+        """The backlog exceeded `_BURST`, and its memory has not been returned yet."""
 
         self._fresh = False
-        """Something was read since the monitors were last shown something."""
+        """New output arrived since the last delivery to the monitors."""
 
         self.relayed_bytes = 0
 
@@ -73,12 +71,12 @@ class Relay:
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes of all streams that nobody read."""
+        """Bytes dropped on all streams."""
         return sum(outlet.dropped for outlet in self.outlets)
 
     @property
     def unseen(self) -> int:
-        """Bytes that were passed on and that the monitors have not been shown yet."""
+        """Bytes relayed but not yet shown to the monitors."""
         return self._unseen_bytes
 
     @property
@@ -86,10 +84,10 @@ class Relay:
         return any(outlet.stuck for outlet in self.outlets)
 
     def open(self) -> tuple[int, int]:
-        """Pipes for a new launch: the ends that become its stdout and stderr. The caller closes
-        them after the fork.
+        """Create pipes for a new launch; returns the ends for its stdout and stderr, which the
+        caller closes after the fork.
 
-        Raises OSError where there is no descriptor left.
+        Raises OSError if no descriptor is free.
         """
         ends: list[int] = []
         for outlet in self.outlets:
@@ -108,15 +106,16 @@ class Relay:
         return ends[0], ends[-1]
 
     def say(self, line: str) -> None:
-        """Print whole lines of the guard's own. Safe from any thread."""
+        """Print whole lines from the guard. Safe from any thread."""
         self._out.say(line)
 
     def tick(self) -> None:
-        """Now and then: lines that wait, readers that stopped reading."""
+        """Periodic work: flush waiting lines, detect stuck readers, return memory."""
         for outlet in self.outlets:
             outlet.tick()
         if self._burst and not self._unseen and all(outlet.idle for outlet in self.outlets):
-            # Not before: what a writer still holds would stay, and nothing would ask again.
+            # Only when the writers are idle: memory that they still hold would not be returned, and
+            # nothing would retry.
             self._burst = False
             _give_memory_back()
         self._resume()
@@ -132,11 +131,11 @@ class Relay:
             self._rest_from(fd)
 
     def _must_wait(self, fd: int) -> bool:
-        """Whether the miner prints faster than the reader reads, or than the monitors look."""
+        """Whether the miner prints faster than the reader or the monitors consume."""
         return self._unseen_bytes > _UNSEEN or self._sources[fd].congested
 
     def _rest_from(self, fd: int) -> None:
-        """Let a pipe fill for a moment, if small pieces follow each other at once."""
+        """Pause reading a pipe if small pieces follow each other closely."""
         now = time.monotonic()
         follows = now - self._read_at.get(fd, 0.0) < 2 * _NAP_S
         self._read_at[fd] = now
@@ -154,7 +153,7 @@ class Relay:
         self._loop.watch(fd, lambda: self._readable(fd))
 
     def _take(self, fd: int) -> int:
-        """Read what a pipe holds, as much as fits into one at most; returns the number of bytes."""
+        """Read up to one pipe's capacity; returns the number of bytes."""
         taken = 0
         while taken < _PIPE_SIZE:
             try:
@@ -168,8 +167,7 @@ class Relay:
             self._sources[fd].put(data)
             self._queue(data)
             if len(data) < CHUNK:
-                # Empty now. What a writer of small pieces adds meanwhile is read after a nap, in
-                # one piece.
+                # The pipe is empty. Small pieces that arrive next are read together after a pause.
                 break
         self.relayed_bytes += taken
         return taken
@@ -182,14 +180,13 @@ class Relay:
         self._fresh = True
 
     def _show(self) -> None:
-        """Show the monitors some of what was passed on. To read on comes first, unless they are too
+        """Show the monitors some of the relayed output. Reading takes priority, unless they are too
         far behind."""
         try:
             if not self._fresh or self._unseen_bytes > _UNSEEN:
                 self._show_up_to(_SLICE)
         finally:
-            # Whatever goes wrong with one piece: the next ones are looked at, or the miner would
-            # wait forever.
+            # Schedule the next delivery even after a failure, or the miner would block forever.
             self._fresh = False
             self._burst = self._burst or self._unseen_bytes > _BURST
             if self._unseen:
@@ -205,18 +202,17 @@ class Relay:
             self._on_chunk(data)
 
     def end_sources(self) -> None:
-        """Take what the pipes hold now and close them: a process that survived could print for
-        ever.
+        """Read what the pipes hold now and close them: a surviving process could print forever.
 
-        The parts are shown it in slices, as always; `unseen` tells when they have seen all.
+        The monitors still receive it in slices; `unseen` drops to 0 when they have seen everything.
         """
         for fd in list(self._sources):
             self._take(fd)
         self.close_sources()
 
     def show_rest(self) -> int:
-        """Show the monitors the last of what they have not seen, `LAST_WORDS` at most; returns the
-        bytes left out."""
+        """Show the monitors the last `LAST_WORDS` bytes they have not seen; returns the number of
+        bytes skipped."""
         left_out = 0
         while self._unseen and self._unseen_bytes > LAST_WORDS:
             size = len(self._unseen.popleft())
@@ -226,7 +222,7 @@ class Relay:
         return left_out
 
     def close_sources(self) -> None:
-        """Forget the pipes of a launch that has ended."""
+        """Close the pipes of a launch that has ended."""
         for fd in list(self._sources):
             self._close(fd)
 
@@ -248,14 +244,14 @@ class Relay:
                 self._watch(fd)
 
     def finish(self, seconds: float) -> None:
-        """Let out what is left, `seconds` at most."""
+        """Flush the remaining output, for at most `seconds`."""
         self.close_sources()
         for outlet in self.outlets:
             outlet.finish(seconds)
 
 
 def _give_memory_back() -> None:
-    """What was allocated for a burst goes back to the system; glibc would keep it."""
+    """Return memory allocated for a burst to the system; glibc would keep it."""
     with contextlib.suppress(AttributeError):
-        # Another libc has no such function, and no such habit.
+        # Other C libraries lack this function and do not need it.
         ctypes.CDLL(None).malloc_trim(0)

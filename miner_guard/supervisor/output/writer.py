@@ -1,7 +1,7 @@
-"""Where relayed output leaves the guard: never blocks the supervisor, anyone who does not read.
+"""Writes relayed output without ever blocking the supervisor on a stalled reader.
 
-A slow reader slows the miner down (backpressure). A reader that takes nothing at all must not stop
-it: then up to 64 MiB are kept, and only beyond that bytes are dropped and counted.
+A slow reader slows the miner down (backpressure). A reader that consumes nothing must not stop it:
+up to 64 MiB are then buffered, and only bytes beyond that are dropped and counted.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from collections import deque
 from collections.abc import Callable
 
 HIGH_WATER = 8 * 1024 * 1024
-"""More than this waiting: stop reading from the miner, as long as the reader takes anything. Less
-would make the writer's thread ask for the interpreter so often that the miner waits for that."""
+"""Above this backlog, stop reading from the miner while the reader makes progress. With a lower
+limit the writer thread would take the GIL so often that the miner waits for it."""
 
 LOW_WATER = HIGH_WATER // 2
 LIMIT = 64 * 1024 * 1024
 STUCK_S = 5.0
 UNFINISHED_LINE_S = 1.0
-"""How long a line of the guard waits for the miner to end its own line."""
+"""How long a line from the guard waits for the miner to end its line."""
 
 _BATCH = 64
 _MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM})
-"""Of a file on a disk that is full, over its quota or away for a while."""
+"""Transient errors of a file on a disk that is full, over quota or temporarily unavailable."""
 
 
 class OutputWriter:
-    """One output stream of the guard. `put` is for the supervisor's thread, `say` for any."""
+    """One output stream of the guard. Call `put` from the supervisor's thread; `say` is safe from
+    any."""
 
     def __init__(self, fd: int, on_room: Callable[[], None]) -> None:
-        """`on_room` is called from the writer's thread when there is room again."""
+        """The writer's thread calls `on_room` when there is room again."""
         self._on_room = on_room
         self._write, self._poll_fd, self._direct = _writer(fd)
         self._mutex = threading.Condition()
@@ -50,18 +51,18 @@ class OutputWriter:
         self._closing = False
         self._busy = False
         self.dropped = 0
-        """Bytes that nobody will see."""
+        """Bytes dropped, never written."""
 
         threading.Thread(target=self._run, name=f"outlet-{fd}", daemon=True).start()
 
     @property
     def stuck(self) -> bool:
-        """The reader has taken nothing for a while, and something waits for it."""
+        """Whether output is waiting and the reader has consumed nothing for `STUCK_S`."""
         return self._size > 0 and time.monotonic() - self._progress > STUCK_S
 
     @property
     def congested(self) -> bool:
-        """The miner should wait: the reader is behind but alive."""
+        """Whether the miner should wait: the reader is behind but makes progress."""
         return self._size > HIGH_WATER and not self.stuck
 
     @property
@@ -71,7 +72,7 @@ class OutputWriter:
             return not self._waiting and not self._busy
 
     def put(self, data: bytes) -> None:
-        """Output of the miner, unchanged."""
+        """Queue output of the miner, unchanged."""
         with self._mutex:
             if self._held and (end := data.find(b"\n") + 1):
                 self._add(data[:end])
@@ -82,8 +83,7 @@ class OutputWriter:
                 self._at_line_start = data.endswith(b"\n")
 
     def say(self, line: str) -> None:
-        """Whole lines of the guard's own; they wait a moment for an unfinished line of the
-        miner."""
+        """Queue whole lines from the guard; they wait briefly for the miner to end its line."""
         data = line.encode("utf-8", "replace")
         with self._mutex:
             if self._at_line_start and not self._held:
@@ -94,7 +94,7 @@ class OutputWriter:
             self._held.append(data)
 
     def tick(self) -> None:
-        """Let the guard's lines through where the miner does not end its own."""
+        """Release the guard's lines if the miner does not end its line in time."""
         with self._mutex:
             if self._held and time.monotonic() - self._held_since >= UNFINISHED_LINE_S:
                 self._break_line()
@@ -149,7 +149,7 @@ class OutputWriter:
             try:
                 self._deliver(batch, poller)
             except OSError as error:
-                # A full disk may get room again; after EPIPE nobody will ever read.
+                # A full disk may regain space; after EPIPE the reader is gone for good.
                 self._lose(for_good=error.errno not in _MAY_PASS)
             with self._mutex:
                 self._busy = False
@@ -182,7 +182,7 @@ class OutputWriter:
         self._on_room()
 
     def finish(self, seconds: float) -> None:
-        """Let out what is left, `seconds` at most; the rest counts as dropped."""
+        """Flush the remaining output, for at most `seconds`; the rest counts as dropped."""
         with self._mutex:
             if self._held:
                 if not self._at_line_start:
@@ -208,7 +208,7 @@ def _writer(fd: int) -> tuple[_Write, int, bool]:
     """
     kind = os.fstat(fd).st_mode
     if stat.S_ISSOCK(kind):
-        # pm2 gives sockets; /proc/self/fd can't reopen those.
+        # pm2 passes sockets, which can't be reopened through /proc/self/fd.
         peer = socket.socket(fileno=os.dup(fd))
         return lambda batch: peer.sendmsg(batch, [], socket.MSG_DONTWAIT), peer.fileno(), True
     if stat.S_ISFIFO(kind):
@@ -219,7 +219,7 @@ def _writer(fd: int) -> tuple[_Write, int, bool]:
 
 
 def same_target(one: int, other: int) -> bool:
-    """Whether two descriptors lead to the same place; then the miner's two streams share one pipe,
-    in order."""
+    """Whether two descriptors have the same target; the miner's two streams then share one pipe,
+    which keeps their order."""
     a, b = os.fstat(one), os.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)

@@ -1,1 +1,1 @@
-"""What happens before a launch: lock, state directory, preflight."""
+"""Steps before the first launch: lock, state directory, preflight."""

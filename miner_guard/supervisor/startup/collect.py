@@ -1,5 +1,4 @@
-"""Gathers what the startup checks look at: every question in a child of its own, each with a
-deadline."""
+"""Collects the data for the startup checks: each query runs in a separate child with a deadline."""
 
 from __future__ import annotations
 
@@ -27,18 +26,17 @@ from miner_guard.system import probe
 from uploads.repos import credentials
 
 _READINGS, _BETWEEN_READINGS_S = 3, 3.0
-"""Memory held before the launch: three readings three seconds apart, where the first one is
-suspicious."""
+"""Take up to three readings of GPU memory, three seconds apart, while one looks suspicious."""
 
 _DEEP_DEADLINES = 6
-"""`--deep` may take this many times the deadline of an ordinary probe."""
+"""`--deep` probes may take this many times the deadline of an ordinary probe."""
 
 
 def collect_snapshot(question: PreflightRequest, wait: Callable[[float], bool]) -> Snapshot:
-    """Ask everything at once, wait for each answer its deadline at most.
+    """Run all queries in parallel; wait for each up to its deadline.
 
-    `wait(seconds)` pauses and answers True where the guard is to stop meanwhile; then what is there
-    is enough.
+    `wait(seconds)` pauses and returns True if the guard is stopping; the data collected so far then
+    suffices.
     """
     deadline = question.config.gpu.probe_timeout_s
     sampler = NvmlSampler(deadline, question.env)
@@ -67,7 +65,7 @@ class SnapshotCollector:
         asked = {name: self._pool.submit(work) for name, work in self._questions().items()}
         nvml = self._sampler.sample()
         present = sum(1 for row in nvml["gpus"] if row["state"] != "gone")
-        # A mask on the GPUs is meant: those behind it are expected by nobody.
+        # A GPU mask is deliberate: do not expect the hidden GPUs.
         if (shown := visible(self._q.env)) is not None:
             present = min(present, shown)
         expectation = expectation_of(self._q, present)
@@ -116,7 +114,7 @@ class SnapshotCollector:
         return questions
 
     def _inside(self, what: str, more: Mapping[str, Any], deadlines: int = 1) -> probe.Answer:
-        """A question to the miner's own interpreter."""
+        """Query the miner's Python interpreter."""
         script = Path(miner_side.__file__)
         return probe.ask(
             script,
@@ -136,7 +134,7 @@ class SnapshotCollector:
         return answer.value
 
     def _each(self, devices: Sequence[int], what: str, deadlines: int) -> dict[int, dict[str, Any]]:
-        """One child per GPU, at the same time: a GPU that hangs leaves the others their answers."""
+        """One child per GPU, in parallel: one hung GPU does not block the others' answers."""
         futures = {
             i: self._pool.submit(self._inside, what, {"device": i}, deadlines) for i in devices
         }
@@ -164,7 +162,7 @@ class SnapshotCollector:
             self._unread["deep"] = "--deep needs torch in the miner's interpreter"
             return None
         gpus = int(torch["gpu_count"])
-        # One after another would tell more of a single GPU; together is how they train.
+        # Sequential runs would measure each GPU better, but training uses all of them in parallel.
         matmul = self._each(range(gpus), "matmul", _DEEP_DEADLINES)
         request = {
             "ranks": max(gpus, 2),

@@ -1,5 +1,5 @@
-"""One guard per state directory: a lock that the kernel gives back when its holder dies, however it
-dies."""
+"""One guard per state directory, by a lock that the kernel releases when its holder dies for any
+reason."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from miner_guard.state_dir import StateDir, is_at, make_folder, open_private
 from miner_guard.supervisor.startup.state_dir_check import set_aside_foreign, wrong_kind
 
 _JUST_ASKED_S = 1.0
-"""A holder that got its signal this moment has not reported yet that it is stopping."""
+"""A holder that just received its signal has not yet recorded that it is stopping."""
 
 
 class LockHeld(Exception):
-    """The state directory can't be had; the message names it and the holder."""
+    """The lock can't be acquired; the message names the state directory and the holder."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What the lock file says of the guard that holds it."""
+    """The holder, as the lock file describes it."""
 
     pid: int | None
     stopping: bool
@@ -43,16 +43,17 @@ class Lock:
         self._fd: int | None = None
         self._stopping = self._lost = False
         self.findings: list[Finding] = []
-        """What there is to say of the lock file itself, once there is a log."""
+        """Findings about the lock file, logged once a log exists."""
 
     def acquire(self) -> None:
-        """Take the lock; wait for a holder that is stopping, up to its stop timeout. Raises
-        Busy."""
+        """Acquire the lock; wait for a holder that is stopping, up to its stop timeout. Raises
+        LockHeld."""
         waited = 0.0
         while True:
             try:
                 fd = self._open()
-                # Not one that was removed while its holder had it: that one guards nothing.
+                # Reject a lock file that was removed while its holder had it open: it protects
+                # nothing.
                 if _try(fd) and is_at(self._state.lock, fd):
                     break
             except OSError as error:
@@ -76,15 +77,14 @@ class Lock:
         self._write()
 
     def lost(self) -> bool:
-        """Whether somebody removed the lock file, as far as can be seen."""
+        """Whether the lock file is known to be removed."""
         try:
             return self._fd is not None and not is_at(self._state.lock, self._fd)
         except OSError:
             return False
 
     def keep(self) -> Finding | None:
-        """Take the lock file back where somebody removed it; what there is to say where that can't
-        be done, once."""
+        """Recreate a removed lock file; returns a finding, once, if that fails."""
         try:
             if self._fd is None or is_at(self._state.lock, self._fd):
                 return None
@@ -97,8 +97,7 @@ class Lock:
         if not _try(fd):
             holder = _holder(fd)
             os.close(fd)
-            # On some network file systems a file has another number now and then: this is still our
-            # own.
+            # Some network file systems change a file's inode number: this is still our lock.
             if holder.pid == os.getpid():
                 return None
             pid = holder.pid or "unknown"
@@ -118,12 +117,12 @@ class Lock:
 
     def _open(self) -> int:
         make_folder(self._state.root)
-        # One guard at a time: a second must not set aside the lock file that the first has just
-        # made.
+        # Serialize guards: a second one must not set aside the lock file that the first has just
+        # created.
         folder = os.open(self._state.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
-            # Never one that is merely forbidden: its holder may be another user's guard.
+            # Only a wrong file type counts. A permission error may mean another user's guard.
             reason = wrong_kind(self._state.lock, stat.S_IFREG)
             if reason is not None:
                 self.findings.append(set_aside_foreign(self._state.lock, reason))
@@ -135,13 +134,13 @@ class Lock:
         return open_private(self._state.lock, os.O_RDWR | os.O_CREAT)
 
     def stopping(self, overwrite: Callable[[Path, bytes], None]) -> None:
-        """Tell a successor that it is worth waiting; `overwrite` never waits for the disk."""
+        """Tell a successor to wait for this guard; `overwrite` never waits for the disk."""
         self._stopping = True
         if self._fd is not None:
             overwrite(self._state.lock, self._content())
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -157,7 +156,7 @@ class Lock:
     def _write(self) -> None:
         if self._fd is None:
             return
-        # A full disk takes the successor's patience, not the lock itself.
+        # On a full disk a successor does not learn to wait, but the lock holds.
         with contextlib.suppress(OSError):
             content = self._content()
             os.pwrite(self._fd, content, 0)

@@ -1,9 +1,7 @@
-"""The look before a start: gathers, judges, says what it found, and decides whether the miner may
-start.
+"""The preflight: collects data, judges it, reports, and decides whether the miner may start.
 
-It blocks, up to `[gpu] preflight_wait_s` and the probes' deadlines: run it in a thread of its own,
-beside the supervisor's. It writes nothing but host.json, through which the next run knows how many
-GPUs this host had.
+It blocks up to `[gpu] preflight_wait_s` plus the probes' deadlines: run it in a separate thread. It
+writes only host.json, which tells the next run how many GPUs this host has.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from miner_guard.supervisor.startup.collect import collect_snapshot
 from miner_guard.system.clock import Clock, SystemClock
 
 _AGAIN_S = 5.0
-"""Between two looks while something may still fix."""
+"""Interval between checks while a problem may still resolve."""
 
 _EVENT_LEVEL = {"warn": "warning", "critical": "critical", "unknown": "warning"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """The preflight's result."""
 
     go: bool
     """The miner may be started."""
@@ -43,10 +41,11 @@ def preflight(
     clock: Clock | None = None,
     look: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
 ) -> Outcome:
-    """Look until all is well, or what is critical cannot fix, or `preflight_wait_s` is over.
+    """Check until everything passes, a critical problem is known to be permanent, or
+    `preflight_wait_s` is over.
 
-    `wait(seconds)` pauses and answers True where the guard is to stop. `emit` may be called from
-    this thread.
+    `wait(seconds)` pauses and returns True if the guard is stopping. `emit` may be called from this
+    thread.
     """
     timer = clock or SystemClock()
     settings = question.config.gpu
@@ -58,7 +57,7 @@ def preflight(
         checks = judge(snapshot)
         critical = [c for c in checks if c.level == "critical"]
         for check in checks:
-            # A reading that only moved (29.1 GB, 29.2 GB) is not news.
+            # Do not repeat a check whose reading merely changed (29.1 GB, 29.2 GB).
             if (
                 check.level != "ok"
                 and (key := (f"{check.check}{check.gpu}", check.level)) not in said
@@ -81,7 +80,7 @@ def preflight(
             return Outcome(False, checks)
     go = not critical or settings.on_critical == "warn"
     if not go and any(c.check == "cuda.available" for c in critical):
-        # Where the miner is started anyway, its ranks say it of themselves.
+        # If the miner starts anyway, its ranks report this.
         emit(make_finding("cuda_unavailable"))
     n = counts(checks)
     emit(make_finding("preflight", level="critical" if critical else None, **n))
@@ -91,7 +90,7 @@ def preflight(
 
 
 def finding_of(check: Check) -> Finding:
-    """A check as an event."""
+    """Convert a check to a finding."""
     return make_finding(
         "preflight_finding",
         level=_EVENT_LEVEL[check.level],
@@ -105,7 +104,7 @@ def finding_of(check: Check) -> Finding:
 
 
 def remember_gpus(state: StateDir, snapshot: Snapshot, emit: Callable[[Finding], None]) -> None:
-    """Note in host.json how many GPUs work here, for the next run's `expect = "auto"`."""
+    """Store the number of working GPUs in host.json, for the next run's `expect = "auto"`."""
     if snapshot.nvml is None or snapshot.nvml["state"] not in ("ok", "absent"):
         return
     count = usable(snapshot)

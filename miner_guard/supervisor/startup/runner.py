@@ -1,4 +1,5 @@
-"""Runs the preflight beside the supervisor's thread, which meanwhile hears signals and requests."""
+"""Runs the preflight in a separate thread while the supervisor's thread handles signals and
+requests."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from miner_guard.system import probe
 
 
 class PreflightRunner:
-    """One look before the first launch. `look` returns at once; its answer comes through `soon`."""
+    """One preflight before the first launch. `look` returns immediately; the result arrives through
+    `soon`."""
 
     def __init__(
         self,
@@ -21,21 +23,22 @@ class PreflightRunner:
         emit: Callable[[Finding], None],
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`emit` and `soon` are safe from any thread; what `soon` is given runs in the supervisor's
-        thread."""
+        """`emit` and `soon` are safe from any thread; calls passed to `soon` run in the
+        supervisor's thread."""
         self._question, self._emit, self._soon = question, emit, soon
         self._stop = threading.Event()
         self._then: tuple[Callable[[], None], Callable[[int, str], None]] | None = None
 
     def look(self) -> None:
-        """Begin to look, while the supervisor prepares what else a launch needs."""
+        """Start the preflight while the supervisor prepares the launch."""
         if self._question.config.gpu.preflight:
             threading.Thread(target=self._look, name="preflight", daemon=True).start()
 
     def begin(self, launch: Callable[[], None], refuse: Callable[[int, str], None]) -> None:
-        """After the look, `launch()` or `refuse(exit code, reason)`, in the supervisor's thread.
+        """After the preflight, call `launch()` or `refuse(exit code, reason)` in the supervisor's
+        thread.
 
-        To be called before that thread does what `soon` was given.
+        Call this before that thread runs the calls passed to `soon`.
         """
         if self._question.config.gpu.preflight:
             self._then = (launch, refuse)
@@ -43,8 +46,8 @@ class PreflightRunner:
             launch()
 
     def cancel(self) -> None:
-        """Stop waiting, and end the probes, which could hold up the guard's end; nothing is
-        launched any more."""
+        """Stop waiting and kill the probes, which could delay the guard's exit; nothing is launched
+        afterwards."""
         self._stop.set()
         probe.end_all()
 

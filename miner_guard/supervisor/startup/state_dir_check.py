@@ -1,9 +1,7 @@
-"""Before a guard uses its state directory: it is taken from other users, and what is of a wrong
-kind is set aside.
+"""Prepares the state directory: revokes other users' access and sets aside files of the wrong type.
 
-A folder in place of a socket, a pipe in place of a file, a link to nowhere: opening one would fail,
-or hang. Damaged content of the right kind is the reader's own concern (`Flights`, the ledger,
-`read_json`).
+Opening a folder in place of a socket, a pipe in place of a file, or a dangling link would fail or
+hang. Readers handle damaged content of the right type (`Flights`, the ledger, `read_json`).
 """
 
 from __future__ import annotations
@@ -38,12 +36,12 @@ _RANKS_OWN = re.compile(r"rank-\d+\.(?:bin|stacks|collectives)")
 
 
 def check_state_dir(state: StateDir) -> list[Finding]:
-    """Make the directory private, and set aside what is of another kind than its name says.
+    """Make the directory private, and set aside everything whose file type does not match its name.
 
     For the holder of the lock, before any file is opened.
     """
     findings = list(make_private(state))
-    # Folders first: what is inside them can't be seen before.
+    # Folders first: their contents can't be checked before.
     for path, kind in itertools.chain(_folders(state), _within(state)):
         reason = wrong_kind(path, kind) or _not_ours(path)
         if reason is not None:
@@ -52,13 +50,14 @@ def check_state_dir(state: StateDir) -> list[Finding]:
 
 
 def make_private(state: StateDir) -> Iterator[Finding]:
-    """Take the directory from other users: 0700, and 0600 for each of the guard's files in it."""
+    """Restrict access to this user: mode 0700 for the directory, 0600 for each of the guard's files
+    in it."""
     try:
         before = _tighten(state.root)
         if before is not None:
             yield make_finding("state_dir_tightened", path=str(state.root), mode=f"{before:04o}")
-        # The folder's mode alone would do, but a later chmod of it, or a copy, must not open what
-        # it holds.
+        # The folder's mode would suffice, but a later chmod or a copy of it must not expose the
+        # contents.
         for path in _own(state):
             _tighten(path)
     except OSError as error:
@@ -69,11 +68,11 @@ def make_private(state: StateDir) -> Iterator[Finding]:
 
 
 def _tighten(path: Path) -> int | None:
-    """`statedir.tighten` for a path; symlinks and sockets are left as they are."""
+    """`state_dir.tighten` for a path; skips symlinks and sockets."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):
-        # `_not_ours` has the last word on a file that can't be read.
+        # `_not_ours` reports unreadable files.
         return None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
@@ -91,7 +90,7 @@ def _tighten(path: Path) -> int | None:
 
 
 def _own(state: StateDir) -> Iterator[Path]:
-    """The guard's files and folders below the root, rotated and damaged ones too."""
+    """The guard's files and folders in the root, including rotated and damaged ones."""
     named = (*(path for path, _ in _within(state)), state.lock, state.watched, state.shapes)
     names = tuple(path.name for path in named)
     for entry in sorted(state.root.iterdir()):
@@ -104,7 +103,7 @@ def _own(state: StateDir) -> Iterator[Path]:
 
 
 def wrong_kind(path: Path, kind: int) -> str | None:
-    """Why `path` is not of `kind` (`stat.S_IFREG` …); None where it is, or is not there."""
+    """Why `path` is not of type `kind` (`stat.S_IFREG` …); None if it is, or does not exist."""
     if (owner := foreign_link(path)) is not None:
         return f"a symlink of uid {owner}"
     try:
@@ -121,7 +120,7 @@ def wrong_kind(path: Path, kind: int) -> str | None:
 
 
 def set_aside_foreign(path: Path, reason: str) -> Finding:
-    """Rename `path`; what there is to say of it."""
+    """Rename `path`; returns the finding to report."""
     try:
         return make_finding(
             "file_set_aside", path=str(path), reason=reason, aside=str(set_aside(path))
@@ -132,7 +131,7 @@ def set_aside_foreign(path: Path, reason: str) -> Finding:
 
 
 def _not_ours(path: Path) -> str | None:
-    """A file of an earlier guard that ran as another user."""
+    """Why the file, left by another user's guard, can't be used; None if it can."""
     return (
         "not this user's to read and write"
         if path.exists() and not os.access(path, os.R_OK | os.W_OK)
