@@ -1,4 +1,4 @@
-"""`miner-guard audit`: look at the published repo as a validator does."""
+"""`miner-guard audit`: judge the published repo as a validator does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def command(
 
 
 def _what(place: options.CommandContext) -> Watched:
-    """What the settings here name; where they name no repo, what the guard of the state directory
+    """The repo in the settings; where they name none, the repo that the state directory's guard
     watches."""
     own = place.settings.config
     known = remembered_settings.read(place.state) if own.repo.kind == "none" else None

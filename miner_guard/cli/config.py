@@ -1,4 +1,4 @@
-"""`miner-guard config`: each setting in force, and where it came from."""
+"""`miner-guard config`: each setting in force, with its source."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _validate(file: Path) -> None:
 
 
 def _diff(ours: CommandContext, theirs: CommandContext) -> None:
-    """`- ` what is in force, `+ ` what would be. Exits with 1 where they differ."""
+    """`- ` for values in force, `+ ` for the proposed ones. Exits with 1 where they differ."""
     changed = False
     for (dotted, before, _), (_, after, _) in zip(_rows(ours), _rows(theirs), strict=True):
         if before != after:
@@ -107,14 +107,14 @@ def _diff(ours: CommandContext, theirs: CommandContext) -> None:
 
 
 def _rows(place: CommandContext) -> Iterator[tuple[str, Any, str]]:
-    """`section.key`, masked value, origin; in the order of the settings."""
+    """`section.key`, masked value, source; in the order of the settings."""
     redactor = Redactor.from_environment(os.environ)
     for dotted, value, origin in place.settings.rows():
         yield dotted, _masked(dotted, value, redactor), origin
 
 
 def _masked(dotted: str, value: Any, redactor: Redactor) -> Any:
-    # Late, as in `open_place`: most of the start-up time of a command.
+    # Late, as in `open_context`: this import is most of a command's start-up time.
     from miner_guard.config.loading import SECRET
 
     if dotted in SECRET and value:
@@ -131,7 +131,7 @@ def _document(place: CommandContext, rows: list[tuple[str, Any, str]]) -> Mappin
 
 
 def _toml(value: Any) -> str:
-    """A value as guard.toml spells it; JSON's spelling is TOML's for all but tables."""
+    """A value as guard.toml spells it; JSON's spelling matches TOML's for all but tables."""
     if isinstance(value, Mapping):
         return (
             "{ " + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"

@@ -126,7 +126,7 @@ def _estimate(
 
 
 def _fitting(seconds: float, step_time_s: float, budget_pct: float) -> int:
-    """The shortest interval in steps at which the operation alone would be within budget."""
+    """The shortest interval in steps at which the operation alone stays within budget."""
     return max(1, -int(-100 * seconds // (budget_pct * step_time_s)))
 
 

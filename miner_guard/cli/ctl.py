@@ -14,7 +14,7 @@ from miner_guard.exits import FAILED, NOT_RUNNING, Refused
 
 
 class ControlAction(str, Enum):
-    """What can be asked of a running guard."""
+    """The requests that a running guard accepts."""
 
     checkpoint = "checkpoint"
     restart = "restart"

@@ -30,8 +30,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "hang": {"min_s": 45.0},
     "steps": {"breakdown_every": 30},
 }
-"""What the demo has otherwise than a real run: it is over in minutes. guard.toml and the
-environment win over it."""
+"""Settings that differ from a real run's, since the demo ends within minutes. guard.toml and the
+environment override them."""
 
 _WORK = "demo"
 
@@ -71,7 +71,7 @@ def command(
     if fault_repeat:
         arguments.append("--fault-repeat")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    # Without a folder of its own torchrun leaves one in /tmp at every start.
+    # Without an explicit folder torchrun leaves one in /tmp at every start.
     launcher += ["--log-dir", str(state.root / _WORK / "torchrun")]
     miner = (sys.executable, "-u", *launcher, "-m", "miner_guard.demo.train", *arguments)
     raise typer.Exit(_run(miner, settings, state, finished_code))
@@ -145,8 +145,8 @@ def _run(miner: tuple[str, ...], settings: Config, state: StateDir, finished_cod
 
 
 def start_fresh(state: StateDir) -> None:
-    """Clear away an earlier demo; what a real miner's guard left here is moved aside, never
-    deleted. Raises OSError."""
+    """Remove an earlier demo; moves what a real miner's guard left here aside, and never deletes
+    it. Raises OSError."""
     work = state.root / _WORK
     own = [
         state.flight,
@@ -187,7 +187,7 @@ def _summary(state: StateDir, wall_s: float) -> None:
 
 
 def _blocked(state: StateDir) -> int:
-    """Decisions of the ledger that blocked; 0 where it can't be read."""
+    """Decisions in the ledger that blocked; 0 where it can't be read."""
     from uploads import ledger
 
     return sum(

@@ -51,7 +51,7 @@ def command(
     place = options.open_context(config, name, state_dir, flags)
     if miner:
         options.check_command(miner[0])
-    # Late: `--help` and a bad configuration need none of it.
+    # Late: neither `--help` nor a bad configuration needs it.
     from miner_guard.diagnosis.judge import judge
     from miner_guard.diagnosis.request import PreflightRequest
     from miner_guard.supervisor.startup.collect import collect_snapshot
@@ -81,7 +81,7 @@ def _pause(seconds: float) -> bool:
 
 
 def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dict[str, Any]:
-    """Everything that was read and judged. The environment and the command stay out: they may hold
+    """All facts read and all results. Leaves out the environment and the command: they may hold
     secrets."""
     from miner_guard.diagnosis.check import counts
     from miner_guard.eventlog.redact import Redactor
@@ -109,8 +109,7 @@ def document(snapshot: Snapshot, checks: Sequence[Check], seconds: float) -> dic
 
 
 def folded(checks: Sequence[Check]) -> list[Check]:
-    """The rows of a table that is calm to read: what is well with several GPUs alike stands on one
-    line."""
+    """The rows of a compact table: a check that passes alike on several GPUs takes one line."""
     rows: list[Check] = []
     places: dict[tuple[str, str], int] = {}
     gpus: dict[int, list[int]] = {}

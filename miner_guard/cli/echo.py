@@ -1,5 +1,5 @@
-"""What the commands print: all of it through here, so that nothing in a log or a state file steers
-a terminal."""
+"""All output of the commands goes through here, so that no text from a log or a state file can send
+control sequences to a terminal."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ from miner_guard.system.clock import SystemClock
 _GZIP = b"\x1f\x8b"
 _NOTES_SHOWN = 3
 _MAX_RATIO = 200
-"""Logs shrink to a tenth, repetitive ones to a fiftieth; zeros to a thousandth."""
+"""Logs compress to a tenth, repetitive ones to a fiftieth; zeros to a thousandth."""
 
 _UNPACKED_AT_ONCE = 8 * 1024 * 1024
-"""Bytes that may come out of the first few."""
+"""Unpacked bytes allowed before the ratio applies."""
 
 
 def command(
@@ -80,7 +80,7 @@ def command(
         else open_context(config, name or DEFAULT_NAME, state_dir)
     )
     if trace:
-        # Late: a log needs none of it.
+        # Late: explaining a log does not need it.
         from miner_guard.cli.explain_trace import explain_trace
         from miner_guard.detectors.eta import TrainingFacts
 
@@ -123,7 +123,7 @@ def _piped() -> bool:
     try:
         return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
     except (OSError, ValueError):
-        # No descriptor behind it: what stands in for it, where there is something.
+        # Without a descriptor, read any replacement for stdin.
         return sys.stdin is not None and not sys.stdin.closed
 
 
@@ -154,7 +154,7 @@ def _opened(file: str | None, state: StateDir) -> Iterator[BinaryIO]:
 
 
 class _Joined:
-    """Files read as one, in their order: the guard's log and those it was rotated to."""
+    """Files read as one, in order: the guard's log and its rotated files."""
 
     def __init__(self, parts: Sequence[BinaryIO]) -> None:
         self._parts = deque(parts)
@@ -168,15 +168,15 @@ class _Joined:
 
 
 class _BoundedReader:
-    """A gzip that is read no further than a log can reach: 300 KB of it may unpack to 300 MB of
-    zeros, or to more."""
+    """A gzip with a bounded expansion ratio: 300 KB of it may unpack to 300 MB of zeros, or
+    more."""
 
     def __init__(self, unpacked: BinaryIO | gzip.GzipFile, packed: BinaryIO, name: str) -> None:
         self._unpacked, self._packed, self._name = unpacked, packed, name
         self._size = 0
 
     def read(self, size: int) -> bytes:
-        """Raises Refused (64) where so much comes out of so little that it is no log."""
+        """Raises Refused (64) where the expansion ratio is too high for a log."""
         data = self._unpacked.read(size)
         self._size += len(data)
         if self._size > _UNPACKED_AT_ONCE + _MAX_RATIO * self._packed.tell():
@@ -210,8 +210,8 @@ def text(
     again: str,
     of: StateDir | None = None,
 ) -> str:
-    """The report for people: observed, hypothesis, the one change to make. `again`: what reads the
-    same log again; `of`: where it was the guard's own, its state."""
+    """The report for people: observed, hypothesis, the one change to make. `again`: the command
+    that reads the same log again; `of`: the state directory, where the log was the guard's."""
     root = report.root
     if root is None:
         read = "" if of is None else f" of {of.log}"

@@ -1,5 +1,4 @@
-"""`miner-guard explain --trace FILE [--json]`: what the numbers of a run show, and what to do about
-it."""
+"""`miner-guard explain --trace FILE [--json]`: anomalies in a run's numbers, and their fixes."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from miner_guard.detectors.trace.series import Trace
 from miner_guard.eventlog import catalog
 
 _ALIKE = 3
-"""So many findings of one type are printed in full; the rest as a list of steps."""
+"""Findings of one type printed in full; the rest become a list of steps."""
 
 _STEPS_SHOWN = 20
 
@@ -30,9 +29,9 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
     """Explain the trace in the file `source` (`-`: standard input). Exits with 1 where it is
     healthy.
 
-    `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) for what
-    can't be read or holds no trace line. A remark (severity info) alone is no alarm: the run counts
-    as healthy.
+    `facts`: batch sizes of the run, for the example range of a NaN. Raises Refused (64) where the
+    file can't be read or holds no trace line. A remark (severity info) alone is not an alarm: the
+    run counts as healthy.
     """
     with _lines(source) as lines:
         trace = reading.read(lines)
@@ -56,7 +55,7 @@ def explain_trace(source: str, facts: TrainingFacts, *, as_json: bool) -> None:
 
 
 def document(anomaly: Anomaly) -> Mapping[str, Any]:
-    """One finding as `--json` gives it."""
+    """One finding as `--json` prints it."""
     return {
         "type": anomaly.type,
         "at_step": anomaly.at_step,
@@ -83,8 +82,8 @@ def _lines(source: str) -> Iterator[TextIO]:
 
 
 def report(trace: Trace, found: Sequence[Anomaly]) -> Iterator[str]:
-    """The findings for people: each type once with its evidence and fixes, what is alike as a list
-    of steps."""
+    """The findings for people: each type once with its evidence and fixes, repeats as a list of
+    steps."""
     counts = ", ".join(
         f"{len(series)} {name}" for name, series in trace.series.items() if len(series)
     )

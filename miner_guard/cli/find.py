@@ -1,4 +1,4 @@
-"""Which guard is meant where nobody names one: the one that runs, wherever its state is."""
+"""Chooses the guard when the command line names none: the running one, wherever its state is."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from miner_guard.state_dir import StateDir
 from miner_guard.system.sockets import address
 
 _DEMO = Path(".demo", "state")
-"""Where `make demo` puts its state, below the source tree."""
+"""The state directory of `make demo`, below the source tree."""
 
 _MAX_NAMED = 8
 
 
 def find_guard(name: str | None, state_dir: str | None) -> StateDir:
-    """The state directory that the flags or the environment name; else that of the one guard that
-    runs; else the default's; else that of the guard that ran last.
+    """The state directory that the flags or the environment name; else that of the only running
+    guard; else the default; else that of the guard that ran last.
 
-    Says on stderr which one it is, where the flags don't. Raises Refused: 64 where several run, 78
-    for an impossible name.
+    Reports the choice on stderr where the flags don't determine it. Raises Refused: 64 where
+    several run, 78 for an invalid name.
     """
     usual = choose_state(DEFAULT_NAME if name is None else name, state_dir)
     named = name is not None or state_dir is not None or "MINER_GUARD_STATE_DIR" in os.environ
@@ -47,18 +47,18 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
 
 
 def open_guard(config: Path | None, name: str | None, state_dir: str | None) -> CommandContext:
-    """`options.open_context` for the guard that is meant."""
+    """`options.open_context` for the chosen guard."""
     return open_context(config, DEFAULT_NAME, str(find_guard(name, state_dir).root))
 
 
 def running_guards() -> list[StateDir]:
-    """The guards of this user, by the lock files that their processes hold open."""
+    """This user's guards, by the lock files that their processes hold open."""
     roots = {path.parent for pid in _guard_pids() for path in _open_files(pid) if _is_lock(path)}
     return [state for root in sorted(roots) if listens(state := StateDir(root))]
 
 
 def flag(state: StateDir) -> str:
-    """The flag by which other commands find it."""
+    """The flag that points other commands at this guard."""
     usual = choose_state(DEFAULT_NAME, None).root
     if state.root.parent == usual.parent:
         return f"--name {state.root.name}"
@@ -80,7 +80,7 @@ def _guard_pids() -> Iterator[int]:
 def _open_files(pid: int) -> Iterator[Path]:
     folder = f"/proc/{pid}/fd"
     try:
-        # Of another user's process: not ours to see.
+        # Another user's process: this user may not read it.
         numbers = os.listdir(folder)
     except OSError:
         return
@@ -110,7 +110,7 @@ def listens(state: StateDir) -> bool:
 
 
 def _last_ended(usual: StateDir) -> StateDir | None:
-    """The one whose status.json is the youngest, of those beside the default's and the demo's."""
+    """The guard with the newest status.json, among those beside the default's and the demo's."""
     try:
         roots = [*usual.root.parent.iterdir(), _DEMO.absolute()]
     except OSError:

@@ -97,7 +97,7 @@ def command(
 
 
 def _inputs(place: options.CommandContext) -> GateInputs:
-    """What the guard wrote; without one, the profile's limits are known nevertheless."""
+    """The guard's published inputs; without a guard, the profile's limits still apply."""
     known = gate_inputs.read(place.state.gate_inputs)
     if known.reason is None:
         return known
@@ -106,8 +106,7 @@ def _inputs(place: options.CommandContext) -> GateInputs:
 
 
 def _settings(place: options.CommandContext) -> GateSettings:
-    """[gate] as it is set here; where nothing of it is, that of the guard of the state
-    directory."""
+    """[gate] from the settings here; where it is not set, from the guard of the state directory."""
     own = place.settings
     if any(
         name.startswith("gate.") and origin != "default" for name, origin in own.origins.items()
@@ -123,7 +122,7 @@ def _settings(place: options.CommandContext) -> GateSettings:
 
 
 def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -> None:
-    """Into the ledger, as a rank's; where no guard watches there is none."""
+    """Record the decision in the ledger like a rank's; without a guard there is no ledger."""
     if not state.gate_inputs.is_file():
         return
     ledger = Ledger(state.ledger, lambda finding: echo(catalog.message(finding), err=True))
@@ -152,8 +151,8 @@ def _show(decision: GateDecision, as_json: bool) -> None:
 
 
 def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
-    """The decision again, from the ledger alone. 1 where it was blocked or where it differs from
-    what is stored."""
+    """Replay a decision from the ledger alone. Returns 1 where it blocks or differs from the stored
+    one."""
     ledger = ReadOnlyLedger(state.ledger)
     stored = ledger.find_decision(decision_id)
     if stored is None and ledger.unread is not None:

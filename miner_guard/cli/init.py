@@ -26,7 +26,7 @@ _NUMBERS = {
     "--neuron.local_batch_size_train_effective": "effective_batch_size",
     "--neuron.upload_steps": "upload_steps",
 }
-"""Arguments of subnet 38's miner that say what `[miner]` wants to know."""
+"""Arguments of subnet 38's miner that supply values for `[miner]`."""
 
 
 def command(
@@ -80,8 +80,8 @@ def command(
 
 
 def guard_toml(cmd: Sequence[str]) -> str:
-    """The settings file: what the command line says is set, what a person has to say is
-    commented."""
+    """The settings file: values from the command line are set, values that a person must supply are
+    commented out."""
     miner, chain, gpu = _miner(cmd), _chain(cmd), _gpu(cmd)
     return _fill("guard.toml", {"MINER": "\n".join(miner), "CHAIN": "\n".join(chain), "GPU": gpu})
 
@@ -90,7 +90,7 @@ def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
     """The pm2 file; `flags` are the guard's own."""
     guard = Path(sys.executable).with_name("miner-guard")
     values = {"RUN": ["run", *flags, "--", *cmd], "PYTHON": sys.executable, "GUARD": str(guard)}
-    # The name stands between the quotes of the template.
+    # The template puts the name between quotes.
     quoted = json.dumps(name)[1:-1]
     return _fill(
         "ecosystem.config.js", {**{k: json.dumps(v) for k, v in values.items()}, "NAME": quoted}
@@ -98,7 +98,7 @@ def ecosystem(cmd: Sequence[str], name: str, flags: Sequence[str] = ()) -> str:
 
 
 def _flags(config: Path | None, state_dir: str | None) -> list[str]:
-    """The guard's own flags that `run` needs to find what `init` was told."""
+    """The guard's own flags that `run` needs to find the files of `init`."""
     settings = [] if config is None else ["-c", str(config)]
     return (
         settings
@@ -108,7 +108,7 @@ def _flags(config: Path | None, state_dir: str | None) -> list[str]:
 
 
 def _place(name: str, state_dir: str | None) -> str:
-    """The flag by which the other commands find this guard; empty where they find it by
+    """The flag that points the other commands at this guard; empty where they find it by
     themselves."""
     if state_dir is not None:
         return f"--state-dir {shlex.quote(str(Path(state_dir).absolute()))}"
@@ -153,5 +153,5 @@ def _gpu(cmd: Sequence[str]) -> str:
 
 
 def _is_number(value: str) -> bool:
-    """Whether TOML takes it for a whole number."""
+    """Whether TOML parses it as a whole number."""
     return re.fullmatch("0|[1-9][0-9]{0,14}", value) is not None

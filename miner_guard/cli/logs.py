@@ -103,8 +103,8 @@ def command(
 def _ledger(
     state: StateDir, table: str, since: str, lines: int | None, *, as_json: bool
 ) -> Iterator[bytes]:
-    """The ledger's rows, oldest first. Raises Refused: 64 for a table that is not one, 1 where it
-    has no row."""
+    """The ledger's rows, oldest first. Raises Refused: 64 for an unknown table, 1 where the table
+    is empty."""
     from uploads.ledger import ReadOnlyLedger
 
     ledger = ReadOnlyLedger(state.ledger)
@@ -116,7 +116,7 @@ def _ledger(
         raise Refused(f"{state.ledger} cannot be read: {ledger.unread}", FAILED)
     if not rows:
         raise Refused(f"the ledger of {state.root} has no {table} there", FAILED)
-    # A decision's whole document is for the replay: `miner-guard gate --replay ID`.
+    # The full document of a decision is for the replay: `miner-guard gate --replay ID`.
     shown = [{key: value for key, value in row.items() if key not in _FOR_REPLAY} for row in rows]
     if as_json:
         yield (visible(json.dumps(shown, ensure_ascii=False, indent=1)) + "\n").encode()
@@ -144,7 +144,7 @@ def _query(events: list[str], level: str, since: str, ranks: list[int]) -> Query
 
 
 def _array(hits: Iterable[Hit]) -> Iterator[bytes]:
-    """One JSON document with one event a line: `jq '.[]'` reads it, and so does a person."""
+    """One JSON document with one event per line, readable by `jq '.[]'` and by people."""
     before = b"[\n"
     for hit in hits:
         yield before + hit.raw
@@ -160,7 +160,8 @@ def _write(pieces: Iterable[bytes]) -> None:
 
 
 def _follow(log: Path, query: Query, lines: int | None, *, as_json: bool, emoji: bool) -> None:
-    # The follower first: what is written between the two is shown twice at worst here, never lost.
+    # Open the follower first: lines written in between then appear twice at worst, and none is
+    # lost.
     follower = Follower(log, query)
     count = _TAIL_OF_FOLLOW if lines is None and not query.since else lines
     earlier = (

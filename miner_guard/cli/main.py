@@ -1,4 +1,4 @@
-"""`miner-guard`: finds the command's module, imports that one only, and keeps the exit codes.
+"""`miner-guard`: finds the command's module, imports only that one, and maps errors to exit codes.
 
 A command is one file: a function `command` with typer's annotations, its docstring the help, and if
 needed `CONTEXT`, click's context settings. It is added by its name in `COMMANDS`.
@@ -43,14 +43,15 @@ COMMANDS = (
 """Modules of `miner_guard.cli`, in the order of `--help`."""
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
-"""A command line that typer refuses; it exports this class under no name, and has it from another
-module by version."""
+"""The base class of typer's usage errors: typer does not export it, and its module depends on the
+version."""
 
 _GC_EVERY = 20_000
 
 
 def build(arguments: Sequence[str]) -> typer.Typer:
-    """The application with the command that `arguments` names, or with all of them for the help."""
+    """The application with the command that `arguments` names, or with all commands for the
+    help."""
     app = typer.Typer(
         name="miner-guard",
         no_args_is_help=True,
@@ -71,7 +72,8 @@ def build(arguments: Sequence[str]) -> typer.Typer:
 
 
 def _first_sentence(help_text: str) -> str:
-    """The help's first sentence, whole: the list of commands would cut it after 45 characters."""
+    """The first sentence of the help in full: typer's list of commands would cut it after 45
+    characters."""
     return re.split(r"(?<=[.?])\s", help_text.strip(), maxsplit=1)[0]
 
 
@@ -91,16 +93,16 @@ def _options(
 
 def main() -> None:
     """Entry point. Exits with the codes of `miner_guard.exits`."""
-    # What is imported lives to the end: to look for garbage in it every 700 objects is a tenth of
-    # the start.
+    # Imported modules live until exit: collecting garbage every 700 objects costs a tenth of the
+    # start-up.
     gc.set_threshold(_GC_EVERY)
     inherited.open_standard_streams()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; returns its exit code. Whatever goes wrong is one line on stderr, never
-    a traceback."""
+    """Run one command line and return its exit code. Any failure is one line on stderr, never a
+    traceback."""
     try:
         code = build(arguments)(
             args=list(arguments), prog_name="miner-guard", standalone_mode=False
@@ -113,8 +115,8 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Abort:
         return _refused("ended by the keyboard", exits.FAILED)
     except (BrokenPipeError, SystemExit):
-        # `miner-guard logs | head`: nobody reads on, which is no error of ours; typer makes a
-        # SystemExit of it.
+        # `miner-guard logs | head`: a closed pipe is not an error of ours; typer turns it into
+        # SystemExit.
         sys.stdout = None
         return exits.OK
     except OSError as error:
@@ -130,7 +132,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _refused(why: str, code: int) -> int:
-    # Late: a command that succeeds may need none of what it imports.
+    # Late: a command that succeeds may not need its imports.
     from miner_guard.cli.echo import echo
 
     echo(f"miner-guard: {why}", err=True)

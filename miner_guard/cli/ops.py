@@ -15,7 +15,7 @@ from miner_guard.cli.echo import echo
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
 
 _MARK = "runbook.md"
-"""Its folder is the one that is meant."""
+"""The folder that holds this file is the right one."""
 
 
 def command(
@@ -40,7 +40,7 @@ def command(
 
 
 def installed() -> Path | None:
-    """The folder of this installation's ops/ files: in its source tree, or as pip put it."""
+    """This installation's folder of ops/ files: in its source tree, or where pip put it."""
     return next((folder for folder in _candidates() if (folder / _MARK).is_file()), None)
 
 

@@ -1,7 +1,7 @@
-"""The options that every command takes (`-c`, `--name`, `--state-dir`), and what they lead to.
+"""The options that every command takes (`-c`, `--name`, `--state-dir`), and their resolution.
 
 A command declares them as `config: Config = None, name: Name = DEFAULT_NAME, state_dir: State =
-None` and calls `open_place(config, name, state_dir)`.
+None` and calls `open_context(config, name, state_dir)`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "miner"
 
 MAX_COUNT = 10**15
-"""The greatest number that a flag takes where it has no limit of its own; infinity is no number
-that JSON knows."""
+"""The upper limit of a numeric flag without a limit of its own: JSON has no infinity."""
 
 
 _OTHERS = 5
 
 
 def a_number(value: Optional[float]) -> Optional[float]:
-    """For `callback=` of a limited number: typer before 0.29 lets NaN through every limit."""
+    """For `callback=` of a limited number: typer before 0.29 accepts NaN despite any limit."""
     if value is not None and value != value:
         raise typer.BadParameter("nan is no number")
     return value
@@ -65,8 +64,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout,
 
 @dataclass(frozen=True)
 class CommandContext:
-    """What a command works with: checked settings and the state directory, which nobody has touched
-    yet."""
+    """A command's input: checked settings and the state directory, which is still untouched."""
 
     settings: Settings
     state: statedir.StateDir
@@ -78,13 +76,13 @@ def open_context(
 ) -> CommandContext:
     """Load the settings and choose the state directory. Raises Refused: 64 for a bad flag, 78 for
     bad settings."""
-    # Here, not above: it is most of the start-up time of commands that read no settings, such as
-    # `logs`.
+    # Here, not above: it is most of the start-up time, and commands such as `logs` read no
+    # settings.
     from miner_guard.config import loading
     from validators.profiles import chosen
 
     try:
-        # Twice: the first pass only says which profile lies below the rest.
+        # Load twice: the first pass only determines which profile underlies the rest.
         first = loading.load(config, flags=flags).config
         profile = chosen(first.miner)
         document = None if profile is None else _of_profile(profile)
@@ -103,7 +101,7 @@ def open_context(
 
 
 def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
-    """The miner's `.env`, where the guard's keys are in it: pm2's filter_env lets no secret through
+    """The miner's `.env`, where it holds the guard's keys: pm2's filter_env lets no secret through
     the environment."""
     if repo.credentials != "dotenv":
         return None
@@ -113,7 +111,7 @@ def _dotenv(repo: RepoSettings) -> tuple[str, Mapping[str, str]] | None:
     try:
         return repo.credentials_file or ".env", find(repo)
     except RepoError:
-        # Anyone who looks at the repo says what is wrong with the file; a command that needs no key
+        # Every command that opens the repo reports the file's error; a command that needs no key
         # continues.
         return None
 
@@ -129,7 +127,7 @@ def _of_profile(profile: str) -> Mapping[str, Any]:
 
 def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
     """The state directory alone, for commands that need no settings. Raises Refused (78) for an
-    impossible name."""
+    invalid name."""
     if os.sep in name or name in ("", ".", ".."):
         raise Refused(
             f"--name {name!r} can't name a directory; use letters, digits and dashes", CONFIG
@@ -141,14 +139,14 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
             f"no place for the state: {error} Give --state-dir a path without that link", CONFIG
         ) from error
     except RuntimeError as error:
-        # No HOME, and a user that the host does not know: a container under another uid.
+        # No HOME, and the host does not know the user: a container under another uid.
         raise Refused(
             f"no place for the state: {error} Give --state-dir, or set HOME", CONFIG
         ) from error
 
 
 def start_or_name(state: statedir.StateDir) -> str:
-    """What to do where no guard runs: start one, or name one of those that ran beside this state
+    """The next step where no guard runs: start one, or name one of those that ran beside this state
     directory."""
     start = "start it with `miner-guard run`"
     folder = state.root.parent
@@ -178,7 +176,7 @@ def check_there(state: statedir.StateDir) -> None:
 
 
 def earliest(since: str) -> str:
-    """The ISO time that `--since` names; empty for all. Raises Refused (64)."""
+    """The ISO time for `--since`; empty for all. Raises Refused (64)."""
     from miner_guard.eventlog import query
 
     try:
@@ -189,7 +187,7 @@ def earliest(since: str) -> str:
 
 def check_command(program: str) -> None:
     """Raises Refused (64) for a program that can't be started."""
-    # Late, as it is slow to import and commands such as `logs` start nothing.
+    # Late: it is slow to import, and commands such as `logs` start no program.
     import shutil
 
     if shutil.which(program) is None:

@@ -1,5 +1,5 @@
-"""`miner-guard plan`: what the training settings imply; the reckoning is
-`miner_guard.cli.plan_model`."""
+"""`miner-guard plan`: the consequences of the training settings; `miner_guard.cli.plan_model`
+computes them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def command(
 
 
 def document(plan: plan_model.Plan) -> dict[str, Any]:
-    """The plan for `--json`; the document's reckoning at the top, what the miner does under
+    """The plan for `--json`: source 004's estimate at the top, the miner's real behaviour under
     `actual`."""
     return {
         **_way(plan.document),
@@ -156,7 +156,7 @@ def _way(way: plan_model.PlanEstimate) -> dict[str, Any]:
 
 
 def fits(plan: plan_model.Plan) -> bool | None:
-    """Whether what the miner needs fits the GPU; None where its memory was not given."""
+    """Whether the miner's memory need fits the GPU; None where the GPU's memory was not given."""
     memory = plan.settings.gpu_memory_gb
     return None if memory is None else plan.actual.memory.total <= memory
 

@@ -1,5 +1,5 @@
-"""What training settings imply, before a GPU hour is spent: source 004's analysis, and where
-reality differs.
+"""The consequences of training settings, before a GPU hour is spent: source 004's analysis, and
+where reality differs.
 
 The document's figures (`Plan.accumulation_steps`, `micro_batches`, `memory`, `inner_step_s`) follow
 source 004 to the letter. `Plan.actual` says what subnet 38's miner does: it divides the effective
@@ -24,12 +24,12 @@ _CHECKPOINTING_SLOWS = 1.2
 
 
 class BadPlan(ValueError):
-    """Settings that no training can have; the message says which and why."""
+    """Settings that no training can have; the message names the setting and the reason."""
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What is planned with."""
+    """The input of a plan."""
 
     gpus: int
     batch: int
@@ -41,24 +41,25 @@ class PlanSettings:
     """Measured or assumed seconds of one micro-batch on one GPU."""
 
     step_s: float | None = None
-    """Measured seconds of an inner step; taken instead of a reckoned one."""
+    """Measured seconds of an inner step; replaces the computed ones."""
 
     min_inner_step: int = 50
     repo_age_target_s: float = 1800.0
     repo_age_limit_s: float = 2000.0
     gpu_memory_gb: float | None = None
     weight_bytes: int = 2
-    """bf16."""
+    """Bytes per weight: bf16."""
 
     state_bytes: int = 2
-    """Of each of AdamW's two moments: the document's 16 GB for 4B parameters are bf16 moments."""
+    """Bytes per parameter of each of AdamW's two moments: source 004's 16 GB for 4B parameters are
+    bf16 moments."""
 
     checkpointing: bool = False
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """GPU memory of one rank by part, in GB."""
+    """GPU memory of one rank by component, in GB."""
 
     weights: float
     optimizer: float
@@ -68,17 +69,17 @@ class MemoryPlan:
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """The sum of all components, in GB."""
         return self.weights + self.optimizer + self.gradients + self.activations + self.fsdp
 
     def as_dict(self) -> dict[str, float]:
-        """The parts and their total."""
+        """The components and their total."""
         return {**asdict(self), "total": self.total}
 
 
 @dataclass(frozen=True)
 class UploadPlan:
-    """When uploads come, and whether the repo stays fresh."""
+    """When uploads happen, and whether the repo stays fresh."""
 
     first_valid_inner_step: int
     first_valid_s: float | None
@@ -93,16 +94,16 @@ class UploadPlan:
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """One way to reckon: the document's, or what the miner does."""
+    """One estimate: source 004's, or the miner's real behaviour."""
 
     accumulation_steps: int
-    """Micro-batches that a rank works through in an inner step."""
+    """Micro-batches that a rank processes in an inner step."""
 
     micro_batches: int
-    """Of all ranks."""
+    """Micro-batches of all ranks."""
 
     samples: int
-    """Trained on in an inner step, by all ranks."""
+    """Samples that all ranks train on in an inner step."""
 
     memory: MemoryPlan
     inner_step_s: float | None
@@ -111,7 +112,7 @@ class PlanEstimate:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A suggested change and what it would do, by the document's reckoning."""
+    """A suggested change and its effect, by source 004's estimate."""
 
     what: str
     arguments: str
@@ -124,7 +125,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of it."""
+    """The complete plan."""
 
     settings: PlanSettings
     document: PlanEstimate
@@ -134,7 +135,7 @@ class Plan:
 
 
 def plan(settings: PlanSettings) -> Plan:
-    """What the settings imply. Raises BadPlan."""
+    """The consequences of the settings. Raises BadPlan."""
     _check(settings)
     document, actual = _document(settings), _actual(settings)
     return Plan(
@@ -173,7 +174,7 @@ def _document(s: PlanSettings) -> PlanEstimate:
 
 def _actual(s: PlanSettings) -> PlanEstimate:
     """Subnet 38's miner: a rank takes effective / world size samples, in micro-batches; the ranks
-    work at once."""
+    work in parallel."""
     accumulation = max(1, s.effective // s.gpus // s.batch)
     seconds = s.step_s
     if seconds is None and s.micro_batch_s is not None:
@@ -194,8 +195,8 @@ def document_memory(s: PlanSettings) -> MemoryPlan:
 
     Weights = params · 2 bytes (bf16). Optimizer = 2 moments · params · 2 bytes. Activations: the
     document's upper figure, 4 GB for batch 2, sequence 1024 and 4B parameters, scaled as in
-    `activations_gb`. FSDP: its 2 GB for 8 GB of weights, that is a quarter of the weights gathered
-    or in buffers.
+    `activations_gb`. FSDP: the document's 2 GB for 8 GB of weights, a quarter of the weights
+    gathered or in buffers.
     """
     weights = s.params * s.weight_bytes / GB
     return MemoryPlan(
@@ -204,9 +205,9 @@ def document_memory(s: PlanSettings) -> MemoryPlan:
 
 
 def sharded_memory(s: PlanSettings) -> MemoryPlan:
-    """FSDP2, fully sharded: weights, gradients and both moments by the number of GPUs (ZeRO,
-    Rajbhandari et al. 2020, stage 3: (weights + gradients + optimizer) / N). Activations are not
-    sharded. FSDP: as in `document_memory`."""
+    """FSDP2, fully sharded: weights, gradients and both moments divided by the number of GPUs
+    (ZeRO, Rajbhandari et al. 2020, stage 3: (weights + gradients + optimizer) / N). Activations are
+    not sharded. FSDP: as in `document_memory`."""
     weights = s.params * s.weight_bytes / GB
     optimizer = 2 * s.params * s.state_bytes / GB
     return MemoryPlan(

@@ -74,7 +74,7 @@ def command(
 
 
 def _supervise(miner: list[str], place: options.CommandContext, finished_code: int) -> int:
-    # Late: `--help` and a refused command line need none of it.
+    # Late: neither `--help` nor a refused command line needs it.
     from miner_guard.supervisor.app import GuardApp, Request
     from miner_guard.supervisor.process.child import keep_files_private
     from miner_guard.supervisor.startup.lock import Lock, LockHeld

@@ -1,5 +1,5 @@
-"""The screen of `miner-guard top`: plain lines from status.json and the last events. Pure; readable
-without colour."""
+"""The screen of `miner-guard top`: plain lines from status.json and the latest events. Pure;
+readable without colour."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miner_guard.health.snapshot import number, part
 from miner_guard.system.clock import parse_iso_utc
 
 STALE_S = 60.0
-"""A status older than this comes from a guard that is gone or wedged."""
+"""A status older than this means that the guard is gone or wedged."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*%#"
@@ -25,7 +25,7 @@ _CELLS = 9
 
 @dataclass
 class CurveHistory:
-    """Loss and step time by step, as seen by anyone who watches."""
+    """Loss and step time by step, collected while watching."""
 
     loss: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     step_time: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -43,7 +43,7 @@ class CurveHistory:
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """The last `width` values as bars between their least and greatest."""
+    """The last `width` values as bars between their minimum and maximum."""
     shown = [value for value in list(values)[-width:] if value - value == 0]
     if not shown:
         return ""
@@ -63,7 +63,7 @@ def progress_bar(done: float, whole: float, width: int, *, ascii_only: bool = Fa
 
 
 def duration(seconds: Any) -> str:
-    """`45s`, `12m`, `3.1h`, `2.0d`; `?` where it is unknown."""
+    """`45s`, `12m`, `3.1h`, `2.0d`; `?` where unknown."""
     if not isinstance(seconds, (int, float)):
         return "?"
     if seconds < 100:
@@ -84,7 +84,7 @@ def lines(
     min_inner_step: int,
     ascii_only: bool = False,
 ) -> list[str]:
-    """Exactly `height` lines of at most `width` columns; the events fill what is left."""
+    """Exactly `height` lines of at most `width` columns; events fill the remaining lines."""
     if status is None:
         top = ["no guard is running here", ""]
     else:
@@ -99,7 +99,7 @@ def lines(
 
 
 def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
-    """A line that fits; where something is left out, that shows."""
+    """The line cut to `width`, with a mark where text is left out."""
     more = "..." if ascii_only else "…"
     line = visible(line).replace("\n", " ")
     return line if len(line) <= width else line[: width - len(more)] + more
@@ -124,7 +124,7 @@ def overview(
 
 
 def verdict_lines(status: Mapping[str, Any], age_s: float = 0.0) -> list[str]:
-    """What a person on call reads first: the verdict, and what to do about it."""
+    """The verdict that a person on call reads first, and the next step."""
     verdict = part(status, "verdict")
     if age_s > STALE_S:
         return [f"UNKNOWN: the guard has written nothing for {duration(age_s)}"]
@@ -135,7 +135,7 @@ def verdict_lines(status: Mapping[str, Any], age_s: float = 0.0) -> list[str]:
 
 
 def head(status: Mapping[str, Any], age_s: float) -> str:
-    """State, restarts, goodput and what monitoring costs."""
+    """State, restarts, goodput and the cost of monitoring."""
     goodput = part(part(status, "steps"), "goodput").get("training")
     words = [f"miner  {status.get('state')}", f"restarts {number(status.get('restarts'))}"]
     words.append(f"goodput {number(None if goodput is None else 100 * goodput, '.0f', '%')}")
@@ -172,8 +172,7 @@ def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[st
     steps, uploads = part(status, "steps"), part(status, "uploads")
     repo, decision = part(uploads, "repo"), part(uploads, "decision")
     inner = steps.get("inner_step")
-    # What the running guard counts with, where it says so: its settings may not be those of this
-    # terminal.
+    # Prefer the running guard's value: this terminal's settings may differ.
     least = part(uploads, "forecast").get("min_inner_step") or least
     bar = progress_bar(inner or 0, least, 20, ascii_only=ascii_only)
     valid = (
@@ -210,7 +209,7 @@ def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[st
 
 
 def _ago(status: Mapping[str, Any], wall: Any) -> str:
-    """` 3m ago`, as of the status; nothing where a time is unknown."""
+    """` 3m ago`, relative to the status; empty where a time is unknown."""
     updated = status.get("updated")
     if not isinstance(wall, (int, float)) or not isinstance(updated, str):
         return ""
@@ -227,7 +226,7 @@ def _ranks(steps: Mapping[str, Any]) -> list[str]:
 
 
 def _in_threes(cells: list[str]) -> list[str]:
-    """Three lines of three at most; how many are left out is reported."""
+    """At most three lines of three, with the number of cells left out."""
     if len(cells) > _CELLS:
         cells = [*cells[: _CELLS - 1], f"and {len(cells) - _CELLS + 1} more"]
     return [" | ".join(cells[place : place + 3]) for place in range(0, len(cells), 3)]

@@ -1,4 +1,4 @@
-"""`miner-guard status`: what the running guard knows."""
+"""`miner-guard status`: the state of the running guard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from miner_guard.system.clock import iso_utc
 
 _WIDTH = 120
 _EVENTS = 8
-"""Warnings and worse that are shown below."""
+"""Warnings and worse shown at the bottom."""
 
 
 def command(
@@ -69,7 +69,7 @@ def command(
 
 
 def _check(status: Mapping[str, Any], hang: HangSettings) -> None:
-    """What `/healthz` answers, for a container's or Kubernetes' probe that runs a command. Raises
+    """The answer of `/healthz`, for a container or Kubernetes probe that runs a command. Raises
     Refused (1)."""
     from miner_guard.reporting import progress
 
@@ -79,8 +79,8 @@ def _check(status: Mapping[str, Any], hang: HangSettings) -> None:
 
 
 def _last_end(log: Path) -> str:
-    """`the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit code 75, …; `, empty where none has
-    run."""
+    """`the last one: 2026-01-02T03:04:05Z GUARD STOPPED: exit code 75, …; `, empty where no guard
+    has run."""
     for hit in query.last(log, Query(events=frozenset({"guard_started", "guard_stopped"})), 1):
         if hit.event == "guard_stopped":
             return f"the last one: {hit.ts[:19]}Z {hit.headline}; "
@@ -111,8 +111,7 @@ def _lines(
 
 
 def _last(uploads: Mapping[str, Any]) -> Iterator[str]:
-    """The last of what the ledger keeps and the audit's verdict; the gate's decision stands
-    above."""
+    """The ledger's latest upload and the audit's verdict; the gate's decision is shown above."""
     told = {
         "upload": ("tag", "outcome", "error"),
         "audit": ("outcome", "detail"),

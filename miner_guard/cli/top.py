@@ -28,7 +28,7 @@ from miner_guard.health.snapshot import part
 
 _LAST_EVENTS = 40
 _SHOWN = frozenset(CATALOGUE) - {"inner_step", "health_snapshot"}
-"""Events that stand below; the screen itself shows the others."""
+"""Events listed at the bottom; the screen itself shows the others."""
 
 _LAST_READ = 4000
 _STEPS_READ = 200
@@ -66,7 +66,7 @@ def command(
 
 
 class View:
-    """Reads status.json and follows guard.jsonl; nothing is asked of the running guard."""
+    """Reads status.json and follows guard.jsonl; sends no request to the running guard."""
 
     def __init__(self, state: statedir.StateDir, min_inner_step: int, *, ascii_only: bool) -> None:
         self._state, self._least, self._ascii = state, min_inner_step, ascii_only
@@ -81,7 +81,7 @@ class View:
         self._events = [*self._events, *told][-_LAST_EVENTS:]
 
     def lines(self, width: int, height: int) -> list[str]:
-        """The screen as of now."""
+        """The current screen."""
         self._take(self._follower.poll())
         status: Any = statedir.read_json(self._state.status)
         document = status if isinstance(status, dict) else None
@@ -100,7 +100,7 @@ class View:
 
 
 def curves_of(state: statedir.StateDir) -> screen.CurveHistory:
-    """The last steps that were logged."""
+    """The latest logged steps."""
     curves = screen.CurveHistory()
     for hit in query.last(state.log, Query(events=frozenset({"inner_step"})), _STEPS_READ):
         curves.take(hit.record())
@@ -124,8 +124,8 @@ def _size() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _full_screen() -> Iterator[None]:
-    """The terminal's other screen, cursor hidden, keys unechoed; what was there before comes back,
-    whatever happens."""
+    """The terminal's alternate screen, cursor hidden, echo off; always restores the previous
+    screen."""
     keys = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
     sys.stdout.write("\x1b[?1049h\x1b[?25l\x1b[2J")
     try:
@@ -140,7 +140,7 @@ def _full_screen() -> Iterator[None]:
 
 
 def _quit_within(seconds: float) -> bool:
-    """Wait so long for a key that ends it; True at once when it comes."""
+    """Wait this long for a key that quits; True as soon as it is pressed."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if not sys.stdin.isatty():
@@ -156,7 +156,7 @@ _painted: list[str] = []
 
 
 def _paint(lines: list[str]) -> None:
-    """Only lines that changed are sent: over a slow ssh a screen is a few dozen bytes."""
+    """Sends only changed lines: over a slow ssh a screen is a few dozen bytes."""
     global _painted
     whole = len(lines) != len(_painted)
     changed = [

@@ -1,4 +1,5 @@
-"""`miner-guard init --remove`: deletes what init wrote and what the guard kept, nothing else."""
+"""`miner-guard init --remove`: deletes the files that init wrote and the guard's state, nothing
+else."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from miner_guard.exits import FAILED, Refused
 from miner_guard.state_dir import FOLDER, StateDir
 
 _MARK = "ritten by `miner-guard init`"
-"""In the first lines of both templates; a file without it is somebody's own."""
+"""Appears in the first lines of both templates; a file without it belongs to somebody else."""
 
 
 def uninstall(files: Sequence[Path], state: StateDir) -> None:
-    """Delete `files` as far as init wrote them, and the state directory. Raises Refused (1) while a
-    guard runs there, for a directory that is not one of ours, and for what can't be deleted."""
+    """Delete those `files` that init wrote, and the state directory. Raises Refused (1) while a
+    guard runs there, for a directory without a guard's state, and for files that can't be
+    deleted."""
     if listens(state):
         raise Refused(f"a guard runs in {state.root}; stop it first", FAILED)
     if state.root.exists() and not state.log.is_file() and not state.lock.is_file():

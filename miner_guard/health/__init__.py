@@ -1,1 +1,1 @@
-"""What is sampled beside the miner (NVML, host, chain), and the snapshot made of it."""
+"""Samples taken beside the miner (NVML, host, chain), and the snapshot built from them."""

@@ -1,4 +1,4 @@
-"""The chain as the guard knows it: one look through a child with a deadline."""
+"""The guard's view of the chain: each query runs in a child with a deadline."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from miner_guard.system import probe
 
 @dataclass(frozen=True)
 class ChainLook:
-    """What one look found. Everything is None where `reason` says why nothing is known."""
+    """The result of one query. All fields are None where `reason` explains a failure."""
 
     reason: str | None = None
     block: int | None = None
     registered: bool | None = None
-    """None where no hotkey is configured or the question failed."""
+    """None where no hotkey is configured or the query failed."""
 
     uid: int | None = None
     incentive: float | None = None
@@ -32,20 +32,20 @@ class ChainLook:
     """Block of the neuron's last update."""
 
     commitment: str | None = None
-    """As committed; public, but it holds the read keys: never logged or stored."""
+    """As committed. It is public but holds the read keys: never log or store it."""
 
     master_commitment: str | None = None
     neurons: int | None = None
     bittensor: str | None = None
     errors: Mapping[str, str] | None = None
-    """What could not be read, each with its reason."""
+    """Fields that could not be read, each with its reason."""
 
 
 _FIELDS = ChainLook.__dataclass_fields__
 
 
 def look(settings: ChainSettings, *, python: str = sys.executable) -> ChainLook:
-    """One look, `settings.timeout_s` at most. Never raises."""
+    """Query the chain, for `settings.timeout_s` at most. Never raises."""
     if settings.network is None or settings.netuid is None:
         missing = " and ".join(
             key for key in ("network", "netuid") if getattr(settings, key) is None
@@ -57,7 +57,7 @@ def look(settings: ChainSettings, *, python: str = sys.executable) -> ChainLook:
         "hotkey": settings.hotkey,
         "master_uid": settings.master_uid,
     }
-    # Public data only: what is secret here has no business in a process that runs third-party code.
+    # Public data only: secrets do not belong in a process that runs third-party code.
     env = without_secrets(os.environ)
     answer = probe.ask(
         "miner_guard.health.chain_probe", request, settings.timeout_s, python=python, env=env
@@ -68,7 +68,7 @@ def look(settings: ChainSettings, *, python: str = sys.executable) -> ChainLook:
 
 
 def summary(look: ChainLook, outer_step: int | None = None) -> str:
-    """The words after `CHAIN `."""
+    """The text after `CHAIN `."""
     if look.reason is not None:
         return f"unknown: {look.reason}"
     said = [f"block {look.block}"]
@@ -94,9 +94,9 @@ def summary(look: ChainLook, outer_step: int | None = None) -> str:
 
 
 def as_fields(look: ChainLook) -> dict[str, Any]:
-    """The look for an event: everything but the commitments."""
+    """The result for an event: everything but the commitments."""
     left_out = {"commitment", "master_commitment", "reason", "rank"}
-    # An event's `rank` is the process that it is about.
+    # An event's `rank` is reserved for the process that it concerns.
     return {name: getattr(look, name) for name in _FIELDS if name not in left_out} | {
         "chain_rank": look.rank
     }

@@ -1,9 +1,9 @@
 """The child that reads the chain through bittensor 9.10 to 11: `python -m
 miner_guard.health.chain_probe`.
 
-In a child, because bittensor may hang for minutes on a silent node, reads the command line, prints,
-takes over the logging of its process, and weighs up to 160 MB. Only public data is read and no
-wallet is opened.
+In a child, because bittensor may hang for minutes on a silent node, parses the command line,
+prints, takes over its process's logging, and uses up to 160 MB. Reads only public data and opens no
+wallet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from miner_guard.system import probe
 
 
 class ChainClient(Protocol):
-    """The same questions to every generation of bittensor. Any of them may raise anything."""
+    """One interface to every generation of bittensor. Each method may raise anything."""
 
     def block(self) -> int: ...
     def uid(self, netuid: int, hotkey: str) -> int | None: ...
@@ -40,14 +40,14 @@ class BeforeEleven:
         return None if uid is None else int(uid)
 
     def commitment(self, netuid: int, uid: int, hotkey: str) -> str | None:
-        # Not get_commitment: it fetches the whole metagraph for one key, and answers "" for every
+        # Not get_commitment: it fetches the whole metagraph for one key, and returns "" for every
         # error.
         stored = self._subtensor.substrate.query("Commitments", "CommitmentOf", [netuid, hotkey])
         return committed_text(getattr(stored, "value", stored))
 
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
-        # Not metagraph: it makes three more runtime calls, of which one has changed its name
-        # between versions.
+        # Not metagraph: it makes three more runtime calls, one of which was renamed between
+        # versions.
         return [
             {
                 "uid": int(n.uid),
@@ -64,8 +64,7 @@ class BeforeEleven:
 
 
 class Ten(BeforeEleven):
-    """bittensor 10: its neurons have neither trust nor rank, which the chain's own rows may
-    hold."""
+    """bittensor 10: its neurons lack trust and rank, which the chain's own rows may hold."""
 
     def neurons(self, netuid: int) -> list[dict[str, Any]]:
         found = super().neurons(netuid)
@@ -115,9 +114,8 @@ class Eleven:
 
 def connect(network: str) -> tuple[ChainClient, str]:
     """A connection and bittensor's version. Raises whatever bittensor raises; ImportError where it
-    is not there."""
-    # 9.x parses the command line when imported and again in Subtensor(): `--help` there would end
-    # this process.
+    is not installed."""
+    # 9.x parses the command line on import and again in Subtensor(): `--help` there would exit.
     sys.argv = sys.argv[:1]
     import bittensor
 
@@ -132,7 +130,7 @@ def connect(network: str) -> tuple[ChainClient, str]:
 def look(
     chain: ChainClient, netuid: int, hotkey: str | None, master_uid: int | None
 ) -> dict[str, Any]:
-    """What the chain says; what could not be read is null and its reason stands under `errors`."""
+    """The chain's data; an unreadable field is null, with its reason under `errors`."""
     errors: dict[str, str] = {}
 
     def ask(what: str, question: Callable[[], Any]) -> Any:
@@ -174,7 +172,7 @@ def _own(
         uid = listed
     if uid is not None:
         row = rows.get(uid, {})
-        # A uid is given to the next hotkey when its own is deregistered.
+        # The chain gives a deregistered hotkey's uid to the next hotkey.
         same = not row or row.get("hotkey") == hotkey
         own = (
             {
@@ -203,7 +201,7 @@ def committed_text(stored: Any) -> str | None:
 
 
 def _data_of(value: Any) -> bytes:
-    """The bytes are hexadecimal or numbers, in as many lists as the decoder's version likes."""
+    """The bytes are hexadecimal or numbers, nested in lists as the decoder's version chooses."""
     if isinstance(value, Mapping) and value:
         return _data_of(next(iter(value.values())))
     if isinstance(value, str):
@@ -220,7 +218,7 @@ def _number(value: Any) -> float | None:
 
 
 def _share(value: Any) -> float | None:
-    """A u16 that stands for 0 to 1."""
+    """A u16 that encodes 0 to 1."""
     return None if value is None else int(value) / 65535
 
 
@@ -233,9 +231,9 @@ def _amount(balance: Any) -> float | None:
 
 
 def main() -> None:
-    """Answer with what `look` says."""
+    """Print the result of `look`."""
     request = probe.request()
-    # 9.x makes ~/.bittensor otherwise.
+    # Without this 9.x creates ~/.bittensor.
     os.environ["READ_ONLY"] = "1"
     try:
         chain, version = connect(request["network"])

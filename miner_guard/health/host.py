@@ -1,4 +1,4 @@
-"""The host as this process may use it: a container's limits count, not the machine's."""
+"""The host as this process may use it: a container's limits override the machine's."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from miner_guard.health.samplers import Read
 
 CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
-"""cgroup v1 says `no limit` by a number of this size."""
+"""cgroup v1 reports `no limit` as a number of this size."""
 
 
 class HostSampler:
-    """Reads CPU, memory, disk, /dev/shm and network, each by itself: a folder that hangs must not
-    hide the memory.
+    """Reads CPU, memory, disk, /dev/shm and network separately: a folder that hangs must not hide
+    the memory.
 
-    Rates are over the time since the last reading. What can't be read raises OSError, ValueError or
+    Rates cover the time since the last reading. An unreadable source raises OSError, ValueError or
     psutil.Error.
     """
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
-        """`folders`: what to call them, and whose free space to read."""
+        """`folders`: names, and the paths whose free space to read."""
         self._folders = dict(folders)
         self._network: tuple[float, int, int] | None = None
         self._cpu: tuple[float, float] | None = None
@@ -112,12 +112,12 @@ NAMES = (
     "network_sent_bytes_per_s",
     "network_received_bytes_per_s",
 )
-"""Every figure of the host."""
+"""All figures of the host."""
 
 
 def figures(readings: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """The host's figures from what its samplers answered; null where one did not. None where none
-    did."""
+    """The host's figures from its samplers' answers; null where one did not answer. None where no
+    sampler did."""
     known = [reading for reading in readings if reading is not None]
     return (
         {**dict.fromkeys(NAMES), **{k: v for reading in known for k, v in reading.items()}}
@@ -127,8 +127,7 @@ def figures(readings: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | No
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that is there: the state directory may not be made
-    yet."""
+    """`path`, or its nearest existing parent: the state directory may not exist yet."""
     return next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
 
 
@@ -152,12 +151,12 @@ def read_cgroup_memory(
         cache = _entry(folder / "memory.stat", "total_inactive_file")
         limit = _least_limit(folder, cgroup, "memory.limit_in_bytes")
         kills = _entry(folder / "memory.oom_control", "oom_kill")
-    # With the cache it may well be at its limit, and is healthy.
+    # With the cache included a healthy cgroup may sit at its limit.
     return limit, None if used is None or cache is None else used - cache, kills
 
 
 def oom_kills(proc: Path = Path("/proc"), cgroup: Path = CGROUP) -> int | None:
-    """Out-of-memory kills so far, by the cgroup's counter and the kernel's (which counts the whole
+    """Out-of-memory kills so far, by the cgroup's counter and the kernel's (which covers the whole
     machine); None where neither can be read."""
     counters = []
     with contextlib.suppress(OSError, ValueError):
@@ -174,7 +173,7 @@ def _cgroup_folder(proc: Path, cgroup: Path) -> Path | None:
         number, controllers, path = line.split(":", 2)
         root = cgroup if number == "0" and not controllers else cgroup / "memory"
         if (number == "0" and not controllers) or "memory" in controllers.split(","):
-            # Inside a container the path is the host's; what is mounted is the container's own top.
+            # Inside a container the path is the host's; the mount is the container's own top.
             for folder in (root / path.lstrip("/"), root):
                 if (folder / "memory.max").exists() or (folder / "memory.limit_in_bytes").exists():
                     return folder
@@ -182,7 +181,7 @@ def _cgroup_folder(proc: Path, cgroup: Path) -> Path | None:
 
 
 def _least_limit(folder: Path, top: Path, name: str) -> int | None:
-    """The tightest limit of a folder and those above it."""
+    """The tightest limit of a folder and its parents."""
     limits = []
     while True:
         limit = _number(folder / name)

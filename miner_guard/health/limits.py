@@ -1,4 +1,5 @@
-"""What of a host sample is worth a warning: once when it begins, again only after it was over."""
+"""Turns host samples into warnings: once when a limit is crossed, again only after it has
+cleared."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ Sample = Mapping[str, Any]
 _BAD_ROWS = frozenset({"lost", "reset_required", "unknown", "hangs", "gone", "unreadable"})
 
 _CHILD_SHARE = 0.8
-"""Share of the deadline after which the child answers with what it has; the rest is for the answer
-to arrive."""
+"""Share of the deadline after which the child answers with its results so far; the rest is for the
+answer to arrive."""
 
 _LAST_WORDS_S = 1.0
-"""How long a retired child is waited for: it has nothing to read but its events."""
+"""Time to wait for a retired child, which only has its events left to report."""
 
 
 class NvmlSampler:
@@ -52,8 +52,7 @@ class NvmlSampler:
     def __init__(
         self, timeout_s: float, env: Mapping[str, str] | None = None, renew_s: float = 30.0
     ) -> None:
-        """`renew_s`: the least time between two new children that are started because a sample was
-        bad."""
+        """`renew_s`: minimum time between two restarts of the child after bad samples."""
         self._timeout_s, self._renew_s = timeout_s, renew_s
         self._renewed = -renew_s
         self._env = dict(os.environ if env is None else env)
@@ -63,10 +62,10 @@ class NvmlSampler:
         self._backoff = Backoff()
         self._pause_s = 0.0
         self.on_end: Callable[[str], None] = lambda _how: None
-        """Called when a child has ended by itself, once for a series of such ends."""
+        """Called when a child exits by itself, once per series of such exits."""
 
         self._retired: subprocess.Popen[bytes] | None = None
-        """The child before: it alone hears of Xid events until the next one has asked for them."""
+        """The previous child: it alone receives Xid events until the next one has subscribed."""
         self._known: dict[str, dict[str, Any]] = {}
         self._untold: dict[str, list[int]] = {}
 
@@ -99,10 +98,10 @@ class NvmlSampler:
         return sample
 
     def _renew(self, bad: bool) -> None:
-        """Only a new process recovers after a driver reload, and a hung thread never comes back.
+        """Only a new process recovers after a driver reload, and a hung thread never returns.
 
         Not after every bad sample: a GPU that stays lost would cost a process each time, and the
-        others' Xid events.
+        other GPUs' Xid events.
         """
         now = time.monotonic()
         if bad and now - self._renewed >= self._renew_s:
@@ -113,8 +112,8 @@ class NvmlSampler:
                 self._end_child()
 
     def _last_words(self, until: float) -> Mapping[str, list[int]]:
-        """The events that only the retired child heard of. One that comes just now is told by
-        both."""
+        """The events that only the retired child received. Both children report one that arrives
+        now."""
         child = self._retired
         if child is None or time.monotonic() >= until:
             return {}
@@ -123,7 +122,7 @@ class NvmlSampler:
             line = _ask(child, {"only": "xids"}, min(until, time.monotonic() + _LAST_WORDS_S))
             heard = json.loads(line or b"{}").get("xids", {})
         except (OSError, ValueError):
-            # It broke: what it had heard is lost with it.
+            # The child broke: its events are lost with it.
             heard = {}
         _end(child)
         return dict(heard)
@@ -133,7 +132,7 @@ class NvmlSampler:
             self._untold.setdefault(uuid, []).extend(numbers)
 
     def _tell(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Give each row its events. Those of a GPU that has no row now are told when it has one."""
+        """Give each row its events. A GPU without a row gets its events once it has one."""
         for row in rows:
             # A row without a UUID (its GPU was lost before it could be named) stands for the GPU of
             # its index.
@@ -147,8 +146,8 @@ class NvmlSampler:
         """Used bytes by UUID, freshly read; None where NVML gives none. Blocks as `sample` does."""
         rows = self.sample()["gpus"]
         with self._one_at_a_time:
-            # Events are told once: the next sample's reader must not miss those that came with this
-            # one.
+            # Each event is reported once: keep those that came with this answer for the next
+            # sample.
             self._hear({r["uuid"]: r["xids"] for r in rows if r.get("uuid")})
         levels = {
             r["uuid"]: int(r["memory_used_bytes"])
@@ -158,7 +157,7 @@ class NvmlSampler:
         return levels or None
 
     def close(self) -> None:
-        """End the child. A later `sample` starts another."""
+        """Stop the child. A later `sample` starts another."""
         self._end_child()
         retired, self._retired = self._retired, None
         if retired is not None:
@@ -206,7 +205,7 @@ class NvmlSampler:
         if self._child is not None and self._child.poll() is not None:
             self._ended_by_itself(self._child)
         if self._child is None:
-            # A child that keeps ending costs a process each time: the pauses grow.
+            # A child that keeps exiting costs a process each time, so the pauses grow.
             left_s = self._started + self._pause_s - time.monotonic()
             if left_s > 0:
                 raise OSError(f"it keeps ending; it is started again in {left_s:.0f} s")
@@ -237,8 +236,8 @@ class NvmlSampler:
 
 
 def _ask(child: subprocess.Popen[bytes], request: Mapping[str, Any], until: float) -> bytes | None:
-    """Its answer by `until` (monotonic), as `_line`. Raises OSError where it does not listen any
-    more."""
+    """The child's answer by `until` (monotonic), as `_line`. Raises OSError where the child no
+    longer listens."""
     assert child.stdin is not None
     assert child.stdout is not None
     now = time.monotonic()
@@ -255,13 +254,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             pipe.close()
     if child.poll() is None:
         os.kill(child.pid, signal.SIGKILL)
-        # In uninterruptible sleep it does not die: reaped later by a thread rather than waited for
-        # here.
+        # A child in uninterruptible sleep does not die yet: a thread reaps it later.
         threading.Thread(target=child.wait, name="nvml-reap", daemon=True).start()
 
 
 def _line(fd: int, until: float) -> bytes | None:
-    """One line of `fd`, b"" where it ended without one, None where `until` (monotonic) passed."""
+    """One line of `fd`, b"" at EOF without a line, None once `until` (monotonic) has passed."""
     data = b""
     while not data.endswith(b"\n"):
         readable, _, _ = select.select([fd], [], [], max(until - time.monotonic(), 0))

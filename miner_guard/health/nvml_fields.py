@@ -1,7 +1,6 @@
-"""What is read of a GPU through NVML: one table of fields, so that a field that can't be read costs
-no other.
+"""The NVML fields of a GPU in one table, so that an unreadable field costs no other.
 
-Only for the child that `nvml_probe` is; the supervisor imports no pynvml.
+Only the child `nvml_probe` uses this; the supervisor does not import pynvml.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ THROTTLE = {
 reasons."""
 
 _P2P_READ = 0
-"""NVML_P2P_CAPS_INDEX_READ; in the bindings that constant is a tuple by mistake."""
+"""NVML_P2P_CAPS_INDEX_READ; the bindings define that constant as a tuple by mistake."""
 
 _RECOVERY = ("none", "reset the GPU", "reboot the node", "drain peer-to-peer", "drain and reset")
 
 
 @dataclass(frozen=True)
 class Field:
-    """One or more values that one NVML call answers."""
+    """One or more values from one NVML call."""
 
     names: tuple[str, ...]
     read: Callable[[Handle], tuple[Any, ...]]
     constant: bool = False
-    """Read until it is known, then kept: it does not change while the driver is loaded."""
+    """Read until known, then kept: it does not change while the driver is loaded."""
 
     vital: bool = False
-    """A working GPU answers it in every container: an unknown error of it is the GPU's own."""
+    """A working GPU answers it in every container, so an unknown error here is the GPU's fault."""
 
 
 def _one(
@@ -66,7 +65,7 @@ def _uuid(handle: Handle) -> tuple[Any, ...]:
 
 
 def _memory(handle: Handle) -> tuple[Any, ...]:
-    # Version 2: version 1 counts what the driver reserves, an idle A100 shows 912 MB against 8.
+    # Version 2: version 1 counts the driver's reserved memory; an idle A100 shows 912 MB against 8.
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
         return memory.used, memory.reserved, memory.total
@@ -140,7 +139,7 @@ def _peers(handle: Handle) -> tuple[Any, ...]:
             if nvml.nvmlDeviceGetUUID(other) != nvml.nvmlDeviceGetUUID(handle):
                 reachable += nvml.nvmlDeviceGetP2PStatus(handle, other, _P2P_READ) == 0
         except nvml.NVMLError as error:
-            # Another GPU's trouble is not this one's.
+            # Another GPU's error does not count against this one.
             if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND):
                 raise
     return (reachable,)
@@ -212,7 +211,6 @@ FIELDS = (
     Field(("mig",), lambda handle: (nvml.nvmlDeviceGetMigMode(handle)[0],)),
     Field(("processes",), _processes),
 )
-"""In the order in which they are read: the cheap identity first, so that a GPU that fails half-way
-is still named."""
+"""In reading order: the cheap identity first, so that a GPU that fails half-way is still named."""
 
 NAMES = tuple(name for field in FIELDS for name in field.names)

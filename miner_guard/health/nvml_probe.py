@@ -1,11 +1,11 @@
 """A long-lived child that samples all GPUs on request: `python -m miner_guard.health.nvml_probe`.
 
-A driver call can block forever, in a state that no signal ends. So every GPU has a thread of its
-own here, initialisation has one too, and the main thread calls nothing of NVML: it answers by the
-deadline with what there is, and names the GPU that hangs and the call it hangs in. Requests and
-answers are lines of JSON: `{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml`
-describes it on stdout, with the Xid events since the last answer under `xids`, by UUID; with
-`"only": "xids"` those alone. EOF ends it.
+A driver call can block forever, in a state that no signal ends. So every GPU has a separate thread
+here, initialisation has one too, and the main thread never calls NVML: it answers by the deadline
+with the results so far, and names the hung GPU and the NVML call. Requests and answers are lines of
+JSON: `{"until": MONOTONIC}` on stdin, a sample as `miner_guard.health.nvml` describes it on stdout,
+with the Xid events since the last answer under `xids`, by UUID; with `"only": "xids"` those alone.
+EOF ends it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ STATES = {
     nvml.NVML_ERROR_RESET_REQUIRED: "reset_required",
     nvml.NVML_ERROR_UNKNOWN: "unknown",
 }
-"""Errors that say something of the GPU itself; every other one says only that a field is not
-readable. An unknown error says it in a vital field only: drivers answer so to a question about the
-fabric, say, of a GPU that is well."""
+"""Errors that concern the GPU itself; every other one only means that a field is unreadable. An
+unknown error concerns the GPU in a vital field only: drivers return it for a healthy GPU too, for
+example when asked for the fabric."""
 
 
 class Worker:
-    """A thread that does one piece of work at a time, and tells what it is at."""
+    """A thread that does one job at a time and exposes its current call."""
 
     def __init__(self, name: str) -> None:
         self.at: str | None = None
@@ -47,7 +47,7 @@ class Worker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def do(self, work: Callable[[], None]) -> bool:
-        """Start `work`; False where the last one has not come back."""
+        """Start `work`; False where the previous job has not returned."""
         if not self._idle.is_set():
             return False
         self._idle.clear()
@@ -79,8 +79,7 @@ class GpuHandle:
         self._permanent: dict[str, str] = {}
 
     def sample(self) -> None:
-        """Read all fields into `row`. One that can't be read is null, with its reason under
-        `unread`."""
+        """Read all fields into `row`. An unreadable one is null, with its reason under `unread`."""
         row: dict[str, Any] = {
             "index": self._index,
             "state": "ok",
@@ -95,7 +94,7 @@ class GpuHandle:
             for field in FIELDS:
                 self._read(field, row, unread)
         except nvml.NVMLError as error:
-            # The handle's own failure, or one that condemns the GPU: its rows end here, the others'
+            # The handle failed, or the error condemns the GPU: its row ends here, the others
             # continue.
             row["state"] = STATES.get(error.value, "unreadable")
             row["error"] = f"{error} in {self.worker.at}"
@@ -143,7 +142,7 @@ class GpuHandle:
         }
 
     def watch(self, events: Any) -> tuple[int | None, str]:
-        """Ask for its Xid events; its handle's address and its UUID."""
+        """Subscribe to its Xid events; returns its handle's address and its UUID."""
         handle = nvml.nvmlDeviceGetHandleByIndex(self._index)
         uuid = _text(nvml.nvmlDeviceGetUUID(handle))
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
@@ -164,13 +163,13 @@ class System:
         self._events: Any = None
         self._watched: set[int] = set()
         self._uuids: dict[int | None, str] = {}
-        """By handle: a GPU that fell off the bus can't be asked for its name any more."""
+        """By handle: a GPU that fell off the bus can no longer report its name."""
         self.xids: dict[str, list[int]] = {}
         self.xid_reason: str | None = None
-        """Why some Xid events can't be heard of."""
+        """Why some Xid events are unavailable."""
 
     def refresh(self) -> None:
-        """Initialise if need be; versions and the number of GPUs."""
+        """Initialise if needed; read the versions and the number of GPUs."""
         facts: dict[str, Any] = {"state": "ok", "code": None, "reason": None}
         try:
             if not self._initialized:
@@ -197,8 +196,7 @@ class System:
         self.facts = facts
 
     def watch(self, gpus: Mapping[int, GpuHandle]) -> None:
-        """Ask for the Xid events of those GPUs that are not asked yet; one that refuses is asked
-        again next time."""
+        """Subscribe to the Xid events of new GPUs; retries one that refuses next time."""
         if not gpus:
             return
         self.worker.at = "nvmlEventSetCreate"
@@ -234,7 +232,7 @@ class System:
 
 
 def _address(handle: Any) -> int | None:
-    """What two handles of the same GPU have in common."""
+    """The value that two handles of the same GPU share."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
@@ -250,7 +248,8 @@ class Probe:
         self._gpus: dict[int, GpuHandle] = {}
 
     def sample(self, until: float) -> dict[str, Any]:
-        """Everything that answers by `until` (monotonic); the rest is named as hanging."""
+        """The rows of all GPUs that answer by `until` (monotonic); the rest are marked as
+        hanging."""
         started = time.monotonic()
         system = self._system
         if not (system.worker.do(system.refresh) and system.worker.done_by(until)):
@@ -274,7 +273,7 @@ class Probe:
         }
 
     def last_words(self, until: float) -> dict[str, Any]:
-        """The Xid events since the last sample, and nothing else."""
+        """Only the Xid events since the last sample."""
         return {"xids": self._xids({}, until)}
 
     def _rows(self, count: int, until: float) -> list[dict[str, Any]]:
@@ -285,7 +284,7 @@ class Probe:
         return [dict(gpu.row) if gpu.worker.done_by(until) else gpu.hanging() for gpu in gpus]
 
     def _xids(self, watch: Mapping[int, GpuHandle], until: float) -> dict[str, list[int]]:
-        """Those that came, by UUID; from now on also of `watch`."""
+        """Received events, by UUID; subscribes to those of `watch` too."""
         system = self._system
 
         def work() -> None:
@@ -312,9 +311,9 @@ def main(requests: TextIO, answers: TextIO) -> None:
 
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as own:
-        # What the driver's library prints must not get between our lines.
+        # The driver library's output must not mix with ours.
         os.dup2(2, 1)
         main(sys.stdin, own)
         own.flush()
-        # A thread that hangs in the driver would hold up an orderly exit forever.
+        # A thread that hangs in the driver would block an orderly exit forever.
         os._exit(0)

@@ -1,4 +1,4 @@
-"""What the guard itself takes: CPU and memory of this process and of the helpers it keeps."""
+"""The guard's own CPU and memory: this process and its long-lived children."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 class OwnSampler:
-    """Of the supervisor process; CPU is over the time since the last sample, in per cent of one
+    """Samples the supervisor process; CPU covers the time since the last sample, in per cent of one
     core."""
 
     def __init__(self) -> None:

@@ -1,5 +1,4 @@
-"""Samplers: each read in a thread of its own up to a deadline, so that one that hangs costs nobody
-else."""
+"""Samplers: each reads in its own thread up to a deadline, so that a hung one delays no other."""
 
 from __future__ import annotations
 
@@ -15,18 +14,17 @@ Read = Callable[[], Mapping[str, Any]]
 
 
 class Unreadable(Exception):
-    """Raised by a sampler that can say why it has no value."""
+    """Raised by a sampler that knows why it has no value."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a sampler last answered. `value` is null with its reason where the last attempt
-    failed."""
+    """A sampler's last answer. `value` is null, with the reason, where the last attempt failed."""
 
     value: Mapping[str, Any] | None
     reason: str | None
     at: float
-    """Monotonic time of the answer, or of giving up."""
+    """Monotonic time of the answer, or of the timeout."""
 
     seconds: float
 
@@ -44,7 +42,7 @@ class _Attempt:
 
 
 class Samplers:
-    """A set of named samplers. `sample` is for one thread at a time; `reading` for any."""
+    """A set of named samplers. One thread at a time may call `sample`; any may call `reading`."""
 
     def __init__(self, clock: Clock, timeout_s: float, reads: Mapping[str, Read]) -> None:
         self._clock = clock
@@ -59,14 +57,15 @@ class Samplers:
         return self._readings[name]
 
     def readings(self) -> dict[str, Reading]:
-        """The last answer of each."""
+        """The last answer of each sampler."""
         return dict(self._readings)
 
     def sample(self) -> list[Finding]:
-        """Ask all, wait until all have answered or the deadline; what broke and what works again.
+        """Start all samplers and wait for their answers or the deadline; returns new failures and
+        recoveries.
 
-        One that has not come back from an earlier call is not asked again: at most one thread of
-        each hangs.
+        Skips a sampler that has not returned from an earlier call: at most one thread of each
+        hangs.
         """
         for name in self._reads:
             if name not in self._running:

@@ -1,4 +1,4 @@
-"""The health snapshot: one document, and one line of it that fits 200 columns."""
+"""The health snapshot: one document, and a one-line form of at most 200 columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 WIDTH = 200
 PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
-"""What the console puts before the words: time, level, source and `HEALTH `."""
+"""The console's text before the words: time, level, source and `HEALTH `."""
 
 _GIB = 1024**3
 
@@ -21,7 +21,7 @@ def assemble(
     guard: Part,
     unknown: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The document. What is not known is null, its reason stands under `unknown` by name."""
+    """The document. Unknown values are null, with their reason under `unknown` by name."""
     steps, uploads = part(status, "steps"), part(status, "uploads")
     return {
         "miner": {
@@ -53,13 +53,13 @@ def assemble(
 
 
 def part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One part of a status or of a part, empty where none exists."""
+    """One section of a status or of a section, empty where it is missing."""
     value = document.get(name)
     return value if isinstance(value, Mapping) else {}
 
 
 def goodput(steps: Mapping[str, Any]) -> float | None:
-    """Share of the run's time that was training, 0-1; None before the first step."""
+    """Share of the run's time spent training, 0-1; None before the first step."""
     shares = steps.get("goodput")
     if not isinstance(shares, Mapping) or not steps.get("steps"):
         return None
@@ -68,9 +68,9 @@ def goodput(steps: Mapping[str, Any]) -> float | None:
 
 
 def summary(snapshot: Mapping[str, Any]) -> str:
-    """The words after `HEALTH `; together with the console's prefix at most 200 columns.
+    """The text after `HEALTH `; with the console's prefix at most 200 columns.
 
-    The least important of them give way first where a value is unexpectedly long.
+    Drops the least important values first where one is unexpectedly long.
     """
     words = [
         _miner(snapshot["miner"]),
@@ -85,7 +85,7 @@ def summary(snapshot: Mapping[str, Any]) -> str:
 
 
 def number(value: Any, spec: str = "", unit: str = "") -> str:
-    """A figure with its unit, `?` where it is unknown; a word (`NaN`) as it is."""
+    """A figure with its unit, `?` where unknown; a word (`NaN`) unchanged."""
     if isinstance(value, str):
         return value
     return "?" if value is None else f"{value:{spec}}{unit}"

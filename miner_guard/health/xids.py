@@ -1,4 +1,4 @@
-"""What NVIDIA's Xid numbers mean, and what to do about them: the rows of xids.toml."""
+"""The meaning of NVIDIA's Xid numbers and the action for each: the rows of xids.toml."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ class Xid:
     meaning: str
     tier: str
     fault: str
-    """Whose fault it is."""
+    """The component at fault."""
 
     level: str
-    """Of a startup check; `ok` where it asks for nothing."""
+    """Level of the startup check; `ok` where no action is needed."""
 
     restart: str
-    """What the restart policy may do; one of `miner_guard.incidents.knowledge.RESTARTS`."""
+    """The restart policy's action; one of `miner_guard.incidents.knowledge.RESTARTS`."""
 
     action: str
     line: str | None = None
-    """A regular expression, lower case: the row is of a line that it finds after the number."""
+    """A lower-case regular expression: the row applies to lines where it matches after the
+    number."""
 
 
 @lru_cache(maxsize=1)
 def catalogue() -> tuple[Xid, ...]:
-    """Every row, in the order in which they are tried: of one number the first that fits."""
+    """Every row, in matching order: the first row that fits a number wins."""
     document = read_toml(Path(__file__).with_name("xids.toml"))
     tiers: dict[str, dict[str, Any]] = document["tier"]
     return tuple(Xid(**row, **tiers[row["tier"]]) for row in document["xid"])
 
 
 def of_number(number: int) -> Xid | None:
-    """The row of an Xid event, which has a number and no text; None where there is not one."""
+    """The row of an Xid event, which has a number and no text; None without one."""
     return next((x for x in catalogue() if x.number == number and x.line is None), None)
 
 
 def of_line(line: str) -> tuple[int | None, Xid | None]:
-    """Number and row of a line of the kernel's log; None for what is not there."""
+    """Number and row of a line of the kernel's log; None for whichever is missing."""
     match = _LINE.search(line)
     if match is None:
         return None, None

@@ -1,2 +1,2 @@
-"""What people are told: report, bundle and export, metrics, alerts. Reads what is stored, asks
-nothing of the guard."""
+"""Output for people: report, bundle and export, metrics, alerts. Reads stored data only and sends
+no request to the guard."""

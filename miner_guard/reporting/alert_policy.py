@@ -1,5 +1,4 @@
-"""Which findings are alerts, when the same one is told again, and what says that it is over.
-Pure."""
+"""Which findings are alerts, when one repeats, and what resolves it. Pure."""
 
 from __future__ import annotations
 
@@ -60,20 +59,20 @@ _ENDS = {
     "ledger_recovered": frozenset({"ledger_stuck"}),
     "checkpoint_saved": frozenset({"checkpoint_stale"}),
 }
-"""What says that a problem is over."""
+"""The events that resolve a problem."""
 
 BY_PROGRESS = frozenset({"hang_detected", "miner_exited", "miner_restarting"})
-"""Over when steps are finished again."""
+"""Resolved when steps finish again."""
 
 _SAME = ("label", "sampler", "job", "check", "gpu", "node", "what")
-"""Fields that tell two findings of one event apart."""
+"""Fields that distinguish two findings of one event."""
 
 _MAX_OPEN = 256
 
 
 @dataclass(frozen=True)
 class Alert:
-    """A message to be sent."""
+    """A message to send."""
 
     event: str
     level: str
@@ -82,7 +81,7 @@ class Alert:
 
 
 class AlertPolicy:
-    """Decides about each finding; remembers what was told, at most 256 problems of it."""
+    """Judges each finding; remembers at most 256 reported problems."""
 
     def __init__(self, settings: AlertSettings, clock: Clock, who: str) -> None:
         """`who` names the miner in every title."""
@@ -93,14 +92,14 @@ class AlertPolicy:
         self._open: dict[tuple[str, str], str] = {}
 
     def observe(self, finding: Finding) -> Iterator[Alert]:
-        """The alerts that a finding leads to: itself, or the end of earlier ones."""
+        """The alerts that a finding triggers: itself, or the resolution of earlier ones."""
         for event in _ENDS.get(finding.event, ()):
             yield from self._ended(event, visible(catalog.message(finding)), _key(finding)[1])
         if self._wanted(finding) and (alert := self._problem(finding)) is not None:
             yield alert
 
     def progressed(self) -> Iterator[Alert]:
-        """Steps were finished: what stopped them is over."""
+        """Steps were finished: resolves the problems that had stopped them."""
         for event in BY_PROGRESS:
             yield from self._ended(event, "steps are finished again", "")
 

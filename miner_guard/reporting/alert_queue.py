@@ -1,7 +1,7 @@
-"""Delivers alerts from threads of its own, through a child with a deadline.
+"""Delivers alerts from separate threads, through a child with a deadline.
 
-What a target did not take is tried again later, behind what is newer: a dead webhook delays no
-other target, and the next alert by one deadline at most.
+A message that a target did not accept is retried later, behind newer ones: a dead webhook delays no
+other target, and the next alert by at most one deadline.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from miner_guard.system import probe
 
 SENDER = "miner_guard.reporting.alert_send"
 WITHIN_S = 10.0
-"""For the targets to take what is sent to them at once."""
+"""Time for the targets to accept one batch."""
 
 LAST_WITHIN_S = 7.0
-"""The same for the last try: with the child's start it fits into the 10 s that the guard's end
+"""The same for the last attempt: with the child's start it fits into the 10 s that the guard's exit
 waits."""
 
 START_S = 10.0
-"""For the child to start on a busy machine."""
+"""Time for the child to start on a busy machine."""
 
 RETRIES_S = (5.0, 30.0, 120.0)
 MAX_COUNT = 64
-"""Alerts that wait; what comes on top is counted, not kept."""
+"""Maximum number of queued alerts; further ones are counted, not kept."""
 
 _AT_ONCE = 16
 
 
 @dataclass(order=True)
 class QueuedAlert:
-    """One alert on its way, with the targets that have not taken it."""
+    """One alert in the queue, with the targets that have not accepted it."""
 
     due: float
     order: int
@@ -52,10 +52,10 @@ class QueuedAlert:
 
 
 class AlertQueue:
-    """Bounded; `put` never waits. Without targets it takes nothing."""
+    """A bounded queue; `put` never waits. Without targets it drops every alert."""
 
     def __init__(self, targets: Sequence[str], say: Callable[[Finding], None]) -> None:
-        """`say` hears of every alert that was sent, or was given up; from any thread."""
+        """`say` receives a finding for every alert that was sent or given up; from any thread."""
         self._targets = tuple(targets)
         self._say = say
         self._changed = threading.Condition()
@@ -70,11 +70,11 @@ class AlertQueue:
 
     @property
     def waiting(self) -> int:
-        """Alerts that are neither sent nor given up, those being sent included."""
+        """Alerts neither sent nor given up, including those being sent."""
         return self._waiting
 
     def put(self, alert: Alert) -> None:
-        """Take an alert, redacted already."""
+        """Queue an alert, which must be redacted already."""
         with self._changed:
             if not self._targets or self._closing or self._waiting >= MAX_COUNT:
                 self.dropped += 1
@@ -85,7 +85,7 @@ class AlertQueue:
             self._changed.notify()
 
     def close(self) -> None:
-        """One last try for all that waits, at once, beside a try that is in progress."""
+        """Make one last attempt for all queued alerts at once, beside an attempt in progress."""
         with self._changed:
             self._closing = True
             last = [*self._fresh, *self._later]
@@ -93,7 +93,7 @@ class AlertQueue:
             self._later.clear()
             self._changed.notify()
         if last:
-            # The newest first: it says why the guard ends.
+            # The newest first: it explains why the guard ends.
             last.sort(key=lambda parcel: -parcel.order)
             threading.Thread(
                 target=self._try, args=(last, LAST_WITHIN_S), name="last alerts", daemon=True
@@ -104,7 +104,7 @@ class AlertQueue:
             self._try(parcels, WITHIN_S)
 
     def _next(self) -> list[QueuedAlert]:
-        """Wait for what is to be sent; empty at the end."""
+        """Wait for alerts to send; empty at the end."""
         with self._changed:
             while not self._closing:
                 now = time.monotonic()
@@ -166,5 +166,5 @@ class AlertQueue:
                 make_finding("alert_sent", alert=parcel.alert.title, targets=len(self._targets))
             )
         with self._changed:
-            # Said before it counts as done: the guard's end waits for the line too.
+            # Report before it counts as done: the guard's exit waits for the line too.
             self._waiting -= 1

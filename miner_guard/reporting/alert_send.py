@@ -1,8 +1,8 @@
-"""A probe: sends letters through Apprise, or pings a heartbeat URL; `python -m
+"""A probe: sends messages through Apprise, or pings a heartbeat URL; `python -m
 miner_guard.reporting.alert_send`.
 
-Runs in a child with a deadline: a webhook that never answers costs nobody anything. Addresses come
-over stdin and are named by their kind alone in what is answered: they hold secrets.
+Runs in a child with a deadline, so that a webhook that never answers blocks only this child.
+Addresses arrive on stdin, and answers name them only by kind: they hold secrets.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _TYPES = {"critical": "failure", "error": "failure", "warning": "warning"}
 
 
 def main() -> None:
-    """Answer which letters did not arrive, with the reason for each; or 1 for a heartbeat."""
+    """Report the messages that did not arrive, with the reason for each; or 1 for a heartbeat."""
     request: Mapping[str, Any] = probe.request()
     try:
         done = _ping(request["heartbeat_url"]) if "heartbeat_url" in request else _send(request)
     except ImportError as error:
-        # Or Apprise is there and lacks something of its own.
+        # Or Apprise is installed and lacks a dependency.
         probe.reply(error=optional_deps.problem("alerts") or f"apprise can't be imported: {error}")
         return
     except (OSError, ValueError) as error:
@@ -44,8 +44,8 @@ def _ping(url: str) -> int:
 
 
 def _send(request: Mapping[str, Any]) -> dict[str, str]:
-    """Letters to one target one after another, the targets side by side: a dead one delays no
-    other."""
+    """Sends messages to one target one after another, and to the targets in parallel: a dead one
+    delays no other."""
     import apprise
 
     within_s = float(request["within_s"])
@@ -56,8 +56,8 @@ def _send(request: Mapping[str, Any]) -> dict[str, str]:
         str(letter["id"]): f"{_name(letter)} gave no answer within {within_s:g} s"
         for letter in request["letters"]
     }
-    # Here, not in the threads: the first address makes Apprise import its plugins, and a second
-    # thread that arrives meanwhile finds a list without the one it needs.
+    # Here, not in the threads: the first address makes Apprise import its plugins, and a thread
+    # that arrives meanwhile finds an incomplete list.
     services = {
         target: _service(apprise, letters[0]["url"]) for target, letters in by_target.items()
     }
@@ -78,7 +78,7 @@ def _name(letter: Mapping[str, Any]) -> str:
 
 
 def _service(apprise: Any, url: str) -> Any:
-    """What delivers to `url`; None for an address that Apprise does not know."""
+    """The service that delivers to `url`; None for an address that Apprise does not know."""
     target = apprise.Apprise.instantiate(url)
     if target is None:
         return None

@@ -1,6 +1,7 @@
-"""What a helper asks for (source 004, "Getting Help"), gathered, redacted, packed with a manifest.
+"""The data that a supporter asks for (source 004, "Getting Help"), gathered, redacted, packed with
+a manifest.
 
-Redaction is the last step and knows no exceptions: every file goes through it as text.
+Redaction is the last step, without exceptions: every file passes through it as text.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Item:
 
 
 def collect(state: state_dir.StateDir, since: str, settings: Settings) -> Iterator[Item]:
-    """All items. What can't be had says why instead."""
+    """All items. An unavailable one holds the reason instead."""
     for name, what, events, level, count in _QUESTIONS:
         hits = query.last(state.log, Query(frozenset(events), level), count)
         yield Item(name, what, _lines(hits) or "none in the log\n")

@@ -1,5 +1,5 @@
-"""A run's numbers for TensorBoard and Weights & Biases, read from guard.jsonl by a process of its
-own."""
+"""A run's numbers for TensorBoard and Weights & Biases, read from guard.jsonl in a separate
+process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miner_guard.eventlog.query import Hit, Query
 from miner_guard.system.clock import parse_iso_utc
 
 QUERY = Query(events=frozenset({"inner_step", "health_snapshot"}))
-"""What is exported."""
+"""The exported events."""
 
 _STEP = {
     "loss": "train/loss",
@@ -27,7 +27,7 @@ _STEP = {
 
 @dataclass(frozen=True)
 class Point:
-    """Values of one moment."""
+    """Values at one moment."""
 
     time: float
     step: int
@@ -35,8 +35,8 @@ class Point:
 
 
 def points(hits: Iterable[Hit]) -> Iterator[Point]:
-    """One point for each event with numbers. Steps count over restarts of the miner; they never go
-    back."""
+    """One point per event with numbers. Steps continue across restarts of the miner and never
+    decrease."""
     step = 0
     for hit in hits:
         try:
@@ -102,7 +102,7 @@ def tensorboard_writer(folder: Path) -> tuple[Write, Callable[[], None]]:
 
 
 def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Callable[[], None]]:
-    """Logs to Weights & Biases; without `online` below `folder` only. Raises ImportError without
+    """Logs to Weights & Biases, or without `online` only below `folder`. Raises ImportError without
     the extra `wandb`."""
     import wandb
 
@@ -117,7 +117,7 @@ def wandb_writer(folder: Path, project: str, *, online: bool) -> tuple[Write, Ca
 
     def close() -> None:
         run.finish()
-        # Its own process writes the last of it after that; only its end says that all is there.
+        # wandb's own process still writes after that; only its exit shows that all data is stored.
         wandb.teardown()
 
     return write, close

@@ -1,9 +1,9 @@
-"""The HTTP port: `python -m miner_guard.reporting.http_server`, a process of its own beside the
+"""The HTTP port: `python -m miner_guard.reporting.http_server`, a separate process beside the
 supervisor.
 
-It reads status.json and guard.jsonl like anybody else, so nothing that is done to the port reaches
-the miner or the guard. Its order is one line of JSON on stdin (never on the command line: it holds
-the token); it answers one line, the port, and ends when stdin does.
+It reads status.json and guard.jsonl like any other reader, so abuse of the port never reaches the
+miner or the guard. Its settings are one line of JSON on stdin (never on the command line: they hold
+the token); it answers with one line, the port, and ends when stdin does.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PATIENCE_S = 10.0
 
 _MAX_CONNECTIONS = 512
 _OPEN = frozenset({"/", "/healthz", "/live.js", "/chart.js"})
-"""What needs no token: whether the miner progresses, and a page and scripts that hold no data."""
+"""Paths open without a token: the miner's progress, and a page and scripts without data."""
 
 _RANGES_S = {"1h": 3600.0, "6h": 21600.0, "24h": 86400.0, "7d": 604800.0}
-"""Time ranges of the report, by their name in its address; any other name is the whole run."""
+"""Time ranges of the report, by their name in the URL; any other name means the whole run."""
 
 _HEADERS = {
-    # The curves and bars have their widths and colours in `style` attributes.
+    # The curves and bars set their widths and colours in `style` attributes.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
     "style-src 'unsafe-inline'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -64,15 +64,14 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the port is to do."""
+    """Settings of the HTTP port."""
 
     state: str
     host: str
     port: int
     token: str | None = None
     trusted_hosts: Sequence[str] = ()
-    """Names, besides `localhost` and IP addresses, that a request may ask for where there is no
-    token."""
+    """Host names, besides `localhost` and IP addresses, that a request may use without a token."""
 
     hang: dict[str, Any] = field(default_factory=dict)
     gate: dict[str, Any] = field(default_factory=dict)
@@ -82,8 +81,8 @@ def host_is_trusted(header: str, names: Collection[str]) -> bool:
     """Whether a `Host` header is `localhost`, an IP address or one of `names` (lower case), with or
     without a port.
 
-    A web page can point a name of its own at this port (DNS rebinding) and read what it answers:
-    the browser takes it for the page's own site. It cannot make the browser send another name, or
+    A web page can point its domain at this port (DNS rebinding) and read the answers, since the
+    browser takes the port for the page's own site. It cannot make the browser send another name, or
     an address, in `Host`.
     """
     host = header.strip().lower()
@@ -98,7 +97,7 @@ def host_is_trusted(header: str, names: Collection[str]) -> bool:
 
 
 class Site:
-    """The addresses. With a token, all but `_OPEN` want it; the page at `/` asks for it."""
+    """The routes. With a token, all but `_OPEN` require it; the page at `/` asks for it."""
 
     def __init__(self, order: ServerSettings) -> None:
         self._state = state_dir.StateDir(Path(order.state))
@@ -137,7 +136,7 @@ class Site:
     def _admitted(self, request: Request) -> bool:
         if self._token is None:
             return True
-        # Header bytes come as latin-1, whatever they were sent as.
+        # Starlette decodes header bytes as latin-1, whatever the client sent.
         given = request.headers.get("authorization", "").encode("latin-1")
         return hmac.compare_digest(given, f"Bearer {self._token}".encode())
 
@@ -202,15 +201,15 @@ class Site:
 
 
 class LiveReport:
-    """The report of a growing log: each look reads only what was written since the last one."""
+    """The report of a growing log: each refresh reads only the lines written since the last one."""
 
     def __init__(self, state: state_dir.StateDir, gate: GateSettings) -> None:
         self._state, self._gate = state, gate
         self._reader: LogReader | None = None
         self._mutex = threading.Lock()
         self._plots: dict[str, tuple[float, str]] = {}
-        """The drawn curves by range, and when they were drawn: a curve of a week changes by one
-        column in twenty minutes."""
+        """The drawn curves by range, with their drawing time: a week's curve changes by one column
+        in twenty minutes."""
 
     def render(self, name: str) -> str:
         """A whole document whose body is the report over the range `name`."""
@@ -237,7 +236,7 @@ class LiveReport:
 
 
 class Impatient(H11Protocol):
-    """Closes connections whose request does not come: slow clients must not use up the
+    """Closes connections whose request does not arrive: slow clients must not use up the
     descriptors."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -267,13 +266,13 @@ def _end_with_stdin() -> None:
 
 
 def main() -> None:
-    """The child."""
+    """Entry point of the child."""
     order = ServerSettings(**json.loads(sys.stdin.readline()))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    # Attacks are this process's burden alone: the miner's cores go first.
+    # An attack may slow this process only: the miner's cores come first.
     os.nice(10)
     config = uvicorn.Config(
         Site(order).app(),

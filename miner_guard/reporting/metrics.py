@@ -1,5 +1,5 @@
-"""status.json as Prometheus metrics. Base units, ratios 0-1, `_total` on counters only; what is
-unknown is absent."""
+"""status.json as Prometheus metrics. Base units, ratios 0-1, `_total` on counters only; unknown
+values are absent."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _STEPS = {
 
 
 def text(status: Mapping[str, Any], *, version: str, age_s: float) -> bytes:
-    """The exposition. `age_s` is the age of status.json: a scrape must see that the guard stopped
+    """The exposition. `age_s` is the age of status.json: a scrape must show that the guard stopped
     writing."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(status, version, age_s))
@@ -225,8 +225,7 @@ def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _measured(value: Any) -> Any:
-    """`NaN` and `Infinity` as the numbers that they stand for: Prometheus has words for them, JSON
-    has not."""
+    """`NaN` and `Infinity` as floats: Prometheus can express them, JSON cannot."""
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 

@@ -1,4 +1,4 @@
-"""Is the miner progressing? What `/healthz` answers, from status.json and the settings of hang
+"""Is the miner progressing? The answer of `/healthz`, from status.json and the settings of hang
 detection."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _STATUS_MAX_AGE_S = 60.0
 def trouble(
     status: Mapping[str, Any] | None, age_s: float, now: float, hang: HangSettings
 ) -> str | None:
-    """Why the miner counts as not progressing; None where it progresses. `now` is wall time."""
+    """Why the miner is not progressing; None where it is. `now` is wall time."""
     if status is None:
         return "no status: no guard has run here yet"
     if age_s > _STATUS_MAX_AGE_S:
@@ -24,7 +24,7 @@ def trouble(
         return f"the miner is {status.get('state')}"
     hung = status.get("hang")
     if isinstance(hung, Mapping) and hung.get("watching"):
-        # The same judgement as the guard's own: it knows what an upload or an evaluation may take.
+        # Use the guard's own judgement: it knows how long an upload or an evaluation may take.
         return f"hang: {hung['hang']}" if hung.get("hang") else None
     steps = status.get("steps")
     age = steps.get("last_step_age_s") if isinstance(steps, Mapping) else None

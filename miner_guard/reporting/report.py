@@ -43,7 +43,7 @@ def render(
     since: str = "",
     pushes: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The page as a file that stands alone. `since` leaves out earlier events.
+    """The page as a standalone file. `since` leaves out earlier events.
 
     `pushes`: the ledger's uploads, oldest first.
     """
@@ -82,8 +82,8 @@ def body(
     pushes: Sequence[Mapping[str, Any]] = (),
     plots: str | None = None,
 ) -> str:
-    """The page's sections, what a person on call needs first. `plots`: drawn before, else drawn
-    now."""
+    """The page's sections, most urgent for a person on call first. `plots`: already drawn, else
+    drawn now."""
     return "\n".join(
         [
             _head(data, title),
@@ -135,7 +135,7 @@ def _tiles(data: Data) -> str:
     repo = part(part(data.status, "uploads"), "repo")
     goodput = part(steps, "goodput").get("training")
     losses = data.loss.values
-    # A loss that is no number has its word in the status, and no point in the curve.
+    # A non-finite loss appears as a word in the status, and not in the curve.
     word = steps["loss"] if isinstance(steps.get("loss"), str) else None
     loss = f"{losses[0]:.2f} → {word or f'{losses[-1]:.2f}'}" if losses else word
     slow, restarts = data.counts["slow_step"], data.counts["miner_restarting"]
@@ -169,7 +169,7 @@ def _tiles(data: Data) -> str:
 
 
 def _score(data: Data) -> str | None:
-    """What validators gave, as far as the chain tells it."""
+    """The validators' score, as far as the chain shows it."""
     return _number(part(data.status, "chain").get("incentive"), ".4f", " incentive")
 
 
@@ -236,7 +236,7 @@ def curves(data: Data, gate: GateSettings) -> str:
 
 
 def _outages(data: Data) -> list[tuple[float, float]]:
-    """From each hang or exit to the next step, or to the end of what is known."""
+    """From each hang or exit to the next step, or to the end of the data."""
     spans: list[tuple[float, float]] = []
     for mark in data.of("hang_detected", "miner_exited"):
         after = data.step_time.since(mark.time).times
@@ -247,14 +247,14 @@ def _outages(data: Data) -> list[tuple[float, float]]:
 
 
 def _near(series: TimeSeries, time: float) -> float:
-    """The value at or before a time; a NaN has none of its own."""
+    """The last value at or before a time; 0 without one, as for a NaN."""
     before = [value for t, value in zip(series.times, series.values, strict=True) if t <= time]
     return before[-1] if before else 0.0
 
 
 def _nothing_over(data: Data, fates: Iterable[EventLines]) -> TimeSeries:
-    """A flat line to hang the uploads on, where the repo's age was never read but there were
-    uploads."""
+    """A flat line that carries the upload marks, where uploads exist and the repo's age was never
+    read."""
     if data.first is None or data.last is None or not any(lines.times for lines in fates):
         return TimeSeries()
     return TimeSeries([data.first, data.last], [0.0, 0.0])
@@ -353,7 +353,7 @@ def _fates(data: Data) -> list[Mark]:
 
 
 def _pushes(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What became of each push, as the ledger has it: it keeps them longer than the log its
+    """The outcome of each push, from the ledger: it keeps pushes longer than the log keeps
     lines."""
     kinds = {"verified": "good", "failed": "bad", "refuted": "bad"}
     cells = [

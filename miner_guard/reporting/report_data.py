@@ -1,5 +1,5 @@
-"""What the report shows, read from guard.jsonl and status.json; a week of it in seconds, and after
-that only what was written since."""
+"""The report's data, read from guard.jsonl and status.json: a week in seconds, afterwards only new
+lines."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ _MARKS = frozenset(
     }
 )
 _KEPT = 20_000
-"""Of the events of one kind the first and at least this many of the newest are kept for the plots
-and tables."""
+"""For each kind of event, the first and at least this many of the newest are kept for plots and
+tables."""
 
 _MAX_POINTS = 200_000
-"""Of a series. Beyond it the older half is thinned; a year of steps stays in memory."""
+"""Maximum points of a series. Beyond it the older half is thinned; a year of steps stays in
+memory."""
 
 
 @dataclass
@@ -71,12 +72,12 @@ class TimeSeries:
                 self._thin_older_half()
 
     def since(self, time: float) -> TimeSeries:
-        """The part from `time` on."""
+        """The values from `time` on."""
         start = bisect.bisect_left(self.times, time)
         return TimeSeries(self.times[start:], self.values[start:]) if start else self
 
     def _thin_older_half(self) -> None:
-        """Of each eight old points the smallest and the largest stay: no extreme is lost."""
+        """Keep the smallest and the largest of each eight old points: no extreme is lost."""
         half = len(self.times) // 2
         times: list[float] = []
         values: list[float] = []
@@ -94,7 +95,7 @@ class TimeSeries:
 
 @dataclass(frozen=True)
 class Mark:
-    """An event at a time."""
+    """An event with its time."""
 
     time: float
     event: str
@@ -105,7 +106,7 @@ class Mark:
 
 @dataclass
 class Data:
-    """Everything that the report draws."""
+    """All data that the report draws."""
 
     status: Mapping[str, Any]
     loss: TimeSeries = field(default_factory=TimeSeries)
@@ -128,7 +129,7 @@ class Data:
     costs: Mapping[str, Any] | None = None
 
     def window(self, since: float) -> Data:
-        """The same run from `since` (seconds since 1970) on; counts are those of the window."""
+        """The same run from `since` (seconds since 1970) on; counts cover the window."""
         series = {
             f.name: getattr(self, f.name).since(since)
             for f in fields(self)
@@ -145,7 +146,7 @@ class Data:
 
 
 class LogReader:
-    """The data of a state directory, brought up to date by reading only what was written since."""
+    """The data of a state directory, kept up to date by reading only new lines."""
 
     def __init__(self, state: state_dir.StateDir, since: str = "") -> None:
         self._state = state
@@ -153,7 +154,7 @@ class LogReader:
         self._data: Data | None = None
 
     def refresh(self) -> Data:
-        """The data as of now; what is missing or torn is left out. For one thread at a time."""
+        """The current data, without missing or torn input. For one thread at a time."""
         seen = Seen()
         if self._data is None:
             self._data = Data({})
@@ -174,7 +175,7 @@ class LogReader:
 
 
 def gather(state: state_dir.StateDir, since: str = "") -> Data:
-    """Read the state directory once; what is missing or torn is left out."""
+    """Read the state directory once, leaving out missing or torn input."""
     reader = LogReader(state, since)
     try:
         return reader.refresh()
@@ -202,7 +203,7 @@ def _take(data: Data, hit: Hit) -> None:
 
 
 def _forget(data: Data, event: str) -> None:
-    """Drop old marks of one kind; the first stays, since it tells when a milestone was reached."""
+    """Drop old marks of one kind; keep the first, which dates a milestone."""
     of_kind = [place for place, mark in enumerate(data.marks) if mark.event == event]
     dropped = set(of_kind[1:-_KEPT])
     data.marks = [mark for place, mark in enumerate(data.marks) if place not in dropped]

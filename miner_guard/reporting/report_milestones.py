@@ -1,5 +1,5 @@
-"""The milestones of source 004's timeline: what was reached, when, and what only the validators
-know."""
+"""The milestones of source 004's timeline: those reached, their times, and those that only
+validators know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STILL_S = 3600.0
 
 @dataclass(frozen=True)
 class Milestone:
-    """One line of the timeline. `reached` is a time; where it is None, `reason` says why."""
+    """One line of the timeline. `reached` is a time; where it is None, `reason` explains why."""
 
     stage: str
     title: str
@@ -29,7 +29,7 @@ class Milestone:
 
 
 def milestones(data: Data, gate: GateSettings) -> list[Milestone]:
-    """All of them, in the order of the document."""
+    """All milestones, in the order of source 004."""
     return [*_diagnosis(data), *_first_upload(data, gate), *_regular(data, gate), *_validators()]
 
 

@@ -1,5 +1,4 @@
-"""Plots as inline SVG that scale to any width: the drawing is stretched, strokes and letters are
-not.
+"""Plots as inline SVG that scale to any width: the drawing stretches, strokes and letters do not.
 
 Axis labels are HTML beside the drawing, so that they keep their size on a phone.
 """
@@ -17,14 +16,13 @@ from miner_guard.reporting.report_data import TimeSeries
 
 WIDTH, HEIGHT = 1000, 220
 _TICK = 16
-"""Height of the mark of an upload, in the drawing's units."""
+"""Height of an upload's mark, in the drawing's units."""
 
 _COLUMNS = 500
-"""Points of a line at most: beyond that each column of the drawing shows its least and its greatest
-value."""
+"""Maximum points of a line: beyond it each column of the drawing shows its minimum and maximum."""
 
 _GAP_FACTOR = 20
-"""A pause so many times longer than usual breaks the line: nothing was measured there."""
+"""A pause this many times longer than usual breaks the line: no values were measured there."""
 
 
 Scale = Callable[[float], float]
@@ -32,7 +30,7 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Dots:
-    """Points to be marked. `kind` is a CSS class: `bad`, `warn`, `good`."""
+    """Points to mark. `kind` is a CSS class: `bad`, `warn`, `good`."""
 
     kind: str
     words: str
@@ -41,7 +39,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Bands:
-    """Stretches of time to be shaded over the whole height, seconds since 1970."""
+    """Time ranges to shade over the whole height, seconds since 1970."""
 
     kind: str
     words: str
@@ -50,7 +48,7 @@ class Bands:
 
 @dataclass(frozen=True)
 class EventLines:
-    """Times to be marked by a tick at the foot of the drawing."""
+    """Times to mark with a tick at the foot of the drawing."""
 
     kind: str
     words: str
@@ -72,15 +70,15 @@ class Plot:
     """The axis starts at 0."""
 
     breaks: Sequence[float] = ()
-    """Times, in order, at which the line breaks: nothing was measured over a restart."""
+    """Times, in order, at which the line breaks: a restart leaves a gap in the measurements."""
 
     nothing: str = "no data"
-    """What stands in place of a drawing without values."""
+    """Text in place of a drawing without values."""
 
 
 def draw(plot: Plot, first: float, last: float) -> str:
-    """The plot as a `<figure>` over the time from `first` to `last`; says so where there is nothing
-    to draw."""
+    """The plot as a `<figure>` over the time from `first` to `last`; shows a note where there are
+    no values."""
     if not plot.series.values:
         return (
             f"<figure><figcaption>{escape(plot.title)}</figcaption><p "
@@ -155,7 +153,7 @@ def _band(bands: Bands, span: tuple[float, float], x: Scale) -> str:
 
 
 def _described(plot: Plot) -> str:
-    """What the drawing shows, for somebody who cannot see it."""
+    """A description of the drawing for people who cannot see it."""
     values = plot.series.values
     words = f"{plot.title}: from {short(values[0])} to {short(values[-1])} {plot.unit}".rstrip()
     return f"{words}, lowest {short(min(values))}, highest {short(max(values))}"
@@ -180,7 +178,7 @@ def _path(points: Iterable[tuple[float, float] | None], x: Scale, y: Scale) -> s
 def thinned(
     series: TimeSeries, first: float, span: float, breaks: Sequence[float] = ()
 ) -> list[tuple[float, float] | None]:
-    """Points to draw, None where the line breaks. Extremes survive the thinning."""
+    """Points to draw, None where the line breaks. Thinning keeps the extremes."""
     pairs = list(zip(series.times, series.values, strict=True))
     usual = (pairs[-1][0] - pairs[0][0]) / max(len(pairs) - 1, 1)
     points: list[tuple[float, float] | None] = []
@@ -205,7 +203,7 @@ def thinned(
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Round numbers that enclose `low` to `high`, both finite; three to six of them."""
+    """Three to six round numbers that enclose `low` to `high`, both finite."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / 4
@@ -225,7 +223,7 @@ def short(value: float) -> str:
 
 
 def time_labels(first: float, last: float) -> list[str]:
-    """Four times in UTC at equal distances, as fine as the span needs."""
+    """Four equally spaced UTC times, as precise as the span needs."""
     span = last - first
     form = "%H:%M:%S" if span < 600 else "%H:%M" if span < 2 * 86400 else "%b %d %H:%M"
     moments = [first + span * place / 3 for place in range(4)]
