@@ -25,8 +25,8 @@ HEALTH_LINES = 3
 PAGE = """\
 # What it looks like
 
-All of it from one run of the demo on two CPU cores, with a slow step and a crash asked for
-(`miner-guard demo {faults}`, minimum inner step 20). `make screens` makes this page anew.
+One run of the demo on two CPU cores made all of this, with an injected slow step and crash
+(`miner-guard demo {faults}`, minimum inner step 20). `make screens` regenerates this page.
 
 ## `miner-guard top`
 
@@ -34,7 +34,7 @@ All of it from one run of the demo on two CPU cores, with a slow step and a cras
 {top}
 ```
 
-80 columns, 24 lines, no colour needed; only lines that change are sent, so a slow ssh is enough. `q` ends it.
+It fits 80 columns and 24 lines and needs no colour; it sends only changed lines, so it works over a slow ssh. `q` quits.
 
 ## `miner-guard status`
 
@@ -53,7 +53,7 @@ $ miner-guard costs
 {costs}
 ```
 
-An operation is judged before it is enabled; this one once stopped training for minutes at a time:
+Estimate an operation's cost before you enable it; this one once stopped training for minutes at a time:
 
 ```
 $ miner-guard costs estimate {estimate_arguments}
