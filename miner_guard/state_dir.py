@@ -283,7 +283,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The document, or None where the file is absent, unreadable or not JSON."""
+    """The document, or None if the file is absent, unreadable or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

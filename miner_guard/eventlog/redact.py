@@ -107,7 +107,7 @@ _MNEMONIC = re.compile(
     rf"_-]?(?:phrase|words))\b{_GAP}{{1,16}}"
     rf"(?:\w{{1,16}}{_GAP}{{1,16}}){{0,8}}?)({_WORDS})"
 )
-# The words alone on their line: exactly as many as a phrase has.
+# The words alone on their line, exactly as many as in a phrase.
 _PHRASE = re.compile(
     rf"(?m)^((?:{_ANSI}|[^\w\x1b\n]){{0,16}})[a-z]{{3,8}}(?: [a-z]{{3,8}}){{2}}(?:(?: "
     rf"[a-z]{{3,8}}){{3}}){{3,7}}"

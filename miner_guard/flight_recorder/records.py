@@ -50,7 +50,7 @@ class Identity:
     """Wall time, seconds since 1970."""
 
     local_world_size: int
-    """Ranks of this host; 0 where unknown."""
+    """Ranks of this host; 0 if unknown."""
 
     def pack_into(self, buffer: mmap) -> None:
         """Write it to its place in the file."""

@@ -258,7 +258,7 @@ class Guard:
         return judged
 
     def _stepped(self, name: str, given: Any) -> int:
-        """A candidate's step number; -1 where it is unknown."""
+        """A candidate's step number; -1 if unknown."""
         number = self._stepper.whole(name, given)
         return -1 if number is None else number
 
