@@ -122,7 +122,7 @@ def _settings(place: options.CommandContext) -> GateSettings:
 
 
 def _keep(state: statedir.StateDir, decision: GateDecision, known: GateInputs) -> None:
-    """Record the decision in the ledger like a rank's; without a guard there is no ledger."""
+    """Record the decision in the ledger, as a rank does; without a guard no ledger exists."""
     if not state.gate_inputs.is_file():
         return
     ledger = Ledger(state.ledger, lambda finding: echo(catalog.message(finding), err=True))

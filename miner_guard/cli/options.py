@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "miner"
 
 MAX_COUNT = 10**15
-"""The upper limit of a numeric flag without a limit of its own: JSON has no infinity."""
+"""Default upper limit of numeric flags: JSON has no infinity."""
 
 
 _OTHERS = 5

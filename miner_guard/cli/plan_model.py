@@ -2,9 +2,9 @@
 where reality differs.
 
 The document's figures (`Plan.accumulation_steps`, `micro_batches`, `memory`, `inner_step_s`) follow
-source 004 to the letter. `Plan.actual` says what subnet 38's miner does: it divides the effective
-batch by the world size, the ranks work at the same time, and FSDP2 shards weights, gradients and
-optimizer state. GB are 10^9 bytes here, as in the document.
+source 004 to the letter. `Plan.actual` gives subnet 38's miner's behaviour: it divides the
+effective batch by the world size, the ranks work at the same time, and FSDP2 shards weights,
+gradients and optimizer state. GB are 10^9 bytes here, as in the document.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Goodput:
         self._hung = True
 
     def exited(self, now: float, *, finished: bool) -> None:
-        """The miner exited. Unless it had finished, the time since its last step is lost."""
+        """The miner exited. If it did not finish, the time since its last step is lost."""
         self._finished = finished
         if self._accounted is not None and not finished:
             self._spend("hang" if self._hung else "restart", now)

@@ -1,11 +1,11 @@
 """Judges the loss as it arrives: NaN, spikes, divergence, plateau and convergence, overfitting.
 
 Streaming, in bounded memory. Constants from measurements on simulated and real curves: window 64,
-warm-up 32, x − median > max(6 · 1.4826 · MAD, 0.10 · |median|). A warning also needs half as much
-again as the level, or a second value in a row, and more than the run's own dips and earlier jumps;
-any other outlier is a remark. Of 168 quiet synthetic curves 3 are alarmed; of spikes of twice the
-level 93 % are found, of those of five times 99 %, of divergences all. Outliers stay out of the
-window until half a window of them has come in a row.
+warm-up 32, x − median > max(6 · 1.4826 · MAD, 0.10 · |median|). A warning also requires 1.5 times
+the level, or a second value in a row, and more than the run's earlier dips and jumps; any other
+outlier is a remark. On synthetic curves, 3 of 168 quiet ones raise an alarm; it finds 93 % of
+spikes at twice the level, 99 % at five times, and all divergences. Outliers stay out of the window
+until half a window of them arrives in a row.
 """
 
 from __future__ import annotations

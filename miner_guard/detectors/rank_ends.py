@@ -14,7 +14,7 @@ _WELL = ("ended", "closed", "finished")
 
 @dataclass(frozen=True)
 class Left:
-    """Ranks that ended while others had not."""
+    """Ranks that ended while others were still running."""
 
     ranks: tuple[int, ...]
     detail: str

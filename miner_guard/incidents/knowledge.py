@@ -38,11 +38,11 @@ warning of it.
 RESTARTS = ("transient", "outage", "once", "hardware", "config", "never")
 """What the restart policy may do after this root cause.
 
-`transient`: it may pass by itself; restart with backoff. `outage`: the same, with the longer waits
-that a service somewhere else needs to come back. `once`: try again, but the same label again soon
-means that a restart does not fix it. `hardware`: restart only where the startup checks pass.
-`config`: a person must change something first; tried once anyway, since a line may be misread.
-`never`: the stop was requested.
+`transient`: the fault may clear by itself; restart with backoff. `outage`: restart with the longer
+backoff that a remote service needs to recover. `once`: restart, but if the same label recurs soon,
+a restart does not fix it. `hardware`: restart only where the startup checks pass. `config`: a
+person must change something first; tried once anyway, since a line may be misread. `never`: the
+stop was requested.
 """
 
 _PATTERN_KEYS = frozenset(

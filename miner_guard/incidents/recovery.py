@@ -47,7 +47,7 @@ class PendingError(NamedTuple):
     continues without it."""
 
     loss: bool = False
-    """The loss itself is bad, even without a retry. A loss of 0 after it is no better than NaN."""
+    """The loss itself is bad, even without a retry. A loss of 0 after it is as bad as NaN."""
 
     raised: bool = False
     """An exception rather than a warning or retry: the program may catch it, or it may end a

@@ -33,7 +33,7 @@ class SightingHistory:
     count: int = 0
     ranks: set[int] = field(default_factory=set)
     passed: int = 0
-    """The line by which training had continued after it."""
+    """Line number by which training continued after it."""
 
     @property
     def behind(self) -> bool:

@@ -338,7 +338,7 @@ class Scanner:
             self._logged[sighting.rank] = sighting
 
     def _went_past(self, rank: int | None, number: int) -> Iterator[Retraction]:
-        """A rank that lacks its own file had continued past the error that it logged before."""
+        """A rank that fails on a missing file got past the error that it logged before."""
         for teller in (rank, None):
             if (passed := self._logged.pop(teller, None)) is not None:
                 yield Retraction((passed.label,), number, number - passed.line, ("cause", "remark"))

@@ -99,7 +99,7 @@ class AlertPolicy:
             yield alert
 
     def progressed(self) -> Iterator[Alert]:
-        """Steps were finished: resolves the problems that had stopped them."""
+        """Steps finished: resolves the problems that blocked them."""
         for event in BY_PROGRESS:
             yield from self._ended(event, "steps are finished again", "")
 
