@@ -62,7 +62,7 @@ class Jobs(Protocol):
         *,
         first_after_s: float | None = None,
     ) -> None:
-        """Run `work` every `seconds`; an exception is logged as `sampler_failed`."""
+        """Run `work` every `seconds`; an exception is logged as `job_failed`."""
         ...
 
     def once(self, name: str, work: Callable[[], None]) -> None:
@@ -133,15 +133,15 @@ class Monitor:
         self.context = context
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
-        """The miner was started."""
+        """The miner has started."""
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
-        """New step records of one rank, oldest first."""
+        """New step records from one rank, oldest first."""
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
-        """A new journal entry of one rank; acknowledged after all monitors have returned."""
+        """A new journal entry from one rank; acknowledged after all monitors have returned."""
         return ()
 
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
@@ -153,7 +153,7 @@ class Monitor:
         return ()
 
     def on_output(self, chunk: bytes) -> Iterable[Finding]:
-        """Raw output of the miner, up to 80 KiB, cut anywhere; see `words`."""
+        """Raw output of the miner, up to 80 KiB, split at arbitrary positions; see `words`."""
         return ()
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
@@ -161,7 +161,7 @@ class Monitor:
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
-        """About once a second, with each rank's flight header."""
+        """Called about once a second, with each rank's flight header."""
         return ()
 
     def objection(self) -> str | None:

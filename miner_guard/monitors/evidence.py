@@ -65,7 +65,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Evidence that could be collected."""
+    """The evidence that could be collected."""
 
     stacks_of: tuple[int, ...]
     late: Late | None

@@ -160,7 +160,7 @@ class HangMonitor(Monitor):
         )
         return [make_finding("guard_degraded", what=what)]
 
-    # in a job's thread
+    # in a job thread
 
     def _gather_and_act(self, hang: Hang, who: list[Subject], output: bytes) -> None:
         folder = evidence_folders.folder(self.context.state, self.context.clock.wall(), "hang")

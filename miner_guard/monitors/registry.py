@@ -41,7 +41,7 @@ def load_monitors(context: Context, report: Callable[[Finding], None]) -> list[M
         module = f"miner_guard.monitors.{name}"
         try:
             parts.append(_monitor_of(importlib.import_module(module))(context))
-        except Exception as error:  # noqa: BLE001 - a monitor's defect must not stop the miner; it is reported
+        except Exception as error:  # noqa: BLE001 - a bug in a monitor must not stop the miner; it is reported
             what = (
                 f"part {name} could not be made: {type(error).__name__}: {error}; the rest goes on"
             )

@@ -74,7 +74,7 @@ class MonitorRunner:
         for monitor in self.parts:
             try:
                 why = monitor.objection()
-            except Exception as error:  # noqa: BLE001 - a monitor's defect must not end supervision; it is reported
+            except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported
                 self._say(monitor.name, "objection", error)
                 why = f"{monitor.name} could not judge it"
             found += [why] if why is not None else []
@@ -96,7 +96,7 @@ class MonitorRunner:
         try:
             self._log(finding)
             self.on_finding(finding)
-        except Exception as error:  # noqa: BLE001 - what one rank reports must not stop the watch over all; it is reported
+        except Exception as error:  # noqa: BLE001 - one bad finding must not stop supervision; it is reported
             self._say(finding.event, "log", error)
         if depth >= _MAX_DEPTH:
             return
@@ -111,7 +111,7 @@ class MonitorRunner:
         for part in self.parts:
             try:
                 documents[part.name] = dict(part.snapshot())
-            except Exception as error:  # noqa: BLE001 - a monitor's defect must not end supervision; it is reported once
+            except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported once
                 self._say(part.name, "snapshot", error)
                 documents[part.name] = None
         return documents
@@ -124,7 +124,7 @@ class MonitorRunner:
     def _call(self, part: Monitor, method: str, *arguments: Any) -> Iterable[Finding]:
         try:
             return list(getattr(part, method)(*arguments))
-        except Exception as error:  # noqa: BLE001 - a monitor's defect must not end supervision; it is reported once
+        except Exception as error:  # noqa: BLE001 - a bug in a monitor must not end supervision; it is reported once
             self._say(part.name, method, error)
             return ()
 

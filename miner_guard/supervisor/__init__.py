@@ -1,1 +1,2 @@
-"""Runs beside the miner: child process, relay, watchdog, restarts, scheduler. Imports no torch."""
+"""The process that supervises the miner: child process, relay, watchdog, restarts, scheduler.
+Imports no torch."""

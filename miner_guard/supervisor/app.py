@@ -80,7 +80,7 @@ STOP_SIGNALS = (
 
 @dataclass(frozen=True)
 class Request:
-    """What `miner-guard run` was asked for."""
+    """The arguments of `miner-guard run`."""
 
     command: Sequence[str]
     config: Config
@@ -177,18 +177,18 @@ class GuardApp:
             self.log(make_finding("guard_degraded", what=f"{what}; said once, the rest goes on"))
 
     def log(self, finding: Finding) -> None:
-        """Write one finding. Safe from any thread."""
+        """Log one finding. Safe from any thread."""
         self.emitter.emit(finding)
 
     def report(self, finding: Finding) -> None:
-        """Write one finding and show it to the monitors. Safe from any thread."""
+        """Log one finding and deliver it to the monitors. Safe from any thread."""
         if self._ended:
             self.log(finding)
         else:
             self.loop.soon(lambda: self.host.finding(finding))
 
     def run(self) -> int:
-        """Supervise to the end; returns the exit code."""
+        """Supervise until the run ends; returns the exit code."""
         inherited.settle_signals()
         sys.setswitchinterval(_SWITCH_S)
         state = self.request.state

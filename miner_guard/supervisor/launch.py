@@ -28,7 +28,7 @@ class ActiveLaunch:
 
     clock: Clock
     family: ProcessTree
-    """Knows which processes belong to this launch."""
+    """Finds the processes of this launch."""
 
     wish: StopRequest | None = None
     """The request that ends this launch; None without one."""

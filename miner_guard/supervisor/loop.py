@@ -1,4 +1,4 @@
-"""The supervisor's one thread: file descriptors, timers, signals, and calls from other threads."""
+"""The supervisor's event loop: file descriptors, timers, signals, and calls from other threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PAUSE_S = 0.05
 
 @dataclass(order=True)
 class Timer:
-    """A call that is due at a monotonic time."""
+    """A call scheduled for a monotonic time."""
 
     when: float
     order: int
@@ -64,7 +64,7 @@ class Loop:
         before the first turn."""
 
     def watch(self, fd: int, call: Callable[[], None]) -> None:
-        """Call when `fd` is readable or at its end."""
+        """Call when `fd` is readable or at EOF."""
         self._forget_rest(fd)
         self._selector.register(fd, selectors.EVENT_READ, call)
 
@@ -110,13 +110,13 @@ class Loop:
         self.wake()
 
     def wake(self) -> None:
-        """End the wait of the current turn. Safe from any thread and from a signal handler."""
+        """Wake the loop from its wait. Safe from any thread and from a signal handler."""
         # A full pipe wakes the loop as well; a closed one belongs to a finished loop.
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"\0")
 
     def on_signal(self, number: int, call: Callable[[], None]) -> None:
-        """Call in the loop's thread when the signal arrives. From the main thread only."""
+        """Call in the loop's thread when the signal arrives. Main thread only."""
         self._handlers[number] = call
         self._before[number] = signal.signal(number, self._note)
 
@@ -165,7 +165,7 @@ class Loop:
         next."""
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a defect of the guard must not end the miner; it is reported
+        except Exception as error:  # noqa: BLE001 - a bug in the guard must not end the miner; it is reported
             self._report(error)
             return False
         return True

@@ -22,7 +22,7 @@ class RestartRule:
     """Consecutive restarts for this kind; None: as many as `max_restarts` allows."""
 
     advice: str
-    """What a person should do when the guard gives up."""
+    """Advice for the operator when the guard gives up."""
 
     outside: bool = False
     """A remote service must recover first: backoff starts at `outage_backoff_s`."""
@@ -51,7 +51,7 @@ class Failure:
     """One unrequested exit or hang."""
 
     cause: str
-    """For people."""
+    """The cause in words, for people."""
 
     runtime_s: float
     kind: str = "transient"

@@ -134,7 +134,7 @@ class Scheduler:
         try:
             with get_global_tracker().track(f"job.{name}", blocking=False):
                 work()
-        except Exception as error:  # noqa: BLE001 - a job's defect must not end the schedule; it is reported
+        except Exception as error:  # noqa: BLE001 - a bug in a job must not end the schedule; it is reported
             self._failed(name, f"{type(error).__name__}: {error}")
             return
         finally:

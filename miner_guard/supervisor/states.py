@@ -32,7 +32,7 @@ class State(Enum):
 
 
 class RunEvent(Enum):
-    """What moves a run from one state to the next."""
+    """Events that move a run from one state to the next."""
 
     LAUNCHED = "the miner was started"
     LAUNCH_FAILED = "the miner could not be started"

@@ -98,7 +98,7 @@ class Supervisor:
         """The launcher of the current launch."""
         return None if self.launch is None else self.launch.child
 
-    # --- what others ask for ---
+    # --- requests ---
 
     def want(self, wish: StopRequest) -> None:
         """End the current launch, or change what comes after it. Safe from any thread."""

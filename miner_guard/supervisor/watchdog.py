@@ -55,7 +55,7 @@ class Hands:
 
 
 class Watchdog:
-    """Watches one loop. `stop_asked` and `leaving` may be called from any thread."""
+    """Watches one loop. `stop_asked` and `leaving` are safe from any thread."""
 
     def __init__(self, loop: Loop, grace_s: float, hands: Hands) -> None:
         self._loop, self._grace_s, self._hands = loop, grace_s, hands

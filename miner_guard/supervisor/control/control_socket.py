@@ -20,7 +20,7 @@ Answer = Mapping[str, Any]
 
 
 class NotRunning(Exception):
-    """No guard listens in this state directory."""
+    """No guard listens on this state directory's control.sock."""
 
 
 class ControlSocket:

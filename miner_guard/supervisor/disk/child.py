@@ -39,11 +39,11 @@ class Log:
         self._sink = JsonlSink(state.log, settings, say)
 
     def write(self, message: Message) -> None:
-        """Append the line."""
+        """Append the message's line."""
         self._sink.append(message["line"])
 
     def idle(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no writes are queued."""
 
     def close(self) -> None:
         """Close the file after the last line."""
@@ -127,7 +127,7 @@ class Records:
         return copier
 
     def idle(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no writes are queued."""
 
     def close(self) -> None:
         """Copy the final state: the guard may have died suddenly."""
@@ -159,7 +159,7 @@ class Rows:
 
 
 class Lane(threading.Thread):
-    """Writes the messages of one kind, in their order."""
+    """Writes the messages of one kind, in order."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ class DiskWriter:
         threading.Thread(target=self._read_answers, name="disk-answers", daemon=True).start()
         threading.Thread(target=self._send, name="disk-sender", daemon=True).start()
 
-    # --- what is to be written ---
+    # --- requests ---
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Queue a record of the event log, as a log sink."""

@@ -67,7 +67,7 @@ class OutputWriter:
 
     @property
     def idle(self) -> bool:
-        """Everything has been written; the writer holds no bytes."""
+        """Whether everything has been written and the writer holds no bytes."""
         with self._mutex:
             return not self._waiting and not self._busy
 
@@ -202,9 +202,9 @@ _Write = Callable[[list[bytes]], int]
 
 
 def _writer(fd: int) -> tuple[_Write, int, bool]:
-    """How to write to `fd`, what to poll, and whether a write never blocks.
+    """The function that writes to `fd`, the descriptor to poll, and whether a write never blocks.
 
-    The descriptor's own flags stay as they are: others share them.
+    It leaves the descriptor's flags unchanged, because other processes share them.
     """
     kind = os.fstat(fd).st_mode
     if stat.S_ISSOCK(kind):

@@ -105,6 +105,6 @@ class Child:
         return -code if code is not None and code < 0 else None
 
     def send(self, number: int) -> None:
-        """Signal the launcher alone."""
+        """Signal only the launcher."""
         if self._popen.poll() is None:
             self._popen.send_signal(number)

@@ -18,7 +18,7 @@ _SLACK_BYTES = 512 * 1024**2
 _LOOK_EVERY_S = 0.5
 
 Levels = Mapping[str, int]
-"""Used bytes by GPU UUID."""
+"""Bytes in use by GPU UUID."""
 
 
 def held(before: Levels, now: Levels) -> dict[str, int]:
@@ -75,7 +75,7 @@ class GpuMemoryWait:
     def _wait(self, before: Levels, proceed: Callable[[], None]) -> None:
         try:
             free = self._is_free(before)
-        except Exception as error:  # noqa: BLE001 - better started unexamined than never; it is reported
+        except Exception as error:  # noqa: BLE001 - start the miner without the check rather than never; it is reported
             what = (
                 f"GPU memory can't be read: {type(error).__name__}: {error}; the miner is "
                 "started unexamined"

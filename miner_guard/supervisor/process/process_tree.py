@@ -86,7 +86,7 @@ class ProcessTree:
         self._list_at = now + max(_LIST_EVERY_S, (time.thread_time() - began) / _SHARE_OF_CPU)
 
     def leftovers(self, launcher: Process) -> set[Process]:
-        """Living processes of the launch other than the launcher: members, descendants, and those
+        """Living processes of the launch except the launcher: members, descendants, and those
         listed before."""
         table = self._table()
         found = self._members(launcher, table)

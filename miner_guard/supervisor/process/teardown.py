@@ -38,7 +38,7 @@ class Teardown:
 
     clock: Clock
     leftovers: Callable[[], set[Process]]
-    """Living processes of the launch other than the launcher."""
+    """Returns the launch's living processes except the launcher."""
 
     launcher: Process
     grace_s: float

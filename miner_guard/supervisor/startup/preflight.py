@@ -29,7 +29,7 @@ class Outcome:
     """The preflight's result."""
 
     go: bool
-    """The miner may be started."""
+    """Whether the miner may start."""
 
     checks: Sequence[Check]
 

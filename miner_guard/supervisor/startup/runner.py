@@ -54,7 +54,7 @@ class PreflightRunner:
     def _look(self) -> None:
         try:
             outcome = preflight(self._question, self._emit, self._stop.wait)
-        except Exception as error:  # noqa: BLE001  a defect of the look must not keep the miner from running; it is reported
+        except Exception as error:  # noqa: BLE001 - a bug in the preflight must not keep the miner from starting; it is reported
             what = (
                 f"the preflight failed: {type(error).__name__}: {error}; the miner is "
                 "started unexamined"
