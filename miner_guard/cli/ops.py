@@ -15,7 +15,7 @@ from miner_guard.cli.echo import echo
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
 
 _MARK = "runbook.md"
-"""The folder that holds this file is the right one."""
+"""Identifies the folder of ops/ files, which contains it."""
 
 
 def command(

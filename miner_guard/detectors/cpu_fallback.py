@@ -34,8 +34,8 @@ _BASELINE = 5
 _FACTOR = 4.0
 _EACH_FACTOR = 2.0
 """A CPU is 10-20 times slower than a GPU (source 004: 240 s against 15 s), while a busy host makes
-one step in hundreds take four times as long. So the median of the lasting steps must reach the
-threshold and each of them must take twice as long: one quick step is not a recovery."""
+one step in hundreds take four times as long. So the median of the last steps must exceed `_FACTOR`
+times the baseline, but each step only `_EACH_FACTOR` times: one quicker step is not a recovery."""
 
 _MIN_EXCESS_S = 0.25
 _MIN_SLOWED_S = 5.0

@@ -247,7 +247,7 @@ def _outages(data: Data) -> list[tuple[float, float]]:
 
 
 def _near(series: TimeSeries, time: float) -> float:
-    """The last value at or before a time; 0 without one, as for a NaN."""
+    """The last value at or before a time, for a mark whose NaN cannot be drawn; 0 without one."""
     before = [value for t, value in zip(series.times, series.values, strict=True) if t <= time]
     return before[-1] if before else 0.0
 
