@@ -35,7 +35,7 @@ def run() -> list[Row]:
     """1 GiB by default (BENCH_PUBLISH_MB), to two servers, each in a process of its own, that
     differ in what they hash.
 
-    moto's ETag is the digest of the monitors' digests, as R2's and S3's is: nothing is hashed to
+    moto's ETag is the digest of the parts' digests, as R2's and S3's is: nothing is hashed to
     compare it. rclone's is the md5 of the whole object, which it takes when it is first asked, and
     which is then taken of the file here.
     """
