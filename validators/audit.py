@@ -62,7 +62,7 @@ def detail(
             v.rule == min_inner_step.RULE and v.outcome == "block" and v.seen == 0 for v in verdicts
         ):
             blocks.append(
-                "this is the upload after an AllReduce; the next gradient's upload mends it"
+                "this is the upload after an AllReduce; the next gradient's upload fixes it"
             )
         return f"epoch {epoch.outer_step} ({epoch.why}): {'; '.join(blocks)}"
     passed = sum(v.outcome == "pass" for v in verdicts)

@@ -31,7 +31,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             "block",
             seen,
             pattern,
-            f"bucket {seen!r} is not of the form {pattern}; nobody looks there",
+            f"bucket {seen!r} is not of the form {pattern}; no validator looks there",
         )
     named, model = match.groupdict().get("uid"), match.groupdict().get("model")
     if model is not None and limits.global_model is not None and model != limits.global_model:

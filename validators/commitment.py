@@ -43,7 +43,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     length = int(seen.partition(":")[0])
     if length == 0:
         words = (
-            "nothing is committed for this hotkey, so nobody can read the bucket; the "
+            "nothing is committed for this hotkey, so no validator can read the bucket; the "
             "miner commits when it starts"
         )
         return Verdict(RULE, "block", 0, chars, words)

@@ -90,7 +90,8 @@ def _ledger(place: CommandContext, *, as_json: bool) -> None:
         words = table.text(report)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused(
-            f"{place.state.costs} is no ledger: {error!r}; the running guard writes it anew", FAILED
+            f"{place.state.costs} is no ledger: {error!r}; the running guard writes it again",
+            FAILED,
         ) from error
     report = statedir.finite(report)
     echo(json.dumps(report, indent=1, ensure_ascii=False) if as_json else words)

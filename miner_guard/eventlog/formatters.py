@@ -62,7 +62,9 @@ def upload_blocked(fields: Mapping[str, Any]) -> str:
     those in between."""
     left_out = fields.get("left_out")
     return f"UPLOAD BLOCKED: {fields['reason']}" + (
-        f" (asked {left_out} more time{'s'[: left_out != 1]} since it was said)" if left_out else ""
+        f" (asked {left_out} more time{'s'[: left_out != 1]} since the last line)"
+        if left_out
+        else ""
     )
 
 

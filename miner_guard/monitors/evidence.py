@@ -47,7 +47,7 @@ STATES = {
         "uninterruptible (D state): it waits in the kernel for a disk, a network or a "
         "driver; SIGKILL does not help"
     ),
-    "T": "stopped by a signal (SIGSTOP, SIGTSTP) or a debugger; SIGCONT lets it go on",
+    "T": "stopped by a signal (SIGSTOP, SIGTSTP) or a debugger; SIGCONT lets it continue",
     "t": "stopped by a debugger",
     "Z": "ended, its parent has not noticed",
 }

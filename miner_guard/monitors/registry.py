@@ -43,7 +43,8 @@ def load_monitors(context: Context, report: Callable[[Finding], None]) -> list[M
             parts.append(_monitor_of(importlib.import_module(module))(context))
         except Exception as error:  # noqa: BLE001 - a bug in a monitor must not stop the miner; it is reported
             what = (
-                f"part {name} could not be made: {type(error).__name__}: {error}; the rest goes on"
+                f"cannot start the monitor {name}: {type(error).__name__}: {error}; "
+                "the others keep running"
             )
             report(make_finding("guard_degraded", what=what))
     return parts

@@ -137,4 +137,4 @@ class MonitorRunner:
             f"{who}.{method} failed with {type(error).__name__}: {error} "
             f"({where.filename}:{where.lineno}); "
         )
-        self._log(make_finding("guard_degraded", what=what + "said once, the rest goes on"))
+        self._log(make_finding("guard_degraded", what=what + "further occurrences are suppressed"))

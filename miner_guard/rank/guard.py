@@ -425,7 +425,7 @@ class Guard:
 
     def _degraded(self, where: str, error: BaseException) -> None:
         try:
-            self._recorder.trouble(where, f"guard.{where}: {describe(error)}; training goes on")
+            self._recorder.trouble(where, f"guard.{where}: {describe(error)}; training continues")
         except Exception:  # noqa: BLE001 - there is no one left to tell but the counter, which status shows
             self._recorder.troubles += 1
 

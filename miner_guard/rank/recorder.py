@@ -65,7 +65,7 @@ class Recorder:
         except (OSError, ValueError) as error:
             self.trouble(
                 "flight",
-                f"no flight record of rank {place.rank}: {error}; training goes on without it",
+                f"no flight record of rank {place.rank}: {error}; training continues without it",
             )
         self.show(STARTING)
         self.bell.ring(place.rank)

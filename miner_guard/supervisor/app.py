@@ -174,7 +174,9 @@ class GuardApp:
         place = f"{type(error).__name__} {where.filename}:{where.lineno}"
         if place not in self._defects:
             self._defects.add(place)
-            self.log(make_finding("guard_degraded", what=f"{what}; said once, the rest goes on"))
+            self.log(
+                make_finding("guard_degraded", what=f"{what}; further occurrences are suppressed")
+            )
 
     def log(self, finding: Finding) -> None:
         """Log one finding. Safe from any thread."""

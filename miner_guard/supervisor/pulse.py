@@ -51,10 +51,7 @@ class Pulse:
         """Report once that the run's processes can't be inspected."""
         if not self._uninspectable_reported:
             self._uninspectable_reported = True
-            what = (
-                f"the miner's processes can't be inspected ({error.strerror}); tried again "
-                "until they can"
-            )
+            what = f"cannot inspect the miner's processes ({error.strerror}); retrying"
             self._run.host.finding(make_finding("guard_degraded", what=what))
 
     def _watch_health(self, ranks: Mapping[int, Now]) -> None:

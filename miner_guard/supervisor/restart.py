@@ -31,11 +31,11 @@ class RestartRule:
 RULES = {
     "transient": RestartRule(None, "look at the incidents and at the miner's last lines above"),
     "outage": RestartRule(None, "see whether the service answers from this machine", outside=True),
-    "once": RestartRule(1, "a restart does not mend it"),
+    "once": RestartRule(1, "a restart does not fix it"),
     "hardware": RestartRule(
         1, "a restart of the miner can't bring it back: restart the container, then the host"
     ),
-    "config": RestartRule(1, "a person must change something first; a restart can't mend it"),
+    "config": RestartRule(1, "a person must change something first; a restart cannot fix it"),
 }
 """Rules by the value of an incident's field `restart`; `never` and unknown values count as
 transient.

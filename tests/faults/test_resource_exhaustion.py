@@ -59,7 +59,7 @@ def test_a_miner_that_dies_while_no_descriptor_is_left_is_ended_and_started_when
     until(lambda: b"family complete" in guarded.output.read_bytes(), 60, guarded.tail)
     _limit(guard.pid, 3)
     os.kill(guarded.named("miner_started")[0]["pid"], signal.SIGKILL)
-    until(lambda: "can't be inspected" in guarded.tail(), 60, guarded.tail)
+    until(lambda: "cannot inspect" in guarded.tail(), 60, guarded.tail)
     assert len(guarded.named("miner_started")) == 1
     assert not guarded.named("orphan_killed")
     _limit(guard.pid, 1000)

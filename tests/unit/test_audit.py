@@ -114,7 +114,7 @@ def test_what_validators_accept_passes_and_says_what_was_checked(tmp_path: Path)
         ({"inner": 0}, "min_inner_step: published inner_step 0 < 1: validators reject it"),
         (
             {"inner": 0},
-            "this is the upload after an AllReduce; the next gradient's upload mends it",
+            "this is the upload after an AllReduce; the next gradient's upload fixes it",
         ),
         ({"age_s": 4900.0}, "repo_age: gradients are 4900s old >= 4800s: they score zero"),
         (
@@ -153,7 +153,7 @@ def test_the_archive_after_an_outer_step_is_rejected_only_where_validators_do(
     )
     rejected = look(tmp_path).detail
     assert "published inner_step 0 < 1: validators reject it" in rejected
-    assert "this is the upload after an AllReduce; the next gradient's upload mends it" in rejected
+    assert "this is the upload after an AllReduce; the next gradient's upload fixes it" in rejected
     assert "all values are zero" not in rejected
     # Neither is a gradient excused, nor anything but zeros in an archive.
     publish(tmp_path, inner=60, wvals=torch.zeros(2))

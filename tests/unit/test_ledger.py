@@ -50,7 +50,10 @@ def test_a_full_disk_costs_rows_and_says_so_once(
     monkeypatch.setattr(ledger, "_done", whole)
     ledger.restart(3.0, "crash", 3, 4.0)
     assert [message(f) for f in findings] == [
-        "DISK FULL: ledger.sqlite3 stopped writing (database or disk is full); the miner goes on",
+        (
+            "DISK FULL: ledger.sqlite3 stopped writing (database or disk is full); the "
+            "miner keeps running"
+        ),
         "DISK RECOVERED: ledger.sqlite3 writes again, 3 lines lost",
     ]
     assert [row["wall"] for row in ledger.rows("restarts")] == [1.0, 3.0]
@@ -75,7 +78,7 @@ def test_rows_wait_while_another_process_holds_the_file_and_hold_nobody_up(tmp_p
     now += 10.0
     ledger.restart(200.0, "crash", 3, 4.0)
     assert [message(f) for f in findings] == [
-        "LEDGER STUCK: ledger.sqlite3: database is locked; the miner goes on",
+        "LEDGER STUCK: ledger.sqlite3: database is locked; the miner keeps running",
         "LEDGER RECOVERED: ledger.sqlite3 is written again, 0 rows lost",
     ]
     assert [row["wall"] for row in ledger.rows("restarts")] == [

@@ -141,7 +141,7 @@ def test_a_block_repeated_each_step_is_said_first_and_when_it_changes(bench: Ben
     (again,) = bench.entry(**bench.decide(49))
     assert again.fields["left_out"] == 39
     assert message(again).endswith(
-        "Waiting for more training steps... (asked 39 more times since it was said)"
+        "Waiting for more training steps... (asked 39 more times since the last line)"
     )
     (allowed,) = bench.entry(**bench.decide(50))
     assert allowed.event == "upload_allowed"

@@ -15,7 +15,7 @@ def _say(what):
     """Print the single line of a guard that could not be imported; never raises."""
     try:
         os.write(
-            2, f"GUARD DEGRADED: {what}; training goes on without it\n".encode("utf-8", "replace")
+            2, f"GUARD DEGRADED: {what}; training continues without it\n".encode("utf-8", "replace")
         )
     except OSError:
         return

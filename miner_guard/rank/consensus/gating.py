@@ -113,7 +113,7 @@ class Gate:
 
     def _inputs(self) -> GateInputs:
         if self._place.state is None:
-            return unknown("no supervisor: nobody looks at the repo")
+            return unknown("no supervisor: nothing watches the repo")
         return read(self._place.state.gate_inputs)
 
     def blocked(self, candidate: Candidate, why: str) -> GateDecision:

@@ -102,9 +102,7 @@ class GpuMemoryWait:
                     f"the level before: {listed}"
                 )
                 self._report(
-                    make_finding(
-                        "guard_degraded", what=f"{what}; the miner is started all the same"
-                    )
+                    make_finding("guard_degraded", what=f"{what}; starting the miner anyway")
                 )
                 return True
             if self._closed.wait(_LOOK_EVERY_S):
