@@ -88,8 +88,12 @@ class Hour(WholeRun):
         schedule = self.jobs._scheduler
         running = schedule._executors["default"]._instances
         deadline = time.monotonic() + 30
-        while self.jobs._inbox or any(
-            job.next_run_time.timestamp() <= self.clock.wall() for job in schedule.get_jobs()
+        while (
+            self.jobs._inbox
+            or self._plan_is_old()
+            or any(
+                job.next_run_time.timestamp() <= self.clock.wall() for job in schedule.get_jobs()
+            )
         ):
             schedule.wakeup()
             time.sleep(0.0002)
@@ -97,6 +101,11 @@ class Hour(WholeRun):
         while any(count and job != "held" for job, count in list(running.items())):
             time.sleep(0.0002)
             assert time.monotonic() < deadline
+
+    def _plan_is_old(self) -> bool:
+        """The wall clock was stepped and the schedule's thread, which sleeps in real time, has not
+        shifted its plan yet."""
+        return abs(self.clock.wall() - self.clock.monotonic() - self.jobs._offset) >= 1.0
 
     def at(self, event: str) -> list[float]:
         """Seconds from the start at which an event was found."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from miner_guard.flight_recorder.journal import TrainingEntry
+
 torch = pytest.importorskip("torch")
 
 from miner_guard.rank.introspection import diagnose, placement  # noqa: E402  only where torch is
@@ -122,9 +124,9 @@ def test_shapes_that_a_rank_cannot_know_are_unknown_and_older_ones_forgotten(
     assert placement.shapes(sharded) is None
     assert placement.shapes(emptied) is None
     file, host = tmp_path / "shapes.json", Alone()
-    diagnose.diagnose(host, torch.nn.Linear(4, 8), shapes_file=file)
+    diagnose.diagnose(host, torch.nn.Linear(4, 8), TrainingEntry(), shapes_file=file)
     assert shapes.read(file) == Shapes({"weight": [8, 4], "bias": [8]})
-    diagnose.diagnose(host, sharded, shapes_file=file)
+    diagnose.diagnose(host, sharded, TrainingEntry(), shapes_file=file)
     assert not file.exists()
 
 

@@ -167,7 +167,9 @@ class Group:
             return self._decide(own.number, _LATE), b""
         asks = channel.collect(own, size, self._timeout_s)
         end = min(ask.asked for ask in asks) + self._timeout_s
-        if len(asks) < size:
+        # A question that has waited too long is dead even if we, its leader, are the late rank: the
+        # rank that asked it has given up, and an answer now would reach some ranks only.
+        if len(asks) < size or time.monotonic() > end:
             return self._decide(own.number, _LATE), b""
         root = next((ask for ask in asks if ask.is_root), None)
         if size == self._member.world_size:

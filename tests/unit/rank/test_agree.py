@@ -154,6 +154,23 @@ def test_whoever_is_late_by_however_much_all_ranks_have_the_same_outcome(
         assert not second
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_after_the_others_gave_up_is_blocked_like_them(
+    tmp_path: Path, late: int
+) -> None:
+    """Guards against the late leader of a node: it finds the question of a rank that has given up
+    and would let the upload go out alone."""
+
+    def ask(group: Group, rank: int) -> object:
+        shared(group, "q1", b"go")
+        if rank == late:
+            time.sleep(0.3 + agree._GRACE_S + 0.7)
+        return shared(group, "q2", b"go") == b"go"
+
+    answers, _ = run(tmp_path, 2, 2, ask, timeout_s=0.3)
+    assert answers == [False, False]
+
+
 def test_a_rank_holds_one_descriptor_and_asks_the_store_for_its_node_alone(tmp_path: Path) -> None:
     """Guards against a mesh: 67 descriptors a rank at 64 ranks, past `ulimit -n` at 1,024."""
 
