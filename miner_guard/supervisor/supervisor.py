@@ -130,6 +130,8 @@ class Supervisor:
         # SIGCHLD only shortens the loop's wait: `step` polls the launcher in any case.
         self.loop.on_signal(signal.SIGCHLD, lambda: None)
         self.loop.every(TICK_S, self.pulse.tick)
+        # The watchdog counts silence from here: the first launch comes before the first turn.
+        self.loop.alive()
         self.before_first(self._first_launch, self._finish)
         while self.exit_code is None:
             self.loop.turn()

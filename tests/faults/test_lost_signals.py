@@ -125,8 +125,8 @@ def test_a_stop_of_a_guard_whose_loop_hangs_ends_the_miner_and_leaves_the_stacks
     time.sleep(0.5)
     asked = time.monotonic()
     assert guarded.stop(signal.SIGTERM, 60) == 1
-    assert time.monotonic() - asked < 55
+    assert time.monotonic() - asked < 30
     guarded.assert_nothing_left()
     printed = guarded.output.read_text()
-    assert "the stacks of all threads" in printed, "whichever limit of the watchdog came first"
+    assert "the loop hangs; the stacks of all threads" in printed
     assert "hang_here" in printed
