@@ -26,12 +26,12 @@ from miner_guard.eventlog.literal_search import literal_search
 from miner_guard.incidents import regexes
 from miner_guard.incidents.xid_patterns import expanded
 
-ROLES = ("cause", "uncaught", "remark", "ending", "report", "symptom", "warned")
+ROLES = ("cause", "exception", "retry", "exit", "summary", "symptom", "warning")
 """The role of a line in the course of events, the nearest to the cause first.
 
-`cause` names the fault. `uncaught` is an exception or signal that ended a rank. `remark` is an
-operation that was retried. `ending` reports how a process ended. `report` is the program's
-statement that it failed, without a reason. `symptom` is the effect on others, `warned` only a
+`cause` names the fault. `exception` is an exception or signal that ended a rank. `retry` is an
+operation that was retried. `exit` reports how a process ended. `summary` is the program's
+statement that it failed, without a reason. `symptom` is the effect on others, `warning` only a
 warning of it.
 """
 

@@ -20,7 +20,7 @@ def named(lowered: str, knowledge: Knowledge) -> tuple[Label, str] | None:
     label = knowledge.labels.get(lowered[start + len(_INCIDENT) :].partition(":")[0])
     if label is None:
         return None
-    return label, "remark" if "warning" in lowered[: min(start, _LEVEL)] else label.role
+    return label, "retry" if "warning" in lowered[: min(start, _LEVEL)] else label.role
 
 
 def launches(lowered: str) -> bool:

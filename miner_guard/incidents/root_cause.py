@@ -107,7 +107,7 @@ class RootCauseAnalyzer:
                         trail.retract(item.line, item.within)
             elif isinstance(item, Passed):
                 for (label, role), trail in self._trails.items():
-                    if label in item.labels and role in ("remark", "warned"):
+                    if label in item.labels and role in ("retry", "warning"):
                         trail.passed = item.line
             else:
                 self._trails.setdefault((item.label, item.role), SightingHistory()).add(item)
@@ -128,9 +128,9 @@ class RootCauseAnalyzer:
             and not self._came_back(key[0], trail)
         }
         if lines - self._last > _SURVIVED_AFTER and all(
-            role in ("uncaught", "remark") for _, role in trails
+            role in ("exception", "retry") for _, role in trails
         ):
-            survived = {("code_bug", "uncaught"), *(key for key in trails if key[1] == "remark")}
+            survived = {("code_bug", "exception"), *(key for key in trails if key[1] == "retry")}
             trails = {key: trail for key, trail in trails.items() if key not in survived}
         root = self._root(trails)
         return sorted(
@@ -165,12 +165,12 @@ class RootCauseAnalyzer:
         strong = {
             label
             for (label, role), trail in trails.items()
-            if role in ("cause", "uncaught", "remark") and not trail.behind
+            if role in ("cause", "exception", "retry") and not trail.behind
         }
         candidates = [
             (
                 bool(self._knowledge.labels[label].follows & strong - {label}),
-                ROLES.index("warned" if trail.behind else role),
+                ROLES.index("warning" if trail.behind else role),
                 trail.kept[0].line,
                 order,
             )

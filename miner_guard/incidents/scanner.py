@@ -102,7 +102,7 @@ class _Ended:
     frames: str
 
 
-_UNCAUGHT = Pattern("code_bug", "uncaught", (), (), None)
+_UNKNOWN_EXCEPTION = Pattern("code_bug", "exception", (), (), None)
 _LAUNCHED = Pattern("code_bug", "symptom", (), (), None)
 
 
@@ -200,9 +200,9 @@ class Scanner:
         for troubles, number in self._course.overcome(lines, shapes, self.line, self._tried(seen)):
             for trouble in troubles:
                 roles = (
-                    ("cause", "remark", "warned")
+                    ("cause", "retry", "warning")
                     if trouble.loss or trouble.raised
-                    else ("remark", "warned")
+                    else ("retry", "warning")
                 )
                 past = Retraction((trouble.label,), number, None, roles)
                 seen.append(past if trouble.needed else Passed((trouble.label,), number))
@@ -234,7 +234,7 @@ class Scanner:
 
     def _trouble(self, sighting: Sighting) -> PendingError | None:
         label, text = self._knowledge.labels[sighting.label], sighting.text.lower()
-        if sighting.role in ("remark", "warned"):
+        if sighting.role in ("retry", "warning"):
             needed = label.overcome_by_steps and not _UPLOADS.search(text)
             return (
                 PendingError(label.name, needed)
@@ -332,7 +332,7 @@ class Scanner:
         known = sighting.rank in self._logged or len(self._logged) < _MAX_STREAMS
         if (
             known
-            and sighting.role in ("cause", "remark")
+            and sighting.role in ("cause", "retry")
             and self._knowledge.labels[sighting.label].overcome_by_steps
         ):
             self._logged[sighting.rank] = sighting
@@ -341,7 +341,7 @@ class Scanner:
         """A rank that fails on a missing file got past the error that it logged before."""
         for teller in (rank, None):
             if (passed := self._logged.pop(teller, None)) is not None:
-                yield Retraction((passed.label,), number, number - passed.line, ("cause", "remark"))
+                yield Retraction((passed.label,), number, number - passed.line, ("cause", "retry"))
 
     def _go_on(self, line: bytes, number: int, seen: list[Seen]) -> None:
         """Append a line to the message that it continues."""
@@ -384,7 +384,7 @@ class Scanner:
         first = self._raised.get(rank)
         if first is None or number - first.line > _CHAIN_LINES:
             return
-        if first.label == _UNCAUGHT.label:
+        if first.label == _UNKNOWN_EXCEPTION.label:
             seen.append(Retraction((first.label,), number, number - first.line))
         self._chained[rank] = first
 
@@ -409,25 +409,25 @@ class Scanner:
         """A program fault: the default for an unknown exception."""
         if name in _NOT_A_FAULT:
             return []
-        return [_LAUNCHED if name in _LAUNCHERS else _UNCAUGHT]
+        return [_LAUNCHED if name in _LAUNCHERS else _UNKNOWN_EXCEPTION]
 
 
 def _says_little(matches: list[Pattern]) -> bool:
     """An exception without a cause: an unknown one, or an exhausted wait."""
     return bool(matches) and all(
-        pattern is _UNCAUGHT or "" in pattern.frames for pattern in matches
+        pattern is _UNKNOWN_EXCEPTION or "" in pattern.frames for pattern in matches
     )
 
 
 def _role(pattern: Pattern, matches: list[Pattern], lowered: str) -> str:
-    """A cause in a warning or retry is a remark; a report beside a symptom is a symptom."""
+    """A cause in a warning or retry is a retry; a summary beside a symptom is a symptom."""
     if pattern.role == "cause" and (
         any(w in lowered for w in _TRYING_AGAIN) or _TRIED_AGAIN.search(lowered)
     ):
-        return "remark"
+        return "retry"
     if pattern.role == "symptom" and _WARNING.match(lowered):
-        return "warned"
-    if pattern.role == "report" and any(other.role == "symptom" for other in matches):
+        return "warning"
+    if pattern.role == "summary" and any(other.role == "symptom" for other in matches):
         return "symptom"
     return pattern.role
 

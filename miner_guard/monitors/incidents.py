@@ -47,7 +47,7 @@ COOLDOWN_S = 900.0
 REMARKS = 3
 """A retried failure counts as an incident after this many occurrences, or when the miner exits."""
 
-_CAUSELESS = ("report", "symptom", "warned")
+_CAUSELESS = ("summary", "symptom", "warning")
 _NEVER_OVERCOME = frozenset({"rank_gone"})
 """Guard events that finite losses do not clear: a lost rank never steps again."""
 
@@ -167,7 +167,7 @@ class IncidentsMonitor(Monitor):
         if self.context.clock.monotonic() - self._last_s > EPISODE_S:
             return None
         root = self._seen_root()
-        return None if root is None or root.first.role in ("remark", "warned") else root.label
+        return None if root is None or root.first.role in ("retry", "warning") else root.label
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         now = self.context.clock.monotonic()
@@ -177,7 +177,7 @@ class IncidentsMonitor(Monitor):
         if lasting or now - self._last_s <= EPISODE_S:
             # Report why the miner ended even if the guard has reported what led to it.
             self._events.clear()
-        return () if end.asked or end.finished else self._name(now, remarks=1)
+        return () if end.asked or end.finished else self._name(now, min_count=1)
 
     def _passed(self) -> list[Seen]:
         """Causes that the guard reported and training then recovered from, such as a non-finite
@@ -215,7 +215,7 @@ class IncidentsMonitor(Monitor):
     def _by_the_kernels_count(self, root: Incident) -> Incident:
         """Attribute a SIGKILL to the OOM killer only if the kernel counted an OOM kill; a line that
         names the OOM killer needs no count."""
-        if root.label != "host_oom_kill" or root.first.role != "ending":
+        if root.label != "host_oom_kill" or root.first.role != "exit":
             return root
         if (self._count_oom_kills() or 0) > (self._oom_kills or 0):
             return root
@@ -223,16 +223,16 @@ class IncidentsMonitor(Monitor):
         first = replace(root.first, label=name, cause="", fix="", restart="")
         return replace(root, label=name, first=first, kept=())
 
-    def _name(self, now: float, remarks: int) -> Iterable[Finding]:
-        """Report the root cause, unless it was reported or is a mere remark seen fewer than
-        `remarks` times."""
+    def _name(self, now: float, min_count: int) -> Iterable[Finding]:
+        """Report the root cause, unless it was reported or is a mere retry seen fewer than
+        `min_count` times."""
         self._first_s = None
         root = self._seen_root()
         if root is not None:
             root = self._by_the_kernels_count(root)
         if self._stopping or root is None or self._is_known(root, now):
             return ()
-        if root.first.role in ("remark", "warned") and root.count < remarks:
+        if root.first.role in ("retry", "warning") and root.count < min_count:
             return ()
         self._root = self._latest = explained = report.in_words(
             root, self._knowledge, self._training, self.context.redactor.text
@@ -247,7 +247,7 @@ class IncidentsMonitor(Monitor):
         if said is not None and now - said < COOLDOWN_S:
             return True
         if (
-            root.first.role in ("symptom", "ending")
+            root.first.role in ("symptom", "exit")
             and self._root is not None
             and now - self._named_s < SYMPTOMS_S
         ):
@@ -264,7 +264,7 @@ class IncidentsMonitor(Monitor):
         return make_finding(
             "incident",
             rank=explained.ranks[0] if len(explained.ranks) == 1 else None,
-            level="warning" if root.first.role in ("remark", "warned") else explained.severity,
+            level="warning" if root.first.role in ("retry", "warning") else explained.severity,
             label=explained.label,
             cause=f"{explained.cause} Seen: {log_text.excerpt(explained.excerpt, _SEEN)}",
             fix=explained.fixes[0],

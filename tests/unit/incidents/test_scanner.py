@@ -186,7 +186,7 @@ def test_what_a_line_of_json_tells_is_read_as_lines() -> None:
     assert root('{"msg": "KeyError: 7"') is None, "cut off: as any other text"
 
 
-def test_a_warning_in_json_is_a_remark() -> None:
+def test_a_warning_in_json_counts_as_a_retry() -> None:
     record = {
         "level": "warning",
         "msg": "429 Client Error: Too Many Requests for url: https://huggingface.co/x",
