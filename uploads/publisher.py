@@ -34,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from miner_guard.system.once import OncePer
 from uploads.journal import COMMITTING, Journal, tickets_of
 from uploads.repos.base import (
     CONFIG,
@@ -329,7 +330,8 @@ class _Meter:
         self._cancelled = cancelled
         self._mutex = threading.Lock()
         self._done = 0
-        self._said = time.monotonic()
+        self._lines = OncePer(_PROGRESS_EVERY_S)
+        self._lines.ask(time.monotonic())
 
     def add(self, count: int) -> None:
         """Count moved bytes. Raises Cancelled."""
@@ -337,8 +339,7 @@ class _Meter:
             raise Cancelled("cancelled")
         with self._mutex:
             self._done += count
-            if (now := time.monotonic()) - self._said < _PROGRESS_EVERY_S:
+            if not self._lines.ask(time.monotonic()):
                 return
-            self._said = now
             line = f"Uploaded {self._done / 1e6:.1f} of {self._size / 1e6:.1f} MB"
         self._say(line)

@@ -10,6 +10,7 @@ from typing import Any
 
 from miner_guard.config import GateSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.system.once import OncePer
 from uploads.forecast import Forecast, forecast
 from validators.facts import Published
 from validators.limits import Limits
@@ -25,32 +26,6 @@ STEPS_KEPT = 20
 """Recent steps whose median is the forecast's step time."""
 
 
-class RateLimiter:
-    """Allows a report when its content changes, otherwise once per `every_s`."""
-
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-        self._last: tuple[object, float] | None = None
-        self.left_out = 0
-
-    def ask(self, what: object, now: float) -> bool:
-        """Whether to report `what` now. `left_out` counts the refusals since the last report."""
-        if self._last is not None and self._last[0] == what and now - self._last[1] < self._every_s:
-            self.left_out += 1
-            return False
-        self._last = (what, now)
-        return True
-
-    def take_left_out(self) -> int:
-        """Return the number of suppressed reports and reset it."""
-        count, self.left_out = self.left_out, 0
-        return count
-
-    def forget(self) -> None:
-        """Treat the next report as new."""
-        self._last = None
-
-
 class RepoWatch:
     """Reports the repo's age, and whether it is stale or unknown.
 
@@ -61,9 +36,9 @@ class RepoWatch:
     def __init__(self, settings: GateSettings) -> None:
         self._gate = settings
         self._known: Published | None = None
-        self._age = RateLimiter(AGE_EVERY_S)
-        self._stale = RateLimiter(STALE_EVERY_S)
-        self._unknown = RateLimiter(UNKNOWN_EVERY_S)
+        self._age = OncePer(AGE_EVERY_S)
+        self._stale = OncePer(STALE_EVERY_S)
+        self._unknown = OncePer(UNKNOWN_EVERY_S)
         self.latest = Published()
 
     def age(self, now: float) -> float | None:
@@ -82,17 +57,17 @@ class RepoWatch:
             reason = (
                 self._emptied() if published.empty else published.reason or "no reason was given"
             )
-            if reason is not None and self._unknown.ask(reason, now):
+            if reason is not None and self._unknown.ask(now, reason):
                 yield make_finding("repo_unknown", reason=reason)
             # Report the age immediately once the repo is readable again: the "unknown" line is the
             # last one until then.
-            self._age.forget()
+            self._age.clear()
             return
-        self._unknown.forget()
+        self._unknown.clear()
         self._known = published
         age = age_now(published, now)
         due = age is not None and age > self._gate.repo_age_target_s
-        if self._age.ask((published.revision, due), now):
+        if self._age.ask(now, (published.revision, due)):
             yield make_finding(
                 "repo_age",
                 age_s=age,
@@ -114,8 +89,8 @@ class RepoWatch:
         """Report what the passage of time alone changes."""
         age = self.age(now)
         if age is None or not self.is_stale(now):
-            self._stale.forget()
-        elif self._stale.ask("stale", now):
+            self._stale.clear()
+        elif self._stale.ask(now):
             yield make_finding(
                 "repo_stale",
                 age_s=age,
@@ -131,7 +106,7 @@ class ForecastWatch:
         self._gate = settings
         self._limits = limits
         self._recent: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._said = RateLimiter(FORECAST_EVERY_S)
+        self._announced = OncePer(FORECAST_EVERY_S)
         self.latest: Forecast | None = None
 
     def step(
@@ -165,7 +140,7 @@ class ForecastWatch:
         if not ahead.late or ahead.stale_s == 0:
             # A repo that is already stale has its own report and needs no forecast.
             return
-        if self._said.ask(outer_step, now):
+        if self._announced.ask(now, outer_step):
             yield make_finding(
                 "upload_forecast",
                 min_inner_step=ahead.min_inner_step,
@@ -187,7 +162,7 @@ class DecisionNotifier:
     every five minutes."""
 
     def __init__(self) -> None:
-        self._blocked = RateLimiter(BLOCKED_EVERY_S)
+        self._blocked = OncePer(BLOCKED_EVERY_S)
 
     def say(self, decision: Mapping[str, Any], now: float) -> Finding | None:
         """The decision's event, or None if this block was already reported."""
@@ -207,12 +182,11 @@ class DecisionNotifier:
             "note": note_of(verdicts),
         }
         if decision.get("allowed") and not decision.get("shadow"):
-            self._blocked.forget()
+            self._blocked.clear()
             return make_finding("upload_allowed", **fields, left_out=self._blocked.take_left_out())
         rules = frozenset(v.get("rule") for v in verdicts if v.get("outcome") == "block")
-        if not self._blocked.ask(
-            (rules, fields["kind"], fields["outer_step"], bool(decision.get("shadow"))), now
-        ):
+        block = (rules, fields["kind"], fields["outer_step"], bool(decision.get("shadow")))
+        if not self._blocked.ask(now, block):
             return None
         event = "upload_allowed" if decision.get("allowed") else "upload_blocked"
         return make_finding(

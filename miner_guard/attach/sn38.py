@@ -20,6 +20,7 @@ from typing import Any
 from miner_guard.attach.adapter import Adapter, followed, in_phase
 from miner_guard.attach.sn38_uploads import Sn38Uploads, paused
 from miner_guard.eventlog.catalog import make_finding
+from miner_guard.system.once import Once
 
 _PHASES = {
     "fetch_training_data": "data",
@@ -40,7 +41,7 @@ class Subnet38:
         self.adapter = adapter
         self.uploads = Sn38Uploads(adapter)
         self._diagnosed = False
-        self._failure_said = False
+        self._failure = Once()
         self._by_optimizer = False
         self._miner: Callable[[], Any] = lambda: None
 
@@ -198,9 +199,8 @@ class Subnet38:
             self._failed(f"{type(error).__name__}: {error}")
 
     def _failed(self, what: str) -> None:
-        if self._failure_said:
+        if not self._failure.first():
             return
-        self._failure_said = True
         # Not an incident: rank 0's output already raises one, and every rank reaches this point.
         text = (
             f"training loop failed, the miner swallows it and will exit with code 0: {what[:500]}"

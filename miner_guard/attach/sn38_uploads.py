@@ -14,6 +14,7 @@ from typing import Any
 from miner_guard.attach.adapter import Adapter
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.redact import SECRET_NAME
+from miner_guard.system.once import Once
 from uploads.decision import GateDecision
 
 _KNOWN = {"epoch", "archive", "inner_step", "batch_size"}
@@ -37,7 +38,7 @@ class Sn38Uploads:
         self.steps = 0
         """Inner steps seen in this process."""
 
-        self._keys_said = False
+        self._keys = Once()
 
     def gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `start_background_upload`: a blocked upload gathers nothing and spends no error
@@ -150,9 +151,8 @@ class Sn38Uploads:
         return GateDecision(True, "gradient", int(outer_step), self.inner_step(miner), "not gated")
 
     def _warn_of_keys(self, words: Any) -> None:
-        if self._keys_said or not any(_is_key(str(word)) for word in words):
+        if not any(_is_key(str(word)) for word in words) or not self._keys.first():
             return
-        self._keys_said = True
         self._adapter.say(
             make_finding(
                 "secret_exposed",

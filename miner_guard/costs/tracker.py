@@ -17,7 +17,8 @@ from miner_guard.costs import table
 from miner_guard.costs.operation import Operation, fair_cap, percent
 from miner_guard.costs.presets import Budget
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.system.clock import Clock, SystemClock, iso_utc
 
 FILE = "monitoring_costs.json"
@@ -74,7 +75,7 @@ class MonitoringCostTracker:
         self._steps: tuple[int, float] | None = None
         self._level = "ok"
         self._written = float("-inf")
-        self._write_failed = False
+        self._outage = WriteOutage(FILE)
 
     # tracking
 
@@ -328,13 +329,11 @@ class MonitoringCostTracker:
         try:
             state_dir.write_json(self._file, self.get_report())
         except OSError as error:
-            if not self._write_failed:
-                self._report(write_failed(self._file.name, error))
-            self._write_failed = True
-            return
-        if self._write_failed:
-            self._write_failed = False
-            self._report(make_finding("disk_recovered", what=self._file.name, lost=0))
+            finding = self._outage.failed(error, lost=0)
+        else:
+            finding = self._outage.succeeded()
+        if finding is not None:
+            self._report(finding)
 
     def _write_now_and_then(self) -> None:
         now = self._clock.monotonic()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from miner_guard.config import StepSettings
 from miner_guard.detectors.window import SortedWindow
 from miner_guard.flight_recorder.layout import SPECIAL_PHASES
+from miner_guard.system.once import Once
 
 TRAINING = "training"
 """Kind of a step without special phases."""
@@ -98,7 +99,7 @@ class SlowEpisodes:
         """A step of `clear_ratio` times the usual counts without others near it."""
         self._clear_ratio = clear_ratio
         self._places: deque[int] = deque(maxlen=_OFTEN)
-        self._told = False
+        self._warned = Once()
 
     def certain(self, place: int, ratio: float) -> bool:
         """Take the next slow step: `place` is its ordinal, `ratio` its multiple of the usual
@@ -106,13 +107,11 @@ class SlowEpisodes:
         earlier = list(self._places)
         self._places.append(place)
         if not earlier or place - earlier[-1] > _EPISODE:
-            self._told = False
+            self._warned.clear()
         often = len(earlier) >= _OFTEN - 1 and place - earlier[1 - _OFTEN] < _OFTEN_WITHIN
-        certain = (ratio >= self._clear_ratio or often) and not self._told
         if _regular([*earlier, place]):
             return False
-        self._told = self._told or certain
-        return certain
+        return (ratio >= self._clear_ratio or often) and self._warned.first()
 
 
 class StepTimes:
@@ -265,7 +264,7 @@ class RegressionWatch:
         self._behind_s = 0.0
         """Step time accumulated since the median fell behind."""
 
-        self._said = False
+        self._reported = Once()
 
     def observe(self, seconds: float) -> Regression | None:
         """Take one training step; at most one finding until the speed recovers."""
@@ -278,11 +277,10 @@ class RegressionWatch:
         if self._best is None or median < self._best:
             self._best = median
         if self._best >= self._ratio * median:
-            self._said = False
+            self._reported.clear()
             self._behind_s = 0.0
             return None
         lasting = median - self._best > self._min_excess_s or self._behind_s >= _LASTING_S
-        if self._said or not lasting:
+        if not lasting or not self._reported.first():
             return None
-        self._said = True
         return Regression(median, self._best)

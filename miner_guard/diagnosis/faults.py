@@ -10,6 +10,7 @@ from typing import Any
 from miner_guard.diagnosis.check import Check
 from miner_guard.diagnosis.gpu_rows import BAD_THROTTLE, links_down, of_row
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.system.once import Once
 
 Row = Mapping[str, Any]
 
@@ -46,7 +47,7 @@ class Faults:
         self._suspected: set[tuple[str, str]] = set()
         self._throttled: dict[str, deque[float]] = {}
         self._silent_since: float | None = None
-        self._silence_said = False
+        self._silence = Once()
 
     def observe(self, rows: list[Row], now: float) -> Iterator[Finding]:
         """The findings of one sample's rows; `now` is monotonic."""
@@ -64,16 +65,15 @@ class Faults:
         """The state of NVML as a whole: `reason` explains a missing sample, None where there is
         one. Reports only on hosts that had GPUs."""
         if reason is None:
-            if self._silence_said:
+            if self._silence.clear():
                 yield make_finding("gpu_recovered", gpu="all", what="NVML answers again")
-            self._silent_since, self._silence_said = None, False
+            self._silent_since = None
             return
         if not had_gpus:
             return
         if self._silent_since is None:
             self._silent_since = now
-        if now - self._silent_since >= DRIVER_SILENT_S and not self._silence_said:
-            self._silence_said = True
+        if now - self._silent_since >= DRIVER_SILENT_S and self._silence.first():
             step = "look at dmesg; in a container its access was revoked: restart the container"
             yield make_finding(
                 "gpu_fault",

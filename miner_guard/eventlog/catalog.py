@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miner_guard.eventlog import formatters
-from miner_guard.state_dir import is_full
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 RESERVED = frozenset({"ts", "level", "event", "msg", "run_id", "host", "rank"})
@@ -107,15 +106,6 @@ def make_finding(
     if taken := RESERVED & fields.keys():
         raise ValueError(f"event {event} uses reserved fields: {', '.join(sorted(taken))}")
     return Finding(event, fields, rank, level)
-
-
-def write_failed(what: str, error: OSError, then: str = "") -> Finding:
-    """`what` cannot be written, for lack of space, which may resolve by itself, or for another
-    reason; `then`: the consequence."""
-    reason = error.strerror or str(error)
-    if is_full(error):
-        return make_finding("disk_full", what=what, reason=reason)
-    return make_finding("guard_degraded", what=f"{what} cannot be written: {reason}{then}")
 
 
 def message(finding: Finding) -> str:

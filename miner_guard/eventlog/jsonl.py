@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import LogSettings
-from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.rendering import json_line, rotate
+from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.state_dir import has_room, is_at, make_folder, open_private
 
 
@@ -31,7 +32,7 @@ class JsonlSink:
         self._mutex = threading.Lock()
         self._fd: int | None = None
         self._size = 0
-        self._lost = 0
+        self._outage = WriteOutage(path.name)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record."""
@@ -40,19 +41,14 @@ class JsonlSink:
     def append(self, line: str) -> None:
         """Write one line of JSON; never raises OSError."""
         data = (line + "\n").encode("utf-8", "replace")
-        said: Finding | None = None
         with self._mutex:
             try:
                 self._append(data)
-                if self._lost:
-                    said = make_finding("disk_recovered", what=self._path.name, lost=self._lost)
-                    self._lost = 0
+                finding = self._outage.succeeded()
             except OSError as error:
-                if self._lost == 0:
-                    said = write_failed(self._path.name, error)
-                self._lost += 1
-        if said is not None:
-            self._say(said)
+                finding = self._outage.failed(error)
+        if finding is not None:
+            self._say(finding)
 
     def _append(self, data: bytes) -> None:
         if self._fd is not None and not is_at(self._path, self._fd):
@@ -65,7 +61,7 @@ class JsonlSink:
         elif self._size + len(data) > self._settings.max_bytes:
             self._rotate()
         assert self._fd is not None
-        if self._lost and not has_room(self._fd):
+        if self._outage.ongoing and not has_room(self._fd):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written = os.write(self._fd, data)
         if written != len(data):

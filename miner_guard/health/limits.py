@@ -8,6 +8,7 @@ from typing import Any
 
 from miner_guard.config import HealthSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.system.once import Once
 
 _GIB = 1024**3
 _MEMORY_WARN_RATIO = 0.95
@@ -20,7 +21,7 @@ class HostLimits:
 
     def __init__(self, settings: HealthSettings) -> None:
         self._settings = settings
-        self._said: set[str] = set()
+        self._crossed = Once()
         self._kills: int | None = None
 
     def observe(self, host: Mapping[str, Any]) -> Iterator[Finding]:
@@ -87,8 +88,5 @@ class HostLimits:
 
     def _begins(self, what: str, bad: bool, good: bool) -> bool:
         if good:
-            self._said.discard(what)
-        if not bad or what in self._said:
-            return False
-        self._said.add(what)
-        return True
+            self._crossed.clear(what)
+        return bad and self._crossed.first(what)

@@ -11,8 +11,8 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.health import chain
 from miner_guard.health.chain import ChainLook
 from miner_guard.monitors.base import Context, Monitor
+from miner_guard.system.once import OncePer
 from uploads.network import NetworkProgress, network_of, progress
-from uploads.watch import RateLimiter
 from validators.facts import Network
 from validators.limits import Limits
 from validators.profiles import limits_of
@@ -30,9 +30,9 @@ class ChainMonitor(Monitor):
         super().__init__(context)
         self._settings = context.config.chain
         self._limits = Limits.of(context.config.gate, limits_of(context.config.miner))
-        self._said = RateLimiter(_STATUS_EVERY_S)
-        self._unknown = RateLimiter(_REPEAT_S)
-        self._lost = RateLimiter(_REPEAT_S)
+        self._status = OncePer(_STATUS_EVERY_S)
+        self._unknown = OncePer(_REPEAT_S)
+        self._unregistered = OncePer(_REPEAT_S)
         self._latest: tuple[ChainLook, Network] | None = None
         self._moved: tuple[int, float] | None = None
         if self._settings.network is not None:
@@ -60,15 +60,15 @@ class ChainMonitor(Monitor):
         network = network_of(look, ahead, seen_at, form, per_allreduce)
         self._latest = (look, network)
         if look.reason is not None:
-            level = "warning" if self._unknown.ask(look.reason, now) else "debug"
+            level = "warning" if self._unknown.ask(now, look.reason) else "debug"
             yield make_finding(
                 "chain_unknown", level=level, reason=look.reason, network=asdict(network)
             )
-            self._said.forget()
+            self._status.clear()
             return
-        self._unknown.forget()
+        self._unknown.clear()
         key = (look.registered, look.uid, network.outer_step, bool(look.errors), frozen is not None)
-        level = ("info" if frozen is None else "warning") if self._said.ask(key, now) else "debug"
+        level = ("info" if frozen is None else "warning") if self._status.ask(now, key) else "debug"
         words = chain.summary(look, network.outer_step)
         if frozen is not None:
             words += f"; the block has not moved for {frozen:.0f}s: is the node frozen?"
@@ -82,8 +82,8 @@ class ChainMonitor(Monitor):
             **chain.as_fields(look),
         )
         if look.registered is not False:
-            self._lost.forget()
-        elif self._lost.ask("lost", now):
+            self._unregistered.clear()
+        elif self._unregistered.ask(now):
             detail = (
                 f"the hotkey is not registered on subnet {self._settings.netuid} at block "
                 f"{look.block}"

@@ -16,6 +16,7 @@ from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, Tr
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Launch, Monitor
 from miner_guard.rank.introspection.diagnosis_codec import unpack
+from miner_guard.system.once import Once
 
 _GIB = 1024**3
 
@@ -45,7 +46,7 @@ class GpuMonitor(Monitor):
         self._params: int | None = None
         self._model = self._settings.model_name
         self._last: Finding | None = None
-        self._missing_argument_said = False
+        self._missing_argument = Once()
         self._forget_launch()
 
     def _forget_launch(self) -> None:
@@ -186,8 +187,7 @@ class GpuMonitor(Monitor):
             return
         batch = self._batch()
         if batch is None:
-            if not self._missing_argument_said:
-                self._missing_argument_said = True
+            if self._missing_argument.first():
                 argument = self._settings.batch_argument or "gpu.batch_argument (not set)"
                 what = (
                     f"no relaunch with a larger batch: {argument} with a whole number is "

@@ -9,6 +9,7 @@ from typing import Any
 
 from miner_guard.detectors.hang import Hang, HangDetector, Processes
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
 from miner_guard.flight_recorder.layout import ENDED_STATES
 from miner_guard.flight_recorder.records import Now, StepRecord
@@ -18,7 +19,7 @@ from miner_guard.monitors.evidence import Subject
 from miner_guard.monitors.rank_processes import RankProcesses
 from miner_guard.monitors.tail import Tail
 from miner_guard.rank.consensus.agree import LATE
-from miner_guard.state_dir import is_full
+from miner_guard.system.once import Once
 from miner_guard.system.processes import cpu_s
 
 _CPU_EVERY_S = 10.0
@@ -64,7 +65,7 @@ class HangMonitor(Monitor):
         """When a rank's death was first noticed."""
 
         self._cpu_read = float("-inf")
-        self._blind_reported = False
+        self._blind_reports = Once()
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._detector.launched(launch.started)
@@ -151,9 +152,8 @@ class HangMonitor(Monitor):
         """Report, once per launch, a live miner that shows no steps and that no detector covers."""
         attach, waited = self.context.config.miner.attach, now - launch.started
         seen = self._detector.has_stepped or self._hang is not None or (ranks and attach != "log")
-        if seen or self._blind_reported or waited <= self._settings.first_step_s:
+        if seen or waited <= self._settings.first_step_s or not self._blind_reports.first():
             return ()
-        self._blind_reported = True
         what = (
             f"no step seen for {waited / 60:.0f} min, so slow steps and hangs are not "
             f"either: {_WHY_NO_STEP[attach]}"
@@ -185,8 +185,7 @@ class HangMonitor(Monitor):
             self.context.emit(make_finding("stack_dump", ranks=ranks, path=str(folder)))
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
-            what = f"the evidence of the hang could not be stored: {error.strerror or error}"
-            self.context.emit(make_finding("guard_degraded", what=what, disk_full=is_full(error)))
+            self.context.emit(not_stored("the evidence of the hang", error))
         finally:
             if reported or self._report(hang, story):
                 self._act(hang, str(story["detail"]))

@@ -11,6 +11,7 @@ from typing import Any
 from miner_guard import state_dir
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.flight_recorder import journal
 from miner_guard.flight_recorder.journal import JournalEntry
 from miner_guard.flight_recorder.records import Now, StepRecord
@@ -77,7 +78,7 @@ class IncidentsMonitor(Monitor):
         self._tail = Tail()
         self._first_s: float | None = None
         self._last_s = self._named_s = float("-inf")
-        self._said: dict[str, float] = {}
+        self._reported_at: dict[str, float] = {}
         self._events: set[str] = set()
         self._shown: dict[str, Sighting] = {}
         """Labels whose cause one of the guard's events has shown."""
@@ -119,9 +120,9 @@ class IncidentsMonitor(Monitor):
             if isinstance(item, Retraction) and item.within is None
             for label in item.labels
         }
-        passed = sorted(past & self._said.keys())
+        passed = sorted(past & self._reported_at.keys())
         for label in passed:
-            del self._said[label]
+            del self._reported_at[label]
         return [make_finding("incident_overcome", label=label) for label in passed]
 
     def _take(self, seen: list[Seen], now: float) -> None:
@@ -237,14 +238,14 @@ class IncidentsMonitor(Monitor):
         self._root = self._latest = explained = report.in_words(
             root, self._knowledge, self._training, self.context.redactor.text
         )
-        self._said[root.label] = self._named_s = now
+        self._reported_at[root.label] = self._named_s = now
         self._counts[root.label] += 1
         return [self._finding(explained, root)]
 
     def _is_known(self, root: Incident, now: float) -> bool:
         label = self._knowledge.labels[root.label]
-        said = self._said.get(root.label)
-        if said is not None and now - said < COOLDOWN_S:
+        at = self._reported_at.get(root.label)
+        if at is not None and now - at < COOLDOWN_S:
             return True
         if (
             root.first.role in ("symptom", "exit")
@@ -287,12 +288,7 @@ class IncidentsMonitor(Monitor):
             )
             evidence_folders.prune(self.context.state, self.context.config.logs.keep_incidents)
         except OSError as error:
-            what = (
-                f"the evidence of {story['label']} could not be stored: {error.strerror or error}"
-            )
-            self.context.emit(
-                make_finding("guard_degraded", what=what, disk_full=state_dir.is_full(error))
-            )
+            self.context.emit(not_stored(f"the evidence of {story['label']}", error))
 
     def snapshot(self) -> Mapping[str, Any]:
         latest = self._latest

@@ -10,6 +10,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.journal import CheckpointEntry, FindingEntry, JournalEntry
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Launch, Monitor
+from miner_guard.system.once import Once
 
 
 class ReportsMonitor(Monitor):
@@ -22,13 +23,14 @@ class ReportsMonitor(Monitor):
         super().__init__(context)
         self._newest: CheckpointEntry | None = None
         self._at: float | None = None
-        self._stale_said = False
+        self._stale = Once()
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         if self._at is not None:
             # A launch loads the checkpoint first: count its age from there, or every restart would
             # raise an alarm.
-            self._at, self._stale_said = launch.started, False
+            self._at = launch.started
+            self._stale.clear()
         return ()
 
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
@@ -54,7 +56,8 @@ class ReportsMonitor(Monitor):
                 ),
             )
         before = self._newest and self._newest.size_bytes
-        self._newest, self._at, self._stale_said = entry, self.context.clock.monotonic(), False
+        self._newest, self._at = entry, self.context.clock.monotonic()
+        self._stale.clear()
         saved = make_finding(
             "checkpoint_saved",
             rank=rank,
@@ -73,9 +76,10 @@ class ReportsMonitor(Monitor):
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
         limit = self.context.config.health.checkpoint_max_age_s
-        if self._at is None or self._newest is None or self._stale_said or now - self._at <= limit:
+        if self._at is None or self._newest is None or now - self._at <= limit:
             return ()
-        self._stale_said = True
+        if not self._stale.first():
+            return ()
         detail = (
             f"the newest checkpoint ({self._newest.path}, step "
             f"{self._newest.step}) is "

@@ -11,6 +11,7 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.line_templates import template
 from miner_guard.eventlog.redact import SECRET_NAME
 from miner_guard.monitors.base import Context, Launch, Monitor
+from miner_guard.system.once import Once
 from uploads.repos.credentials import beside
 
 _COMMITMENT = b"Commitment - ["
@@ -45,7 +46,7 @@ class SecretLeaksMonitor(Monitor):
             None if any(len(word) < _MIN_SHAPE_LENGTH or b"\n" in word for word in words) else words
         )
         self._tail = b""
-        self._said: set[str] = set()
+        self._kinds = Once()
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._tail = b""
@@ -58,13 +59,13 @@ class SecretLeaksMonitor(Monitor):
         shown = [f"the value of {name}" for name, value in self._values.items() if value in text]
         if _COMMITMENT in text:
             shown.append("a commitment, with read credentials in it")
-        return [self._say(kind) for kind in shown if kind not in self._said]
-
-    def _say(self, kind: str) -> Finding:
-        self._said.add(kind)
-        return make_finding(
-            "secret_exposed", where="the miner's output", kind=kind, next_step=_NEXT_STEP
-        )
+        return [
+            make_finding(
+                "secret_exposed", where="the miner's output", kind=kind, next_step=_NEXT_STEP
+            )
+            for kind in shown
+            if self._kinds.first(kind)
+        ]
 
     def snapshot(self) -> Mapping[str, Any]:
-        return {"shown": sorted(self._said)}
+        return {"shown": sorted(map(str, self._kinds))}

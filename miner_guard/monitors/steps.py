@@ -52,10 +52,10 @@ class StepsMonitor(Monitor):
         self._work = step_time.TokenNormalizer(steps)
         self._timing = timing.TimingLog(steps)
         self._pauses = PauseWatch()
-        self._slow_said = self._remarked = float("-inf")
+        self._warned_at = self._noted_at = float("-inf")
         self._slow_left_out = 0
         self._summary_stretch = 0
-        self._fallback_said = False
+        self._on_cpu = False
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._reset()
@@ -112,7 +112,7 @@ class StepsMonitor(Monitor):
             yield from self._slow_line(rank, step, slow)
         seconds = step.seconds if as_usual is None else as_usual.seconds
         regression = self._regression.observe(seconds) if kind == step_time.TRAINING else None
-        if regression is not None and not self._fallback_said:
+        if regression is not None and not self._on_cpu:
             yield make_finding(
                 "steps_regressed",
                 rank=rank,
@@ -129,22 +129,22 @@ class StepsMonitor(Monitor):
     ) -> Iterator[Finding]:
         # Every slow step longer than 60 s gets a line, as in source 004; short ones would flood the
         # console. The report marks all of them.
-        too_soon = step.end - self._slow_said < _SLOW_REPEAT_S or self._fallback_said
+        too_soon = step.end - self._warned_at < _SLOW_REPEAT_S or self._on_cpu
         pause = self._pause(step, slow)
         level, left_out = None, self._slow_left_out
         expected = self.context.config.steps.expected
         if slow.rule == "relative" and slow.median_s is not None:
             expected = f"{slow.median_s:.1f}-{slow.limit_s:.1f}s"
         remark = pause == "isolated" or not slow.certain
-        again = remark and step.end - self._remarked < _SLOW_REPEAT_S
+        again = remark and step.end - self._noted_at < _SLOW_REPEAT_S
         if pause == "periodic" or again or (slow.rule == "relative" and too_soon):
             level = "debug"
             self._slow_left_out += 1
         elif remark:
-            level, self._remarked = "info", step.end
+            level, self._noted_at = "info", step.end
         else:
             self._slow_left_out = 0
-            self._slow_said = step.end if slow.rule == "relative" else self._slow_said
+            self._warned_at = step.end if slow.rule == "relative" else self._warned_at
         phases = sorted(step.phases.items(), key=lambda item: -item[1])[:4]
         yield make_finding(
             "slow_step",
@@ -231,7 +231,7 @@ class StepsMonitor(Monitor):
             self._goodput.hang_found()
         if finding.event == "cpu_fallback":
             # A CPU fallback explains a lasting slowdown; do not report that as well.
-            self._fallback_said = finding.fields["verdict"] != "cleared"
+            self._on_cpu = finding.fields["verdict"] != "cleared"
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
@@ -320,7 +320,7 @@ class LineLimiter:
         self._second = -1
         self._used = 0.0
         self._left_out = 0
-        self._said = float("-inf")
+        self._counted_at = float("-inf")
 
     def allow(self, now: float) -> bool:
         """Whether a line at `now` (monotonic) may be printed. Rates below 1/s allow one line every
@@ -336,8 +336,8 @@ class LineLimiter:
 
     def left_out(self, now: float) -> int:
         """Lines suppressed since the last non-zero result; 0 within ten seconds of it."""
-        if not self._left_out or now - self._said < _LEFT_OUT_EVERY_S:
+        if not self._left_out or now - self._counted_at < _LEFT_OUT_EVERY_S:
             return 0
         count, self._left_out = self._left_out, 0
-        self._said = now if now != float("inf") else self._said
+        self._counted_at = now if now != float("inf") else self._counted_at
         return count

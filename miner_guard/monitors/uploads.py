@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from miner_guard.config import Config
-from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.flight_recorder.journal import DecisionEntry, JournalEntry, UploadEntry
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Monitor
+from miner_guard.system.once import OncePer
 from uploads import audit, remembered_settings
 from uploads import inputs as gate_inputs
 from uploads.audit_memory import AuditMemory
@@ -23,7 +25,7 @@ from uploads.inputs import GateInputs
 from uploads.ledger import Ledger, RemoteLedger
 from uploads.repos import look_at
 from uploads.verify import Reported, verify
-from uploads.watch import DecisionNotifier, ForecastWatch, RateLimiter, RepoWatch, note_of
+from uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of
 from validators import shapes
 from validators.commitment import fingerprint
 from validators.facts import Network, Published
@@ -98,7 +100,7 @@ class UploadsMonitor(Monitor):
         self._ledger = _ledger(context)
         self._written: dict[str, Mapping[str, Any]] = {}
         self._written_at = self._newest_look = float("-inf")
-        self._write_failed = False
+        self._outage = WriteOutage("gate-inputs.json", "; the gate sees the repo as unknown")
         self._watched_written = False
         self._began: dict[str, _Begun] = {}
         self._pushes: list[_Push] = []
@@ -114,7 +116,7 @@ class UploadsMonitor(Monitor):
         context.jobs.once("recall", self._recall)
         self._audits = AuditMemory(self._repo.audit_bytes_per_hour)
         self._auditing = threading.Lock()
-        self._said_of_audit = RateLimiter(_REPEAT_AUDIT_S)
+        self._audit_reports = OncePer(_REPEAT_AUDIT_S)
         self._audit_every_s = _audit_every_s(config)
         if self._audit_every_s > 0:
             context.jobs.every("audit", self._audit_every_s, self._audit)
@@ -184,19 +186,11 @@ class UploadsMonitor(Monitor):
                 if not self._watched_written:
                     remembered_settings.write(self.context.state, self.context.config)
                     self._watched_written = True
-                said = (
-                    make_finding("disk_recovered", what="gate-inputs.json", lost=0)
-                    if self._write_failed
-                    else None
-                )
-                self._write_failed = False
+                finding = self._outage.succeeded()
             except OSError as error:
-                trouble = write_failed(
-                    "gate-inputs.json", error, "; the gate sees the repo as unknown"
-                )
-                said, self._write_failed = (None if self._write_failed else trouble), True
-        if said is not None:
-            self.context.emit(said)
+                finding = self._outage.failed(error, lost=0)
+        if finding is not None:
+            self.context.emit(finding)
 
     def _audit(self) -> None:
         # A scheduled audit is still running: that one or the next sees the push.
@@ -213,7 +207,7 @@ class UploadsMonitor(Monitor):
         self._last["audit"] = {**known, "wall": self.context.clock.wall()}
         finding = report.finding()
         blocked = tuple(v.rule for v in report.verdicts if v.outcome == "block")
-        new = self._said_of_audit.ask((report.outcome, blocked), self.context.clock.monotonic())
+        new = self._audit_reports.ask(self.context.clock.monotonic(), (report.outcome, blocked))
         self.context.emit(finding if new else finding.at("debug"))
 
     # the ranks

@@ -16,6 +16,7 @@ from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.rank.environment import RankContext
 from miner_guard.rank.notify import Notifier
 from miner_guard.rank.standalone_log import StandaloneLog
+from miner_guard.system.once import Once
 
 STARTING, RUNNING, CLOSED, FINISHED, ENDED, FAILED = layout.STATES
 
@@ -37,7 +38,7 @@ class Recorder:
         self.troubles = 0
         """Failures inside the hook, reported or not."""
 
-        self._said: set[str] = set()
+        self._reported = Once(_MAX_TROUBLES)
         self._rung = -math.inf
         self.flight: FlightWriter | None = None
         self._open()
@@ -123,10 +124,8 @@ class Recorder:
     def trouble(self, where: str, what: str) -> None:
         """Report once that a part of the guard fails; the number of distinct reports is bounded."""
         self.troubles += 1
-        if where in self._said or len(self._said) >= _MAX_TROUBLES:
-            return
-        self._said.add(where)
-        self.emit(make_finding("guard_degraded", rank=self.place.rank, what=what, where=where))
+        if self._reported.first(where):
+            self.emit(make_finding("guard_degraded", rank=self.place.rank, what=what, where=where))
 
     def close(self, state: str) -> None:
         """Write the final state to the header. The file and the socket stay open until the process

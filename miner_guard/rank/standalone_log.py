@@ -27,6 +27,7 @@ from miner_guard.flight_recorder.layout import FLAG_FIRST, SPECIAL_PHASES
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.state_dir import StateDir, json_number, make_folder, open_private
 from miner_guard.system.clock import iso_utc
+from miner_guard.system.once import OncePer
 
 _MAX_QUEUE = 1000
 _MAX_LOG = LogSettings.max_bytes
@@ -54,8 +55,8 @@ class StandaloneLog:
         """Findings that overflowed the queue or could not be written."""
 
         self._why = "too many at once"
-        self._left_out_said = 0
-        self._say_again = -math.inf
+        self._left_out_reported = 0
+        self._report_again = -math.inf
 
         # A duplicate descriptor: bittensor and others strip handlers from loggers and replace
         # sys.stdout. Without a standard output, descriptor 1 is whatever file the program opened
@@ -115,10 +116,10 @@ class StandaloneLog:
 
     def _say_left_out(self) -> None:
         now = time.monotonic()
-        count = self.left_out - self._left_out_said
-        if count <= 0 or now < self._say_again:
+        count = self.left_out - self._left_out_reported
+        if count <= 0 or now < self._report_again:
             return
-        self._left_out_said, self._say_again = self.left_out, now + _LEFT_OUT_EVERY_S
+        self._left_out_reported, self._report_again = self.left_out, now + _LEFT_OUT_EVERY_S
         what = f"{count} lines of this rank could not be logged, the last one: {self._why}"
         self._try(catalog.make_finding("guard_degraded", what=what))
 
@@ -181,13 +182,11 @@ class StepLines:
 
     def __init__(self, settings: StepSettings) -> None:
         self._settings = settings
-        self._said = -math.inf
-        self._left_out = 0
+        self._lines = OncePer(1 / _STEP_LINES_PER_S)
 
     def of(self, step: StepRecord) -> Iterator[Finding]:
         """The findings of one step; step lines are limited to five per second."""
-        if step.end - self._said >= 1 / _STEP_LINES_PER_S:
-            self._said = step.end
+        if self._lines.ask(step.end):
             yield catalog.make_finding(
                 "inner_step",
                 rank=0,
@@ -198,11 +197,8 @@ class StepLines:
                 step_time_s=step.seconds,
                 gpu_mem_gb=gb(step.allocated_bytes),
                 eval_loss=json_number(step.eval_loss),
-                left_out=self._left_out,
+                left_out=self._lines.take_left_out(),
             )
-            self._left_out = 0
-        else:
-            self._left_out += 1
         if _training_seconds(step) > self._settings.slow_s:
             yield catalog.make_finding(
                 "slow_step",

@@ -87,7 +87,7 @@ class AlertPolicy:
         """`who` names the miner in every title."""
         self._settings, self._clock, self._who = settings, clock, who
         self._overnight = OVERNIGHT if settings.preset == "overnight" else frozenset[str]()
-        self._told: dict[tuple[str, str], float] = {}
+        self._sent_at: dict[tuple[str, str], float] = {}
         self._held_back: dict[tuple[str, str], int] = {}
         self._open: dict[tuple[str, str], str] = {}
 
@@ -115,16 +115,16 @@ class AlertPolicy:
 
     def _problem(self, finding: Finding) -> Alert | None:
         key, now = _key(finding), self._clock.monotonic()
-        if now - self._told.get(key, float("-inf")) < self._settings.cooldown_s:
+        if now - self._sent_at.get(key, float("-inf")) < self._settings.cooldown_s:
             self._held_back[key] = self._held_back.get(key, 0) + 1
             return None
         line = visible(catalog.message(finding))
-        if len(self._told) >= _MAX_OPEN:
-            oldest = next(iter(self._told))
-            del self._told[oldest]
+        if len(self._sent_at) >= _MAX_OPEN:
+            oldest = next(iter(self._sent_at))
+            del self._sent_at[oldest]
             self._open.pop(oldest, None)
             self._held_back.pop(oldest, None)
-        self._told[key], self._open[key] = now, line
+        self._sent_at[key], self._open[key] = now, line
         more = self._held_back.pop(key, 0)
         body = f"{line}\n({more} more of these were held back)" if more else line
         title = f"[{self._who}] {finding.severity.upper()}: {finding.event}"
@@ -133,7 +133,7 @@ class AlertPolicy:
     def _ended(self, event: str, words: str, detail: str) -> Iterator[Alert]:
         for key in [key for key in self._open if key[0] == event and detail in ("", key[1])]:
             problem = self._open.pop(key)
-            self._told.pop(key, None)
+            self._sent_at.pop(key, None)
             title = f"[{self._who}] RESOLVED: {event}"
             yield Alert(event, "info", title, f"{words}\nwas: {problem}")
 

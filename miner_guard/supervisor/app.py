@@ -214,7 +214,7 @@ class GuardApp:
         unwritten = self._report_unwritten()
         self.relay.finish(_LAST_WORDS_S)
         # Only now is it known what the reader of our output never took.
-        self.supervisor.pulse.say_drops()
+        self.supervisor.pulse.report_drops()
         self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
         state_dir.divert_writes(None)
         self.lock.release()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.flight_recorder.records import Now
 from miner_guard.supervisor.states import State
+from miner_guard.system.once import Once
 
 if TYPE_CHECKING:
     from miner_guard.supervisor.supervisor import Supervisor
@@ -21,9 +22,9 @@ class Pulse:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._run = supervisor
-        self._uninspectable_reported = False
-        self._dropped_said = 0
-        self._drops_said_at = 0.0
+        self._blind = Once()
+        self._reported_bytes = 0
+        self._reported_at = 0.0
 
     def tick(self) -> None:
         """Run all steps, for a loop that calls this again even after a failure."""
@@ -45,12 +46,11 @@ class Pulse:
         try:
             self._run.family.look(None if child is None else child.process)
         except OSError as error:
-            self.say_blind(error)
+            self.report_blind(error)
 
-    def say_blind(self, error: OSError) -> None:
+    def report_blind(self, error: OSError) -> None:
         """Report once that the run's processes can't be inspected."""
-        if not self._uninspectable_reported:
-            self._uninspectable_reported = True
+        if self._blind.first():
             what = f"cannot inspect the miner's processes ({error.strerror}); retrying"
             self._run.host.finding(make_finding("guard_degraded", what=what))
 
@@ -64,14 +64,14 @@ class Pulse:
             run.policy.healthy()
 
     def _watch_drops(self) -> None:
-        due = self._run.clock.monotonic() - self._drops_said_at >= DROPS_EVERY_S
+        due = self._run.clock.monotonic() - self._reported_at >= DROPS_EVERY_S
         if due or not self._run.relay.stuck:
-            self.say_drops()
+            self.report_drops()
 
-    def say_drops(self) -> None:
+    def report_drops(self) -> None:
         """Report output dropped since the last report, if any."""
-        dropped = self._run.relay.dropped_bytes - self._dropped_said
+        dropped = self._run.relay.dropped_bytes - self._reported_bytes
         if dropped > 0:
-            self._dropped_said += dropped
-            self._drops_said_at = self._run.clock.monotonic()
+            self._reported_bytes += dropped
+            self._reported_at = self._run.clock.monotonic()
             self._run.host.finding(make_finding("output_dropped", dropped_bytes=dropped))

@@ -299,7 +299,7 @@ class Supervisor:
             again = launch.step()
         except OSError as error:
             # Without a descriptor to read /proc, assume that the processes still live.
-            self.pulse.say_blind(error)
+            self.pulse.report_blind(error)
             again = RETRY_INSPECT_S
         if again is not None:
             self._step_again_in(again)

@@ -89,7 +89,7 @@ def test_what_is_remembered_is_bounded() -> None:
     policy = AlertPolicy(AlertSettings(), FakeClock(), "h/m")
     for number in range(2000):
         _told(policy, make_finding("incident", label=str(number), cause="c", fix="f", excerpt="e"))
-    assert len(policy._told) <= 256
+    assert len(policy._sent_at) <= 256
     assert len(policy._open) <= 256
 
 

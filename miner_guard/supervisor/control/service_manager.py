@@ -62,7 +62,7 @@ class Pm2:
         self._socket.setblocking(False)
         self._loop = loop
         self._on_gone = on_gone
-        self._said = b""
+        self._partial = b""
         self._shown: dict[str, Any] = {}
         self._shown_at = float("-inf")
         loop.watch(channel, self._readable)
@@ -78,7 +78,7 @@ class Pm2:
             self._loop.unwatch(self._socket.fileno())
             self._on_gone("pm2's daemon is gone")
             return
-        *lines, self._said = (self._said + data).split(b"\n")
+        *lines, self._partial = (self._partial + data).split(b"\n")
         if any(_is_shutdown(line) for line in lines):
             self._on_gone("pm2 asked for a shutdown")
 

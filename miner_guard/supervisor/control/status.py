@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.state_dir import StateDir, finite, write_json
 from miner_guard.supervisor.states import State
 from miner_guard.supervisor.supervisor import Supervisor
@@ -57,7 +58,7 @@ class Status:
         self._clock = clock
         self._report = report
         self._written: Any = None
-        self._failing = 0
+        self._outage = WriteOutage("status.json")
         self.latest: Mapping[str, Any] = {}
 
     def update(self, document: Mapping[str, Any]) -> None:
@@ -69,11 +70,9 @@ class Status:
         try:
             write_json(self._state.status, self.latest)
         except OSError as error:
-            if not self._failing:
-                self._report(write_failed("status.json", error))
-            self._failing += 1
-            return
-        self._written = plain
-        if self._failing:
-            lost, self._failing = self._failing, 0
-            self._report(make_finding("disk_recovered", what="status.json", lost=lost))
+            finding = self._outage.failed(error)
+        else:
+            self._written = plain
+            finding = self._outage.succeeded()
+        if finding is not None:
+            self._report(finding)

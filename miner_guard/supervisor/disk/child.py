@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from miner_guard.config import LogSettings
-from miner_guard.eventlog.catalog import Finding, make_finding, write_failed
+from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.jsonl import JsonlSink
+from miner_guard.eventlog.write_errors import write_failed
 from miner_guard.flight_recorder.memory import Copier
 from miner_guard.state_dir import StateDir, replace_file
 from miner_guard.supervisor.disk.messages import FILES, LOG, RECORDS, ROWS, line_of

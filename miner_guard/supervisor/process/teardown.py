@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.system import processes
 from miner_guard.system.clock import Clock
+from miner_guard.system.once import OncePer
 from miner_guard.system.processes import Process
 
 TERM_TO_KILL_S = 2.0
@@ -28,7 +29,7 @@ _COST_TO_PAUSE = 4.0
 """Pause between searches, as a multiple of the last search's duration: 3,000 processes must not
 cost a whole CPU."""
 
-_SAY_EVERY_S = 1.0
+_REPORT_EVERY_S = 1.0
 _MAX_LINES = 50
 
 
@@ -54,8 +55,8 @@ class Teardown:
     _stage: str = "launcher"
     _since: float = 0.0
     _asked: bool = True
-    _said: float = float("-inf")
-    _told: set[Process] = field(default_factory=set)
+    _reports: OncePer = field(default_factory=lambda: OncePer(_REPORT_EVERY_S))
+    _signalled: set[Process] = field(default_factory=set)
 
     def ask(self) -> None:
         """Send SIGTERM at the next step, to the launcher alone, so that its ranks stop in order."""
@@ -68,11 +69,7 @@ class Teardown:
 
     def may_say(self) -> bool:
         """Rate limit for repeated stop requests: True at most once a second."""
-        now = self.clock.monotonic()
-        if now - self._said < _SAY_EVERY_S:
-            return False
-        self._said = now
-        return True
+        return self._reports.ask(self.clock.monotonic())
 
     def left_s(self) -> float:
         """Upper bound on the seconds until SIGKILL."""
@@ -118,7 +115,7 @@ class Teardown:
             self.kill_all()
             self._enter("kill", signal.SIGKILL, left)
         elif self._stage == "kill":
-            self._tell(signal.SIGKILL, left - self._told)
+            self._tell(signal.SIGKILL, left - self._signalled)
             if waited >= UNKILLABLE_S:
                 self.stuck = sorted(left, key=lambda p: p.pid)
                 return None
@@ -132,7 +129,7 @@ class Teardown:
             yield make_finding("guard_degraded", what=what)
 
     def _enter(self, stage: str, number: int, targets: set[Process]) -> None:
-        self._stage, self._since, self._told = stage, self.clock.monotonic(), set()
+        self._stage, self._since, self._signalled = stage, self.clock.monotonic(), set()
         self._tell(number, targets)
 
     def _tell(self, number: int, targets: set[Process]) -> None:
@@ -149,7 +146,7 @@ class Teardown:
                 self.killed.append((process, words))
             if number == signal.SIGTERM:
                 processes.send(process, signal.SIGCONT)
-            self._told.add(process)
+            self._signalled.add(process)
 
 
 def orphans_killed(killed: Iterable[tuple[Process, str, str]]) -> Iterator[Finding]:

@@ -14,7 +14,8 @@ from miner_guard.diagnosis.gpu_count import usable
 from miner_guard.diagnosis.judge import judge
 from miner_guard.diagnosis.request import PreflightRequest
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.state_dir import StateDir, is_full, read_json, write_json
+from miner_guard.eventlog.write_errors import not_stored
+from miner_guard.state_dir import StateDir, read_json, write_json
 from miner_guard.supervisor.startup.collect import collect_snapshot
 from miner_guard.system.clock import Clock, SystemClock
 
@@ -115,5 +116,4 @@ def remember_gpus(state: StateDir, snapshot: Snapshot, emit: Callable[[Finding],
     try:
         write_json(state.host_facts, {**memory, "gpu_count": count})
     except OSError as error:
-        what = f"{state.host_facts} could not be written: {error.strerror or error}"
-        emit(make_finding("guard_degraded", what=what, disk_full=is_full(error)))
+        emit(not_stored(str(state.host_facts), error))

@@ -1,0 +1,69 @@
+"""How often something is reported: once until it clears, or not again for a while.
+
+Pure: the caller passes the time. Standard library only, so that ranks can use it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+
+class Once:
+    """Lets the first report of each subject pass, and the next one only after `clear`."""
+
+    def __init__(self, max_subjects: int | None = None) -> None:
+        """With `max_subjects`, no further subject passes once that many have."""
+        self._reported: set[Hashable] = set()
+        self._max = max_subjects
+
+    def first(self, subject: Hashable = None) -> bool:
+        """Whether to report `subject` now."""
+        full = self._max is not None and len(self._reported) >= self._max
+        if subject in self._reported or full:
+            return False
+        self._reported.add(subject)
+        return True
+
+    def clear(self, subject: Hashable = None) -> bool:
+        """Let `subject` pass again. Returns whether it had been reported."""
+        reported = subject in self._reported
+        self._reported.discard(subject)
+        return reported
+
+    def __contains__(self, subject: Hashable) -> bool:
+        return subject in self._reported
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._reported)
+
+    def __bool__(self) -> bool:
+        return bool(self._reported)
+
+
+class OncePer:
+    """Lets a report pass when its content has changed, otherwise once per `every_s`."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._last: tuple[object, float] | None = None
+        self.left_out = 0
+        """Refusals since `take_left_out` last returned."""
+
+    def ask(self, now: float, content: object = None) -> bool:
+        """Whether to report `content` at `now` (seconds)."""
+        if self._last is not None:
+            last, at = self._last
+            if last == content and now - at < self._every_s:
+                self.left_out += 1
+                return False
+        self._last = (content, now)
+        return True
+
+    def take_left_out(self) -> int:
+        """Return the number of refusals and reset it."""
+        count, self.left_out = self.left_out, 0
+        return count
+
+    def clear(self) -> None:
+        """Let the next report pass."""
+        self._last = None
