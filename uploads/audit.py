@@ -83,6 +83,7 @@ def look(
     on: ChainSettings,
     limits: Limits,
     model: Shapes | None,
+    *,
     memory: AuditMemory | None = None,
 ) -> AuditReport:
     """Read the chain, if one is configured, and audit the repo accordingly. Never raises."""
@@ -92,7 +93,11 @@ def look(
     seen = chain.look(on)
     ahead = progress(repo, limits, seen.master_commitment)
     network = network_of(
-        seen, ahead, time.monotonic(), limits.commitment_form, on.blocks_per_allreduce
+        seen,
+        ahead,
+        time.monotonic(),
+        form=limits.commitment_form,
+        per_allreduce=on.blocks_per_allreduce,
     )
     return run(repo, limits, network, seen.commitment, model=model, memory=memory)
 
@@ -230,13 +235,13 @@ class _Audit:
 
     def _judged(self, fetched: Mapping[str, Any], epoch: audit.Epoch) -> AuditReport:
         files = self._inspected(fetched)
-        facts = _facts(fetched, epoch.outer_step, self.network, self.repo, files)
+        facts = _facts(fetched, epoch.outer_step, self.network, repo=self.repo, files=files)
         facts = dataclasses.replace(facts, tried=self.access.keys is not None)
         verdicts = audit.judge(facts, self.limits)
         outcome = audit.outcome_of(verdicts)
         seconds = time.monotonic() - self.start
         size = int(fetched.get("fetched_bytes") or 0)
-        words = audit.detail(outcome, verdicts, epoch, seconds, size)
+        words = audit.detail(outcome, verdicts, epoch=epoch, seconds=seconds, fetched_bytes=size)
         if self.limits.read_from is not None:
             words += f"; by {self.limits.read_from}"
         return AuditReport(
@@ -308,6 +313,7 @@ def _facts(
     fetched: Mapping[str, Any],
     outer_step: int,
     network: Network,
+    *,
     repo: RepoSettings,
     files: Mapping[str, Any],
 ) -> Facts:

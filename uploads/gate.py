@@ -43,7 +43,7 @@ def decide(
         facts = Facts(candidate, now=now)
         limits = Limits()
         verdicts = (_said(rules.rule_error("gate", error), candidate.kind),)
-    return _concluded(facts, limits, verdicts, settings, record, wall)
+    return _concluded(facts, limits, verdicts, settings=settings, record=record, wall=wall)
 
 
 def reduced(candidate: Candidate) -> Candidate:
@@ -112,6 +112,7 @@ def _concluded(
     facts: Facts,
     limits: Limits,
     verdicts: Sequence[Verdict],
+    *,
     settings: GateSettings,
     record: Mapping[str, Any],
     wall: float,

@@ -198,7 +198,7 @@ class Ledger:
         )
 
     def incident(
-        self, wall: float, label: str, cause: str, fix: str, excerpt: str, rank: int | None
+        self, wall: float, label: str, *, cause: str, fix: str, excerpt: str, rank: int | None
     ) -> None:
         """Store an incident."""
         self.write(

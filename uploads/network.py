@@ -92,6 +92,7 @@ def network_of(
     look: ChainLook,
     ahead: NetworkProgress,
     seen_at: float,
+    *,
     form: Sequence[int] = (),
     per_allreduce: int | None = None,
 ) -> Network:

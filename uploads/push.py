@@ -38,6 +38,7 @@ def push(
     revision: Revision,
     journal_folder: Path,
     say: Callable[[str], None],
+    *,
     deadline_s: float = 600.0,
 ) -> Result:
     """Publish in a child and wait for it. Raises PublishError, also if the child dies or exceeds

@@ -49,7 +49,7 @@ def judge(facts: Facts, limits: Limits) -> tuple[Verdict, ...]:
 
 
 def detail(
-    outcome: str, verdicts: Sequence[Verdict], epoch: Epoch, seconds: float, fetched_bytes: int
+    outcome: str, verdicts: Sequence[Verdict], *, epoch: Epoch, seconds: float, fetched_bytes: int
 ) -> str:
     """The text after `AUDIT PASSED: `, `AUDIT FAILED: ` or `AUDIT UNKNOWN: `."""
     blocks = [f"{v.rule}: {v.sentence}" for v in verdicts if v.outcome == "block"]

@@ -83,7 +83,7 @@ def stored(document: Mapping[str, Any], name: str, form: Format) -> Stored:
 
 
 def decode(
-    torch: Any, entry: Stored, shape: Sequence[int] | None, form: Format, size: int
+    torch: Any, entry: Stored, shape: Sequence[int] | None, *, form: Format, size: int
 ) -> Decoded:
     """Decode `entry` of a file of `size` bytes for a parameter of `shape` (None: unknown). Raises
     Unusable."""
@@ -103,7 +103,7 @@ def decode(
     if form.chunk is None and whole.shape == values.shape:
         whole, values = whole.flatten(), values.flatten()
     target = None if shape is None else scattered_into(shape, form.chunk, form.layout)
-    _check_shapes(torch, whole, values, target, dtype)
+    _check_shapes(torch, whole, values, target, dtype=dtype)
     _check_bounds(whole, None if target is None else target[-1])
     if form.topk is not None and target is not None:
         _check_topk(whole, target, form.topk)
@@ -219,7 +219,7 @@ def _checked_dtype(torch: Any, values: Any, form: Format) -> Any:
 
 
 def _check_shapes(
-    torch: Any, whole: Any, values: Any, target: tuple[int, ...] | None, dtype: Any
+    torch: Any, whole: Any, values: Any, target: tuple[int, ...] | None, *, dtype: Any
 ) -> None:
     # On "meta", torch runs its checks without touching memory. Without the model's shapes, it can
     # only compare indices with values.

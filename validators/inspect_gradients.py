@@ -49,7 +49,15 @@ def main() -> None:
         else Shapes(request["shapes"], frozenset(request["optional"]))
     )
     probe.reply(
-        examine(torch, path, size, limits, shapes, request["memory_bytes"], request["cpu_s"])
+        examine(
+            torch,
+            path,
+            size,
+            limits=limits,
+            shapes=shapes,
+            memory_bytes=request["memory_bytes"],
+            cpu_s=request["cpu_s"],
+        )
     )
 
 
@@ -57,6 +65,7 @@ def examine(
     torch: Any,
     path: str,
     size: int,
+    *,
     limits: Mapping[str, Any],
     shapes: Shapes | None,
     memory_bytes: int | None,
@@ -70,7 +79,10 @@ def examine(
         if memory_bytes is not None:
             _restrict(memory_bytes + 3 * size, cpu_s)
         _check_claims(path, size)
-        return {**report, **_look(torch, _load(torch, path), limits, shapes, size)}
+        return {
+            **report,
+            **_look(torch, _load(torch, path), limits=limits, shapes=shapes, size=size),
+        }
     except RejectedFile as refusal:
         return {**report, "problems": [str(refusal)]}
     except MemoryError:
@@ -155,6 +167,7 @@ def _gist(text: str) -> str:
 def _look(
     torch: Any,
     document: Mapping[str, Any],
+    *,
     limits: Mapping[str, Any],
     shapes: Shapes | None,
     size: int,
@@ -176,7 +189,7 @@ def _look(
         problems.append(f"holds no `<param>{form.index_suffix}` and `<param>{form.value_suffix}`")
     # Validators unwrap the model before they read its state, so they know no wrapper's name.
     names = [name for name in named if plain_name(name) == name] if shapes is None else shapes.of
-    applied, wrong, warned = _applied(torch, document, names, shapes, form, size)
+    applied, wrong, warned = _applied(torch, document, names, shapes=shapes, form=form, size=size)
     problems += wrong
     if form.complete and shapes is not None:
         held = [name for name in named if document.get(name + form.index_suffix) is not None]
@@ -205,6 +218,7 @@ def _applied(
     torch: Any,
     document: Mapping[str, Any],
     names: Iterable[str],
+    *,
     shapes: Shapes | None,
     form: Format,
     size: int,
@@ -226,7 +240,7 @@ def _applied(
             continue
         try:
             applied[name] = decode(
-                torch, entry, None if shapes is None else shapes.of.get(name), form, size
+                torch, entry, None if shapes is None else shapes.of.get(name), form=form, size=size
             )
         except Unusable as why:
             problems.append(f"{name}: {why}")

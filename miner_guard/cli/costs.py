@@ -69,7 +69,9 @@ def command(
     elif what == "estimate":
         if every is None or seconds is None:
             raise Refused("estimate needs --every STEPS and --seconds TIME_OF_ONE_CALL", USAGE)
-        answer = _estimate(place, operation, steps, every, seconds, step_time)
+        answer = _estimate(
+            place, operation, steps=steps, every=every, seconds=seconds, step_time=step_time
+        )
         echo(json.dumps(answer, indent=1) if as_json else _words(answer))
         if answer["budget_status"] != "ok":
             raise typer.Exit(FAILED)
@@ -102,6 +104,7 @@ def _ledger(place: CommandContext, *, as_json: bool) -> None:
 def _estimate(
     place: CommandContext,
     operation: str,
+    *,
     steps: int,
     every: int,
     seconds: float,

@@ -324,7 +324,11 @@ def _changes(s: PlanSettings) -> Iterator[Suggestion]:
     )
     fewer = replace(s, effective=max(s.batch, s.effective // 2))
     yield _change(
-        s, "halve the effective batch", fewer, effective.format(fewer.effective), "half the time"
+        s,
+        "halve the effective batch",
+        fewer,
+        effective.format(fewer.effective),
+        effect="half the time",
     )
     if s.batch > 1:
         smaller = replace(
@@ -335,7 +339,7 @@ def _changes(s: PlanSettings) -> Iterator[Suggestion]:
             "halve the batch",
             smaller,
             batch.format(smaller.batch),
-            (
+            effect=(
                 "less memory, same samples; slower where a micro-batch does not get faster "
                 "in proportion"
             ),
@@ -346,7 +350,7 @@ def _changes(s: PlanSettings) -> Iterator[Suggestion]:
             "halve the batch, quarter the effective batch",
             both,
             f"{batch.format(both.batch)} {effective.format(both.effective)}",
-            "least memory, a quarter of the samples",
+            effect="least memory, a quarter of the samples",
         )
     if not s.checkpointing:
         slower = replace(
@@ -359,12 +363,12 @@ def _changes(s: PlanSettings) -> Iterator[Suggestion]:
             "gradient checkpointing",
             slower,
             "model.gradient_checkpointing_enable()",
-            "30-40 % less activation memory, about 20 % slower",
+            effect="30-40 % less activation memory, about 20 % slower",
         )
 
 
 def _change(
-    s: PlanSettings, what: str, changed: PlanSettings, arguments: str, effect: str
+    s: PlanSettings, what: str, changed: PlanSettings, arguments: str, *, effect: str
 ) -> Suggestion:
     way = _document(replace(changed, step_s=None))
     seconds = way.inner_step_s

@@ -21,7 +21,7 @@ class Evaluation:
     collective."""
 
     def __init__(
-        self, model: Any, corpus: Corpus, guard: Any, lines: MinerLog, device: torch.device
+        self, model: Any, corpus: Corpus, guard: Any, *, lines: MinerLog, device: torch.device
     ) -> None:
         """`corpus` is held out from training."""
         self._model = model

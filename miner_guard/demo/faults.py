@@ -64,7 +64,7 @@ class FaultPlan:
     """Fires this rank's faults, each once across a run and its restarts unless set to repeat."""
 
     def __init__(
-        self, faults: list[Fault], rank: int, world_size: int, folder: Path, repeat: bool
+        self, faults: list[Fault], *, rank: int, world_size: int, folder: Path, repeat: bool
     ) -> None:
         mine = [f for f in faults if (world_size - 1 if f.rank is None else f.rank) == rank]
         self._mine = {f.step: f for f in mine}

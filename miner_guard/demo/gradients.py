@@ -51,6 +51,7 @@ def write_upload(
     folder: Path,
     gradients: Mapping[str, Tensor],
     shape: Mapping[str, Any],
+    *,
     blocks: Iterable[int],
     metadata: Mapping[str, Any],
 ) -> None:

@@ -68,8 +68,8 @@ class Miner:
             self.model,
             Corpus(held_out, self.options.seed, self.rank),
             self.guard,
-            self.lines,
-            self.device,
+            lines=self.lines,
+            device=self.device,
         )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.95)

@@ -20,7 +20,11 @@ def main() -> None:
     options = parse()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     plan = FaultPlan(
-        list(options.faults), rank, world_size, options.work / "faults", options.fault_repeat
+        list(options.faults),
+        rank=rank,
+        world_size=world_size,
+        folder=options.work / "faults",
+        repeat=options.fault_repeat,
     )
     device = _join(on_cpu=plan.on_cpu)
     guard = _guard(options)

@@ -71,14 +71,22 @@ class Uploader:
                     "peer_id": "demo",
                 }
                 write_upload(
-                    folder, gradients, dataclasses.asdict(progress.shape), self._blocks, metadata
+                    folder,
+                    gradients,
+                    dataclasses.asdict(progress.shape),
+                    blocks=self._blocks,
+                    metadata=metadata,
                 )
                 self._push(Revision(folder, RUN, progress.outer_step, progress.inner_step), upload)
 
     def _push(self, revision: Revision, upload: Any) -> None:
         try:
             result = push(
-                self._options.repo, revision, self._options.work, self._lines.info, _DEADLINE_S
+                self._options.repo,
+                revision,
+                self._options.work,
+                self._lines.info,
+                deadline_s=_DEADLINE_S,
             )
             upload.size_bytes, upload.attempts, upload.checksum = (
                 result.size_bytes,

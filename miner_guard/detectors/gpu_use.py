@@ -146,6 +146,7 @@ class GpuUse:
     def check(
         self,
         readings: Sequence[MemoryReading],
+        *,
         size: str,
         name: str | None,
         step: int | None,

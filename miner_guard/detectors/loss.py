@@ -118,7 +118,7 @@ class LossWatch:
         if self._high_in_row >= _EXPLOSION_STEPS and not self._exploded:
             self._exploded = True
             self._trend.reported()
-            return explosion(step, loss, median, self._high_in_row, lr)
+            return explosion(step, loss, median, steps=self._high_in_row, lr=lr)
         if self._spikes_in_row > 2:
             return None
         known = len(window) >= self._settings.warmup
@@ -366,17 +366,13 @@ class OverfitWatch:
             self._since.clear()
             self._since.extend((first, middle))
         self._since.append(eval_loss)
-        return self._judge(step, level, train_loss, *self._best)
+        return self._judge(step, level, train_loss, self._best)
 
     def _judge(
-        self,
-        step: int,
-        level: float,
-        train_loss: float,
-        best: float,
-        best_step: int,
-        best_train: float,
+        self, step: int, level: float, train_loss: float, lowest: tuple[float, int, float]
     ) -> Anomaly | None:
+        """`lowest` is the best level, its step and the training loss at that step."""
+        best, best_step, best_train = lowest
         gap = max(self._GAP * abs(best), self._GAP_SIGMAS * self._noise())
         if (
             self._said
@@ -447,7 +443,7 @@ def hidden_nan(step: int, grad_norm: float, facts: TrainingFacts, lr: float | No
     )
 
 
-def explosion(step: int, loss: float, median: float, steps: int, lr: float | None) -> Anomaly:
+def explosion(step: int, loss: float, median: float, *, steps: int, lr: float | None) -> Anomaly:
     """The finding for a loss that has stayed at a multiple of its level."""
     cause, fixes = advice.for_divergence(lr, step - steps)
     return Anomaly(

@@ -30,6 +30,7 @@ def explain(
     phases: Mapping[str, float],
     facts: TrainingFacts,
     settings: StepSettings,
+    *,
     throttle_reasons: Sequence[str] = (),
     gpu_power_share: float | None = None,
 ) -> Explanation | None:

@@ -90,7 +90,7 @@ class StragglerWatch:
         self.named_steps = 0
 
     def observe(
-        self, rank: int, step: int, seconds: float, phases: Mapping[str, float], ranks: int
+        self, rank: int, step: int, seconds: float, phases: Mapping[str, float], *, ranks: int
     ) -> Iterator[Straggler | tuple[int, int]]:
         """Take one rank's step; `ranks` is how many there are.
 

@@ -91,12 +91,12 @@ def _on_cpu(r: Report) -> bool:
 def _silent(reports: Sequence[Report]) -> Iterator[Finding]:
     for r in reports:
         if r.get("error"):
-            yield _say(
+            yield _rank_finding(
                 "silent_rank",
                 "error",
-                f"rank {r['rank']}: {r['error']}",
-                "every rank answers",
-                "look at that rank's output and stack; diagnosis went on without it",
+                seen=f"rank {r['rank']}: {r['error']}",
+                limit="every rank answers",
+                next_step="look at that rank's output and stack; diagnosis went on without it",
                 rank=r["rank"],
             )
 
@@ -112,12 +112,12 @@ def _mixed_devices(answered: Sequence[Report]) -> Iterator[Finding]:
             f"{kind}: {_list(k for k, v in kinds.items() if v == kind)}"
             for kind in sorted(set(kinds.values()))
         )
-        yield _say(
+        yield _rank_finding(
             "mixed_devices",
             "critical",
-            f"the model is on different kinds of device: ranks on {seen}",
-            "one kind on all ranks",
-            "the ranks on the CPU hold all others up: check CUDA there",
+            seen=f"the model is on different kinds of device: ranks on {seen}",
+            limit="one kind on all ranks",
+            next_step="the ranks on the CPU hold all others up: check CUDA there",
         )
 
 
@@ -125,12 +125,14 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
     for r in answered:
         shards = r.get("shards") or {}
         if r.get("meta_params"):
-            yield _say(
+            yield _rank_finding(
                 "meta_parameters",
                 "critical",
-                f"rank {r['rank']}: {r['meta_params']:,} parameters are on the meta device",
-                0,
-                "they hold no values: call to_empty() and load the weights before training",
+                seen=f"rank {r['rank']}: {r['meta_params']:,} parameters are on the meta device",
+                limit=0,
+                next_step=(
+                    "they hold no values: call to_empty() and load the weights before training"
+                ),
                 rank=r["rank"],
             )
         on_cpu = shards.get("cpu", (0, 0))
@@ -139,25 +141,25 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
         if on_cpu[0] and (on_gpu or gpu_mesh) and not r.get("offload"):
             # Without a mesh the program itself moves what it computes between the two: an
             # embedding, a teacher.
-            yield _say(
+            yield _rank_finding(
                 "shard_on_cpu",
                 "critical" if gpu_mesh else "warning",
-                (
+                seen=(
                     f"rank {r['rank']}: {on_cpu[0]:,} parameters ({on_cpu[1] / 1024**3:.2f} "
                     "GB) are on the CPU"
                 )
                 + (f", the rest on {', '.join(on_gpu)}" if on_gpu else " under a cuda mesh"),
-                "all on the GPU, or a CPUOffloadPolicy",
-                "move the module before fully_shard, or set the policy on purpose",
+                limit="all on the GPU, or a CPUOffloadPolicy",
+                next_step="move the module before fully_shard, or set the policy on purpose",
                 rank=r["rank"],
             )
         if len(on_gpu) > 1:
-            yield _say(
+            yield _rank_finding(
                 "shard_on_two_gpus",
                 "warning",
-                f"rank {r['rank']} has parameters on {', '.join(on_gpu)}",
-                "one GPU per rank",
-                "call torch.cuda.set_device(LOCAL_RANK) before the model is made",
+                seen=f"rank {r['rank']} has parameters on {', '.join(on_gpu)}",
+                limit="one GPU per rank",
+                next_step="call torch.cuda.set_device(LOCAL_RANK) before the model is made",
                 rank=r["rank"],
             )
 
@@ -175,12 +177,12 @@ def _shared_gpus(answered: Sequence[Report]) -> Iterator[Finding]:
 
     for key, ranks in _grouped(answered, gpu).items():
         if len(ranks) > 1:
-            yield _say(
+            yield _rank_finding(
                 "shared_gpu",
                 "critical",
-                f"ranks {_list(ranks)} are on one GPU ({key[1]})",
-                "one rank per GPU",
-                "call torch.cuda.set_device(LOCAL_RANK) before init_process_group",
+                seen=f"ranks {_list(ranks)} are on one GPU ({key[1]})",
+                limit="one rank per GPU",
+                next_step="call torch.cuda.set_device(LOCAL_RANK) before init_process_group",
             )
 
 
@@ -194,24 +196,24 @@ def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
             continue
         count = counts.pop()
         if count and count < len(ranks):
-            yield _say(
+            yield _rank_finding(
                 "fewer_gpus_than_ranks",
                 "critical",
-                f"{count} GPUs for {len(ranks)} ranks on {host}",
-                len(ranks),
-                "lower --nproc_per_node, or see why GPUs are missing",
+                seen=f"{count} GPUs for {len(ranks)} ranks on {host}",
+                limit=len(ranks),
+                next_step="lower --nproc_per_node, or see why GPUs are missing",
             )
         elif (
             count
             and count > len(ranks)
             and any(str(r.get("model_device")).startswith("cuda") for r in here)
         ):
-            yield _say(
+            yield _rank_finding(
                 "more_gpus_than_ranks",
                 "warning",
-                f"{count} GPUs for {len(ranks)} ranks on {host}: {count - len(ranks)} idle",
-                len(ranks),
-                "raise --nproc_per_node",
+                seen=f"{count} GPUs for {len(ranks)} ranks on {host}: {count - len(ranks)} idle",
+                limit=len(ranks),
+                next_step="raise --nproc_per_node",
             )
 
 
@@ -235,12 +237,12 @@ def _differences(answered: Sequence[Report]) -> Iterator[Finding]:
         groups = _grouped(answered, lambda r, key=key: r.get(key))  # type: ignore[misc]
         if len(groups) > 1:
             seen = "; ".join(f"{value}: ranks {_list(ranks)}" for value, ranks in groups.items())
-            yield _say(
+            yield _rank_finding(
                 f"different_{key}",
                 level,
-                f"{what} differ: {seen}",
-                "the same on all ranks",
-                f"make the {what} equal",
+                seen=f"{what} differ: {seen}",
+                limit="the same on all ranks",
+                next_step=f"make the {what} equal",
             )
 
 
@@ -259,15 +261,15 @@ def _sizes_apart(sizes: Mapping[int, int]) -> Iterator[Finding]:
     for rank, size in sizes.items():
         apart = abs(size - middle) > SHARD_FLOOR_BYTES
         if apart and (size > SHARD_RATIO * middle or size * SHARD_RATIO < middle):
-            yield _say(
+            yield _rank_finding(
                 "shard_sizes",
                 "warning",
-                (
+                seen=(
                     f"rank {rank} holds {size / 1024**3:.2f} GB, the ranks' median is "
                     f"{middle / 1024**3:.2f} GB"
                 ),
-                f"within a factor {SHARD_RATIO}",
-                "is the model sharded on this rank as on the others?",
+                limit=f"within a factor {SHARD_RATIO}",
+                next_step="is the model sharded on this rank as on the others?",
                 rank=rank,
             )
 
@@ -282,12 +284,12 @@ def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
             used[key] = max(used.get(key, 0), int(r["device_used_bytes"]))
     for key, total in used.items():
         if (others := total - reserved[key]) > OTHERS_BYTES:
-            yield _say(
+            yield _rank_finding(
                 "memory_of_others",
                 "warning",
-                f"{others / 1024**3:.1f} GB of {key[1]} belong to none of its ranks",
-                f"{OTHERS_BYTES / 1024**3:.0f} GB",
-                "an orphan of an earlier run, or another tenant? see nvidia-smi",
+                seen=f"{others / 1024**3:.1f} GB of {key[1]} belong to none of its ranks",
+                limit=f"{OTHERS_BYTES / 1024**3:.0f} GB",
+                next_step="an orphan of an earlier run, or another tenant? see nvidia-smi",
             )
 
 
@@ -303,12 +305,15 @@ def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
             and (r.get("gpu_count") or 0) > 1
             and int(index) != r["local_rank"]
         ):
-            yield _say(
+            yield _rank_finding(
                 "local_rank",
                 "warning",
-                f"rank {r['rank']} has LOCAL_RANK {r.get('local_rank')} and its model on {device}",
-                f"cuda:{r.get('local_rank')}",
-                "call torch.cuda.set_device(LOCAL_RANK) first of all",
+                seen=(
+                    f"rank {r['rank']} has LOCAL_RANK {r.get('local_rank')} and its model on "
+                    f"{device}"
+                ),
+                limit=f"cuda:{r.get('local_rank')}",
+                next_step="call torch.cuda.set_device(LOCAL_RANK) first of all",
                 rank=r["rank"],
             )
 
@@ -316,12 +321,12 @@ def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
 def _unread(answered: Sequence[Report]) -> Iterator[Finding]:
     for r in answered:
         for what, reason in (r.get("unread") or {}).items():
-            yield _say(
+            yield _rank_finding(
                 f"unread_{what}",
                 "warning",
-                f"rank {r['rank']}: {what} could not be read: {reason}",
-                None,
-                "the values under it are unknown",
+                seen=f"rank {r['rank']}: {what} could not be read: {reason}",
+                limit=None,
+                next_step="the values under it are unknown",
                 rank=r["rank"],
             )
 
@@ -332,8 +337,8 @@ _CHECKS: tuple[Callable[[Sequence[Report]], Iterator[Finding]], ...] = (
 )  # fmt: skip
 
 
-def _say(
-    check: str, level: str, seen: str, limit: Any, next_step: str, *, rank: int | None = None
+def _rank_finding(
+    check: str, level: str, *, seen: str, limit: Any, next_step: str, rank: int | None = None
 ) -> Finding:
     return make_finding(
         "rank_finding",

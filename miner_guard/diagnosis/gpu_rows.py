@@ -136,7 +136,7 @@ def _ecc(row: Row) -> Iterator[Check]:
     if count is not None:
         step = "results may be wrong: drain the GPU, reset it, watch whether it comes again"
         seen = f"{count} uncorrected ECC errors since the last reset"
-        yield _judged(row, "gpu.ecc", count > 0, seen, "0", step, "critical")
+        yield _judged(row, "gpu.ecc", count > 0, seen, limit="0", step=step, level="critical")
 
 
 def _remap(row: Row) -> Iterator[Check]:
@@ -148,15 +148,17 @@ def _remap(row: Row) -> Iterator[Check]:
             "gpu.row_remap",
             "critical",
             "row remapping failed",
-            "none",
-            "have the GPU replaced",
+            limit="none",
+            step="have the GPU replaced",
         )
     elif row["remap_pending"]:
         step = "reset the GPU or reboot, so that it takes effect"
-        yield _check(row, "gpu.row_remap", "critical", "a row remap is pending", "none", step)
+        yield _check(
+            row, "gpu.row_remap", "critical", "a row remap is pending", limit="none", step=step
+        )
     else:
         seen = f"{row['rows_uncorrected']} rows remapped for uncorrected errors"
-        yield _check(row, "gpu.row_remap", "ok", seen, "none pending")
+        yield _check(row, "gpu.row_remap", "ok", seen, limit="none pending")
 
 
 def _recovery(row: Row) -> Iterator[Check]:
@@ -164,7 +166,13 @@ def _recovery(row: Row) -> Iterator[Check]:
     if action is not None:
         seen = f"the driver asks for: {action}"
         yield _judged(
-            row, "gpu.recovery_action", action != "none", seen, "none", action, "critical"
+            row,
+            "gpu.recovery_action",
+            action != "none",
+            seen,
+            limit="none",
+            step=action,
+            level="critical",
         )
 
 
@@ -176,7 +184,7 @@ def _xid(row: Row) -> Iterator[Check]:
         else:
             words, step = f"{known.meaning}; fault of {known.fault}", known.action
         level = "warn" if known is None else known.level
-        yield _check(row, "gpu.xid", level, f"Xid {number}: {words}", "none", step)
+        yield _check(row, "gpu.xid", level, f"Xid {number}: {words}", limit="none", step=step)
 
 
 def _throttle(row: Row) -> Iterator[Check]:
@@ -185,7 +193,12 @@ def _throttle(row: Row) -> Iterator[Check]:
         seen = f"throttled by {', '.join(row['throttle'])}" if bits else "not throttled"
         step = "check cooling, power supply and power cables; the slowest GPU sets the pace of all"
         yield _judged(
-            row, "gpu.throttle", bool(bits & BAD_THROTTLE), seen, "no hardware slowdown", step
+            row,
+            "gpu.throttle",
+            bool(bits & BAD_THROTTLE),
+            seen,
+            limit="no hardware slowdown",
+            step=step,
         )
 
 
@@ -194,7 +207,12 @@ def _temperature(row: Row) -> Iterator[Check]:
     if now is not None and limit:
         hot = now >= limit - 5
         yield _judged(
-            row, "gpu.temperature", hot, f"{now} °C", f"slows down at {limit} °C", "check cooling"
+            row,
+            "gpu.temperature",
+            hot,
+            f"{now} °C",
+            limit=f"slows down at {limit} °C",
+            step="check cooling",
         )
 
 
@@ -203,7 +221,7 @@ def _power(row: Row) -> Iterator[Check]:
     if limit is not None and default:
         seen, usual = f"limited to {limit:.0f} W", f"default {default:.0f} W"
         step = "nvidia-smi -pl, or ask the host: it makes this GPU slower"
-        yield _judged(row, "gpu.power_limit", limit < 0.95 * default, seen, usual, step)
+        yield _judged(row, "gpu.power_limit", limit < 0.95 * default, seen, limit=usual, step=step)
 
 
 def _pcie(row: Row) -> Iterator[Check]:
@@ -216,7 +234,7 @@ def _pcie(row: Row) -> Iterator[Check]:
     seen = f"PCIe gen {generation} x{width}" + (" under load" if busy else ", idle")
     limit = f"gen {newest} x{most}" + (" under load" if not busy and below else "")
     step = "reseat the card or riser, check the BIOS; in a VM ask the host"
-    yield _judged(row, "gpu.pcie", below and busy, seen, limit, step)
+    yield _judged(row, "gpu.pcie", below and busy, seen, limit=limit, step=step)
 
 
 def _nvlink(row: Row) -> Iterator[Check]:
@@ -224,15 +242,17 @@ def _nvlink(row: Row) -> Iterator[Check]:
     if there and up == 0:
         # A card without a bridge (RTX 3090, A6000, A100 PCIe) still lists its links, all of them
         # down.
-        yield _check(row, "gpu.nvlink", "ok", f"none of {there} NVLinks is connected", str(there))
+        yield _check(
+            row, "gpu.nvlink", "ok", f"none of {there} NVLinks is connected", limit=str(there)
+        )
     elif there and up is not None:
         yield _judged(
             row,
             "gpu.nvlink",
             up != there,
             f"{up} of {there} NVLinks are up",
-            str(there),
-            _LINK_STEP,
+            limit=str(there),
+            step=_LINK_STEP,
         )
 
 
@@ -243,7 +263,9 @@ def links_down(rows: Sequence[Row]) -> Iterator[Check]:
         for row in known:
             if row["nvlinks_up"] == 0:
                 seen = f"0 of {row['nvlinks']} NVLinks are up, those of other GPUs are"
-                yield _check(row, "gpu.nvlink", "warn", seen, str(row["nvlinks"]), _LINK_STEP)
+                yield _check(
+                    row, "gpu.nvlink", "warn", seen, limit=str(row["nvlinks"]), step=_LINK_STEP
+                )
 
 
 def _fabric(row: Row) -> Iterator[Check]:
@@ -252,10 +274,15 @@ def _fabric(row: Row) -> Iterator[Check]:
     if state in ("not started", "in progress"):
         step = "start nvidia-fabricmanager, in the version of the driver"
         yield _check(
-            row, "gpu.fabric", "critical", f"the NVSwitch fabric is {state}", "completed", step
+            row,
+            "gpu.fabric",
+            "critical",
+            f"the NVSwitch fabric is {state}",
+            limit="completed",
+            step=step,
         )
     elif state == "completed":
-        yield _check(row, "gpu.fabric", "ok", "the NVSwitch fabric is completed", "completed")
+        yield _check(row, "gpu.fabric", "ok", "the NVSwitch fabric is completed", limit="completed")
 
 
 def _modes(row: Row) -> Iterator[Check]:
@@ -263,25 +290,39 @@ def _modes(row: Row) -> Iterator[Check]:
         name = COMPUTE_MODES.get(mode, "unknown")
         level = "critical" if name == "prohibited" else "warn"
         bad = name in ("prohibited", "exclusive thread", "exclusive process")
-        yield _judged(row, "gpu.compute_mode", bad, name, "default", "nvidia-smi -c DEFAULT", level)
+        yield _judged(
+            row,
+            "gpu.compute_mode",
+            bad,
+            name,
+            limit="default",
+            step="nvidia-smi -c DEFAULT",
+            level=level,
+        )
     if row.get("mig"):
         seen = "MIG is on: a rank sees a slice of the GPU"
-        yield _check(row, "gpu.mig", "warn", seen, "off", "nvidia-smi -mig 0, where you may")
+        yield _check(
+            row, "gpu.mig", "warn", seen, limit="off", step="nvidia-smi -mig 0, where you may"
+        )
     if row.get("persistence") == 0:
         seen = "persistence mode is off: the driver unloads between uses"
-        yield _check(row, "gpu.persistence", "warn", seen, "on", "nvidia-smi -pm 1, where you may")
+        yield _check(
+            row, "gpu.persistence", "warn", seen, limit="on", step="nvidia-smi -pm 1, where you may"
+        )
 
 
 def _judged(
-    row: Row, name: str, bad: bool, seen: str, limit: str, step: str, level: str = "warn"
+    row: Row, name: str, bad: bool, seen: str, *, limit: str, step: str, level: str = "warn"
 ) -> Check:
     """ok, or `level` with the next step."""
     return (
-        _check(row, name, level, seen, limit, step) if bad else _check(row, name, "ok", seen, limit)
+        _check(row, name, level, seen, limit=limit, step=step)
+        if bad
+        else _check(row, name, "ok", seen, limit=limit)
     )
 
 
 def _check(
-    row: Row, name: str, level: str, seen: str, limit: str, step: str | None = None
+    row: Row, name: str, level: str, seen: str, *, limit: str, step: str | None = None
 ) -> Check:
     return Check(name, level, f"GPU {row['index']}: {seen}", limit, step, row["index"])

@@ -149,7 +149,7 @@ def look(
     }
     rows = {n["uid"]: n for n in neurons or ()}
     if hotkey is not None:
-        answer |= _own(chain, netuid, hotkey, rows, ask, errors)
+        answer |= _own(chain, netuid, hotkey, rows, ask=ask, errors=errors)
     if master_uid is not None and master_uid in rows:
         master = str(rows[master_uid]["hotkey"])
         answer["master_commitment"] = ask(
@@ -163,6 +163,7 @@ def _own(
     netuid: int,
     hotkey: str,
     rows: Mapping[int, Mapping[str, Any]],
+    *,
     ask: Callable[[str, Callable[[], Any]], Any],
     errors: Mapping[str, str],
 ) -> dict[str, Any]:

@@ -16,6 +16,7 @@ Part = Mapping[str, Any]
 
 def assemble(
     status: Mapping[str, Any],
+    *,
     host: Part | None,
     gpus: Part | None,
     guard: Part,

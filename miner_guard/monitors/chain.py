@@ -57,7 +57,7 @@ class ChainMonitor(Monitor):
         # Date a block by its first sighting: the chain advances even if this node has stalled.
         seen_at = now if self._moved is None else self._moved[1]
         form, per_allreduce = self._limits.commitment_form, self._settings.blocks_per_allreduce
-        network = network_of(look, ahead, seen_at, form, per_allreduce)
+        network = network_of(look, ahead, seen_at, form=form, per_allreduce=per_allreduce)
         self._latest = (look, network)
         if look.reason is not None:
             level = "warning" if self._unknown.ask(now, look.reason) else "debug"

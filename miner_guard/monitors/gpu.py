@@ -116,7 +116,7 @@ class GpuMonitor(Monitor):
             step = self._printed.step
         size = size_of(self._model, self._params, self._settings.large_model_params)
         for finding in self._use.check(
-            readings, size, self._model, step, now - self._launch.started
+            readings, size=size, name=self._model, step=step, seconds=now - self._launch.started
         ):
             yield finding
             if finding.event == "gpu_usage":

@@ -99,7 +99,11 @@ class HealthMonitor(Monitor):
         )
         guard = {**own, "events_dropped": self._dropped, "entries_lost": self._lost}
         return assemble(
-            self.context.status(), self._host_figures(), readings["gpus"].value, guard, unknown
+            self.context.status(),
+            host=self._host_figures(),
+            gpus=readings["gpus"].value,
+            guard=guard,
+            unknown=unknown,
         )
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:

@@ -89,7 +89,7 @@ class RanksMonitor(Monitor):
                 self._recent.append(step)
             ranks = len(self._watches)
             for seen in self._straggler.observe(
-                rank, step.total_steps, step.seconds, step.phases, ranks
+                rank, step.total_steps, step.seconds, step.phases, ranks=ranks
             ):
                 yield self._straggler_finding(seen)
 
@@ -172,7 +172,14 @@ class RanksMonitor(Monitor):
         step_time = statistics.median(s.seconds for s in self._recent)
         sample = self._nvml()
         reasons, power = gpu_state.throttling(sample), gpu_state.power_share(sample)
-        cause = explain(step_time, phases, self._facts, self.context.config.steps, reasons, power)
+        cause = explain(
+            step_time,
+            phases,
+            self._facts,
+            self.context.config.steps,
+            throttle_reasons=reasons,
+            gpu_power_share=power,
+        )
         if cause is not None and cause.cause != self._explained:
             self._explained = cause.cause
             yield make_finding(

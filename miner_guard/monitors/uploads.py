@@ -200,7 +200,7 @@ class UploadsMonitor(Monitor):
             config = self.context.config
             limits = Limits.of(config.gate, self._limits)
             model = shapes.read(self.context.state.shapes)
-            report = audit.look(config.repo, config.chain, limits, model, self._audits)
+            report = audit.look(config.repo, config.chain, limits, model, memory=self._audits)
         finally:
             self._auditing.release()
         known = {"outcome": report.outcome, "detail": report.detail}
@@ -300,7 +300,9 @@ class UploadsMonitor(Monitor):
                 str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt")
             )
             self._last["incident"] = {"label": label, "rank": finding.rank, "wall": wall}
-            self._ledger.incident(wall, label, cause, fix, excerpt, finding.rank)
+            self._ledger.incident(
+                wall, label, cause=cause, fix=fix, excerpt=excerpt, rank=finding.rank
+            )
         elif finding.event == "miner_restarting":
             self._last["restart"] = {
                 "cause": fields.get("cause"),

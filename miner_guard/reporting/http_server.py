@@ -222,7 +222,10 @@ class LiveReport:
                 data = data.window(data.last - span)
             title = title_of(data, self._state)
             pushes = ledger.read(self._state.ledger, "uploads")
-            return page(title, body(data, title, self._gate, pushes, self._curves(name, data)))
+            return page(
+                title,
+                body(data, title, gate=self._gate, pushes=pushes, plots=self._curves(name, data)),
+            )
 
     def _curves(self, name: str, data: Data) -> str:
         span = (data.last or 0.0) - (data.first or 0.0)

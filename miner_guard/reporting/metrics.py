@@ -85,6 +85,7 @@ def _family(
     name: str,
     words: str,
     rows: Sequence[Row],
+    *,
     labels: Sequence[str] = (),
 ) -> Iterator[Metric]:
     known = [(keys, float(value)) for keys, value in rows if isinstance(value, (int, float))]
@@ -102,7 +103,9 @@ _counter = functools.partial(_family, CounterMetricFamily)
 def _run(status: Mapping[str, Any]) -> Iterator[Metric]:
     state = status.get("state")
     yield from _gauge("miner_running", "1 while the miner runs.", [((), int(state == "running"))])
-    yield from _gauge("miner_state", "1 for the state in force.", [((str(state),), 1)], ["state"])
+    yield from _gauge(
+        "miner_state", "1 for the state in force.", [((str(state),), 1)], labels=["state"]
+    )
     yield from _gauge(
         "ranks", "Ranks that report.", [((), len(status.get("rank_processes") or ()))]
     )
@@ -128,7 +131,10 @@ def _steps(steps: Mapping[str, Any]) -> Iterator[Metric]:
     )
     shares = [((name,), share) for name, share in part(steps, "goodput").items()]
     yield from _gauge(
-        "time_ratio", "Share of wall time by category; training is goodput.", shares, ["category"]
+        "time_ratio",
+        "Share of wall time by category; training is goodput.",
+        shares,
+        labels=["category"],
     )
     ranks = part(steps, "per_rank").items()
     for key, name in (
@@ -136,7 +142,7 @@ def _steps(steps: Mapping[str, Any]) -> Iterator[Metric]:
         ("last_step_age_s", "rank_last_step_age_seconds"),
     ):
         yield from _gauge(
-            name, "By rank.", [((rank,), row.get(key)) for rank, row in ranks], ["rank"]
+            name, "By rank.", [((rank,), row.get(key)) for rank, row in ranks], labels=["rank"]
         )
 
 
@@ -156,10 +162,10 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     labels = ["gpu", "uuid"]
     keys = [(str(row.get("index")), str(row.get("uuid") or "")) for row in gpus]
     ok = [(key, int(row.get("state") == "ok")) for key, row in zip(keys, gpus, strict=True)]
-    yield from _gauge("gpu_up", "1 for a GPU that answers.", ok, labels)
+    yield from _gauge("gpu_up", "1 for a GPU that answers.", ok, labels=labels)
     for field, (name, factor) in _GPU.items():
         rows = [(key, _scaled(row.get(field), factor)) for key, row in zip(keys, gpus, strict=True)]
-        yield from _gauge(name, f"{field} as NVML reports it.", rows, labels)
+        yield from _gauge(name, f"{field} as NVML reports it.", rows, labels=labels)
 
 
 def _host(host: Mapping[str, Any]) -> Iterator[Metric]:
@@ -174,7 +180,7 @@ def _host(host: Mapping[str, Any]) -> Iterator[Metric]:
         (("sent",), host.get("network_sent_bytes")),
         (("received",), host.get("network_received_bytes")),
     ]
-    yield from _counter("host_network_bytes", "All cards but lo.", both, ["direction"])
+    yield from _counter("host_network_bytes", "All cards but lo.", both, labels=["direction"])
 
 
 def _guard(health: Mapping[str, Any]) -> Iterator[Metric]:
@@ -189,14 +195,16 @@ def _guard(health: Mapping[str, Any]) -> Iterator[Metric]:
         "guard_events_dropped", "Datagrams the ranks dropped.", [((), health.get("events_dropped"))]
     )
     failing = [((name,), 1) for name in part(health, "unknown")]
-    yield from _gauge("sampler_failing", "1 for a sampler without an answer.", failing, ["sampler"])
+    yield from _gauge(
+        "sampler_failing", "1 for a sampler without an answer.", failing, labels=["sampler"]
+    )
 
 
 def _jobs(jobs: Mapping[str, Any]) -> Iterator[Metric]:
     rows = jobs.items()
     last, missed = ([((name,), row.get(key)) for name, row in rows] for key in ("last_s", "missed"))
-    yield from _gauge("job_seconds", "How long the job's last run took.", last, ["job"])
-    yield from _counter("job_missed", "Runs of the job that were left out.", missed, ["job"])
+    yield from _gauge("job_seconds", "How long the job's last run took.", last, labels=["job"])
+    yield from _counter("job_missed", "Runs of the job that were left out.", missed, labels=["job"])
 
 
 def _costs(costs: Mapping[str, Any]) -> Iterator[Metric]:
@@ -212,16 +220,16 @@ def _costs(costs: Mapping[str, Any]) -> Iterator[Metric]:
     background = [((name,), row.get("background_time")) for name, row in operations]
     label = ["operation"]
     yield from _counter(
-        "monitoring_blocking_seconds", "Time that training waited.", blocking, label
+        "monitoring_blocking_seconds", "Time that training waited.", blocking, labels=label
     )
     yield from _counter(
-        "monitoring_background_seconds", "CPU time beside training.", background, label
+        "monitoring_background_seconds", "CPU time beside training.", background, labels=label
     )
 
 
 def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
     rows = [((name,), count) for name, count in sorted(events.items())]
-    yield from _counter("events", "Events of the catalogue in this run.", rows, ["event"])
+    yield from _counter("events", "Events of the catalogue in this run.", rows, labels=["event"])
 
 
 def _measured(value: Any) -> Any:

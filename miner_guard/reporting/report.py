@@ -49,7 +49,7 @@ def render(
     """
     data = gather(state, since)
     title = title_of(data, state)
-    content = body(data, title, gate or GateSettings(), pushes)
+    content = body(data, title, gate=gate or GateSettings(), pushes=pushes)
     return page(title, f"{content}<script>{template('chart.js')}</script>")
 
 
@@ -78,6 +78,7 @@ def page(title: str, content: str) -> str:
 def body(
     data: Data,
     title: str,
+    *,
     gate: GateSettings,
     pushes: Sequence[Mapping[str, Any]] = (),
     plots: str | None = None,

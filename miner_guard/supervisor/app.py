@@ -113,7 +113,7 @@ class GuardApp:
         order = LaunchSpec(
             request.command,
             lambda launch: environment.of_miner(
-                self.env, request.config, request.state, self.run_id, launch
+                self.env, request.config, request.state, run_id=self.run_id, launch=launch
             ),
             request.config,
             request.state,
@@ -121,7 +121,7 @@ class GuardApp:
             request.finished_code,
         )
         self.supervisor = Supervisor(
-            order, self.clock, self.loop, self.host, self.relay, self.flights
+            order, self.clock, self.loop, host=self.host, relay=self.relay, flights=self.flights
         )
         self.steering = CommandHandler(
             self.supervisor, self.flights, self.loop.soon, self._document
@@ -140,7 +140,9 @@ class GuardApp:
 
     def _question(self) -> PreflightRequest:
         request = self.request
-        env = environment.of_miner(self.env, request.config, request.state, self.run_id, 0)
+        env = environment.of_miner(
+            self.env, request.config, request.state, run_id=self.run_id, launch=0
+        )
         # The probes see the miner's environment; the marker identifies them as the guard's.
         probes = {**env, HELPER: str(os.getpid())}
         return PreflightRequest(request.config, request.state, request.command, probes, torch=False)
@@ -259,7 +261,7 @@ class GuardApp:
             return
         settle = self.request.config.gpu.memory_settle_s
         gpus = GpuMemoryWait(
-            health.gpu_memory_levels, settle, self.clock, self.report, self.loop.soon
+            health.gpu_memory_levels, settle, self.clock, report=self.report, soon=self.loop.soon
         )
         self.jobs.once("GPU memory before the launch", gpus.remember)
         self.supervisor.before_next = gpus.wait
@@ -310,7 +312,7 @@ class GuardApp:
             self.request.config.miner.stop_timeout_s,
             None if cgroup is None else str(cgroup.path),
         )
-        self.deathwatch = Deathwatch(run, self.env, self.loop, self.report)
+        self.deathwatch = Deathwatch(run, self.env, self.loop, report=self.report)
         self._closers.append(self.deathwatch.dismiss)
         family.on_listed = self.deathwatch.listed
         self.deathwatch.tick()

@@ -49,6 +49,7 @@ class Supervisor:
         order: LaunchSpec,
         clock: Clock,
         loop: Loop,
+        *,
         host: MonitorRunner,
         relay: Relay,
         flights: Flights,
@@ -249,9 +250,9 @@ class Supervisor:
             return Child(
                 self.order.command,
                 self.order.environment(attempt),
-                stdout,
-                stderr,
-                self.family.open_to_join(),
+                stdout=stdout,
+                stderr=stderr,
+                join=self.family.open_to_join(),
             )
         finally:
             for end in {stdout, stderr}:

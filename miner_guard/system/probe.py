@@ -98,7 +98,7 @@ def ask(
     _asked.add(child)
     try:
         deadline = _Deadline(child.pid, start, deadline_s, patience_s)
-        return _talk(child, answer_end, request, deadline, name)
+        return _talk(child, answer_end, request, deadline=deadline, module=name)
     finally:
         _asked.discard(child)
         os.close(answer_end)
@@ -156,6 +156,7 @@ def _talk(
     child: subprocess.Popen[bytes],
     answer_end: int,
     request: Mapping[str, Any],
+    *,
     deadline: _Deadline,
     module: str,
 ) -> Answer:
@@ -182,7 +183,12 @@ def _talk(
                 # Its last output may arrive after this round's select and before its exit.
                 reading[stdout] = (reading[stdout] + _rest(stdout))[-_TAIL:]
                 return _parsed(
-                    reading, stdout, answer_end, child, time.monotonic() - deadline.start, module
+                    reading,
+                    stdout,
+                    answer_end,
+                    child=child,
+                    seconds=time.monotonic() - deadline.start,
+                    module=module,
                 )
             if not data:
                 listening.remove(fd)
@@ -216,6 +222,7 @@ def _parsed(
     reading: Mapping[int, bytes],
     stdout: int,
     answer_end: int,
+    *,
     child: subprocess.Popen[bytes],
     seconds: float,
     module: str,

@@ -61,7 +61,7 @@ def _costs() -> Iterator[Row]:
         for r in range(4):
             list(
                 straggler.observe(
-                    r, number[0], 15.0, {"data": 0.1, "forward": 5.0, "collective": 1.0}, 4
+                    r, number[0], 15.0, {"data": 0.1, "forward": 5.0, "collective": 1.0}, ranks=4
                 )
             )
 

@@ -104,7 +104,7 @@ def run() -> list[Row]:
     )
 
     def snapshot(gpus: dict[str, Any]) -> str:
-        document = assemble(_STATUS, host_sample, gpus, own_sample, {})
+        document = assemble(_STATUS, host=host_sample, gpus=gpus, guard=own_sample, unknown={})
         return json_line(redactor.value({"msg": summary(document), "snapshot": document}))
 
     for count in (0, 4, 8):

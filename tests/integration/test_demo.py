@@ -181,7 +181,11 @@ def test_a_fault_that_is_no_fault_is_refused_with_the_form(text: str) -> None:
 def test_a_fault_fires_once_unless_asked_and_on_its_rank_alone(tmp_path: Path) -> None:
     def plan(rank: int, repeat: bool = False) -> faults.FaultPlan:
         return faults.FaultPlan(
-            [faults.parse("crash@5:1"), faults.parse("slow@5")], rank, 2, tmp_path, repeat
+            [faults.parse("crash@5:1"), faults.parse("slow@5")],
+            rank=rank,
+            world_size=2,
+            folder=tmp_path,
+            repeat=repeat,
         )
 
     assert plan(0).at(5) is None

@@ -44,7 +44,15 @@ def _ask(module: str, request: Mapping[str, Any], deadline_s: float, **how: Any)
 
 def _inspect(path: Path, limits: Limits, shapes: Shapes | None = None, **_: Any) -> dict[str, Any]:
     numbers = dataclasses.asdict(limits)
-    return examine(torch, str(path), path.stat().st_size, numbers, shapes, None, 60.0)
+    return examine(
+        torch,
+        str(path),
+        path.stat().st_size,
+        limits=numbers,
+        shapes=shapes,
+        memory_bytes=None,
+        cpu_s=60.0,
+    )
 
 
 class Ours:

@@ -46,7 +46,13 @@ def inspected_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def inspect(path: Path, limits: Limits, **_: Any) -> dict[str, Any]:
         return examine(
-            torch, str(path), path.stat().st_size, dataclasses.asdict(limits), None, None, 9
+            torch,
+            str(path),
+            path.stat().st_size,
+            limits=dataclasses.asdict(limits),
+            shapes=None,
+            memory_bytes=None,
+            cpu_s=9,
         )
 
     monkeypatch.setattr(audit, "inspect_file", inspect)

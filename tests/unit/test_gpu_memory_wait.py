@@ -23,7 +23,9 @@ class Gpus:
 
 def settle(gpus: Gpus, seconds: float) -> tuple[GpuMemoryWait, list[Finding]]:
     told: list[Finding] = []
-    made = GpuMemoryWait(gpus.read, seconds, SystemClock(), told.append, lambda call: call())
+    made = GpuMemoryWait(
+        gpus.read, seconds, SystemClock(), report=told.append, soon=lambda call: call()
+    )
     made.remember()
     return made, told
 

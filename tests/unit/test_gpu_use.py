@@ -121,7 +121,13 @@ def checked(
     use: GpuUse, share: float, step: int, size: str = "large", name: str = "EfficientNet-B4"
 ) -> list[Finding]:
     return list(
-        use.check([MemoryReading("rank 0", share * 0.24, 24.0, "hook")], size, name, step, 60.0)
+        use.check(
+            [MemoryReading("rank 0", share * 0.24, 24.0, "hook")],
+            size=size,
+            name=name,
+            step=step,
+            seconds=60.0,
+        )
     )
 
 

@@ -261,7 +261,13 @@ def _gpu(index: int, **figures: Any) -> dict[str, Any]:
 def test_the_line_says_what_matters_in_200_columns() -> None:
     gpus = {"state": "ok", "gpus": [_gpu(0), _gpu(1, temperature_c=70, utilization_ratio=0.4)]}
     guard = {"cpu_pct": 0.31, "memory_bytes": 48 * 1024**2}
-    snapshot = assemble(_status(), _host(cpu_pct=41.0, disk_free_bytes=100 * GIB), gpus, guard, {})
+    snapshot = assemble(
+        _status(),
+        host=_host(cpu_pct=41.0, disk_free_bytes=100 * GIB),
+        gpus=gpus,
+        guard=guard,
+        unknown={},
+    )
     line = summary(snapshot)
     assert line == (
         "running step 56.84 loss 3.40 p50 15.2s good 93% restarts 1 | gpu 2x 18.4G 40% 70C |"
@@ -273,7 +279,11 @@ def test_a_repo_that_is_empty_is_not_unknown() -> None:
     status = {**_status(), "uploads": {"repo": {"age_s": None, "reason": None, "empty": True}}}
     assert "| repo empty |" in summary(
         assemble(
-            status, _host(), {"state": "ok", "gpus": []}, {"cpu_pct": 0.3, "memory_bytes": 1}, {}
+            status,
+            host=_host(),
+            gpus={"state": "ok", "gpus": []},
+            guard={"cpu_pct": 0.3, "memory_bytes": 1},
+            unknown={},
         )
     )
 
@@ -286,13 +296,17 @@ def test_the_line_fits_whatever_the_values_are() -> None:
         "state": "ok",
         "gpus": [_gpu(i, memory_used_bytes=10**15, state="lost") for i in range(1000)],
     }
-    line = summary(assemble(status, _host(cpu_pct=1e12), gpus, guard, {}))
+    line = summary(assemble(status, host=_host(cpu_pct=1e12), gpus=gpus, guard=guard, unknown={}))
     assert len(f"2026-01-02T03:04:05.678Z | INFO | guard | HEALTH {line}") <= 200
 
 
 def test_the_line_of_nothing_known_says_so() -> None:
     snapshot = assemble(
-        {}, None, None, {"cpu_pct": None, "memory_bytes": None}, {"host": "no answer within 5 s"}
+        {},
+        host=None,
+        gpus=None,
+        guard={"cpu_pct": None, "memory_bytes": None},
+        unknown={"host": "no answer within 5 s"},
     )
     assert summary(snapshot) == "unknown | gpu ? | host ? | guard ? ? mon ?"
     assert snapshot["unknown"] == {"host": "no answer within 5 s"}

@@ -49,7 +49,13 @@ def test_a_good_file_is_counted(tmp_path: Path) -> None:
 def looked_at(path: Path, shapes: Any = None, limits: Limits = FLAT) -> dict[str, Any]:
     """The same look, in this process: for files that are merely wrong."""
     return examine(
-        torch, str(path), path.stat().st_size, dataclasses.asdict(limits), shapes, None, 9
+        torch,
+        str(path),
+        path.stat().st_size,
+        limits=dataclasses.asdict(limits),
+        shapes=shapes,
+        memory_bytes=None,
+        cpu_s=9,
     )
 
 
@@ -172,7 +178,15 @@ def test_the_limits_hold_before_any_of_the_file_is_read(
     monkeypatch.setattr(inspect_gradients, "_restrict", limited)
     monkeypatch.delattr(inspect_gradients.zipfile, "ZipFile")
     path = saved(tmp_path, good())
-    report = examine(torch, str(path), path.stat().st_size, dataclasses.asdict(FLAT), SHAPES, 0, 9)
+    report = examine(
+        torch,
+        str(path),
+        path.stat().st_size,
+        limits=dataclasses.asdict(FLAT),
+        shapes=SHAPES,
+        memory_bytes=0,
+        cpu_s=9,
+    )
     assert "needs more memory" in report["problems"][0]
 
 

@@ -28,7 +28,7 @@ def test_a_damaged_ledger_is_set_aside_and_a_new_one_begun(tmp_path: Path) -> No
     for leftover in tmp_path.glob("ledger.sqlite3-*"):
         leftover.unlink()
     ledger.restart(2.0, "crash", 2, 4.0)
-    ledger.incident(2.0, "nccl", "a cause", "a fix", "an excerpt", 3)
+    ledger.incident(2.0, "nccl", cause="a cause", fix="a fix", excerpt="an excerpt", rank=3)
     assert ledger.rows("incidents")[-1]["label"] == "nccl"
     assert len(list(tmp_path.glob("*.damaged-*"))) == 2
 

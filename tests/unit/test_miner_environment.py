@@ -14,7 +14,7 @@ PM2 = {"pm_id": "0", "pm_exec_path": "/x", "name": "miner", "NODE_CHANNEL_FD": "
 
 
 def _of_miner(env: dict[str, str]) -> dict[str, str]:
-    return environment.of_miner(env, Config(), StateDir(Path("/nowhere")), "run-1", 0)
+    return environment.of_miner(env, Config(), StateDir(Path("/nowhere")), run_id="run-1", launch=0)
 
 
 def test_the_miner_sees_neither_pm2_nor_systemd_nor_the_keys_of_the_guard() -> None:

@@ -106,7 +106,7 @@ def test_a_rank_that_is_slow_outside_every_phase_is_the_straggler() -> None:
     for step in range(70):
         for rank, backward in ((0, 0.60), (1, 0.05)):
             phases = {"backward": backward, "optimizer": 0.01}
-            seen = watch.observe(rank, step, 0.92, phases, 2)
+            seen = watch.observe(rank, step, 0.92, phases, ranks=2)
             found += [each for each in seen if isinstance(each, Straggler)]
     assert found
     assert {straggler.rank for straggler in found} == {1}

@@ -379,7 +379,9 @@ def test_a_loss_that_is_no_number_is_said_everywhere_in_the_same_word(tmp_path: 
     steps = json.loads(json.dumps(finite(part.snapshot()), allow_nan=False))
     status = {"state": "running", "steps": steps}
     assert "loss NaN" in summary(
-        assemble(status, None, None, {"cpu_pct": None, "memory_bytes": None}, {})
+        assemble(
+            status, host=None, gpus=None, guard={"cpu_pct": None, "memory_bytes": None}, unknown={}
+        )
     )
     assert any(
         row.startswith("loss   NaN")

@@ -113,7 +113,12 @@ def supervisor(
         ("true",), lambda _launch: dict(os.environ), Config(), StateDir(tmp_path), "r1"
     )
     yield Supervisor(
-        order, clock, loop, MonitorRunner(said.append), cast(Any, Pipes()), cast(Any, Records())
+        order,
+        clock,
+        loop,
+        host=MonitorRunner(said.append),
+        relay=cast(Any, Pipes()),
+        flights=cast(Any, Records()),
     )
     loop.close()
 

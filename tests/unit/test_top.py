@@ -55,7 +55,9 @@ def test_the_screen_has_the_terminals_size(
     width: int, height: int, status: dict[str, Any] | None
 ) -> None:
     events = [f"12:00:00 warning  SLOW STEP {number} " + "x" * 300 for number in range(50)]
-    shown = lines(status, CurveHistory(), events, width, height, age_s=0, min_inner_step=50)
+    shown = lines(
+        status, CurveHistory(), events, width=width, height=height, age_s=0, min_inner_step=50
+    )
     assert len(shown) == height
     assert max(map(len, shown)) <= width
 
@@ -65,7 +67,9 @@ def test_an_80_by_24_terminal_shows_what_matters() -> None:
     for step in range(100):
         curves.take({"total_steps": step, "loss": 5 - step / 50, "step_time_s": 15 + step % 3})
     shown = "\n".join(
-        lines(STATUS, curves, ["12:00:00 info  REPO"], 80, 24, age_s=9, min_inner_step=50)
+        lines(
+            STATUS, curves, ["12:00:00 info  REPO"], width=80, height=24, age_s=9, min_inner_step=50
+        )
     )
     for words in (
         "miner  running  restarts 1  goodput 93%",
@@ -88,7 +92,9 @@ def test_a_ranks_unknown_memory_is_named() -> None:
         **STATUS,
         "steps": {**STATUS["steps"], "per_rank": {"0": {"step_time_s": 15.2, "gpu_mem_gb": None}}},
     }
-    shown = "\n".join(lines(status, CurveHistory(), [], 80, 24, age_s=0, min_inner_step=50))
+    shown = "\n".join(
+        lines(status, CurveHistory(), [], width=80, height=24, age_s=0, min_inner_step=50)
+    )
     assert "rank 0: 15.2s mem ?" in shown
 
 
@@ -96,7 +102,13 @@ def test_ranks_that_do_not_fit_are_counted() -> None:
     ranks = {str(rank): {"step_time_s": 15.2, "gpu_mem_gb": 18.4} for rank in range(16)}
     shown = "\n".join(
         lines(
-            {"steps": {"per_rank": ranks}}, CurveHistory(), [], 80, 24, age_s=0, min_inner_step=50
+            {"steps": {"per_rank": ranks}},
+            CurveHistory(),
+            [],
+            width=80,
+            height=24,
+            age_s=0,
+            min_inner_step=50,
         )
     )
     assert "rank 7: 15.2s 18.4GB | and 8 more" in shown

@@ -36,7 +36,15 @@ def report(document: Any, tmp_path: Path) -> dict[str, Any]:
     path.write_bytes(states.saved({"state_dict": document, "global_step": 1}))
     known = Shapes({name: list(shape) for name, shape in SHAPES.items()})
     numbers = dataclasses.asdict(LIMITS)
-    return examine(torch, str(path), path.stat().st_size, numbers, known, None, 60.0)
+    return examine(
+        torch,
+        str(path),
+        path.stat().st_size,
+        limits=numbers,
+        shapes=known,
+        memory_bytes=None,
+        cpu_s=60.0,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -53,5 +61,13 @@ def test_a_file_without_the_dictionary_that_holds_the_gradients_is_refused(tmp_p
     path = tmp_path / "gradient.pt"
     path.write_bytes(states.saved({"widxs": torch.zeros(3)}))
     numbers = dataclasses.asdict(LIMITS)
-    found = examine(torch, str(path), path.stat().st_size, numbers, None, None, 60.0)
+    found = examine(
+        torch,
+        str(path),
+        path.stat().st_size,
+        limits=numbers,
+        shapes=None,
+        memory_bytes=None,
+        cpu_s=60.0,
+    )
     assert "lacks a dictionary 'state_dict'" in found["problems"][0]

@@ -55,6 +55,7 @@ class HubRepo:
         self,
         api: Any,
         repo_id: str,
+        *,
         endpoint: str,
         token: str | None,
         timeout_s: float,
@@ -78,7 +79,12 @@ class HubRepo:
             return Published(reason=None, empty=True, seen_at=time.time())
         # Pin every request to this commit: another may land between two requests.
         pinned = HubRepo(
-            self._api, self._repo_id, self._endpoint, self._token, self._timeout_s, commit
+            self._api,
+            self._repo_id,
+            endpoint=self._endpoint,
+            token=self._token,
+            timeout_s=self._timeout_s,
+            revision=commit,
         )
         return published_state(pinned, time.time())
 
@@ -290,7 +296,13 @@ def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Hu
         raise RepoError(f"repo.repo_id = {settings.repo_id!r} names no repo; write owner/name")
     token = first(keys, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     api = HfApi(endpoint=endpoint, token=token)
-    return HubRepo(api, settings.repo_id, endpoint, token, max(1.0, settings.timeout_s / 2))
+    return HubRepo(
+        api,
+        settings.repo_id,
+        endpoint=endpoint,
+        token=token,
+        timeout_s=max(1.0, settings.timeout_s / 2),
+    )
 
 
 def _status(error: Exception) -> Any:

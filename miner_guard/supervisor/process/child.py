@@ -45,6 +45,7 @@ class Child:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
+        *,
         stdout: int,
         stderr: int,
         join: int | None = None,

@@ -44,6 +44,7 @@ class Deathwatch:
         run: RunToEnd,
         env: Mapping[str, str],
         loop: Loop,
+        *,
         report: Callable[[Finding], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:

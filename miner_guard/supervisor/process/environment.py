@@ -63,7 +63,7 @@ def without_pm2(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_miner(
-    env: Mapping[str, str], config: Config, state: StateDir, run_id: str, launch: int
+    env: Mapping[str, str], config: Config, state: StateDir, *, run_id: str, launch: int
 ) -> dict[str, str]:
     """The miner's complete environment for launch number `launch` (counted from 0)."""
     own = {name: value for name, value in without_pm2(env).items() if name not in _OF_THE_GUARD}

@@ -35,6 +35,7 @@ class GpuMemoryWait:
         read: Callable[[], Levels | None],
         settle_s: float,
         clock: Clock,
+        *,
         report: Callable[[Finding], None],
         soon: Callable[[Callable[[], None]], None],
     ) -> None:

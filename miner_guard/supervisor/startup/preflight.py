@@ -40,6 +40,7 @@ def preflight(
     emit: Callable[[Finding], None],
     wait: Callable[[float], bool],
     clock: Clock | None = None,
+    *,
     look: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
 ) -> Outcome:
     """Check until everything passes, a critical problem is known to be permanent, or
