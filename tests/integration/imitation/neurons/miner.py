@@ -160,6 +160,10 @@ class Miner(BaseMinerNeuron):
         state = get_model_state_dict(
             self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
+        # Upstream's upload thread reads both while training goes on, so what it publishes, and under which tag,
+        # depends on the machine. The tests compare runs: fix both here.
+        state = {name: tensor.clone() for name, tensor in state.items()}
+        self.upload_tag = f"5.{epoch}.{self.local_progress.inner_step}"
         self.current_upload_future = self.upload_executor.submit(
             self.upload_model, epoch, state, archive
         )
@@ -168,7 +172,7 @@ class Miner(BaseMinerNeuron):
         if not self.master:
             return True
         torch.save(full_state, "gradients.pt")
-        tag = f"5.{self.local_progress.epoch}.{self.local_progress.inner_step}"
+        tag = self.upload_tag
         self.upload_process = subprocess.Popen(
             [
                 sys.executable,
