@@ -27,6 +27,7 @@ from validators import audit
 from validators.commitment import fingerprint
 from validators.facts import Candidate, Facts, Network, Published
 from validators.inspection import inspect_file
+from validators.layout import Layout
 from validators.limits import Limits, in_force
 from validators.metadata import read_inner_step
 from validators.shapes import Shapes
@@ -209,6 +210,8 @@ class _Audit:
         """Fetch what validators fetch, and judge it. Raises OSError."""
         network, limits = self.network, self.limits
         since = network.blocks_since_allreduce
+        if (unknown := self._unknown_window()) is not None:
+            return self._ended("unknown", "window", unknown)
         epoch = audit.epoch_scored(None, network.outer_step, since, limits)
         answer = self._fetch(None if epoch is None else epoch.outer_step)
         fetched = answer.value if isinstance(answer.value, Mapping) else {}
@@ -218,7 +221,7 @@ class _Audit:
             reason = refused or answer.reason or "no answer"
             if (why := self.access.rejected(refused, answer.reason)) is not None:
                 return self._ended("rejected", "commitment", why)
-            return self._ended("unknown", "", f"could not look: {reason}")
+            return self._ended("unknown", "", f"could not check: {reason}")
         if (damage := fetched.get("damaged")) is not None:
             return self._ended("rejected", "metadata", damage)
         epoch = epoch or audit.epoch_scored(fetched.get("outer_step"), None, None, limits)
@@ -226,6 +229,19 @@ class _Audit:
             words = "nothing is published: metadata.json is missing or names no outer step; upload"
             return self._ended("rejected", "repo_age", words)
         return self._judged(fetched, epoch)
+
+    def _unknown_window(self) -> str | None:
+        """Why the key that validators read is unknown, on a network that counts in windows."""
+        if self.limits.window_blocks is None:
+            return None
+        lacking = [n for n in ("block", "uid") if getattr(self.network, n) is None]
+        if not lacking:
+            return None
+        why = self.network.reason or "the chain did not tell"
+        return (
+            "could not check: the key that validators read names the last window and the uid; "
+            f"unknown: {', '.join(lacking)} ({why}). Set [chain]"
+        )
 
     def _ended(self, outcome: str, rule: str, words: str) -> AuditReport:
         verdicts = () if outcome == "unknown" else (Verdict(rule, "block", None, None, words),)
@@ -270,18 +286,9 @@ class _Audit:
             "folder": str(self.folder),
             "max_bytes": self._most(),
             "known": self.memory.known(self.model),
-            "keys": {
-                "metadata": self._document_key(limits.metadata_key, "metadata.json"),
-                "config": self._document_key(limits.config_key, "epoch-{outer_step}/config.json"),
-                "gradients": limits.gradients_key or "epoch-{outer_step}/gradients.pt",
-            },
+            "layout": dataclasses.asdict(Layout.of(limits)),
         }
         return probe.ask("uploads.audit_probe", request, self.child.deadline_s, env=env)
-
-    def _document_key(self, key: str | None, usual: str) -> str | None:
-        """The key of a document. A network that counts in windows publishes only those its profile
-        names."""
-        return key if key is not None or self.limits.window_blocks is not None else usual
 
     def _most(self) -> int:
         """Largest gradients file to fetch, in bytes."""

@@ -24,6 +24,7 @@ from uploads.repos.base import (
     parsed,
 )
 from validators import block_list
+from validators.layout import Layout, filled
 from validators.metadata import mixed
 
 _WILDCARD = "*"
@@ -35,7 +36,7 @@ def fetch(repo: Repo, request: dict[str, Any]) -> dict[str, Any]:
 
     Raises RepoError, and Damaged for a document that no validator can read either.
 
-    `keys` contain `{outer_step}`; without an epoch in the request, metadata.json names it. Skips a
+    Without an outer step in the request, the metadata names it. Skips a
     gradients.pt larger than `max_bytes`, and one that is `known`: same key, size and checksum.
     """
     for number in range(LOOKS):
@@ -67,15 +68,15 @@ def _identity(entry: ObjectInfo) -> dict[str, Any]:
 
 def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], ObjectInfo | None]:
     """The answer without the gradients' bytes, and the entry of the gradients file if it exists."""
-    keys = request["keys"]
-    metadata, size = _document(repo, keys.get("metadata"))
+    layout = Layout(**request["layout"])
+    metadata, size = _document(repo, layout.metadata)
     outer = request["outer_step"]
     outer = outer if outer is not None else (metadata or {}).get("outer_step")
     if outer is None:
         return {"metadata": metadata, "outer_step": None, "fetched_bytes": size}, None
     names = {**request["names"], "outer_step": outer}
-    config, more = _document(repo, _filled(keys.get("config"), names))
-    gradients = _filled(keys["gradients"], names) or ""
+    config, more = _document(repo, filled(layout.config, names))
+    gradients = layout.gradients.format(**names)
     try:
         entry = _newest(repo, gradients)
     except RepoUnreadable as refusal:
@@ -87,7 +88,7 @@ def _looked(repo: Repo, request: dict[str, Any]) -> tuple[dict[str, Any], Object
         "fetched_bytes": size + more,
     }
     if entry is None:
-        return {**answer, "empty": True, "key": _filled(keys["gradients"], names)}, None
+        return {**answer, "empty": True, "key": gradients}, None
     answer |= {
         "key": entry.key,
         "age_s": entry.age_s,
@@ -115,10 +116,6 @@ def _read_of(config: dict[str, Any] | None, uid: int | None) -> dict[str, Any] |
     if config is None or reduced is None:
         return None
     return {**reduced, "last_allreduce_block": config.get("last_allreduce_block")}
-
-
-def _filled(pattern: str | None, names: dict[str, Any]) -> str | None:
-    return None if pattern is None else pattern.format(**names)
 
 
 def _newest(repo: Repo, key: str) -> ObjectInfo | None:

@@ -19,6 +19,7 @@ from miner_guard.system import probe
 from uploads.commitments import keys_of, placeholder
 from validators.commitment import fingerprint
 from validators.facts import Network
+from validators.layout import Layout
 from validators.limits import Limits
 
 
@@ -63,11 +64,7 @@ def progress(repo: RepoSettings, limits: Limits, master_commitment: str | None) 
         "names": {},
         "folder": "",
         "max_bytes": -1,
-        "keys": {
-            "metadata": limits.metadata_key,
-            "config": limits.config_key,
-            "gradients": limits.gradients_key,
-        },
+        "layout": dataclasses.asdict(Layout.of(limits)),
     }
     answer = probe.ask("uploads.audit_probe", request, repo.timeout_s, env=env)
     if answer.reason is not None or not isinstance(answer.value, Mapping):

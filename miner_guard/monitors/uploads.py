@@ -29,6 +29,7 @@ from uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of
 from validators import shapes
 from validators.commitment import fingerprint
 from validators.facts import Network, Published
+from validators.layout import Layout
 from validators.limits import Limits
 from validators.profiles import chosen, limits_of
 
@@ -89,6 +90,7 @@ class UploadsMonitor(Monitor):
         config = context.config
         self._repo = config.repo
         self._limits = limits_of(context.config.miner)
+        self._layout = Layout.of(Limits.of(config.gate, self._limits))
         self._credentials = fingerprint(commitment_of(configured(config.repo)))
         self._mutex = threading.Lock()
         self._watch = RepoWatch(config.gate)
@@ -141,7 +143,7 @@ class UploadsMonitor(Monitor):
 
     def _look(self) -> Published:
         # This process counts in monotonic time, whatever clock the child used.
-        return replace(look_at(self._repo), seen_at=self.context.clock.monotonic())
+        return replace(look_at(self._repo, self._layout), seen_at=self.context.clock.monotonic())
 
     def _looked(self, published: Published, began: float) -> None:
         clock = self.context.clock

@@ -11,6 +11,7 @@ from miner_guard.config import RepoSettings
 from miner_guard.system import probe
 from uploads.repos.base import Repo, RepoError
 from validators.facts import Published
+from validators.layout import USUAL, Layout
 
 
 def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Repo:
@@ -39,16 +40,15 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
     raise RepoError(f"repo.kind = {settings.kind!r} names no repo; set it to local, s3 or hf")
 
 
-def look_at(settings: RepoSettings) -> Published:
+def look_at(settings: RepoSettings, layout: Layout = USUAL) -> Published:
     """What is published now, probed in a child with a deadline of `settings.timeout_s`. Never
     raises, never hangs."""
     if settings.kind == "none":
         return Published(reason="no repo is configured; set [repo] kind")
-    answer = probe.ask(
-        "uploads.repos.state_probe", {"repo": dataclasses.asdict(settings)}, settings.timeout_s
-    )
+    request = {"repo": dataclasses.asdict(settings), "layout": dataclasses.asdict(layout)}
+    answer = probe.ask("uploads.repos.state_probe", request, settings.timeout_s)
     if answer.reason is not None or answer.value is None:
-        return Published(reason=answer.reason or "the look gave no answer", seen_at=time.time())
+        return Published(reason=answer.reason or "the probe gave no answer", seen_at=time.time())
     return published_from_dict(answer.value)
 
 

@@ -1,8 +1,8 @@
 """Where a miner publishes, behind one Protocol: a local folder, S3/R2, Hugging Face.
 
-What a validator reads is the same everywhere: `metadata.json` at the root names the outer and the
-inner step, `epoch-N/` holds `gradients.pt`, `config.json` and `metadata.json`. Publishing has two
-phases: `stage` moves the bytes invisibly, `commit` makes them visible in the given order, each
+What validators read, and under which keys, is the profile's `Layout`. The publisher writes the usual
+one: `metadata.json` at the root names the outer and the inner step, `epoch-N/` holds `gradients.pt`,
+`config.json` and `metadata.json`. Publishing has two phases: `stage` moves the bytes invisibly, `commit` makes them visible in the given order, each
 object atomically and the root metadata last. `uploads.publisher` documents what a reader can see
 meanwhile.
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from validators.facts import Published
+from validators.layout import USUAL, Layout
 from validators.metadata import mixed
 
 GRADIENTS = "gradients.pt"
@@ -121,7 +122,7 @@ class Repo(Protocol):
         """Name for display and for the lock: `bucket:llama-4b-ws-4-007`."""
         ...
 
-    def state(self) -> Published:
+    def state(self, layout: Layout = USUAL) -> Published:
         """What a validator would find; an empty repo is a valid answer. Raises RepoError if
         unreadable."""
         ...
@@ -198,31 +199,34 @@ def parsed(key: str, data: bytes) -> dict[str, Any]:
     return found
 
 
-def published_state(repo: Repo, now: float) -> Published:
+def published_state(repo: Repo, now: float, layout: Layout = USUAL) -> Published:
     """`Repo.state` for a repo of objects; `now` (this host's wall time) only becomes `seen_at`."""
     for _ in range(LOOKS):
-        seen = _seen_once(repo, now)
+        seen = _seen_once(repo, now, layout)
         if mixed(seen.metadata, seen.size_bytes, seen.checksum) is None:
             break
     return seen
 
 
-def _seen_once(repo: Repo, now: float) -> Published:
-    metadata = document(repo, METADATA)
-    outer = _count(metadata, "outer_step")
-    entry = _gradients(repo, outer)
+def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
+    metadata = None if layout.metadata is None else document(repo, layout.metadata)
+    named = _count(metadata, "outer_step")
+    entry = _gradients(repo, named, layout)
     if entry is None:
         reason = (
             None
             if metadata is None
-            else f"metadata.json names outer step {outer}, which has no gradients.pt"
+            else f"{layout.metadata} names outer step {named}, which has no {layout.file}"
         )
         return Published(
-            reason=reason, empty=metadata is None, seen_at=now, outer_step=outer, metadata=metadata
+            reason=reason, empty=metadata is None, seen_at=now, outer_step=named, metadata=metadata
         )
+    outer = layout.outer_step_of(entry.key) if layout.metadata is None else named
     inner = _count(metadata, "inner_step")
     run = metadata.get("run") if metadata else None
     known = None not in (run, outer, inner)
+    described = layout.outer_step_of(entry.key)
+    config = None if described is None else layout.config_of(described)
     return Published(
         age_s=entry.age_s,
         reason=None,
@@ -233,7 +237,7 @@ def _seen_once(repo: Repo, now: float) -> Published:
         size_bytes=entry.size_bytes,
         checksum=entry.checksum,
         metadata=metadata,
-        config=document(repo, f"{entry.key.rpartition('/')[0]}/{CONFIG}"),
+        config=None if config is None else document(repo, config),
     )
 
 
@@ -242,11 +246,12 @@ def _count(metadata: Mapping[str, Any] | None, key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _gradients(repo: Repo, outer_step: int | None) -> ObjectInfo | None:
-    if outer_step is not None:
+def _gradients(repo: Repo, outer_step: int | None, layout: Layout) -> ObjectInfo | None:
+    """The gradients of `outer_step`; the newest if no metadata names a step."""
+    if outer_step is not None and (key := layout.gradients_of(outer_step)) is not None:
         try:
-            return repo.head(epoch_key(outer_step, GRADIENTS))
+            return repo.head(key)
         except Missing:
             return None
-    found = [e for e in repo.list("epoch-") if e.key.endswith("/" + GRADIENTS)]
+    found = [e for e in repo.list(layout.prefix) if layout.outer_step_of(e.key) is not None]
     return min(found, key=lambda e: e.age_s, default=None)

@@ -38,6 +38,7 @@ from uploads.repos.base import (
 from uploads.repos.credentials import find, first
 from uploads.repos.local import file_sha256
 from validators.facts import Published
+from validators.layout import USUAL, Layout
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class HubRepo:
     def label(self) -> str:
         return f"repo:{self._repo_id}"
 
-    def state(self) -> Published:
+    def state(self, layout: Layout = USUAL) -> Published:
         try:
             commit = self._info().sha
         except Missing:
@@ -86,7 +87,7 @@ class HubRepo:
             timeout_s=self._timeout_s,
             revision=commit,
         )
-        return published_state(pinned, time.time())
+        return published_state(pinned, time.time(), layout)
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         names = [s.rfilename for s in self._info().siblings or []]

@@ -22,6 +22,7 @@ from uploads.repos.base import (
     published_state,
 )
 from validators.facts import Published
+from validators.layout import USUAL, Layout
 
 _INCOMING = ".incoming"
 _CHUNK = 1024 * 1024
@@ -40,8 +41,8 @@ class LocalRepo:
     def label(self) -> str:
         return f"folder:{self._root}"
 
-    def state(self) -> Published:
-        return published_state(self, self._wall())
+    def state(self, layout: Layout = USUAL) -> Published:
+        return published_state(self, self._wall(), layout)
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         keys = (str(p.relative_to(self._root)) for p in self._root.rglob("*") if p.is_file())

@@ -41,6 +41,7 @@ from uploads.repos.base import (
 from uploads.repos.credentials import find, first
 from uploads.repos.s3_parts import UploadPart, etag_of
 from validators.facts import Published
+from validators.layout import USUAL, Layout
 
 T = TypeVar("T")
 
@@ -75,8 +76,8 @@ class S3Repo:
     def label(self) -> str:
         return f"bucket:{self._bucket}"
 
-    def state(self) -> Published:
-        return published_state(self, time.time())
+    def state(self, layout: Layout = USUAL) -> Published:
+        return published_state(self, time.time(), layout)
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         found: list[ObjectInfo] = []

@@ -9,13 +9,15 @@ from miner_guard.config import RepoSettings
 from miner_guard.system import probe
 from uploads.repos import open_repo
 from uploads.repos.base import RepoError
+from validators.layout import Layout
 
 
 def main() -> None:
     """Answer with the fields of `Published`."""
-    settings = RepoSettings(**probe.request()["repo"])
+    request = probe.request()
+    settings, layout = RepoSettings(**request["repo"]), Layout(**request["layout"])
     try:
-        probe.reply(dataclasses.asdict(open_repo(settings).state()))
+        probe.reply(dataclasses.asdict(open_repo(settings).state(layout)))
     except RepoError as error:
         probe.reply(error=str(error))
 
