@@ -1,5 +1,5 @@
-"""Layout of a repo: under which keys a miner publishes and a validator reads. A profile's `[limits]`
-name the keys. Pure."""
+"""Layout of a repo: under which keys a miner publishes and a validator reads, as named by a
+profile's `[limits]`. Pure."""
 
 from __future__ import annotations
 

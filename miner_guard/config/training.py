@@ -21,8 +21,8 @@ class MinerSettings:
     """The miner, and those of its training settings that the guard needs."""
 
     profile: str | None = None
-    """Name of a profile under `validators/profiles/` (`sn38`, `sn3`), or a path to one. None: no
-    profile."""
+    """Name of a profile under `validators/profiles/` (`sn38`, `sn3`, `iota`, `diloco`), or a path
+    to one. None: no profile."""
 
     attach: Literal["sn38", "auto", "log"] | None = None
     """Hook an unmodified miner: `sn38`, `auto` (any script), `log` (read its lines only). None: it

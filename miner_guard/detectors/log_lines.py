@@ -29,7 +29,10 @@ class Patterns:
     step: tuple[re.Pattern[str], ...]
     push: tuple[re.Pattern[str], ...] = ()
     push_failed: tuple[re.Pattern[str], ...] = ()
-    allreduce: tuple[re.Pattern[str], ...] = ()
+    phase: tuple[re.Pattern[str], ...] = ()
+    peers: tuple[re.Pattern[str], ...] = ()
+    allreduce_finished: tuple[re.Pattern[str], ...] = ()
+    allreduce_failed: tuple[re.Pattern[str], ...] = ()
 
     @classmethod
     def of(cls, *tables: Mapping[str, Iterable[str]]) -> Patterns:
@@ -66,8 +69,33 @@ class PushLine:
 
 
 @dataclass(frozen=True)
-class AllReduceLine:
-    """The miner leaves training for an AllReduce, which its next step ends."""
+class PhaseLine:
+    """The miner enters a phase, or reports how long one took."""
+
+    phase: str
+    """A phase outside of plain training, until the next line of a step or phase; empty: training
+    again."""
+
+    seconds: float | None = None
+    """The phase is over and took so long."""
+
+    outer: int | None = None
+    """The outer step of the steps that follow."""
+
+
+@dataclass(frozen=True)
+class PeersLine:
+    """The program reports how many peers take part, itself included."""
+
+    peers: int
+
+
+@dataclass(frozen=True)
+class AllReduceEnd:
+    """The program reports how an AllReduce ended."""
+
+    error: str | None
+    """None if it succeeded."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +107,49 @@ class LoggedStep:
     end: float
 
 
-def read(line: str, patterns: Patterns) -> StepLine | PushLine | AllReduceLine | None:
+def read(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | None:
     """The parsed line; None for another subject or another rank."""
-    text = _ANSI.sub("", line[:_MAX_LINE_LENGTH])
+    text = _plain(line)
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
             return None if _EVALUATION.search(text, 0, match.start()) else _step(match.groupdict())
     if (push := read_push(text, patterns)) is not None:
         return push
-    return AllReduceLine() if any(pattern.search(text) for pattern in patterns.allreduce) else None
+    return _phase(text, patterns)
+
+
+def read_swarm(line: str, patterns: Patterns) -> PeersLine | AllReduceEnd | None:
+    """What a line reports of the other peers: their number, or the end of an AllReduce."""
+    text = _plain(line)
+    for pattern in patterns.peers:
+        if (match := pattern.search(text)) is not None:
+            peers = _whole(match.groupdict().get("peers"))
+            return None if peers is None else PeersLine(peers)
+    for pattern in patterns.allreduce_failed:
+        if (match := pattern.search(text)) is not None:
+            return AllReduceEnd(match.groupdict().get("reason") or match.group(0))
+    if any(pattern.search(text) for pattern in patterns.allreduce_finished):
+        return AllReduceEnd(None)
+    return None
+
+
+def _plain(line: str) -> str:
+    return _ANSI.sub("", line[:_MAX_LINE_LENGTH])
+
+
+def _phase(text: str, patterns: Patterns) -> PhaseLine | None:
+    for pattern in patterns.phase:
+        if (match := pattern.search(text)) is not None:
+            groups = match.groupdict()
+            outer, seconds = _whole(groups.pop("outer", None)), _number(groups.pop("seconds", None))
+            name = next((name for name, value in groups.items() if value is not None), "")
+            return PhaseLine(name, seconds, outer)
+    return None
 
 
 def read_push(line: str, patterns: Patterns) -> PushLine | None:
     """The push that a line reports; None for any other line."""
-    text = _ANSI.sub("", line[:_MAX_LINE_LENGTH])
+    text = _plain(line)
     for pattern in patterns.push:
         if (match := pattern.search(text)) is not None:
             return PushLine(match.groupdict().get("tag"), None)

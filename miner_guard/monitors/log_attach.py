@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from miner_guard.attach.patterns import patterns
 from miner_guard.detectors.log_lines import (
-    AllReduceLine,
     LoggedStep,
     LogSteps,
     Patterns,
+    PhaseLine,
     PushLine,
     StepLine,
     read,
@@ -52,8 +53,14 @@ class LogAttachMonitor(Monitor):
         self._steps = LogSteps(started)
         self._written = 0
         self._line_at: float | None = None
-        self._allreduce_at: float | None = None
-        """When an AllReduce was reported, until a step follows it."""
+        self._phase, self._phase_at = "", started
+        """The phase that the last line reported, and since when; empty while it trains."""
+
+        self._spent: dict[str, float] = {}
+        """Seconds of the phases that have ended since the last step."""
+
+        self._outer: int | None = None
+        """The outer step, where a line of its own reports it."""
 
         self._longest_gap = 0.0
         self._last: LoggedStep | None = None
@@ -115,24 +122,38 @@ class LogAttachMonitor(Monitor):
         if isinstance(said, PushLine):
             flight.journal(self._upload(said, now).to_json())
         elif isinstance(said, StepLine):
-            if self._line_at is not None and self._allreduce_at is None:
+            if self._line_at is not None and not self._phase:
                 self._longest_gap = max(self._longest_gap, now - self._line_at)
             self._line_at = now
-            for step in self._steps.observe(said, now):
+            outer = self._outer if said.outer is None else said.outer
+            for step in self._steps.observe(replace(said, outer=outer), now):
                 self._write(flight, step)
-            self._allreduce_at = None
+            self._enter("", now)
             self._show(flight, RUNNING, now)
-        elif isinstance(said, AllReduceLine) and self._allreduce_at is None:
-            self._allreduce_at = now
+        elif isinstance(said, PhaseLine):
+            self._outer = self._outer if said.outer is None else said.outer
+            if said.seconds is not None:
+                self._spent[said.phase] = self._spent.get(said.phase, 0.0) + said.seconds
+            self._enter("" if said.seconds is not None else said.phase, now)
             self._show(flight, RUNNING, now)
+
+    def _enter(self, phase: str, now: float) -> None:
+        """`phase` begins, unless it has begun already; the one before it ends."""
+        if phase == self._phase:
+            return
+        if self._phase:
+            spent = now - self._phase_at
+            self._spent[self._phase] = self._spent.get(self._phase, 0.0) + spent
+        self._phase, self._phase_at = phase, now
 
     def _write(self, flight: FlightWriter, step: LoggedStep) -> None:
         line = step.line
+        self._enter("", step.end)
+        spent, self._spent = self._spent, {}
+        # A line may report a duration shorter than the phases since the step before.
+        phases = {name: min(s, step.end - step.start) for name, s in spent.items()}
         flags = layout.FLAG_FIRST if self._written == 0 else 0
-        phases: dict[str, float] = {}
-        if self._allreduce_at is not None:
-            phases["allreduce"] = max(0.0, step.end - max(step.start, self._allreduce_at))
-            flags |= layout.FLAG_SYNC
+        flags |= layout.FLAG_SYNC if phases else 0
         self._written += 1
         self._last = step
         evaluated, self._evaluated = self._evaluated, None
@@ -155,19 +176,19 @@ class LogAttachMonitor(Monitor):
         )
 
     def _show(self, flight: FlightWriter, state: str, now: float) -> None:
-        # A program that prints every hundredth step is not hanging in between. An AllReduce has a
-        # separate allowance.
-        inside = self._allreduce_at is not None
-        allowance = 0.0 if inside else self._longest_gap * self.context.config.hang.factor
+        # A program that prints every hundredth step is not hanging in between. A phase has its own
+        # allowance.
+        allowance = 0.0 if self._phase else self._longest_gap * self.context.config.hang.factor
         flight.show_state(state, now)
-        flight.show_phase(b"allreduce" if inside else b"", now, now, allowance or NAN)
+        since = self._phase_at if self._phase else now
+        flight.show_phase(self._phase.encode(), since, now, allowance or NAN)
 
     def _upload(self, push: PushLine, now: float) -> UploadEntry:
         line = self._last.line if self._last is not None else None
         return UploadEntry(
             t=now,
             phase="finished" if push.error is None else "failed",
-            outer_step=line.outer if line else None,
+            outer_step=line.outer if line else self._outer,
             inner_step=line.inner if line else None,
             tag=push.tag,
             error=push.error,

@@ -20,6 +20,7 @@ MONITORS = (
     "diagnosis",
     "chain",
     "printed_uploads",
+    "swarm",
     "uploads",
     "health",
     "gpu",

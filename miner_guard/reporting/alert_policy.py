@@ -55,6 +55,7 @@ _ENDS = {
     "job_recovered": frozenset({"job_failed"}),
     "straggler_cleared": frozenset({"straggler"}),
     "network_recovered": frozenset({"network_unreachable"}),
+    "peers_joined": frozenset({"peers_lost"}),
     "disk_recovered": frozenset({"disk_full", "disk_stuck"}),
     "ledger_recovered": frozenset({"ledger_stuck"}),
     "checkpoint_saved": frozenset({"checkpoint_stale"}),

@@ -536,7 +536,7 @@ def test_a_second_subnet_is_data_and_one_rule() -> None:
         ('name = "x"\ntitle = "x"\nread_from = "x"\ndated = "soon"\n', "write a date"),
         (
             'name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n[limits]\nfoo = 1\n',
-            "no rule has: foo",
+            "foo: no rule knows this limit; rules know min_inner_step, ",
         ),
         (
             'name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n[gate]\nfoo = 1\n',

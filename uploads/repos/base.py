@@ -1,10 +1,10 @@
 """Where a miner publishes, behind one Protocol: a local folder, S3/R2, Hugging Face.
 
-What validators read, and under which keys, is the profile's `Layout`. The publisher writes the usual
-one: `metadata.json` at the root names the outer and the inner step, `epoch-N/` holds `gradients.pt`,
-`config.json` and `metadata.json`. Publishing has two phases: `stage` moves the bytes invisibly, `commit` makes them visible in the given order, each
-object atomically and the root metadata last. `uploads.publisher` documents what a reader can see
-meanwhile.
+What validators read, and under which keys, is the profile's `Layout`. The publisher writes the
+usual one: `metadata.json` at the root names the outer and the inner step, `epoch-N/` holds
+`gradients.pt`, `config.json` and `metadata.json`. Publishing has two phases: `stage` moves the
+bytes invisibly, `commit` makes them visible in the given order, each object atomically and the root
+metadata last. `uploads.publisher` documents what a reader can see meanwhile.
 
 Any call here may hang with its server. In the supervisor, use `uploads.repos.look_at`, which probes
 in a child with a deadline.

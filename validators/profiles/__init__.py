@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miner_guard.config import GateSettings, MinerSettings
-from validators.limits import Limits
+from miner_guard.config import MinerSettings
+from validators.profiles.checks import wrong_limits, wrong_patterns
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -102,10 +102,8 @@ def _profile(document: Mapping[str, Any], path: Path) -> Profile:
         if not isinstance(document.get(table, {}), Mapping):
             raise ValueError(f"{path}: {table} is not a table")
     limits = {"read_from": str(document["read_from"]), **document.get("limits", {})}
-    try:
-        Limits.of(GateSettings(), limits)
-    except TypeError as error:
-        raise ValueError(f"{path}: {error}") from error
+    for words in (*wrong_limits(limits), *wrong_patterns(document.get("patterns", {}))):
+        raise ValueError(f"{path}: {words}")
     return Profile(
         str(document["name"]),
         str(document["title"]),

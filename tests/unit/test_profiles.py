@@ -1,0 +1,179 @@
+"""Profiles are data: what no rule or reader knows is refused, and every shipped one is complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miner_guard.config import Config, GateSettings, MinerSettings
+from miner_guard.detectors.log_lines import Patterns
+from miner_guard.flight_recorder.layout import FLAG_SYNC
+from miner_guard.flight_recorder.reader import FlightReader
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.monitors.base import Launch
+from miner_guard.monitors.log_attach import LogAttachMonitor
+from miner_guard.state_dir import StateDir
+from miner_guard.system.clock import FakeClock
+from tests.support.contexts import context
+from tests.support.output import show
+from uploads.gate import decide
+from uploads.inputs import unknown
+from validators.facts import Candidate
+from validators.profiles import load_profile, names
+from validators.profiles.checks import PATTERNS
+
+HEAD = 'name = "x"\ntitle = "x"\nread_from = "x"\ndated = 2026-01-01\n'
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_number_of_a_shipped_profile_has_its_source(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    settings = {f"settings.{t}.{k}" for t, table in profile.settings.items() for k in table}
+    compute = {f"compute.{key}" for key in profile.compute}
+    assert settings | compute <= profile.sources.keys() | {
+        key for key in settings if key.startswith("settings.steps.expected")
+    }
+
+
+def test_the_readers_know_every_list_that_a_profile_may_have() -> None:
+    assert Patterns.__match_args__ == PATTERNS
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "[limits]\nvalidator_min_inner_steps = 1\n",
+            "[limits] validator_min_inner_steps: no rule knows this limit; "
+            "did you mean validator_min_inner_step?",
+        ),
+        (
+            '[limits]\nvalidator_min_inner_step = "1"\n',
+            "[limits] validator_min_inner_step is '1'; the rules need int",
+        ),
+        ("[limits]\nblock_list_max_age = true\n", "is True; the rules need int"),
+        ("[limits]\nwindow_put_s = [1.0]\n", "is [1.0]; the rules need [float, float]"),
+        ("[limits]\nmetadata_fields = [1]\n", "is [1]; the rules need [str, …]"),
+        ("[patterns]\nallreduce = ['x']\n", "[patterns] allreduce: unknown; allowed: step, push"),
+        ("[patterns]\nstep = 'x'\n", "[patterns] step is 'x'; write a list"),
+        ("[patterns]\nstep = ['(']\n", "'(' is no regular expression"),
+        ("[patterns]\nstep = ['x']\n", "'x' names no group step or inner"),
+        ("[patterns]\npeers = ['x']\n", "'x' names no group peers"),
+        (
+            "[patterns]\nphase = ['(?P<a_phase_that_is_much_too_long>x)']\n",
+            "names a phase of more than 24 bytes",
+        ),
+    ],
+)
+def test_a_profile_that_nothing_understands_is_refused(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    # A limit with a typing error used to be a rule that never applied.
+    path = tmp_path / "own.toml"
+    path.write_text(HEAD + text)
+    with pytest.raises(ValueError, match=r"own\.toml: ") as refusal:
+        load_profile(str(path))
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["iota", "diloco"])
+def test_nothing_is_gated_where_no_validator_judges_uploads(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.limits.keys() == {"read_from"}
+    settings = GateSettings(**profile.settings["gate"])
+    decision = decide(Candidate("gradient", 0, 0), unknown("-"), settings, now=1.0, wall=1.0)
+    assert decision.allowed
+    assert {v.outcome for v in decision.verdicts} <= {"pass", "unknown"}
+
+
+class Log:
+    """A launch under `attach = "log"`: every line comes 10 s after the one before."""
+
+    def __init__(self, folder: Path, profile: str) -> None:
+        self.clock = FakeClock()
+        self.state = StateDir(folder)
+        settings = Config(miner=MinerSettings(attach="log", profile=profile))
+        self.monitor = LogAttachMonitor(context(folder, config=settings, clock=self.clock))
+        list(self.monitor.on_launch(Launch(("miner",), 1, 0, self.clock.monotonic())))
+
+    def lines(self, *lines: str) -> None:
+        for line in lines:
+            self.clock.advance(10)
+            show(self.monitor, f"{line}\n".encode())
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return list(FlightReader(self.state.flight_of(0)).steps())
+
+    @property
+    def phase(self) -> str:
+        now = FlightReader(self.state.flight_of(0)).now()
+        assert now is not None
+        return now.phase
+
+
+def seen(steps: list[StepRecord]) -> list[tuple[int | None, int | None, float | None]]:
+    return [(step.outer_step, step.inner_step, step.loss) for step in steps]
+
+
+def test_steps_and_phases_of_prime(tmp_path: Path) -> None:
+    log, head = Log(tmp_path, "diloco"), "15:11:58 [INFO] [Rank 0] "
+    log.lines(
+        head + "outer_step step: 0",
+        head + "step: 1, loss: 9.5000, diloco_peers: 2",
+        head + "step: 2, loss: 9.2500, tokens_per_second: 36225.40, mfu: 44.52, diloco_peers: 2",
+        head + "Sync pseudo-gradient in 4.500000 seconds",
+        head + "outer_step step: 1",
+        head + "Start live recovery to rank 3",
+        head + "step: 3, loss: 9.0000, tokens_per_second: 36225.40, mfu: 44.52, diloco_peers: 2",
+        "15:11:58 [INFO] [Rank 1] step: 4, loss: 9.0, tokens_per_second: 1.0, mfu: 1.0",
+    )
+    assert seen(log.steps) == [(0, 1, 9.5), (0, 2, 9.25), (1, 3, 9.0)]
+    assert log.steps[1].phases == {}
+    assert log.steps[2].phases == {"allreduce": 4.5}
+    assert log.steps[2].flags & FLAG_SYNC
+
+
+def test_steps_and_phases_of_opendiloco(tmp_path: Path) -> None:
+    log = Log(tmp_path, "diloco")
+    progress = "run has taken {n} local steps. Peers: 4, epoch: 3, steps: {n}. ETA: 1.20"
+    log.lines(progress.format(n=11), progress.format(n=12), "Beginning optimizer step #3")
+    assert log.phase == "allreduce"
+    log.lines("Time taken for gradient all reduce: 7.25 sec", "Transitioning to epoch 4")
+    assert log.phase == ""
+    log.lines("Peer is out of sync")
+    assert log.phase == "load_state"
+    log.lines("run has taken 1 local steps. Peers: 4, epoch: 4, steps: 13. ETA: 1.20")
+    assert seen(log.steps) == [(3, 11, None), (3, 12, None), (4, 13, None)]
+    assert log.steps[2].phases == {"allreduce": 17.25, "load_state": 10.0}
+
+
+def test_opendiloco_without_hivemind_prints_its_loss(tmp_path: Path) -> None:
+    log = Log(tmp_path, "diloco")
+    log.lines("[rank 0] step: 5, loss: 6.5, lr 0.0004", "[rank 1] step: 6, loss: 6.5, lr 0.0004")
+    assert seen(log.steps) == [(None, 5, 6.5)]
+    assert log.steps[0].lr == pytest.approx(4e-4)
+
+
+def test_steps_and_phases_of_iota(tmp_path: Path) -> None:
+    log, head = Log(tmp_path, "iota"), "2025-07-04 17:00:00 | INFO | miner:step:341 - 🔄 Miner 5Fx "
+    log.lines(
+        head + "step | backwards_since_sync: 0",
+        head + "step | backwards_since_sync: 1",
+        head + "step | backwards_since_sync: 1",
+        head + "step | backwards_since_sync: 2",
+        head + "entering merging phase: {'num_sections': 4}",
+    )
+    assert seen(log.steps) == [(None, 1, None), (None, 2, None)]
+    assert log.phase == "allreduce"
+    log.lines("📤 Uploading weights and optimizer state | Sections: 4")
+    assert log.phase == "upload"
+    log.lines("🔄 Attempting to merge 7 weight partitions...", "📥 Downloading merged weights...")
+    assert log.phase == "load_state"
+    log.lines("✅ Weight sync completed | Epoch: 8 | Miner: 5Fx")
+    assert log.phase == ""
+    log.lines(head + "step | backwards_since_sync: 1")
+    assert seen(log.steps)[2:] == [(8, 1, None)]
+    assert log.steps[2].phases == {"allreduce": 20.0, "upload": 10.0, "load_state": 10.0}

@@ -1,0 +1,99 @@
+"""What is wrong with a profile's limits and patterns, in words that name the key and what is
+allowed."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from miner_guard.config import GateSettings
+from validators.limits import Limits
+
+PATTERNS = (
+    "step",
+    "push",
+    "push_failed",
+    "phase",
+    "peers",
+    "allreduce_finished",
+    "allreduce_failed",
+)
+"""Lists of regular expressions under `[patterns]`, as miner_guard/attach/patterns.toml explains
+them."""
+
+_GROUPS = {"step": ({"step", "inner"}, "step or inner"), "peers": ({"peers"}, "peers")}
+"""Lists whose expressions need one of these named groups."""
+
+_MAX_PHASE_BYTES = 24
+"""Of a phase's name in a flight record."""
+
+
+def wrong_limits(limits: Mapping[str, Any]) -> Iterator[str]:
+    """Limits that no rule compares with, and values of another type than the rules read."""
+    kinds = typing.get_type_hints(Limits)
+    for name, value in limits.items():
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; rules know {', '.join(kinds)}"
+            yield f"[limits] {name}: no rule knows this limit{hint}"
+        elif not _fits(value, kinds[name]):
+            wanted = _spelled(kinds[name])
+            yield f"[limits] {name} is {value!r}; the rules need {wanted}"
+    try:
+        Limits.of(GateSettings(), limits)
+    except TypeError as error:
+        yield f"[limits] {error}"
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a TOML value is of a limit's type; None stands for an absent limit."""
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if typing.get_origin(kind) is tuple:
+        repeated = len(parts) == 2 and parts[1] is Ellipsis
+        if not isinstance(value, list) or not (repeated or len(value) == len(parts)):
+            return False
+        wanted = [parts[0]] * len(value) if repeated else parts
+        return all(_fits(v, p) for v, p in zip(value, wanted, strict=True))
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _spelled(kind: Any) -> str:
+    """The type as people write it: `int`, `float`, `[float, float]`, `[str, …]`."""
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    if typing.get_origin(kind) is tuple:
+        return f"[{', '.join('…' if p is Ellipsis else _spelled(p) for p in parts)}]"
+    return " or ".join(map(_spelled, parts)) if parts else kind.__name__
+
+
+def wrong_patterns(patterns: Mapping[str, Any]) -> Iterator[str]:
+    """Unknown lists, and expressions that do not compile or lack a group."""
+    for kind, texts in patterns.items():
+        if kind not in PATTERNS:
+            yield f"[patterns] {kind}: unknown; allowed: {', '.join(PATTERNS)}"
+        elif not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            yield f"[patterns] {kind} is {texts!r}; write a list of regular expressions"
+        else:
+            yield from (f"[patterns] {kind}: {text!r} {why}" for text, why in _defects(kind, texts))
+
+
+def _defects(kind: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for text in texts:
+        try:
+            groups = set(re.compile(text).groupindex)
+        except re.error as error:
+            yield text, f"is no regular expression: {error}"
+            continue
+        needed, words = _GROUPS.get(kind, (groups, ""))
+        if not needed & groups and words:
+            yield text, f"names no group {words}"
+        too_long = [name for name in groups if len(name.encode()) > _MAX_PHASE_BYTES]
+        if kind == "phase" and too_long:
+            yield text, f"names a phase of more than {_MAX_PHASE_BYTES} bytes: {too_long[0]}"
