@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
+
+import pytest
 
 from miner_guard.config import AlertSettings, Config, HttpSettings
 from miner_guard.eventlog.redact import Redactor
@@ -55,3 +58,24 @@ def test_the_guard_redacts_the_secrets_of_its_own_settings() -> None:
     )
     assert "pass" not in text
     assert "t0ken" not in text
+
+
+@pytest.mark.parametrize(
+    ("installed", "old_name"),
+    [("2.5.1+cu124", True), ("2.8.0", True), ("2.9.0", False), ("2.13.0+cpu", False), (None, True)],
+)
+def test_the_flight_recorder_is_on_in_every_torch(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, old_name: bool
+) -> None:
+    """Guards against a hang under the miner's pinned torch 2.5.1 that no rank can be named for."""
+
+    def version(_: str) -> str:
+        if installed is None:
+            raise metadata.PackageNotFoundError("torch")
+        return installed
+
+    monkeypatch.setattr(metadata, "version", version)
+    seen = _of_miner({"HOME": "/root"})
+    assert seen["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert ("TORCH_NCCL_TRACE_BUFFER_SIZE" in seen) == old_name
+    assert _of_miner({"TORCH_FR_BUFFER_SIZE": "0"})["TORCH_FR_BUFFER_SIZE"] == "0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from importlib import metadata
 
 from miner_guard import attach
 from miner_guard.config import Config
@@ -71,10 +72,24 @@ def of_miner(
     # Unbuffered, so that lines reach the log immediately and a kill loses none.
     own.setdefault("PYTHONUNBUFFERED", "1")
     # torch's Flight Recorder names the late rank of a collective after a hang, with gloo too.
-    own.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    for name in _flight_recorder_sizes():
+        own.setdefault(name, "2000")
     return {
         **attach.environment(config.miner.attach, own),
         MARKER: run_id,
         STATE_DIR: str(state.root),
         RANK_SETTINGS: json.dumps(finite({**settings, "launch": launch}), separators=(",", ":")),
     }
+
+
+def _flight_recorder_sizes() -> tuple[str, ...]:
+    """The variables that switch torch's Flight Recorder on: torch before 2.9 reads the old name
+    alone, a later one warns about it in each rank. Both where this environment holds no torch,
+    since the miner's own then has an unknown version."""
+    try:
+        major, minor, *_ = metadata.version("torch").split(".")
+        old = (int(major), int(minor)) < (2, 9)
+    except (metadata.PackageNotFoundError, ValueError):
+        old = True
+    new_name = "TORCH_FR_BUFFER_SIZE"
+    return (new_name, "TORCH_NCCL_TRACE_BUFFER_SIZE") if old else (new_name,)
