@@ -1,12 +1,15 @@
-"""Log line patterns of training programs: a profile's, then the common ones."""
+"""How training programs print their steps: the common grammar, and a profile's patterns."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from miner_guard.detectors.log_lines import Patterns
+from miner_guard.detectors.step_grammar import Grammar, Vocabulary
 from validators import profiles
 
 if sys.version_info >= (3, 11):
@@ -17,11 +20,25 @@ else:
 _COMMON = Path(__file__).with_name("patterns.toml")
 
 
+@functools.lru_cache(maxsize=1)
+def _common() -> Mapping[str, Any]:
+    return tomllib.loads(_COMMON.read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(maxsize=1)
+def grammar() -> Grammar:
+    """The grammar of step lines with the common vocabulary."""
+    common = _common()
+    return Grammar(
+        Vocabulary(common["names"], common["lines"]["bars"], common["lines"]["not_steps"])
+    )
+
+
 def patterns(profile: str | None, first: Iterable[str] = ()) -> Patterns:
-    """The patterns of `profile`, if given, then the common ones. `first`: step patterns that
+    """The patterns of `profile`, if given, then the common grammar. `first`: step patterns that
     precede both."""
     tables: list[Mapping[str, Iterable[str]]] = [{"step": tuple(first)}]
     if profile is not None:
         tables.append(profiles.load_profile(profile).patterns)
-    tables.append(tomllib.loads(_COMMON.read_text(encoding="utf-8")))
-    return Patterns.of(*tables)
+    tables.append(_common()["patterns"])
+    return Patterns.of(*tables, grammar=grammar())

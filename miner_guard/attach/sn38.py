@@ -80,12 +80,10 @@ class Subnet38:
 
     def subclass(self, cls: type) -> None:
         """The miner's class has been defined."""
+        if not _has_steps(cls):
+            # Without a guard in the rank, the monitor `log_attach` reads the miner's lines.
+            return
         own = vars(cls)
-        if not any(hasattr(cls, name) for name in _STEPS):
-            self.adapter.degraded(
-                f"{cls.__name__} has none of {', '.join(_STEPS)}: steps are not timed; "
-                "use --attach log"
-            )
         for name, phase in _PHASES.items():
             if name in own:
                 self._replace(cls, name, functools.partial(in_phase, self.adapter, name=phase))
@@ -122,7 +120,7 @@ class Subnet38:
     # at run time
 
     def _initialised(self, miner: Any, error: BaseException | None) -> None:
-        if error is None:
+        if error is None and _has_steps(type(miner)):
             self.adapter.quiet(self._begin, miner)
 
     def _begin(self, miner: Any) -> None:
@@ -213,6 +211,10 @@ class Subnet38:
             self._failed(str(said or f"{type(error).__name__}: {error}"))
         if self.adapter.guard is not None:
             self.adapter.guard.close(finished=False)
+
+
+def _has_steps(cls: type) -> bool:
+    return any(hasattr(cls, name) for name in _STEPS)
 
 
 class WatchedEvent(threading.Event):

@@ -28,6 +28,7 @@ COMMANDS = (
     "gate",
     "audit",
     "explain",
+    "attach-check",
     "plan",
     "costs",
     "report",
@@ -40,7 +41,7 @@ COMMANDS = (
     "ops",
     "demo",
 )
-"""Modules of `miner_guard.cli`, in the order of `--help`."""
+"""Modules of `miner_guard.cli` (a dash stands for an underscore), in the order of `--help`."""
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """The base class of typer's usage errors: typer does not export it, and its module depends on the
@@ -63,7 +64,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     app.callback()(_options)
     wanted = next((a for a in arguments if not a.startswith("-")), "")
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
-        module = importlib.import_module(f"miner_guard.cli.{name}")
+        module = importlib.import_module(f"miner_guard.cli.{name.replace('-', '_')}")
         short = _first_sentence(module.command.__doc__ or "")
         app.command(name, short_help=short, context_settings=getattr(module, "CONTEXT", None))(
             module.command

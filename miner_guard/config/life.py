@@ -21,6 +21,10 @@ class HangSettings:
     first_step_s: Positive = 1800.0
     """Time allowed until the first step: download, load, compile."""
 
+    first_step_notice_s: Positive = 90.0
+    """The guard reports after this long that it has seen no step yet, and the miner's line that
+    came nearest to one."""
+
     allreduce_s: Positive = 840.0
     """Time allowed for the phase `allreduce` (subnet 38)."""
 

@@ -135,11 +135,6 @@ class HangDetector:
             self.printed(now)
 
     @property
-    def has_stepped(self) -> bool:
-        """A step has finished since the launch."""
-        return self._stepped
-
-    @property
     def limit_s(self) -> float:
         """Seconds allowed without a step now, outside phases with a separate allowance."""
         if not self._stepped:

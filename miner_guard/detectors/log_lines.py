@@ -1,8 +1,8 @@
 """Steps and pushes parsed from log lines, for a miner without the hook. Pure: the caller passes
 arrival times.
 
-A line reports that a step ended (or, with micro-batches, its progress). Its duration is the one in
-the line, else the time since the previous line, shared by the steps between them.
+A line reports that a step ended (or its progress: micro-batches, a progress bar). Its duration is
+the one in the line, else the time since the previous line, shared by the steps between them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,26 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from miner_guard.detectors.step_grammar import Grammar, Miss, StepLine
+
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _EVALUATION = re.compile(r"\b(?:eval\w*|val|valid\w*|test)[\s:|\])-]*$", re.IGNORECASE)
-"""Precedes a step's line whose loss is an evaluation's (torchtitan's `validate step: 10 loss:
-…`)."""
+"""Precedes a step's line whose loss is an evaluation's."""
 
 _MAX_LINE_LENGTH = 2000
 _REMEMBERED = 16
 """Steps remembered to recognise a repeated line (another rank, a second handler)."""
 
+_MAX_LAG = 3
+"""Steps that one rank may print behind another."""
+
+KINDS = ("step", "push", "push_failed", "phase", "peers", "allreduce_finished", "allreduce_failed")
+
 
 @dataclass(frozen=True)
 class Patterns:
-    """Compiled patterns, in the order of trial. attach/patterns.toml explains the groups."""
+    """Compiled patterns, in the order of trial, and the grammar for step lines that none of them
+    matches. attach/patterns.toml explains the groups."""
 
     step: tuple[re.Pattern[str], ...]
     push: tuple[re.Pattern[str], ...] = ()
@@ -33,31 +40,16 @@ class Patterns:
     peers: tuple[re.Pattern[str], ...] = ()
     allreduce_finished: tuple[re.Pattern[str], ...] = ()
     allreduce_failed: tuple[re.Pattern[str], ...] = ()
+    grammar: Grammar | None = None
 
     @classmethod
-    def of(cls, *tables: Mapping[str, Iterable[str]]) -> Patterns:
+    def of(cls, *tables: Mapping[str, Iterable[str]], grammar: Grammar | None = None) -> Patterns:
         """Compile tables of texts; the first table takes precedence. Raises re.error for an invalid
         pattern."""
         kinds = {
-            kind: tuple(re.compile(p) for t in tables for p in t.get(kind, ()))
-            for kind in cls.__match_args__
+            kind: tuple(re.compile(p) for t in tables for p in t.get(kind, ())) for kind in KINDS
         }
-        return cls(**kinds)
-
-
-@dataclass(frozen=True)
-class StepLine:
-    """The step that one line reports. Fields the line lacks are None."""
-
-    outer: int | None
-    inner: int
-    loss: float | None
-    lr: float | None
-    grad_norm: float | None
-    seconds: float | None
-    gpu_gb: float | None
-    partial: bool
-    """The line reports micro-batches; the step ends when the next one begins."""
+        return cls(**kinds, grammar=grammar)
 
 
 @dataclass(frozen=True)
@@ -103,19 +95,22 @@ class LoggedStep:
     """A step as far as the log shows it. Monotonic seconds."""
 
     line: StepLine
+    """Its `seconds` are what the program printed."""
+
     start: float
     end: float
 
 
-def read(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | None:
-    """The parsed line; None for another subject or another rank."""
+def read(line: str, patterns: Patterns) -> StepLine | PushLine | PhaseLine | Miss | None:
+    """The parsed line; None for another subject."""
     text = _plain(line)
     for pattern in patterns.step:
         if (match := pattern.search(text)) is not None:
             return None if _EVALUATION.search(text, 0, match.start()) else _step(match.groupdict())
-    if (push := read_push(text, patterns)) is not None:
-        return push
-    return _phase(text, patterns)
+    said = read_push(text, patterns) or _phase(text, patterns)
+    if said is not None or patterns.grammar is None:
+        return said
+    return patterns.grammar.read(text)
 
 
 def read_swarm(line: str, patterns: Patterns) -> PeersLine | AllReduceEnd | None:
@@ -161,7 +156,7 @@ def read_push(line: str, patterns: Patterns) -> PushLine | None:
 
 def _step(groups: Mapping[str, str | None]) -> StepLine | None:
     inner = _whole(groups.get("inner") or groups.get("step"))
-    if inner is None or (groups.get("rank") or "0").lstrip("0"):
+    if inner is None:
         return None
     ms = _number(groups.get("ms"))
     return StepLine(
@@ -173,6 +168,7 @@ def _step(groups: Mapping[str, str | None]) -> StepLine | None:
         seconds=_number(groups.get("seconds")) if ms is None else ms / 1000,
         gpu_gb=_number(groups.get("gpu_gb")),
         partial=groups.get("micro") is not None,
+        rank=_whole(groups.get("rank")),
     )
 
 
@@ -190,6 +186,10 @@ def _number(text: str | None) -> float | None:
         return None
 
 
+def _key(line: StepLine) -> tuple[int | None, ...]:
+    return (line.outer, line.epoch, line.inner)
+
+
 class LogSteps:
     """Assembles steps from the lines of one launch. O(1) memory."""
 
@@ -197,29 +197,112 @@ class LogSteps:
         """`started`: launch time of the miner, monotonic seconds."""
         self._since = started
         self._pending: StepLine | None = None
-        self._seen: deque[tuple[int | None, int]] = deque(maxlen=_REMEMBERED)
+        """The latest redraw of a bar, or micro-batch, of a step that has yet to end."""
+
+        self._seen: deque[tuple[int | None, ...]] = deque(maxlen=_REMEMBERED)
         self._last: StepLine | None = None
+        self._rank: int | None = None
+        """The lowest rank that prints steps: the others print the same ones."""
+
+        self._unnumbered = 0
+        self._numbered = False
+        self._bar_total: int | None = None
+        """The end of the bar that counts steps: one beside which a loss was printed."""
+
+        self._elapsed = _ElapsedWatch()
 
     def observe(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
         """The steps that ended with this line, which arrived at `now`."""
-        key = (line.outer, line.inner)
-        if line.partial:
-            yield from self._observe_partial(line, now)
+        if self._of_another_rank(line.rank):
             return
-        if key in self._seen:
-            return
-        self._seen.append(key)
-        yield self._ended(line, now)
+        if line.inner is None:
+            yield from self._observe_unnumbered(line, now)
+        elif line.partial:
+            yield from self._observe_partial(line, line.inner, now)
+        else:
+            self._numbered = True
+            yield from self._ended(line, line.inner, now)
 
-    def _observe_partial(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
+    def finish(self, now: float) -> Iterator[LoggedStep]:
+        """The step whose end no further line has shown; call it when the miner has exited."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.inner is not None and self._counts(pending):
+            yield from self._ended(pending, pending.inner, now)
+
+    def _of_another_rank(self, rank: int | None) -> bool:
+        if rank is not None:
+            self._rank = rank if self._rank is None else min(rank, self._rank)
+        return rank is not None and rank != self._rank
+
+    def _observe_unnumbered(self, line: StepLine, now: float) -> Iterator[LoggedStep]:
+        """A loss without a number belongs to the step that the bar beside it shows (HF Trainer), or
+        is the next of a program that prints no numbers."""
         pending = self._pending
-        if pending is not None and (pending.outer, pending.inner) != (line.outer, line.inner):
-            yield self._ended(pending, now)
-        self._pending = line
+        if pending is not None and pending.inner is not None and pending.loss is None:
+            self._bar_total, self._pending, self._numbered = pending.total, None, True
+            merged = replace(line, inner=pending.inner)
+            yield from self._ended(merged, pending.inner, now)
+        elif not self._numbered:
+            self._unnumbered += 1
+            yield from self._ended(replace(line, inner=self._unnumbered), self._unnumbered, now)
 
-    def _ended(self, line: StepLine, now: float) -> LoggedStep:
+    def _observe_partial(self, line: StepLine, inner: int, now: float) -> Iterator[LoggedStep]:
+        pending = self._pending
+        if (
+            pending is not None
+            and pending.inner is not None
+            and _key(pending) != _key(line)
+            and self._counts(pending)
+        ):
+            self._numbered = True
+            yield from self._ended(pending, pending.inner, now)
+        # A bar's rate is smoothed; the arrival of its redraws is not.
+        self._pending = line if line.total is None else replace(line, seconds=None)
+
+    def _counts(self, pending: StepLine) -> bool:
+        """Whether a bar without a loss is known to count steps: programs show bars of other work
+        too."""
+        return pending.total is None or pending.loss is not None or pending.total == self._bar_total
+
+    def _ended(self, line: StepLine, inner: int, now: float) -> Iterator[LoggedStep]:
+        before = -1 if self._last is None or self._last.inner is None else self._last.inner
+        if inner < before - _MAX_LAG:
+            # A new epoch counts from the start again.
+            self._seen.clear()
+        if _key(line) in self._seen:
+            return
+        self._seen.append(_key(line))
         last, self._last = self._last, line
-        jump = line.inner - last.inner if last is not None and last.outer == line.outer else 1
-        seconds = line.seconds if line.seconds is not None else (now - self._since) / max(jump, 1)
+        jump = 1
+        if last is not None and _key(last)[:2] == _key(line)[:2] and not line.samples:
+            jump = max(inner - before, 1)
+        printed = self._elapsed.step_time(line)
+        seconds = (now - self._since) / jump if printed is None else printed
         self._since = now
-        return LoggedStep(replace(line, seconds=seconds), now - seconds, now)
+        yield LoggedStep(replace(line, seconds=printed), now - seconds, now)
+
+
+class _ElapsedWatch:
+    """Tells a step's time from the time since the start, where a trainer calls both `time`."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._last = 0.0
+        self._growing = 0
+
+    def step_time(self, line: StepLine) -> float | None:
+        """The step time that the line prints; None without one. A `time` that has grown with each
+        of the last `_GROWING` lines, to `_GROWN` times the first, is no step time."""
+        if line.seconds is None or not line.maybe_elapsed:
+            return line.seconds
+        grows = self._first is not None and line.seconds > self._last
+        self._growing = self._growing + 1 if grows else 0
+        self._first = line.seconds if not grows or self._first is None else self._first
+        self._last = line.seconds
+        grown = self._growing >= _GROWING and line.seconds >= _GROWN * self._first
+        return None if grown else line.seconds
+
+
+_GROWING, _GROWN = 3, 1.5
+"""Four lines of which each shows more time than the one before: random step times rarely rise so
+often, and not by half."""

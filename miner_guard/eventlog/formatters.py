@@ -39,13 +39,18 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def inner_step(fields: Mapping[str, Any]) -> str:
-    """Source 004's step line."""
+    """Source 004's step line. Beside a miner that prints such lines itself only what they lack:
+    `grep "Outer Step:"` then shows each step once."""
+    measured = (
+        f" | Step Time: {_with_unit(fields['step_time_s'], '.1f', 's')}"
+        f" | GPU Mem: {_with_unit(fields['gpu_mem_gb'], '.2f', 'GB')}"
+    )
+    if fields.get("miner_prints_steps"):
+        return f"Inner Step: {known(fields['inner_step'])}{measured}"
     return (
         f"Outer Step: {known(fields['outer_step'])} | Inner Step: {known(fields['inner_step'])}"
         f" | LR: {known(fields['lr'], '.8f')} | Loss: "
-        f"{known(fields['loss'], '.2f')}{_loss_remark(fields)}"
-        f" | Step Time: {_with_unit(fields['step_time_s'], '.1f', 's')}"
-        f" | GPU Mem: {_with_unit(fields['gpu_mem_gb'], '.2f', 'GB')}"
+        f"{known(fields['loss'], '.2f')}{_loss_remark(fields)}{measured}"
     )
 
 

@@ -19,23 +19,10 @@ from miner_guard.monitors.evidence import Subject
 from miner_guard.monitors.rank_processes import RankProcesses
 from miner_guard.monitors.tail import Tail
 from miner_guard.rank.consensus.agree import LATE
-from miner_guard.system.once import Once
 from miner_guard.system.processes import cpu_s
 
 _CPU_EVERY_S = 10.0
 """Interval between CPU time readings of a miner without a reporting rank."""
-
-_WHY_NO_STEP = {
-    None: "no rank has called miner_guard.init(). It waits before that, or it never calls the "
-    "hook: then start it with --attach sn38, auto or log",
-    "sn38": "--attach sn38 found nothing that it knows in this miner; try --attach auto or log",
-    "auto": (
-        "--attach auto found no training loop of torch in this miner; try --attach log, or "
-        "call the hook"
-    ),
-    "log": "none of the miner's lines was known as a step's; describe them in [miner] log_patterns",
-}
-"""By attach mode: why a live miner shows no steps, and what to do."""
 
 
 class HangMonitor(Monitor):
@@ -65,7 +52,6 @@ class HangMonitor(Monitor):
         """When a rank's death was first noticed."""
 
         self._cpu_read = float("-inf")
-        self._blind_reports = Once()
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._detector.launched(launch.started)
@@ -112,9 +98,8 @@ class HangMonitor(Monitor):
         if not ranks:
             self._read_cpu(now, self._launch.pid)
         hang = self._lost(now, ranks, processes) or self._detector.look(now, ranks, processes)
-        if hang is None:
-            return self._blind(now, self._launch, ranks)
-        self._found(hang)
+        if hang is not None:
+            self._found(hang)
         return ()
 
     def _read_cpu(self, now: float, pid: int) -> None:
@@ -147,18 +132,6 @@ class HangMonitor(Monitor):
         who = evidence.subjects(self.context.state, self._ranks)
         output = self._tail.text()
         self.context.jobs.once("hang evidence", lambda: self._gather_and_act(hang, who, output))
-
-    def _blind(self, now: float, launch: Launch, ranks: Mapping[int, Now]) -> Iterable[Finding]:
-        """Report, once per launch, a live miner that shows no steps and that no detector covers."""
-        attach, waited = self.context.config.miner.attach, now - launch.started
-        seen = self._detector.has_stepped or self._hang is not None or (ranks and attach != "log")
-        if seen or waited <= self._settings.first_step_s or not self._blind_reports.first():
-            return ()
-        what = (
-            f"no step seen for {waited / 60:.0f} min, so slow steps and hangs are not "
-            f"either: {_WHY_NO_STEP[attach]}"
-        )
-        return [make_finding("guard_degraded", what=what)]
 
     # in a job thread
 

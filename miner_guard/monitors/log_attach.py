@@ -15,15 +15,15 @@ from miner_guard.detectors.log_lines import (
     Patterns,
     PhaseLine,
     PushLine,
-    StepLine,
     read,
 )
+from miner_guard.detectors.step_grammar import StepLine
 from miner_guard.detectors.trace.reading import evaluation_in
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.journal import UploadEntry
 from miner_guard.flight_recorder.layout import NAN
-from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.flight_recorder.writer import FlightWriter
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 
@@ -33,25 +33,41 @@ _NUMBERED = {"step", "inner"}
 STARTING, RUNNING, CLOSED, *_ = layout.STATES
 
 
+_SN38_WORDS = frozenset({b"inner step", b"index:", b"reduce", b"pausing", b"push", b"upload"})
+
+_UNHOOKED_S = 3.0
+"""How long a miner may print steps before its ranks report: a hook does so within a second."""
+
+
 class LogAttachMonitor(Monitor):
-    """Inactive unless `[miner] attach = "log"`."""
+    """Reads the lines with `[miner] attach = "log"`, and with `sn38` those of a miner that has no
+    method which that hooks (subnet 38's before 2025-02): it prints steps and no rank reports."""
 
     name = "log_only"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._active = context.config.miner.attach == "log"
-        self.words = None if self._active else frozenset()
+        attach = context.config.miner.attach
+        self._active = attach == "log"
+        self._standby = attach == "sn38"
+        """Takes over once the miner turns out to have nothing to hook."""
+
+        self.words = None if self._active else _SN38_WORDS if self._standby else frozenset()
+        self._launch: Launch | None = None
+        self._ranks: Mapping[int, Now] = {}
         self._flight: FlightWriter | None = None
         self._findings: list[Finding] = []
         self._blind = ""
         """Why there is no flight record; reported once for consecutive launches."""
-        self._patterns = self._load() if self._active else Patterns(())
+        self._patterns = self._load() if self._active or self._standby else Patterns(())
         self._begin(0.0)
 
     def _begin(self, started: float) -> None:
         self._steps = LogSteps(started)
         self._written = 0
+        self._unhooked_since: float | None = None
+        """When the miner first printed a step that no rank reported."""
+
         self._line_at: float | None = None
         self._phase, self._phase_at = "", started
         """The phase that the last line reported, and since when; empty while it trains."""
@@ -83,9 +99,12 @@ class LogAttachMonitor(Monitor):
         return patterns(self.context.config.miner.profile, usable)
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
-        if not self._active:
-            return ()
+        self._launch, self._ranks = launch, {}
         self._begin(launch.started)
+        return self._open(launch) if self._active else ()
+
+    def _open(self, launch: Launch) -> list[Finding]:
+        """Begin the flight record that the lines' steps go into."""
         said, self._findings = self._findings, []
         try:
             self._flight = FlightWriter(
@@ -107,35 +126,63 @@ class LogAttachMonitor(Monitor):
         self._show(self._flight, STARTING, launch.started)
         return said
 
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        self._ranks = ranks
+        return ()
+
+    def _take_over(self, launch: Launch, lines: Sequence[bytes], now: float) -> list[Finding]:
+        """Begin to read the lines, if the miner prints steps and no rank reports any."""
+        prints = any(isinstance(read(_text(raw), self._patterns), StepLine) for raw in lines)
+        if not prints or self._ranks:
+            return []
+        if self._unhooked_since is None:
+            self._unhooked_since = now
+        if now - self._unhooked_since < _UNHOOKED_S:
+            return []
+        detail = (
+            "this miner has no method that --attach sn38 hooks, as before 2025-02: its steps are "
+            "read from its log lines, and its uploads are not gated"
+        )
+        return [make_finding("log_attached", detail=detail), *self._open(launch)]
+
     def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
-        if self._flight is None:
-            return ()
+        said: list[Finding] = []
         now = self.context.clock.monotonic()
+        if self._standby and self._flight is None and self._launch is not None:
+            said = self._take_over(self._launch, lines, now)
+        if self._flight is None:
+            return said
         for raw in lines:
             evaluated = evaluation_in(raw)
             self._evaluated = self._evaluated if evaluated is None else evaluated
-            self._line(self._flight, raw.decode("utf-8", "replace"), now)
-        return ()
+            self._line(self._flight, _text(raw), now)
+        return said
 
     def _line(self, flight: FlightWriter, text: str, now: float) -> None:
         said = read(text, self._patterns)
         if isinstance(said, PushLine):
             flight.journal(self._upload(said, now).to_json())
         elif isinstance(said, StepLine):
-            if self._line_at is not None and not self._phase:
-                self._longest_gap = max(self._longest_gap, now - self._line_at)
-            self._line_at = now
+            in_phase = bool(self._phase)
             outer = self._outer if said.outer is None else said.outer
             for step in self._steps.observe(replace(said, outer=outer), now):
                 self._write(flight, step)
-            self._enter("", now)
-            self._show(flight, RUNNING, now)
+            if self._written:
+                self._progressed(flight, now, in_phase=in_phase)
         elif isinstance(said, PhaseLine):
             self._outer = self._outer if said.outer is None else said.outer
             if said.seconds is not None:
                 self._spent[said.phase] = self._spent.get(said.phase, 0.0) + said.seconds
             self._enter("" if said.seconds is not None else said.phase, now)
             self._show(flight, RUNNING, now)
+
+    def _progressed(self, flight: FlightWriter, now: float, *, in_phase: bool) -> None:
+        """A line about a step arrived; `in_phase`: outside of plain training until then."""
+        if self._line_at is not None and not in_phase:
+            self._longest_gap = max(self._longest_gap, now - self._line_at)
+        self._line_at = now
+        self._enter("", now)
+        self._show(flight, RUNNING, now)
 
     def _enter(self, phase: str, now: float) -> None:
         """`phase` begins, unless it has begun already; the one before it ends."""
@@ -195,13 +242,21 @@ class LogAttachMonitor(Monitor):
         )
 
     def on_exit(self, end: Exit) -> Iterable[Finding]:
+        self._launch = None
         if self._flight is not None:
-            self._show(self._flight, CLOSED, self.context.clock.monotonic())
+            now = self.context.clock.monotonic()
+            for step in self._steps.finish(now):
+                self._write(self._flight, step)
+            self._show(self._flight, CLOSED, now)
             self._flight.close()
             self._flight = None
         return ()
 
     def snapshot(self) -> Mapping[str, Any]:
-        if not self._active:
+        if not self._active and self._flight is None:
             return {"active": False}
         return {"active": True, "steps": self._written}
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")

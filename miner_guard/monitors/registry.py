@@ -11,6 +11,7 @@ from miner_guard.monitors.base import Context, Monitor
 
 MONITORS = (
     "log_attach",
+    "first_step",
     "reports",
     "steps",
     "curves",

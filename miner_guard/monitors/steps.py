@@ -27,6 +27,7 @@ class StepsMonitor(Monitor):
     the same step time."""
 
     name = "steps"
+    words = frozenset({b"outer step:"})
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -56,6 +57,7 @@ class StepsMonitor(Monitor):
         self._slow_left_out = 0
         self._summary_stretch = 0
         self._on_cpu = False
+        self._miner_prints_steps = False
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._reset()
@@ -65,6 +67,11 @@ class StepsMonitor(Monitor):
     def on_entry(self, rank: int, entry: JournalEntry) -> Iterable[Finding]:
         if isinstance(entry, TrainingEntry):
             self._facts = self._facts.with_entry(entry)
+        return ()
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+        own = any(b"Outer Step:" in line and b"Inner Step:" in line for line in lines)
+        self._miner_prints_steps = self._miner_prints_steps or own
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
@@ -92,6 +99,7 @@ class StepsMonitor(Monitor):
                 eval_loss=json_number(step.eval_loss),
                 tokens=step.tokens,
                 total_steps=step.total_steps,
+                miner_prints_steps=self._miner_prints_steps or None,
                 **_about_the_loss(step),
             )
         if not step.flags & FLAG_FIRST:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import pytest
-
 from miner_guard.config import Config, HangSettings, MinerSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.records import Now
@@ -58,32 +56,12 @@ def watch(
 def test_lines_that_are_not_understood_are_no_hang(tmp_path: Path) -> None:
     """Guards against a healthy miner ended every half hour, since its lines are of a form that is
     not known."""
-    (blind,) = watch(tmp_path, "log", {0: STARTING}, printing=True)
-    assert blind.event == "guard_degraded"
-    assert "describe them in [miner] log_patterns" in str(blind.fields["what"])
+    assert watch(tmp_path, "log", {0: STARTING}, printing=True) == []
 
 
 def test_a_program_known_by_its_lines_that_prints_nothing_hangs(tmp_path: Path) -> None:
     seen = [f.event for f in watch(tmp_path, "log", {0: STARTING}, printing=False)]
     assert seen[0] == "hang_detected"
-
-
-@pytest.mark.parametrize(
-    ("attach", "advice"),
-    [
-        (None, "no rank has called miner_guard.init()"),
-        ("sn38", "--attach auto or log"),
-        ("auto", "--attach log"),
-    ],
-)
-def test_a_miner_that_nothing_is_seen_of_is_said_once(
-    tmp_path: Path, attach: Literal["sn38", "auto"] | None, advice: str
-) -> None:
-    """Guards against `HEALTH running` all night over a miner whose steps nobody watches."""
-    (blind,) = watch(tmp_path, attach, {}, printing=True)
-    assert blind.event == "guard_degraded"
-    assert str(blind.fields["what"]).startswith("no step seen for 1 min")
-    assert advice in str(blind.fields["what"])
 
 
 class JobsLater(JobsNever):

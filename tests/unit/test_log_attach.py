@@ -12,7 +12,7 @@ from miner_guard.config import Config, MinerSettings
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.reader import FlightReader
-from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.log_attach import LogAttachMonitor
 from miner_guard.state_dir import StateDir
@@ -20,6 +20,7 @@ from miner_guard.system.clock import FakeClock
 from tests.support.contexts import context
 from tests.support.output import show
 
+NOW = Now("running", "", 0.0, 0.0, None, None, 0, None, None, None, None, 1, 0, 0, 0)
 TODAY = (
     "\x1b[34m2025-12-20 10:00:00\x1b[0m |\x1b[1m     INFO     \x1b[0m| \x1b[1mRank 0\x1b[0m | 🏋️  "
 )
@@ -29,7 +30,7 @@ class Log:
     """A launch of a miner whose lines are all there is."""
 
     def __init__(self, folder: Path, **miner: object) -> None:
-        settings = MinerSettings(attach="log", **miner)  # type: ignore[arg-type]
+        settings = MinerSettings(**{"attach": "log", **miner})  # type: ignore[arg-type]
         self.clock = FakeClock()
         self.state = StateDir(folder)
         self.part = LogAttachMonitor(
@@ -40,7 +41,7 @@ class Log:
 
     def line(self, text: str, after_s: float = 10.0) -> None:
         self.clock.advance(after_s)
-        show(self.part, f"{text}\n".encode())
+        self.said += show(self.part, f"{text}\n".encode())
 
     @property
     def reader(self) -> FlightReader:
@@ -295,6 +296,25 @@ def test_the_record_ends_with_the_launch_and_does_nothing_unless_asked(tmp_path:
     now = log.reader.now()
     assert now is not None
     assert (now.state, now.inner_step) == ("closed", 1)
-    other = Log(tmp_path / "other")
-    other.part._active = False
-    assert other.part.snapshot() == {"active": False}
+    assert LogAttachMonitor(context(tmp_path / "other")).snapshot() == {"active": False}
+
+
+def test_an_old_miner_under_attach_sn38_is_read_by_its_lines(tmp_path: Path) -> None:
+    """Guards against a miner of 2024, which has no method to hook, that trains unseen."""
+    log = Log(tmp_path, attach="sn38", profile="sn38")
+    for number in range(4):
+        log.line(f"INFO | Index: {number} | Loss: {4 - number}.00", 2)
+    (finding,) = log.said
+    assert finding.event == "log_attached"
+    assert "its uploads are not gated" in str(finding.fields["detail"])
+    assert [(s.inner_step, s.loss) for s in log.steps] == [(2, 2.0), (3, 1.0)]
+
+
+def test_a_miner_that_is_hooked_is_not_read_by_its_lines(tmp_path: Path) -> None:
+    log = Log(tmp_path, attach="sn38", profile="sn38")
+    log.line("INFO | Index: 1 | Loss: 2.00", 2)
+    log.part.on_tick(log.clock.monotonic(), {0: NOW})
+    for number in range(2, 9):
+        log.line(f"INFO | Index: {number} | Loss: 2.00", 2)
+    assert log.said == []
+    assert not log.state.flight_of(0).exists()

@@ -87,6 +87,16 @@ def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
     assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"]
 
 
+def test_a_miner_with_step_lines_of_its_own_shows_each_step_once(tmp_path: Path) -> None:
+    """Guards against `grep "Outer Step:" | tail -50` that shows 25 steps, each twice."""
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    part.on_lines([b"Outer Step: 5 | Inner Step: 1 | Learning Rate: 0.00002100 | Loss: 3.00"])
+    assert lines(drive(part, clock, [15.2]), "inner_step") == [
+        "Inner Step: 1 | Step Time: 15.2s | GPU Mem: 18.45GB"
+    ]
+
+
 def test_a_step_is_slow_against_its_like(tmp_path: Path) -> None:
     clock = FakeClock()
     part = StepsMonitor(context(tmp_path, clock=clock))

@@ -1,0 +1,108 @@
+"""What `attach = "log"` would read from a log: steps, pushes, and the lines that came near."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from miner_guard.detectors.log_lines import LogSteps, Patterns, PhaseLine, PushLine, read
+from miner_guard.detectors.step_grammar import Miss, StepLine
+
+_MISSES_KEPT = 5
+_QUOTED = 160
+
+FIELDS = ("loss", "seconds", "lr", "grad_norm", "gpu_gb")
+"""What a step line may have besides its number."""
+
+
+def quoted(line: str) -> str:
+    """`line` for a message: without surrounding space, 160 characters at most."""
+    text = " ".join(line.split())
+    return text if len(text) <= _QUOTED else f"{text[: _QUOTED - 1]}…"
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """A step that the log shows, and the line that showed it."""
+
+    place: int
+    """Number of the line, from 1."""
+
+    step: StepLine
+    text: str
+
+
+@dataclass
+class LogCheck:
+    """The result for one log."""
+
+    lines: int = 0
+    steps: list[StepSeen] = field(default_factory=list)
+    pushes: int = 0
+    failed_pushes: int = 0
+    phases: dict[str, int] = field(default_factory=dict)
+    """Lines by the phase that they report."""
+
+    misses: list[tuple[int, Miss, str]] = field(default_factory=list)
+    """The nearest first: line number, what the line lacks, the line."""
+
+    def counted(self) -> Mapping[str, int]:
+        """How many steps have each field."""
+        return {
+            name: sum(getattr(seen.step, name) is not None for seen in self.steps)
+            for name in FIELDS
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "lines": self.lines,
+            "steps": [
+                {
+                    "line": seen.place,
+                    "outer_step": seen.step.outer,
+                    "epoch": seen.step.epoch,
+                    "step": seen.step.inner,
+                    **{name: getattr(seen.step, name) for name in FIELDS},
+                }
+                for seen in self.steps
+            ],
+            "pushes": self.pushes,
+            "failed_pushes": self.failed_pushes,
+            "phases": self.phases,
+            "nearest_misses": [
+                {"line": place, "why": miss.why, "text": text} for place, miss, text in self.misses
+            ],
+        }
+
+
+def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
+    """Read a log as the monitor `log_attach` would, without arrival times: a step has only the
+    duration that its line prints."""
+    result, steps = LogCheck(), LogSteps(0.0)
+    for place, raw in enumerate(lines, 1):
+        result.lines = place
+        for text in filter(None, raw.rstrip("\n").split("\r")):
+            _take(result, steps, place, text, patterns)
+    for logged in steps.finish(float(result.lines)):
+        result.steps.append(StepSeen(result.lines, logged.line, "(the end of the log)"))
+    return result
+
+
+def _take(result: LogCheck, steps: LogSteps, place: int, text: str, patterns: Patterns) -> None:
+    said = read(text, patterns)
+    if isinstance(said, StepLine):
+        for logged in steps.observe(said, float(place)):
+            result.steps.append(StepSeen(place, logged.line, quoted(text)))
+    elif isinstance(said, PushLine):
+        result.pushes += said.error is None
+        result.failed_pushes += said.error is not None
+    elif isinstance(said, PhaseLine):
+        name = said.phase or "training"
+        result.phases[name] = result.phases.get(name, 0) + 1
+    elif isinstance(said, Miss):
+        result.misses.append((place, said, quoted(text)))
+        # Stable: of lines equally near the first ones stay.
+        result.misses.sort(key=lambda miss: -miss[1].nearness)
+        del result.misses[_MISSES_KEPT:]

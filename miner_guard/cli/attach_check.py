@@ -1,0 +1,113 @@
+"""`miner-guard attach-check FILE`: which steps `--attach log` would read from a log."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Optional, TextIO
+
+import typer
+
+from miner_guard.attach.check import LogCheck, StepSeen, check
+from miner_guard.attach.patterns import patterns
+from miner_guard.cli.echo import echo
+from miner_guard.cli.options import DEFAULT_NAME, Config, Json, open_context
+from miner_guard.eventlog.catalog import counted
+from miner_guard.exits import FAILED, USAGE, Refused
+
+_FIRST, _LAST = 8, 3
+"""Steps printed in full from the beginning and from the end of a log."""
+
+_UNITS = {"seconds": ("step time", "{:.3f}s"), "gpu_gb": ("memory", "{:.2f}GB")}
+
+
+def command(
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="A log of the miner; - is stdin.")],
+    profile: Annotated[
+        Optional[str], typer.Option("--profile", help="Also use this profile's patterns.")
+    ] = None,
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """Which steps `--attach log` would read from a log. Exit 1: none."""
+    place = open_context(config, DEFAULT_NAME, None)
+    named = profile or place.profile
+    try:
+        known = patterns(named, place.settings.config.miner.log_patterns)
+    except (OSError, ValueError) as error:
+        raise Refused(f"--profile {named}: {error}", USAGE) from error
+    with _lines(file) as lines:
+        result = check(lines, known)
+    if as_json:
+        echo(json.dumps(result.as_dict(), ensure_ascii=False))
+    else:
+        for line in report(result, named):
+            echo(line)
+    if not result.steps:
+        raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _lines(source: str) -> Iterator[TextIO]:
+    if source == "-":
+        sys.stdin.reconfigure(errors="replace", newline="\n")  # type: ignore[union-attr]
+        yield sys.stdin
+        return
+    try:
+        with Path(source).open(encoding="utf-8", errors="replace", newline="\n") as file:
+            yield file
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise Refused(f"{source}: cannot be read: {reason}; give a log, or -", USAGE) from error
+
+
+def report(result: LogCheck, profile: str | None) -> Iterator[str]:
+    """What was read, for people."""
+    steps = result.steps
+    shown = steps if len(steps) <= _FIRST + _LAST else [*steps[:_FIRST], *steps[-_LAST:]]
+    for at, seen in enumerate(shown):
+        if at == _FIRST and len(steps) > len(shown):
+            yield f"… {len(steps) - len(shown)} more …"
+        yield f"line {seen.place}: {_in_words(seen)}   <- {seen.text}"
+    by = f" with the patterns of {profile}" if profile else ""
+    yield f"{counted(len(steps), 'step')} in {counted(result.lines, 'line')}{by}" + (
+        f": {_fields(result)}" if steps else ""
+    )
+    if result.pushes or result.failed_pushes:
+        yield f"{counted(result.pushes, 'push')}, {result.failed_pushes} failed"
+    if result.phases:
+        lines = ", ".join(f"{name} {count}" for name, count in sorted(result.phases.items()))
+        yield f"lines of phases: {lines}"
+    if result.misses:
+        yield "Not read as a step, the nearest first:"
+    for place, miss, text in result.misses:
+        yield f"  line {place}: {text!r}: {miss.why}"
+    if not steps:
+        yield (
+            "Describe the step lines in [miner] log_patterns of guard.toml, for example "
+            r"'batch (?P<step>\d+) cost (?P<loss>\S+)', and check again with -c guard.toml"
+        )
+
+
+def _in_words(seen: StepSeen) -> str:
+    step = seen.step
+    words = [] if step.outer is None else [f"outer {step.outer}"]
+    words += [] if step.epoch is None else [f"epoch {step.epoch}"]
+    words.append(f"step {step.inner}")
+    for name in ("loss", "seconds", "lr", "grad_norm", "gpu_gb"):
+        value = getattr(step, name)
+        if value is not None:
+            called, form = _UNITS.get(name, (name, "{:g}"))
+            words.append(f"{called} {form.format(value)}")
+    return ", ".join(words)
+
+
+def _fields(result: LogCheck) -> str:
+    total = len(result.steps)
+    return ", ".join(
+        f"{_UNITS.get(name, (name, ''))[0]} on {'all' if count == total else count or 'none'}"
+        for name, count in result.counted().items()
+    )

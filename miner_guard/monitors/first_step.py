@@ -1,0 +1,153 @@
+"""First step: reports a miner that shows no step yet, with the line that came nearest to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from miner_guard.attach.check import quoted
+from miner_guard.attach.patterns import patterns
+from miner_guard.detectors.log_lines import read
+from miner_guard.detectors.step_grammar import Miss, StepLine
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.flight_recorder.records import Now, StepRecord
+from miner_guard.monitors.base import Context, Exit, Launch, Monitor
+
+_WHY_NO_STEP = {
+    None: "no rank has called miner_guard.init(). It waits before that, or it never calls the "
+    "hook: then start it with --attach sn38, auto or log",
+    "sn38": "--attach sn38 found nothing that it knows in this miner; try --attach auto or log",
+    "auto": (
+        "--attach auto found no training loop of torch in this miner; try --attach log, or "
+        "call the hook"
+    ),
+    "log": "none of the miner's lines was known as a step's; describe them in [miner] log_patterns",
+}
+"""By attach mode: why a live miner shows no steps, and what to do."""
+
+_PERSISTS_S = 60.0
+"""How long lines that look like steps may come without a step: a hook reports within seconds."""
+
+_MAX_LINES = 20_000
+"""Lines read per launch."""
+
+_IS_A_STEP = 3
+"""Nearness of a line that the grammar reads as a step; a `Miss` has less."""
+
+
+class FirstStepMonitor(Monitor):
+    """Idle once a step was seen."""
+
+    name = "first_step"
+    words = frozenset({b"step", b"iter", b"loss", b"epoch", b"batch", b"it/s", b"s/it"})
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        miner = context.config.miner
+        self._patterns = patterns(miner.profile)
+        self._begin(None)
+
+    def _begin(self, launch: Launch | None) -> None:
+        """Reset the state for a new launch."""
+        self._launch = launch
+        """None without a running launch, and once a step or a hang was seen."""
+
+        self._lines = 0
+        self._nearest: tuple[int, str] | None = None
+        """Nearness and quotation of the line that came nearest to a step."""
+
+        self._nearest_at = 0.0
+        """When the first such line came."""
+
+        self._noticed = self._warned = False
+
+    def on_launch(self, launch: Launch) -> Iterable[Finding]:
+        self._begin(launch)
+        return ()
+
+    def on_exit(self, end: Exit) -> Iterable[Finding]:
+        self._begin(None)
+        return ()
+
+    def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        self._begin(None)
+        return ()
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        if finding.event in ("hang_detected", "miner_stopping"):
+            self._begin(None)
+        return ()
+
+    def on_lines(self, lines: Sequence[bytes]) -> Iterable[Finding]:
+        if self._launch is None or self._lines > _MAX_LINES:
+            return ()
+        self._lines += len(lines)
+        for raw in lines:
+            text = raw.decode("utf-8", "replace")
+            said = read(text, self._patterns)
+            if isinstance(said, StepLine) and said.loss is not None:
+                self._note(_IS_A_STEP, repr(quoted(text)))
+            elif isinstance(said, StepLine):
+                self._note(1, f"{quoted(text)!r}: it has no loss")
+            elif isinstance(said, Miss):
+                self._note(said.nearness, f"{quoted(text)!r}: {said.why}")
+        return ()
+
+    def _note(self, nearness: int, text: str) -> None:
+        if self._nearest is None:
+            self._nearest_at = self.context.clock.monotonic()
+        if self._nearest is None or nearness > self._nearest[0]:
+            self._nearest = (nearness, text)
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if self._launch is None:
+            return ()
+        hang, waited = self.context.config.hang, now - self._launch.started
+        hooked = bool(ranks) and self.context.config.miner.attach != "log"
+        if waited > hang.first_step_s and not self._warned and not hooked:
+            self._warned = True
+            return [self._degraded(waited)]
+        persists = self._nearest is not None and now - self._nearest_at > _PERSISTS_S
+        if waited <= hang.first_step_notice_s or self._warned or (self._noticed and not persists):
+            return ()
+        self._noticed, self._warned = True, persists
+        return [
+            make_finding(
+                "no_step_yet",
+                level="warning" if persists else "info",
+                waited_s=round(waited, 1),
+                detail=self._detail(ranks),
+                nearest=None if self._nearest is None else self._nearest[1],
+            )
+        ]
+
+    def _detail(self, ranks: Mapping[int, Now]) -> str:
+        attach = self.context.config.miner.attach
+        if self._nearest is None:
+            if ranks and attach != "log":
+                phase = ranks[min(ranks)].phase
+                return f"rank {min(ranks)} is in {phase or 'no named phase'}"
+            return "no line of the miner looks like a step's either; it may still be loading"
+        nearness, text = self._nearest
+        if attach == "log":
+            return (
+                f"the nearest line is {text}; describe the step lines in [miner] log_patterns, and "
+                "check with `miner-guard attach-check FILE`"
+            )
+        if nearness < _IS_A_STEP:
+            return f"the line nearest to a step's is {text}"
+        return (
+            f"the miner prints steps, such as {text}, but no rank reports one: "
+            f"{_WHY_NO_STEP[attach]}"
+        )
+
+    def _degraded(self, waited: float) -> Finding:
+        nearest = "" if self._nearest is None else f"; the nearest line is {self._nearest[1]}"
+        return make_finding(
+            "guard_degraded",
+            what=f"no step seen for {waited / 60:.0f} min, so slow steps and hangs are not "
+            f"either: {_WHY_NO_STEP[self.context.config.miner.attach]}{nearest}",
+        )
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"waiting": self._launch is not None}

@@ -1,0 +1,66 @@
+"""`attach-check` shows what `--attach log` would read from a log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miner_guard.cli.main import run
+
+LOG = """loading the model
+step 10 done
+iter 100: loss 2.4512, time 250.12ms
+iter 110: loss 2.4012, time 250.12ms
+step 110: train loss 2.1, val loss 3.2
+Successfully pushed new model state with tag 5.5.8 to bucket: x
+"""
+
+
+def test_steps_and_near_misses_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.log").write_text(LOG)
+    assert run(["attach-check", "a.log"]) == 0
+    out = capsys.readouterr().out
+    assert "line 3: step 100, loss 2.4512, step time 0.250s" in out
+    assert "2 steps in 6 lines: loss on all, step time on all, lr on none" in out
+    assert "1 push, 0 failed" in out
+    assert "line 2: 'step 10 done': it has a step number" in out
+
+
+def test_json_has_each_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.log").write_text(LOG)
+    assert run(["attach-check", "a.log", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [(s["step"], s["loss"]) for s in document["steps"]] == [(100, 2.4512), (110, 2.4012)]
+    assert document["nearest_misses"][0]["line"] == 2
+
+
+def test_no_step_is_exit_1_with_the_next_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.log").write_text("batch 3 cost 0.5\n")
+    assert run(["attach-check", "a.log"]) == 1
+    assert "[miner] log_patterns" in capsys.readouterr().out
+    pattern = r"batch (?P<step>\d+) cost (?P<loss>\S+)"
+    (tmp_path / "guard.toml").write_text(f"[miner]\nlog_patterns = ['{pattern}']\n")
+    assert run(["attach-check", "a.log"]) == 0
+    assert "step 3, loss 0.5" in capsys.readouterr().out
+
+
+def test_an_unknown_profile_or_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.log").write_text(LOG)
+    assert run(["attach-check", "a.log", "--profile", "sn999"]) == 64
+    assert "sn999" in capsys.readouterr().err
+    assert run(["attach-check", "b.log"]) == 64
+    assert "b.log: cannot be read" in capsys.readouterr().err

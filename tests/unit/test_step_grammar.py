@@ -1,0 +1,283 @@
+"""One grammar reads the step lines of trainers that print them each in a form of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from miner_guard.attach.patterns import grammar
+from miner_guard.detectors.log_lines import LogSteps
+from miner_guard.detectors.step_grammar import Miss, StepLine
+
+_MEGATRON = (
+    " [2024-05-01 12:00:00] iteration      100/  500000 | consumed samples:         1600 | "
+    "elapsed time per iteration (ms): 1234.5 | learning rate: 1.500E-04 | global batch size:    "
+    "16 | lm loss: 6.500000E+00 | loss scale: 1.0 | grad norm: 1.234 | number of skipped "
+    "iterations:   0 |"
+)
+_FAIRSEQ = (
+    "2023-01-01 | INFO | train_inner | epoch 001:    100 / 1234 loss=10.2, nll_loss=9.5, ppl=724, "
+    "num_updates=100, lr=1.25e-05, gnorm=2.1, train_wall=12, wall=30"
+)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "line", "step", "loss", "seconds"),
+    [
+        ("nanoGPT", "iter 100: loss 2.4512, time 250.12ms, mfu 3.10%", 100, 2.4512, 0.25012),
+        ("minGPT", "iter_dt 45.12ms; iter 100: train loss 2.34567", 100, 2.34567, 0.04512),
+        (
+            "nanochat",
+            "step 00010/01000 (1.00%) | loss: 2.450000 | lrm: 1.00 | dt: 250.00ms | tok/sec: 1",
+            10,
+            2.45,
+            0.25,
+        ),
+        (
+            "llm.c",
+            "step   10/1000 | loss 2.450000 (-0.52z)| norm 0.8 (+0.1z)| lr 1e-04 | 250.00 ms | 41%",
+            10,
+            2.45,
+            0.25,
+        ),
+        ("modded-nanogpt", "step:10/1750 train_time:12345ms step_avg:250.12ms", 10, None, 0.25012),
+        ("a plain loop", "step 1: loss 18.4", 1, 18.4, None),
+        ("a tutorial", "Epoch [1/10], Step [100/600], Loss: 0.4321", 100, 0.4321, None),
+        ("source 003", "Step 10: loss=2.45, lr=6.67e-05", 10, 2.45, None),
+        (
+            "HF Trainer",
+            "{'loss': 2.3, 'grad_norm': 1.2, 'learning_rate': 5e-05, 'epoch': 0.1}",
+            None,
+            2.3,
+            None,
+        ),
+        (
+            "transformers 5",
+            "{'loss': '2.3', 'grad_norm': '1.2', 'learning_rate': '5e-05'}",
+            None,
+            2.3,
+            None,
+        ),
+        (
+            "torchtitan",
+            "[rank0]:[titan] 2025-01-02 03:04:05,678 - root - INFO - step: 10  loss:  7.5012  "
+            "grad_norm:  1.2  memory:  1.18GiB(3.2%)  tps: 12,345",
+            10,
+            7.5012,
+            None,
+        ),
+        ("Megatron-LM", _MEGATRON, 100, 6.5, 1.2345),
+        ("fairseq", _FAIRSEQ, 100, 10.2, None),
+        (
+            "DeepSpeed",
+            "[INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=0, lr=[0.001]",
+            10,
+            None,
+            None,
+        ),
+        ("tqdm", " 37%|███▋   | 37/100 [00:12<00:21,  2.50it/s, loss=2.31]", 37, 2.31, 0.4),
+        (
+            "Lightning",
+            "Epoch 0:  37%|███▋  | 37/100 [00:12<00:21,  2.50it/s, v_num=0, train_loss_step=0.234]",
+            37,
+            0.234,
+            0.4,
+        ),
+        (
+            "Lightning with rich",
+            "Epoch 3/9  ━━━━━━╺━━━ 37/100 0:00:12 • 0:00:21 2.50it/s v_num: 0.0 train_loss: 0.2",
+            37,
+            0.2,
+            0.4,
+        ),
+        (
+            "torchtune",
+            "1|10|Loss: 1.23:  10%|█    | 10/100 [00:12<01:21,  1.20s/it]",
+            10,
+            1.23,
+            1.2,
+        ),
+        (
+            "Keras",
+            "37/100 ━━━━━━━━━━━━━ 1s 50ms/step - accuracy: 0.9 - loss: 0.3000",
+            37,
+            0.3,
+            0.05,
+        ),
+        ("mnist", "Train Epoch: 1 [640/60000 (1%)]\tLoss: 1.234567", 640, 1.234567, None),
+        (
+            "ImageNet",
+            "Epoch: [0][  10/5005]\tTime  0.345 ( 0.400)\tData  0.002 ( 0.100)\tLoss 6.9 (7.0)",
+            10,
+            6.9,
+            0.345,
+        ),
+        (
+            "timm",
+            "Train: 0 [ 100/1251 (  8%)]  Loss: 6.93 (6.94)  Time: 0.345s, 371.01/s  LR: 1.000e-05",
+            100,
+            6.93,
+            0.345,
+        ),
+        (
+            "detectron2",
+            "eta: 0:10:00  iter: 199  total_loss: 1.234  loss_cls: 0.4  time: 0.34  lr: 0.0002",
+            199,
+            1.234,
+            0.34,
+        ),
+        (
+            "mmengine",
+            "Epoch(train)  [1][ 50/1000]  lr: 1.0e-03  eta: 0:10:00  time: 0.34  loss: 1.2300",
+            50,
+            1.23,
+            0.34,
+        ),
+        ("Templar", "| INFO | Inner Step 5, Batch 40, loss: 3.4000, accum: 512/512", 5, 3.4, None),
+        (
+            "IOTA",
+            "📊 Local step loss: 3.456789 | Activation: 7f | Miner: 5Gabcdef",
+            None,
+            3.456789,
+            None,
+        ),
+        (
+            "Psyche",
+            "INFO psyche_client::state::steps: client_loss client_id=abc epoch=0 step=10 loss=3.21",
+            10,
+            3.21,
+            None,
+        ),
+        ("OpenDiLoCo", "[rank 0] step: 10, loss: 3.21, lr 0.0004", 10, 3.21, None),
+        (
+            "prime",
+            "step: 10, loss: 3.2100, tokens_per_second: 12345.67, mfu: 12.34",
+            10,
+            3.21,
+            None,
+        ),
+        (
+            "prime-rl",
+            "Step 10 |  12.34s | Loss 0.0123 | Entropy 0.4 | Grad. Norm 0.1200 | LR 1.00e-06",
+            10,
+            0.0123,
+            12.34,
+        ),
+        ("prime-rl", "Step 11 |  1m 23s | Loss 0.0123 | Grad. Norm 0.1200", 11, 0.0123, 83.0),
+    ],
+)
+def test_step_loss_and_time_of_usual_trainers(
+    trainer: str, line: str, step: int | None, loss: float | None, seconds: float | None
+) -> None:
+    seen = grammar().read(line)
+    assert isinstance(seen, StepLine), trainer
+    assert (seen.inner, seen.loss) == (step, loss)
+    assert seen.seconds == (None if seconds is None else pytest.approx(seconds))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 500: train loss 2.1000, val loss 3.2000",
+        "step:125/1750 val_loss:4.1234 train_time:12345ms step_avg:98.76ms",
+        "Test set: Average loss: 0.0501, Accuracy: 9837/10000 (98%)",
+        "Validation | Step 10 | Loss 3.2000",
+        "{'eval_loss': 2.3, 'eval_runtime': 1.2, 'epoch': 0.1}",
+        "{'train_runtime': 12.3, 'train_samples_per_second': 3.2, 'train_loss': 2.2, 'epoch': 1.0}",
+        "Validation DataLoader 0:  37%|███▋      | 37/100 [00:12<00:21,  2.93it/s]",
+        "Map: 100%|██████████| 1000/1000 [00:01<00:00, 800.00 examples/s]",
+        "Loading checkpoint shards:  33%|███▎      | 1/3 [00:02<00:04,  2.10s/it]",
+        "model.safetensors: 100%|██████████| 1.2G/1.2G [00:10<00:00, 120MB/s]",
+        "Saving checkpoint at step 100",
+        "Resuming from step 100, lr 0.1",
+        "Micro Step 3/8 | Loss 0.0123 | Entropy 0.4",
+    ],
+)
+def test_other_lines_are_no_steps(line: str) -> None:
+    """Guards against losses of an evaluation, and steps of a download, in the run's curve."""
+    assert grammar().read(line) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("step 10 done", "no loss, step time or learning rate"),
+        ("loss is 3.4 at 12", "not as a name and a number"),
+    ],
+)
+def test_a_near_miss_says_what_the_line_lacks(line: str, why: str) -> None:
+    seen = grammar().read(line)
+    assert isinstance(seen, Miss)
+    assert why in seen.why
+
+
+@pytest.mark.parametrize("part", ["loss ", "1", "[ ", "━", "step (", "1/1 ", "epoch 1:"])
+def test_a_long_line_of_one_word_is_no_step(part: str) -> None:
+    """Guards against a guard that stands still at one line: the words are those that its regular
+    expressions repeat."""
+    assert not isinstance(grammar().read(part * (2000 // len(part))), StepLine)
+
+
+def steps_of(*lines: str, every_s: float = 1.0) -> list[tuple[int | None, float | None, float]]:
+    """Number, loss and duration of the steps in lines that arrive one by one."""
+    steps, found = LogSteps(0.0), []
+    for at, text in enumerate(lines, 1):
+        line = grammar().read(text)
+        assert isinstance(line, StepLine)
+        found += steps.observe(line, at * every_s)
+    found += steps.finish(len(lines) * every_s)
+    return [(s.line.inner, s.line.loss, round(s.end - s.start, 6)) for s in found]
+
+
+def _bar(done: int, of: int = 1000) -> str:
+    return f"  1%|          | {done}/{of} [00:12<20:00,  1.21s/it]"
+
+
+def test_the_bar_beside_hf_trainers_losses_numbers_them() -> None:
+    seen = steps_of(
+        _bar(9),
+        _bar(10),
+        "{'loss': 2.5, 'epoch': 0.1}",
+        _bar(10),
+        _bar(11),
+        _bar(3, of=13),
+        _bar(12),
+    )
+    assert [(step, loss) for step, loss, _ in seen] == [(10, 2.5), (11, None), (12, None)], (
+        "the evaluation's bar counts no steps"
+    )
+
+
+def test_a_bar_without_losses_counts_no_steps() -> None:
+    """Guards against steps of a loop over files before the training."""
+    assert steps_of(*(_bar(done) for done in range(1, 50))) == []
+
+
+def test_losses_without_a_number_are_counted_until_numbers_come() -> None:
+    record = "{'loss': 2.5, 'learning_rate': 5e-05}"
+    assert [step for step, _, _ in steps_of(record, record, record)] == [1, 2, 3]
+    assert [step for step, _, _ in steps_of("step 7: loss 2.0", record)] == [7]
+
+
+def test_each_epoch_counts_from_the_start() -> None:
+    epoch = [f"batch {n}: loss 2.0" for n in range(1, 7)]
+    assert [step for step, _, _ in steps_of(*epoch, *epoch)] == [1, 2, 3, 4, 5, 6] * 2
+    named = [f"Epoch: [{e}][{n}/2]\tLoss 2.0" for e in (0, 1) for n in (1, 2)]
+    assert [step for step, _, _ in steps_of(*named)] == [1, 2, 1, 2]
+
+
+def test_only_the_lowest_rank_counts() -> None:
+    lines = [f"[rank {r}] step: {n}, loss: {n}.{r}" for n in (1, 2) for r in (1, 0, 2)]
+    assert [(step, loss) for step, loss, _ in steps_of(*lines)] == [(1, 1.1), (2, 2.0)]
+
+
+def test_the_time_since_the_start_is_no_step_time() -> None:
+    """Guards against SLOW STEP of an hour in a loop that prints how long it has been running."""
+    lines = [f"step {n}: loss 2.0, time: {10 * n}s" for n in range(1, 12)]
+    assert steps_of(*lines, every_s=10.0)[-1][2] == 10.0
+    steady = [f"step {n}: loss 2.0, time: {3 + n % 3}s" for n in range(1, 12)]
+    assert steps_of(*steady, every_s=10.0)[-1][2] == 5.0
+
+
+def test_a_counter_of_samples_does_not_divide_the_time() -> None:
+    lines = [f"Train Epoch: 1 [{n}/60000 (1%)]\tLoss: 1.0" for n in (0, 640, 1280)]
+    assert [seconds for _, _, seconds in steps_of(*lines)] == [1.0, 1.0, 1.0]
