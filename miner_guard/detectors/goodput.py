@@ -2,11 +2,14 @@
 
 Each second belongs to exactly one category. Inside a step, the phases decide. The time from the
 launch to the first step is `init` (`restart` from the second launch on); a stretch without steps in
-which a hang was found is `hang`.
+which a hang was found is `hang`. The open stretch since the last step counts as `hang`, from its
+first second, once it is longer than a step can be expected to take: goodput must not rise while a
+hang waits for its detection. If the step finishes after all, it counts as what it was.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 CATEGORIES = (
@@ -23,6 +26,10 @@ CATEGORIES = (
 )
 
 _PHASES = ("data", "upload", "allreduce", "load_state", "pause")
+_RECENT_STEPS = 64
+_EXPECTED_FACTOR = 2.0
+"""Multiple of the longest recent step up to which an open step counts as training."""
+
 _EVALUATION = ("inference", "val_loss", "example_loss")
 
 
@@ -36,6 +43,7 @@ class Goodput:
         self._stepped = False
         self._hung = False
         self._finished = False
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def launched(self, now: float) -> None:
         """The miner was started; the time since the last step was lost to the restart."""
@@ -62,6 +70,7 @@ class Goodput:
         length = end - self._accounted
         if length <= 0:
             return
+        self._recent.append(length)
         for name, seconds in split(length, phases, nested_in_monitor_s).items():
             self.seconds[name] += seconds
         self._accounted = end
@@ -83,18 +92,22 @@ class Goodput:
             return {}
         totals = dict(self.seconds)
         if not self._finished:
-            totals[self._category(phase)] += max(0.0, now - self._accounted)
+            open_s = max(0.0, now - self._accounted)
+            totals[self._category(phase, open_s)] += open_s
         whole = sum(totals.values())
         return {name: seconds / whole for name, seconds in totals.items()} if whole > 0 else {}
 
-    def _category(self, phase: str) -> str:
+    def _category(self, phase: str, open_s: float) -> str:
         if self._hung:
             return "hang"
         if not self._stepped:
             return "init" if self._launches <= 1 else "restart"
         if phase in _PHASES:
             return phase
-        return "monitoring" if phase == "monitor" or phase in _EVALUATION else "training"
+        if phase == "monitor" or phase in _EVALUATION:
+            return "monitoring"
+        overdue = self._recent and open_s > _EXPECTED_FACTOR * max(self._recent)
+        return "hang" if overdue else "training"
 
     def _spend(self, category: str, until: float) -> None:
         assert self._accounted is not None

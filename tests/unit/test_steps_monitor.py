@@ -265,6 +265,19 @@ def test_time_lost_to_a_hang_and_to_a_restart_is_told_apart(tmp_path: Path) -> N
     assert shares["restart"] == pytest.approx(100 / 600)
 
 
+def test_goodput_falls_while_a_hang_waits_for_its_detection(tmp_path: Path) -> None:
+    """Guards against goodput that rises through the minutes in which no rank steps."""
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    list(part.on_launch(Launch((), 1, 0, clock.monotonic())))
+    drive(part, clock, [10.0] * 20)
+    clock.advance(58)
+    shares = part.snapshot()["goodput"]
+    assert shares["hang"] == pytest.approx(58 / 258)
+    drive(part, clock, [10.0])
+    assert part.snapshot()["goodput"]["hang"] == 0, "the step came after all"
+
+
 def test_the_time_after_a_finish_is_not_lost_to_a_restart(tmp_path: Path) -> None:
     clock = FakeClock()
     part = StepsMonitor(context(tmp_path, clock=clock))
