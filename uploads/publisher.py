@@ -109,6 +109,8 @@ class Result:
     tag: str
     label: str
     size_bytes: int
+    """Size of gradients.pt, which is what validators download and what every page shows."""
+
     seconds: float
     attempts: int
     """Retried requests, plus one."""
@@ -200,10 +202,14 @@ class Publisher:
                 f"{error.filename or self._journal.path}: {error.strerror or error}"
             ) from error
         self._journal.end()
-        size = sum(t.size_bytes for t in tickets)
-        seconds = time.monotonic() - effort.start
+        gradients, seconds = entries[0], time.monotonic() - effort.start
         return Result(
-            revision.tag, self._repo.label, size, seconds, effort.attempts, entries[0].checksum
+            revision.tag,
+            self._repo.label,
+            gradients.size_bytes,
+            seconds,
+            effort.attempts,
+            gradients.checksum,
         )
 
     def _shown(

@@ -371,7 +371,11 @@ class UploadsMonitor(Monitor):
         tag = _tag(entry) or published.revision
         if seen.verified:
             self._store(
-                entry, "verified", verified=self.context.clock.wall(), checksum=published.checksum
+                entry,
+                "verified",
+                verified=self.context.clock.wall(),
+                checksum=published.checksum,
+                bytes=entry.bytes if published.size_bytes is None else published.size_bytes,
             )
             detail = f"{seen.detail}, {_took(entry)}"
             self.context.emit(make_finding("upload_succeeded", tag=tag, detail=detail))
