@@ -8,13 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miner_guard.detectors.verdict import headline
+from miner_guard.detectors.verdict import headline, shown
 from miner_guard.eventlog.rendering import visible
 from miner_guard.health.snapshot import number, part
 from miner_guard.system.clock import parse_iso_utc
-
-STALE_S = 60.0
-"""A status older than this means that the guard is gone or wedged."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*%#"
@@ -125,13 +122,11 @@ def overview(
 
 def verdict_lines(status: Mapping[str, Any], age_s: float = 0.0) -> list[str]:
     """The verdict that a person on call reads first, and the next step."""
-    verdict = part(status, "verdict")
-    if age_s > STALE_S:
-        return [f"UNKNOWN: the guard has written nothing for {duration(age_s)}"]
-    step = verdict.get("next_step")
-    event = verdict.get("event")
+    verdict = shown(status, age_s)
+    step, event = verdict.get("next_step"), verdict.get("event")
     anchor = f" (runbook: {event})" if event else ""
-    return [headline(verdict), *([f"next   {step}{anchor}"] if step else [])]
+    now = str(status.get("updated") or "")
+    return [headline(verdict, now), *([f"next   {step}{anchor}"] if step else [])]
 
 
 def head(status: Mapping[str, Any], age_s: float) -> str:
@@ -176,7 +171,7 @@ def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[st
     least = part(uploads, "forecast").get("min_inner_step") or least
     bar = progress_bar(inner or 0, least, 20, ascii_only=ascii_only)
     valid = (
-        "valid now"
+        ("valid now" if decision.get("allowed") is not False else "far enough, but blocked")
         if isinstance(inner, int) and inner >= least
         else f"valid in {duration(steps.get('eta_upload_s'))}"
     )

@@ -52,6 +52,11 @@ class Summary:
 
     hook_pct: float | None
     usage: Usage
+    verdict: str | None = None
+    """The last verdict: `STOPPED since 12:03 UTC: the miner finished its work`."""
+
+    before: str | None = None
+    """The verdict before it, without its cause: a finished demo always ends with STOPPED."""
 
 
 def read_log(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -75,8 +80,11 @@ def summarise(
     steps = 0
     losses: list[float] = []
     times: list[float] = []
+    verdicts: list[str] = []
     for record in records:
         event = str(record["event"])
+        if event == "verdict_changed":
+            verdicts.append(str(record.get("headline")))
         counts[event] += 1
         if record["level"] not in ("debug", "info") and event != "upload_blocked":
             alarms[event] += 1
@@ -100,6 +108,8 @@ def summarise(
         hook_s=hook.get("total_time"),
         hook_pct=hook.get("percentage"),
         usage=usage,
+        verdict=verdicts[-1] if verdicts else None,
+        before=verdicts[-2].partition(": ")[0] if len(verdicts) > 1 else None,
     )
 
 
@@ -108,11 +118,13 @@ def lines(summary: Summary) -> list[str]:
     s = summary
     alarms = ", ".join(f"{name} ×{count}" for name, count in sorted(s.alarms.items())) or "none"
     usage = s.usage
+    before = f" (before: {s.before})" if s.before else ""
     asked = f" (asked {s.asked} times)" if s.asked > s.blocked else ""
     return [
         "=" * 80,
         "DEMO SUMMARY",
         "=" * 80,
+        f"verdict     {known(s.verdict)}{before}",
         f"steps       {s.steps}" + (f", restarts {s.restarts}" if s.restarts else ""),
         (
             f"loss        from {known(s.loss_from, '.2f')} to {known(s.loss_to, '.2f')} "

@@ -7,11 +7,27 @@ so a miner that restarts after a hang is not also "stale" or "slow".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from miner_guard.eventlog.catalog import Finding
+from miner_guard.eventlog.catalog import Finding, message
+
+_LASTING = frozenset({"loss_nan", "audit_failed", "repo_stale", "cpu_fallback"})
+_ENDED_BY = {
+    "audit_passed": ("audit_failed",),
+    "upload_succeeded": ("repo_stale",),
+    "cpu_fallback": ("cpu_fallback",),
+    "miner_started": ("loss_nan", "cpu_fallback"),
+}
+_QUIET_S = 20.0
+_QUIET_FACTOR = 4.0
+"""A step is overdue beyond `_QUIET_S` seconds and this multiple of the longest step so far; most
+pauses of a healthy run are shorter."""
+
+_STEPPING = frozenset({"", "data", "forward", "backward", "optimizer", "collective"})
+"""Phases that a step passes through in about the usual time; any other may last minutes."""
 
 EARNING, NOT_EARNING, DEGRADED, STOPPED, UNKNOWN = (
     "earning",
@@ -20,6 +36,9 @@ EARNING, NOT_EARNING, DEGRADED, STOPPED, UNKNOWN = (
     "stopped",
     "unknown",
 )
+SILENT_S = 60.0
+"""A status older than this means that the guard is gone or wedged: it writes once a second."""
+
 STATES = (STOPPED, NOT_EARNING, DEGRADED, UNKNOWN, EARNING)
 """Worst first."""
 
@@ -64,14 +83,25 @@ class Memory:
     gpu_faults: dict[str, str] = field(default_factory=dict)
     disks: dict[str, str] = field(default_factory=dict)
     straggler: str | None = None
+    silent_s: float = 0.0
+    """Seconds without a step before the last hang was found, until the next step."""
+
+    reported: dict[str, str] = field(default_factory=dict)
+    """By event: the words of a finding that the status document shows only up to a second later,
+    so that an alert sent with it cannot contradict it."""
 
     def take(self, finding: Finding) -> None:
         """Update the memory from one finding."""
         fields = finding.fields
+        for event in _ENDED_BY.get(finding.event, ()):
+            self.reported.pop(event, None)
+        if finding.event in _LASTING and fields.get("verdict", "certain") == "certain":
+            self.reported[finding.event] = message(finding).partition("\n")[0]
         if finding.event == "miner_restarting":
             self.restart = fields
         elif finding.event == "hang_detected":
             self.hang = str(fields.get("detail"))
+            self.silent_s = float(fields.get("idle_s") or 0.0)
         elif finding.event == "crash_loop":
             self.crash_loop = str(fields.get("detail"))
         elif finding.event == "straggler":
@@ -83,9 +113,12 @@ class Memory:
         elif finding.event in ("disk_full", "disk_stuck", "disk_recovered"):
             self._toggle(self.disks, str(fields.get("what")), finding, "disk_full", "disk_stuck")
 
-    def stepped(self) -> None:
+    def stepped(self, loss: float | None) -> None:
         """Training has made a step: the cause that blocked stepping is over."""
         self.hang = self.restart = None
+        self.silent_s = 0.0
+        if loss is not None and math.isfinite(loss):
+            self.reported.pop("loss_nan", None)
 
     @staticmethod
     def _toggle(table: dict[str, str], key: str, finding: Finding, *begins: str) -> None:
@@ -112,8 +145,8 @@ class Condition:
 def judge(status: Mapping[str, Any], memory: Memory) -> RunVerdict:
     """The verdict on this status document; unknown where nothing shows whether the miner earns."""
     for condition in CONDITIONS:
-        cause = condition.cause(status, memory)
-        if cause is not None:
+        cause = condition.cause(status, memory) or memory.reported.get(condition.event or "")
+        if cause:
             return RunVerdict(
                 condition.state,
                 cause,
@@ -167,11 +200,14 @@ def _gave_up(status: Mapping[str, Any], memory: Memory) -> str | None:
     return memory.crash_loop and f"crash loop: {memory.crash_loop}"
 
 
-def _done(status: Mapping[str, Any], memory: Memory) -> str | None:
-    if status.get("state") != "done":
+def _finished(status: Mapping[str, Any], memory: Memory) -> str | None:
+    if status.get("state") != "done" or not _part(status, "last_exit").get("finished"):
         return None
-    last = _part(status, "last_exit")
-    return "the miner finished its work" if last.get("finished") else "the guard stopped the miner"
+    return "the miner finished its work"
+
+
+def _done(status: Mapping[str, Any], memory: Memory) -> str | None:
+    return "the guard stopped the miner" if status.get("state") == "done" else None
 
 
 def _restarting(status: Mapping[str, Any], memory: Memory) -> str | None:
@@ -232,6 +268,19 @@ def _no_step(status: Mapping[str, Any], memory: Memory) -> str | None:
     return "the miner starts" if status.get("state") == "starting" else "no step seen yet"
 
 
+def _overdue(status: Mapping[str, Any], memory: Memory) -> str | None:
+    """A step takes far longer than any before it, and the guard has not called it a hang yet."""
+    steps, hang = _part(status, "steps"), _part(status, "hang")
+    age, longest = steps.get("last_step_age_s"), steps.get("max_s")
+    if age is None or longest is None or steps.get("phase") not in _STEPPING:
+        return None
+    if status.get("state") != "running" or age < max(_QUIET_S, _QUIET_FACTOR * longest):
+        return None
+    limit = hang.get("limit_s")
+    until = f"; counted as a hang from {limit:.0f} s on" if limit is not None else ""
+    return f"no step for {age:.0f} s (the longest took {longest:.1f} s){until}"
+
+
 def _gpu_fault(status: Mapping[str, Any], memory: Memory) -> str | None:
     faults = [f"{gpu} {what}" for gpu, what in sorted(memory.gpu_faults.items())]
     return "; ".join(faults) or None
@@ -268,15 +317,22 @@ def _over_budget(status: Mapping[str, Any], memory: Memory) -> str | None:
 
 CONDITIONS: tuple[Condition, ...] = (
     Condition(
-        "crash_loop", STOPPED, _gave_up, "fix the first cause, then restart the guard", "crash_loop"
+        "crash_loop",
+        STOPPED,
+        _gave_up,
+        "fix the cause of the first failure, then start the guard again",
+        "crash_loop",
     ),
-    Condition("paused", STOPPED, _paused, "miner-guard ctl resume", "miner_paused"),
-    Condition("done", STOPPED, _done, "", "guard_stopped"),
+    Condition("paused", STOPPED, _paused, "resume it: miner-guard ctl resume", "miner_paused"),
+    Condition("finished", STOPPED, _finished, "", "miner_finished"),
+    Condition(
+        "done", STOPPED, _done, "start it again: pm2 start, or miner-guard run", "guard_stopped"
+    ),
     Condition(
         "restarting",
         NOT_EARNING,
         _restarting,
-        "read the incident: miner-guard logs --event incident",
+        "nothing yet, the guard restarts it; the cause: miner-guard logs --event incident",
         "miner_restarting",
     ),
     Condition(
@@ -293,17 +349,35 @@ CONDITIONS: tuple[Condition, ...] = (
         "cpu_fallback",
         NOT_EARNING,
         _on_cpu,
-        "miner-guard doctor; then restart the miner",
+        "stop the miner, check CUDA with miner-guard doctor, then start it again",
         "cpu_fallback",
     ),
     Condition(
-        "unregistered", NOT_EARNING, _unregistered, "register the hotkey", "chain_unregistered"
+        "unregistered",
+        NOT_EARNING,
+        _unregistered,
+        "register the hotkey again, then miner-guard ctl restart",
+        "chain_unregistered",
     ),
-    Condition("rejected", NOT_EARNING, _rejected, "miner-guard audit", "audit_failed"),
+    Condition(
+        "rejected",
+        NOT_EARNING,
+        _rejected,
+        "fix what the audit names, then upload again: miner-guard audit",
+        "audit_failed",
+    ),
     Condition(
         "stale", NOT_EARNING, _stale, "find what blocks the upload: miner-guard gate", "repo_stale"
     ),
-    Condition("no_step", UNKNOWN, _no_step, "", None, "unknown"),
+    Condition("no_step", UNKNOWN, _no_step, "wait for the first step", None, "unknown"),
+    Condition(
+        "overdue",
+        DEGRADED,
+        _overdue,
+        "wait for the guard's judgement; miner-guard top shows the ranks",
+        "hang_detected",
+        "likely",
+    ),
     Condition("gpu_fault", DEGRADED, _gpu_fault, "miner-guard doctor", "gpu_fault"),
     Condition(
         "disk", DEGRADED, _disk, "free space on the disk of the state directory", "disk_full"
@@ -315,21 +389,62 @@ CONDITIONS: tuple[Condition, ...] = (
         "straggler", DEGRADED, _straggling, "compare the ranks: miner-guard top", "straggler"
     ),
     Condition("slow", DEGRADED, _slow, "check GPU use: miner-guard top", "slow_step"),
-    Condition("over_budget", DEGRADED, _over_budget, "miner-guard costs", "monitoring_over_budget"),
+    Condition(
+        "over_budget",
+        DEGRADED,
+        _over_budget,
+        "see the most expensive operation: miner-guard costs",
+        "monitoring_over_budget",
+    ),
 )
 """The order of judgement: conditions that stop earning before those that only slow it."""
 
 
-def headline(verdict: Mapping[str, Any] | None) -> str:
+def shown(status: Mapping[str, Any] | None, age_s: float) -> Mapping[str, Any]:
+    """The verdict to show for a status document that the guard wrote `age_s` seconds ago: what a
+    guard that has fallen silent last knew is no verdict."""
+    if status is None:
+        return {
+            "state": UNKNOWN,
+            "cause": "no guard has run here yet",
+            "next_step": "start it: miner-guard run -- CMD",
+            "event": "guard_started",
+            "confidence": "unknown",
+        }
+    if age_s > SILENT_S and status.get("state") != "done":
+        last = _part(status, "verdict").get("state") or "unknown"
+        return {
+            "state": UNKNOWN,
+            "since": status.get("updated"),
+            "cause": f"the guard has written nothing for {_age(age_s)}; it last said {last}",
+            "next_step": "look for its process on that machine: pm2 status, or systemctl status",
+            "event": "guard_stopped",
+            "confidence": "measured",
+        }
+    return _part(status, "verdict") or {"state": UNKNOWN, "cause": "the guard has not judged yet"}
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def headline(verdict: Mapping[str, Any] | None, now: str = "") -> str:
     """`NOT EARNING since 12:03 UTC: rank 1 hangs in allreduce; restarting, attempt 2 of 5`.
 
-    `verdict` is the status document's; None where the guard wrote none.
+    `verdict` is the status document's; None where the guard wrote none. `now`: see `state_since`.
     """
     if not verdict:
         return "UNKNOWN: the guard has not judged yet"
+    return f"{state_since(verdict, now)}: {verdict.get('cause')}"
+
+
+def state_since(verdict: Mapping[str, Any], now: str = "") -> str:
+    """`NOT EARNING since 12:03 UTC`, without the cause. `now`: the ISO time of reading; where it is
+    of another day, the date is named too."""
     since = str(verdict.get("since") or "")
-    when = f" since {since[11:16]} UTC" if len(since) >= 16 else ""
-    return f"{str(verdict.get('state')).upper()}{when}: {verdict.get('cause')}"
+    day = f"{since[:10]} " if now and now[:10] != since[:10] else ""
+    when = f" since {day}{since[11:16]} UTC" if len(since) >= 16 else ""
+    return f"{str(verdict.get('state')).upper()}{when}"
 
 
 def worst(verdicts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

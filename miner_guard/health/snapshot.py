@@ -10,6 +10,8 @@ PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
 """The console's text before the words: time, level, source and `HEALTH `."""
 
 _GIB = 1024**3
+_ALARMING = ("not earning", "degraded")
+"""Verdicts that the line names; the others say no more than the miner's state."""
 
 Part = Mapping[str, Any]
 
@@ -27,6 +29,7 @@ def assemble(
     return {
         "miner": {
             "state": status.get("state"),
+            "verdict": part(status, "verdict").get("state"),
             "pid": status.get("miner_pid"),
             "attempt": status.get("attempt"),
             "restarts": status.get("restarts"),
@@ -39,6 +42,10 @@ def assemble(
             "step_p95_s": steps.get("p95_s"),
             "last_step_age_s": steps.get("last_step_age_s"),
             "goodput": goodput(steps),
+        },
+        "ranks": {
+            rank: {key: row.get(key) for key in ("step_time_s", "gpu_mem_gb")}
+            for rank, row in part(steps, "per_rank").items()
         },
         "gpus": gpus,
         "host": host,
@@ -94,6 +101,9 @@ def number(value: Any, spec: str = "", unit: str = "") -> str:
 
 def _miner(miner: Part) -> str:
     words = [f"{miner['state'] or 'unknown'}"]
+    if miner.get("verdict") in _ALARMING:
+        # A miner that hangs is "running" to the operating system, and to no one else.
+        words.append(str(miner["verdict"]).upper())
     if miner["inner_step"] is not None:
         words.append(f"step {number(miner['outer_step'])}.{miner['inner_step']}")
         words.append(f"loss {number(miner['loss'], '.2f')}")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from miner_guard.config import AlertSettings, optional_deps
+from miner_guard.detectors.verdict import Memory, headline, judge
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors.base import Context, Monitor
@@ -32,6 +33,7 @@ class AlertsMonitor(Monitor):
             settings, context.clock, f"{socket.gethostname()}/{context.state.root.name}"
         )
         self._outbox = AlertQueue(settings.urls, self._say)
+        self._memory = Memory()
         if settings.urls and (problem := optional_deps.problem("alerts")) is not None:
             context.emit(
                 make_finding("guard_degraded", what=f"no alert will reach anybody: {problem}")
@@ -42,22 +44,29 @@ class AlertsMonitor(Monitor):
             )
 
     def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        self._memory.take(finding)
         if self._settings.urls:
             self._put(self._policy.observe(finding))
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
+        self._memory.stepped(steps[-1].loss)
         if self._settings.urls:
             self._put(self._policy.progressed())
         return ()
 
     def _put(self, alerts: Iterator[Alert]) -> None:
         for alert in alerts:
-            title, body = (
-                self.context.redactor.text(alert.title),
-                self.context.redactor.text(alert.body),
-            )
-            self._outbox.put(replace(alert, title=title, body=body))
+            redact = self.context.redactor.text
+            body = f"{self._verdict()}\n{alert.body}"
+            self._outbox.put(replace(alert, title=redact(alert.title), body=redact(body)))
+
+    def _verdict(self) -> str:
+        """The verdict of this moment: the monitor `verdict` waits until a condition has settled, an
+        alert does not."""
+        now = judge(self.context.status(), self._memory)
+        advice = f"\nNext: {now.next_step}" if now.next_step else ""
+        return f"{headline(now.as_dict())}{advice}"
 
     def _say(self, finding: Finding) -> None:
         """Called from the outbox's threads."""

@@ -281,6 +281,7 @@ class StepsMonitor(Monitor):
             "gpu_mem_gb": gb(lead.allocated_bytes) if lead else None,
             "step_time_s": lead.seconds if lead else None,
             "last_step_age_s": since if lead else None,
+            "phase": self._phase,
             "p50_s": median,
             "p95_s": window.quantile(0.95) if window is not None else None,
             "max_s": self._max[0] if self._max else None,

@@ -15,7 +15,6 @@ _SETTLED_S = 5.0
 """A condition must hold this long before the verdict changes: shorter conditions are reported by
 other events."""
 
-
 _REPORTED = ("state", "since", "cause", "next_step", "confidence")
 
 
@@ -37,7 +36,7 @@ class VerdictMonitor(Monitor):
         return ()
 
     def on_steps(self, rank: int, steps: Sequence[StepRecord]) -> Iterable[Finding]:
-        self._memory.stepped()
+        self._memory.stepped(steps[-1].loss)
         return ()
 
     def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
@@ -51,29 +50,29 @@ class VerdictMonitor(Monitor):
             return ()
         if self._candidate is None or self._candidate[0] != verdict.key:
             self._candidate = (verdict.key, now)
-        if now - self._candidate[1] < _SETTLED_S:
+        held_s = now - self._candidate[1]
+        if held_s < _SETTLED_S:
             return ()
-        return [self._change(verdict)]
+        return [self._change(verdict, held_s)]
 
     def on_stop(self) -> Iterable[Finding]:
         """The final verdict: nothing trains here any more."""
         verdict = judge({**self.context.status(), "state": "done"}, self._memory)
         return [self._change(verdict)]
 
-    def _change(self, verdict: RunVerdict) -> Finding:
+    def _change(self, verdict: RunVerdict, held_s: float = 0.0) -> Finding:
+        """Adopt a verdict whose condition has held for `held_s` seconds; a hang counts from its
+        first silent second."""
         previous = self._current
         self._current, self._candidate = verdict, None
         if previous is None or previous.state != verdict.state:
-            self._since = self.context.clock.wall()
+            self._since = self.context.clock.wall() - held_s - self._memory.silent_s
         document = self.snapshot()
         return make_finding(
             "verdict_changed",
             headline=headline(document),
             previous=None if previous is None else previous.state,
-            **{
-                name: document[name]
-                for name in ("state", "since", "cause", "next_step", "confidence")
-            },
+            **{name: document[name] for name in _REPORTED},
         )
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from miner_guard.config import HangSettings
+from miner_guard.detectors.verdict import SILENT_S, headline, shown, state_since
 from miner_guard.system.clock import parse_iso_utc
 
-_STATUS_MAX_AGE_S = 60.0
+
+def verdict_line(status: Mapping[str, Any] | None, age_s: float, *, in_full: bool) -> str:
+    """The verdict in one line; `in_full` includes its cause."""
+    verdict = shown(status, age_s)
+    now = str((status or {}).get("updated") or "")
+    return headline(verdict, now) if in_full else state_since(verdict, now)
 
 
 def trouble(
@@ -18,7 +24,7 @@ def trouble(
     """Why the miner is not progressing; None where it is. `now` is wall time."""
     if status is None:
         return "no status: no guard has run here yet"
-    if age_s > _STATUS_MAX_AGE_S:
+    if age_s > SILENT_S:
         return f"the guard has written nothing for {age_s:.0f} s"
     if status.get("state") != "running":
         return f"the miner is {status.get('state')}"

@@ -362,7 +362,11 @@ class GuardApp:
     def _document(self) -> dict[str, Any]:
         # The command line and the text that monitors quote may contain secrets.
         parts = {**self.host.snapshots(), "jobs": self.jobs.figures()}
-        document: dict[str, Any] = self.redactor.value({**run_status(self.supervisor), **parts})
+        # First what a person on call needs first.
+        first = {"verdict": parts.get("verdict")}
+        document: dict[str, Any] = self.redactor.value(
+            {**first, **run_status(self.supervisor), **parts}
+        )
         return document
 
     def _shutdown(self) -> None:

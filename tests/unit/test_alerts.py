@@ -122,7 +122,11 @@ def test_an_alert_arrives_after_a_refusal_and_is_said(
     until(lambda: said)
     assert [(finding.event, finding.fields["targets"]) for finding in said] == [("alert_sent", 1)]
     assert webhook.bodies[0]["title"].endswith("CRITICAL: hang_detected")
-    assert webhook.bodies[0]["message"] == "HANG DETECTED: rank 2 in data for 912s"
+    assert webhook.bodies[0]["message"].splitlines() == [
+        "NOT EARNING: rank 2 in data for 912s",
+        "Next: read the stacks of the named rank in incidents/",
+        "HANG DETECTED: rank 2 in data for 912s",
+    ]
     part.on_stop()
     assert not part.lingers()
 

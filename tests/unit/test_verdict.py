@@ -21,7 +21,7 @@ from miner_guard.detectors.verdict import (
 )
 from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding, message
 from miner_guard.monitors.verdict import VerdictMonitor
-from miner_guard.system.clock import FakeClock
+from miner_guard.system.clock import FakeClock, parse_iso_utc
 from tests.support.contexts import context
 
 RESTARTING = make_finding(
@@ -102,7 +102,7 @@ def test_a_step_ends_what_kept_the_miner_from_stepping() -> None:
     memory = Memory()
     memory.take(HANG)
     memory.take(RESTARTING)
-    memory.stepped()
+    memory.stepped(3.4)
     assert judge(healthy(), memory).state == EARNING
 
 
@@ -111,6 +111,32 @@ def test_a_fault_that_recovers_is_forgotten() -> None:
     memory.take(GPU)
     memory.take(make_finding("gpu_recovered", gpu=3, what="is back"))
     assert judge(healthy(), memory).state == EARNING
+
+
+def test_a_finding_that_the_status_does_not_show_yet_counts_already() -> None:
+    """Guards against an alert for a NaN that begins with EARNING."""
+    memory = Memory()
+    memory.take(make_finding("loss_nan", step=512, loss=None))
+    assert judge(healthy(), memory).cause == "Loss is NaN or Inf at step 512"
+    memory.stepped(float("nan"))
+    assert judge(healthy(), memory).state == NOT_EARNING
+    memory.stepped(3.4)
+    assert judge(healthy(), memory).state == EARNING
+
+
+@pytest.mark.parametrize(
+    ("steps", "state"),
+    [
+        ({"last_step_age_s": 58.0, "max_s": 1.4, "phase": "data"}, DEGRADED),
+        ({"last_step_age_s": 58.0, "max_s": 1.4, "phase": "val_loss"}, EARNING),
+        ({"last_step_age_s": 58.0, "max_s": 15.0, "phase": ""}, EARNING),
+        ({"last_step_age_s": 10.0, "max_s": 1.4, "phase": ""}, EARNING),
+    ],
+)
+def test_a_step_that_is_overdue_is_no_silence_that_earns(steps: dict[str, Any], state: str) -> None:
+    """Guards against EARNING throughout the minutes before a hang is called one."""
+    changes = {f"steps__{name}": value for name, value in steps.items()}
+    assert judge(healthy(**changes, hang__limit_s=300.0), Memory()).state == state
 
 
 def test_an_empty_status_is_unknown_and_never_healthy() -> None:
@@ -163,6 +189,23 @@ def test_another_cause_of_the_same_state_keeps_since(tmp_path: Path) -> None:
     assert bench.monitor.snapshot()["since"] == since
 
 
+def test_a_hang_counts_from_its_first_silent_second(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.run(1000)
+    found_at = bench.clock.wall()
+    bench.monitor.on_finding(HANG)
+    bench.run(10, hang__hang="rank 1 in data for 912s")
+    since = parse_iso_utc(bench.monitor.snapshot()["since"])
+    assert since == pytest.approx(found_at - 912.0, abs=2.0)
+
+
+def test_a_date_is_named_where_since_is_of_another_day() -> None:
+    document = {"state": "earning", "since": "2026-01-02T12:03:04Z", "cause": "training"}
+    assert headline(document, "2026-01-04T00:00:00Z") == (
+        "EARNING since 2026-01-02 12:03 UTC: training"
+    )
+
+
 def test_a_guard_that_stops_does_not_stay_earning(tmp_path: Path) -> None:
     """Guards against a status.json that says EARNING for as long as nobody starts the miner."""
     bench = Bench(tmp_path)
@@ -187,5 +230,7 @@ def test_the_first_line_of_the_screen_is_the_verdict() -> None:
 
 def test_a_guard_that_is_gone_is_unknown_and_not_what_it_last_knew() -> None:
     document = {**judge(healthy(), Memory()).as_dict(), "since": "2026-01-02T12:03:04Z"}
-    (line,) = screen.verdict_lines({"verdict": document}, age_s=300.0)
-    assert line.startswith("UNKNOWN: the guard has written nothing for")
+    status = {"verdict": document, "updated": "2026-01-02T12:09:00Z"}
+    line, step = screen.verdict_lines(status, age_s=300.0)
+    assert line.startswith("UNKNOWN since 12:09 UTC: the guard has written nothing for 5 min")
+    assert step.startswith("next   look for its process")
