@@ -19,7 +19,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from miner_guard import __version__, state_dir
 from miner_guard.config import GateSettings, HangSettings
 from miner_guard.reporting import metrics, progress
-from miner_guard.reporting.report import body, curves, page, template, title_of
+from miner_guard.reporting.report import body, page, template, title_of
+from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, LogReader
 from uploads import ledger
 
@@ -106,6 +107,7 @@ class Site:
         self._hang = HangSettings(**order.hang)
         self._report = LiveReport(self._state, GateSettings(**order.gate))
         self._page = page("miner-guard", template("live.html"))
+        threading.Thread(target=self._report.read, daemon=True, name="read the log").start()
 
     def app(self) -> Starlette:
         routes = [
@@ -170,12 +172,13 @@ class Site:
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def healthz(self, request: Request) -> Response:
-        """200 while the miner progresses, 503 with the reason otherwise."""
+        """200 while the miner progresses, 503 with the reason otherwise. The verdict comes first;
+        its cause only for a client that may read the status."""
         status, age = self._read()
         trouble = progress.trouble(status, age, time.time(), self._hang)
-        return PlainTextResponse(
-            "progressing\n" if trouble is None else f"{trouble}\n", 200 if trouble is None else 503
-        )
+        first = progress.verdict_line(status, age, in_full=self._admitted(request))
+        code = 200 if trouble is None else 503
+        return PlainTextResponse(f"{first}\n{trouble or 'progressing'}\n", code)
 
     async def status(self, request: Request) -> Response:
         """status.json."""
@@ -191,13 +194,41 @@ class Site:
         return HTMLResponse(self._page)
 
     async def report(self, request: Request) -> Response:
-        """The report's sections as of now, over `?range=1h|6h|24h|7d|all`."""
-        name = request.query_params.get("range", "all")
-        return HTMLResponse(await run_in_threadpool(self._report.render, name))
+        """The report's sections as of now, over `?range=1h|6h|24h|7d|all` or `?from=…&to=…`."""
+        asked = TimeRange.of(request.query_params)
+        return HTMLResponse(await run_in_threadpool(self._report.render, asked))
 
     async def script(self, request: Request) -> Response:
         """One of the live page's scripts."""
         return Response(template(request.url.path[1:]), media_type="text/javascript")
+
+
+@dataclass(frozen=True)
+class TimeRange:
+    """The time range that a request asks for."""
+
+    name: str = "all"
+    start: float | None = None
+    end: float | None = None
+    """Seconds since 1970 of a range chosen in a curve; both or neither."""
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> TimeRange:
+        """From `?range=24h` or `?from=SECONDS&to=SECONDS`; anything else is the whole run."""
+        try:
+            start, end = float(query["from"]), float(query["to"])
+        except (KeyError, ValueError):
+            return cls(query.get("range", "all"))
+        return cls("chosen", start, end) if start < end else cls()
+
+    def of_run(self, data: Data) -> Data:
+        """The data within this range."""
+        if self.start is not None and self.end is not None:
+            return data.window(self.start, self.end)
+        span = _RANGES_S.get(self.name)
+        if span is None or data.last is None:
+            return data
+        return data.window(data.last - span, data.last)
 
 
 class LiveReport:
@@ -211,26 +242,34 @@ class LiveReport:
         """The drawn curves by range, with their drawing time: a week's curve changes by one column
         in twenty minutes."""
 
-    def render(self, name: str) -> str:
-        """A whole document whose body is the report over the range `name`."""
+    def read(self) -> None:
+        """Read the log written so far, so that the first visitor does not wait for it."""
         with self._mutex:
-            if self._reader is None:
-                self._reader = LogReader(self._state)
-            data = self._reader.refresh()
-            span = _RANGES_S.get(name)
-            if span is not None and data.last is not None:
-                data = data.window(data.last - span)
+            self._refreshed()
+
+    def _refreshed(self) -> Data:
+        if self._reader is None:
+            self._reader = LogReader(self._state)
+        return self._reader.refresh()
+
+    def render(self, range_: TimeRange) -> str:
+        """A whole document whose body is the report over a range."""
+        with self._mutex:
+            whole = self._refreshed()
+            data = range_.of_run(whole)
             title = title_of(data, self._state)
             pushes = ledger.read(self._state.ledger, "uploads")
-            return page(
-                title,
-                body(data, title, gate=self._gate, pushes=pushes, plots=self._curves(name, data)),
+            content = body(
+                title, data, whole, self._gate, pushes=pushes, plots=self._curves(range_, data)
             )
+            return page(title, content)
 
-    def _curves(self, name: str, data: Data) -> str:
+    def _curves(self, range_: TimeRange, data: Data) -> str:
+        if range_.start is not None:
+            return curves(data, self._gate)
         span = (data.last or 0.0) - (data.first or 0.0)
         now = time.monotonic()
-        key = name if name in _RANGES_S else "all"
+        key = range_.name if range_.name in _RANGES_S else "all"
         drawn_at, drawn = self._plots.get(key, (-math.inf, ""))
         if now - drawn_at > min(120.0, max(5.0, span / 500)):
             drawn = curves(data, self._gate)

@@ -3,19 +3,25 @@ lines."""
 
 from __future__ import annotations
 
-import bisect
+import heapq
 import json
+import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from miner_guard import state_dir
+from miner_guard.detectors.verdict_history import Strip, stretches_of, strip
 from miner_guard.eventlog.query import Follower, Hit, Query, Seen
+from miner_guard.reporting.time_series import TimeSeries
 from miner_guard.system.clock import parse_iso_utc
 
 _STEP = "inner_step"
 _SNAPSHOT = "health_snapshot"
+VERDICT = "verdict_changed"
 _MARKS = frozenset(
     {
         "slow_step",
@@ -44,53 +50,22 @@ _MARKS = frozenset(
         "audit_passed",
         "audit_failed",
         "monitoring_over_budget",
-        "verdict_changed",
+        "disk_full",
+        "disk_stuck",
+        "checkpoint_saved",
+        "chain_unregistered",
+        VERDICT,
     }
 )
-_KEPT = 20_000
+_KEPT = 5_000
 """For each kind of event, the first and at least this many of the newest are kept for plots and
 tables."""
 
-_MAX_POINTS = 200_000
-"""Maximum points of a series. Beyond it the older half is thinned; a year of steps stays in
-memory."""
+_SMOOTH_HALF_STEPS = 20.0
+"""Steps after which a value weighs half in the smoothed loss."""
 
-
-@dataclass
-class TimeSeries:
-    """Values over time: seconds since 1970 and the value, in order."""
-
-    times: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-    def add(self, time: float, value: Any) -> None:
-        """Append a number; anything else is a gap."""
-        if isinstance(value, (int, float)) and value == value:
-            self.times.append(time)
-            self.values.append(float(value))
-            if len(self.times) > _MAX_POINTS:
-                self._thin_older_half()
-
-    def since(self, time: float) -> TimeSeries:
-        """The values from `time` on."""
-        start = bisect.bisect_left(self.times, time)
-        return TimeSeries(self.times[start:], self.values[start:]) if start else self
-
-    def _thin_older_half(self) -> None:
-        """Keep the smallest and the largest of each eight old points: no extreme is lost."""
-        half = len(self.times) // 2
-        times: list[float] = []
-        values: list[float] = []
-        for start in range(0, half, 8):
-            group = range(start, min(start + 8, half))
-            ends = {
-                min(group, key=self.values.__getitem__),
-                max(group, key=self.values.__getitem__),
-            }
-            for place in sorted(ends):
-                times.append(self.times[place])
-                values.append(self.values[place])
-        self.times[:half], self.values[:half] = times, values
+_GAP_S = 600.0
+"""After this long without a health snapshot (one a minute) no guard ran."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +83,12 @@ class Mark:
 class Data:
     """All data that the report draws."""
 
-    status: Mapping[str, Any]
+    status: Mapping[str, Any] = field(default_factory=dict)
+    status_age_s: float = math.inf
+    """Age of status.json; infinite without one."""
+
     loss: TimeSeries = field(default_factory=TimeSeries)
+    loss_smooth: TimeSeries = field(default_factory=TimeSeries)
     step_time: TimeSeries = field(default_factory=TimeSeries)
     step_memory: TimeSeries = field(default_factory=TimeSeries)
     inner_step: TimeSeries = field(default_factory=TimeSeries)
@@ -117,9 +96,12 @@ class Data:
     gpu_use: TimeSeries = field(default_factory=TimeSeries)
     gpu_memory: TimeSeries = field(default_factory=TimeSeries)
     goodput: TimeSeries = field(default_factory=TimeSeries)
-    monitoring: TimeSeries = field(default_factory=TimeSeries)
-    marks: list[Mark] = field(default_factory=list)
-    """Oldest first."""
+    rank_step_time: dict[str, TimeSeries] = field(default_factory=dict)
+    seen: TimeSeries = field(default_factory=TimeSeries)
+    """A point for each health snapshot: the guard ran."""
+
+    marks: dict[str, list[Mark]] = field(default_factory=dict)
+    """By event, oldest first."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: float | None = None
@@ -128,21 +110,46 @@ class Data:
     host: str = ""
     costs: Mapping[str, Any] | None = None
 
-    def window(self, since: float) -> Data:
-        """The same run from `since` (seconds since 1970) on; counts cover the window."""
-        series = {
-            f.name: getattr(self, f.name).since(since)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), TimeSeries)
-        }
-        marks = [mark for mark in self.marks if mark.time >= since]
-        first = None if self.first is None else max(self.first, since)
-        counts = Counter(mark.event for mark in marks)
-        return replace(self, **series, marks=marks, first=first, counts=counts)
-
     def of(self, *events: str) -> list[Mark]:
         """The marks of these events, oldest first."""
-        return [mark for mark in self.marks if mark.event in events]
+        lists = [self.marks[event] for event in events if event in self.marks]
+        return lists[0] if len(lists) == 1 else list(heapq.merge(*lists, key=_time_of))
+
+    def add_mark(self, mark: Mark) -> None:
+        """Add a mark; beyond twice `_KEPT` of a kind drop old ones, but not the first, which dates
+        a milestone."""
+        kept = self.marks.setdefault(mark.event, [])
+        kept.append(mark)
+        if len(kept) > 2 * _KEPT:
+            del kept[1:-_KEPT]
+
+    def window(self, start: float, end: float) -> Data:
+        """The same run from `start` to `end`, seconds since 1970. Marks and counts are those of the
+        window; the series are shared, and read by time."""
+        marks = {
+            event: found
+            for event, kept in self.marks.items()
+            if (found := [mark for mark in kept if start <= mark.time <= end])
+        }
+        return replace(
+            self,
+            marks=marks,
+            counts=Counter({event: len(found) for event, found in marks.items()}),
+            first=None if self.first is None else max(self.first, start),
+            last=None if self.last is None else min(self.last, end),
+        )
+
+    def verdict_strip(self, seconds: float, cells: int) -> Strip:
+        """The verdicts of the last `seconds`."""
+        end = self.last or 0.0
+        changes = [(mark.time, str(mark.fields.get("state"))) for mark in self.of(VERDICT)]
+        seen = [time for time, _ in self.seen.window(end - seconds, end, most=20_000)]
+        stretches = stretches_of(changes, seen, end, _GAP_S)
+        return strip(stretches, end - seconds, end, cells)
+
+
+def _time_of(mark: Mark) -> float:
+    return mark.time
 
 
 class LogReader:
@@ -157,7 +164,7 @@ class LogReader:
         """The current data, without missing or torn input. For one thread at a time."""
         seen = Seen()
         if self._data is None:
-            self._data = Data({})
+            self._data = Data()
             hits: Iterable[Hit] = self._follower.past(seen)
         else:
             hits = self._follower.poll()
@@ -166,6 +173,7 @@ class LogReader:
         self._data.unreadable += seen.unreadable
         status, costs = (state_dir.read_json(p) for p in (self._state.status, self._state.costs))
         self._data.status = status if isinstance(status, dict) else {}
+        self._data.status_age_s = _age(self._state.status)
         self._data.costs = costs if isinstance(costs, dict) and "operations" in costs else None
         return self._data
 
@@ -186,43 +194,42 @@ def gather(state: state_dir.StateDir, since: str = "") -> Data:
 def _take(data: Data, hit: Hit) -> None:
     data.counts[hit.event] += 1
     try:
-        time = parse_iso_utc(hit.ts)
+        when = parse_iso_utc(hit.ts)
     except ValueError:
         data.unreadable += 1
         return
-    data.first = time if data.first is None else min(data.first, time)
-    data.last = time if data.last is None else max(data.last, time)
+    data.first = when if data.first is None else min(data.first, when)
+    data.last = when if data.last is None else max(data.last, when)
     if hit.event == _STEP:
-        _take_step(data, time, json.loads(hit.raw))
+        _take_step(data, when, json.loads(hit.raw))
     elif hit.event == _SNAPSHOT:
-        _take_snapshot(data, time, json.loads(hit.raw))
+        _take_snapshot(data, when, json.loads(hit.raw))
     elif hit.event in _MARKS:
-        data.marks.append(Mark(time, hit.event, hit.level, hit.msg, json.loads(hit.raw)))
-        if data.counts[hit.event] % _KEPT == 0 and data.counts[hit.event] > _KEPT:
-            _forget(data, hit.event)
+        data.add_mark(Mark(when, hit.event, hit.level, hit.msg, json.loads(hit.raw)))
 
 
-def _forget(data: Data, event: str) -> None:
-    """Drop old marks of one kind; keep the first, which dates a milestone."""
-    of_kind = [place for place, mark in enumerate(data.marks) if mark.event == event]
-    dropped = set(of_kind[1:-_KEPT])
-    data.marks = [mark for place, mark in enumerate(data.marks) if place not in dropped]
-
-
-def _take_step(data: Data, time: float, record: Mapping[str, Any]) -> None:
+def _take_step(data: Data, when: float, record: Mapping[str, Any]) -> None:
     data.host = str(record.get("host") or data.host)
-    data.loss.add(time, record.get("loss"))
-    data.step_time.add(time, record.get("step_time_s"))
-    data.step_memory.add(time, record.get("gpu_mem_gb"))
-    data.inner_step.add(time, record.get("inner_step"))
+    loss, before = record.get("loss"), data.loss_smooth.last_value()
+    data.loss.add(when, loss)
+    if isinstance(loss, (int, float)):
+        data.loss_smooth.add(when, loss if before is None else before + _WEIGHT * (loss - before))
+    data.step_time.add(when, record.get("step_time_s"))
+    data.step_memory.add(when, record.get("gpu_mem_gb"))
+    data.inner_step.add(when, record.get("inner_step"))
 
 
-def _take_snapshot(data: Data, time: float, record: Mapping[str, Any]) -> None:
+_WEIGHT = 1 - 0.5 ** (1 / _SMOOTH_HALF_STEPS)
+
+
+def _take_snapshot(data: Data, when: float, record: Mapping[str, Any]) -> None:
     data.host = str(record.get("host") or data.host)
     snapshot = record.get("snapshot") or {}
-    data.repo_age.add(time, ((snapshot.get("uploads") or {}).get("repo") or {}).get("age_s"))
-    data.goodput.add(time, (snapshot.get("miner") or {}).get("goodput"))
-    data.monitoring.add(time, (snapshot.get("costs") or {}).get("share_pct"))
+    data.seen.add(when, 1.0)
+    data.repo_age.add(when, ((snapshot.get("uploads") or {}).get("repo") or {}).get("age_s"))
+    data.goodput.add(when, (snapshot.get("miner") or {}).get("goodput"))
+    for rank, row in (snapshot.get("ranks") or {}).items():
+        data.rank_step_time.setdefault(rank, TimeSeries()).add(when, row.get("step_time_s"))
     rows = (snapshot.get("gpus") or {}).get("gpus") or []
     used = [
         row["memory_used_bytes"] / 1024**3
@@ -232,5 +239,12 @@ def _take_snapshot(data: Data, time: float, record: Mapping[str, Any]) -> None:
     busy = [
         100 * row["utilization_ratio"] for row in rows if row.get("utilization_ratio") is not None
     ]
-    data.gpu_memory.add(time, min(used, default=None))
-    data.gpu_use.add(time, min(busy, default=None))
+    data.gpu_memory.add(when, min(used, default=None))
+    data.gpu_use.add(when, min(busy, default=None))
+
+
+def _age(path: Path) -> float:
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return math.inf

@@ -3,11 +3,10 @@ validators know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.config import GateSettings
-from miner_guard.reporting.report_data import Data, Mark, TimeSeries
+from miner_guard.reporting.report_data import Data, Mark
 
 _UNREADABLE = "only validators know"
 _STEP_S = 30.0
@@ -39,10 +38,6 @@ def _at(stage: str, title: str, time: float | None, otherwise: str) -> Milestone
     )
 
 
-def _first_time(series: TimeSeries, true: Callable[[float], bool]) -> float | None:
-    return next((t for t, v in zip(series.times, series.values, strict=True) if true(v)), None)
-
-
 def _diagnosis(data: Data) -> list[Milestone]:
     stage = "Hour 0-1: diagnosis"
     reports = data.of("gpu_diagnostics")
@@ -51,17 +46,17 @@ def _diagnosis(data: Data) -> list[Milestone]:
     cuda = bool(ranks) and all(rank.get("cuda_available") for rank in ranks)
     on_gpu = bool(ranks) and all(str(rank.get("model_device")).startswith("cuda") for rank in ranks)
     no_report = "no GPU diagnostics in the log" if not reports else "the diagnostics say otherwise"
-    memory = data.step_memory if data.step_memory.values else data.gpu_memory
+    memory = data.step_memory or data.gpu_memory
     return [
         _at(stage, "GPU diagnostics show CUDA available", when if cuda else None, no_report),
         _at(stage, "Model on GPU", when if on_gpu else None, no_report),
         _at(
             stage,
             "Step time < 30 seconds",
-            _first_time(data.step_time, lambda v: v < _STEP_S),
+            data.step_time.first_time(lambda v: v < _STEP_S),
             "no such step yet",
         ),
-        _at(stage, "GPU memory > 10 GB", _first_time(memory, lambda v: v > _MEMORY_GB), "not seen"),
+        _at(stage, "GPU memory > 10 GB", memory.first_time(lambda v: v > _MEMORY_GB), "not seen"),
     ]
 
 
@@ -69,12 +64,12 @@ def _first_upload(data: Data, gate: GateSettings) -> list[Milestone]:
     stage = "Hour 1-2: first valid upload"
     least = gate.min_inner_step
     done, allowed = data.of("upload_succeeded"), data.of("upload_allowed")
-    fresh = _first_time(data.repo_age, lambda v: v < gate.repo_age_limit_s)
+    fresh = data.repo_age.first_time(lambda v: v < gate.repo_age_limit_s)
     return [
         _at(
             stage,
             f"Inner step reaches {least}+",
-            _first_time(data.inner_step, lambda v: v >= least),
+            data.inner_step.first_time(lambda v: v >= least),
             "not yet",
         ),
         _at(stage, "Upload validation passes", _time(allowed or done), "none was allowed yet"),
@@ -90,7 +85,7 @@ def _time(marks: list[Mark]) -> float | None:
 def _regular(data: Data, gate: GateSettings) -> list[Milestone]:
     stage = "Hour 2-6: regular uploads"
     done = data.of("upload_succeeded")
-    losses = data.loss.values
+    losses = [loss for _, loss in data.loss.window(data.first or 0.0, data.last or 0.0)]
     tenth = max(1, len(losses) // 10)
     falls = len(losses) >= 20 and sum(losses[-tenth:]) / tenth < sum(losses[:tenth]) / tenth
     blocked = [
@@ -100,7 +95,7 @@ def _regular(data: Data, gate: GateSettings) -> list[Milestone]:
     ]
     slow = [mark for mark in data.of("slow_step") if mark.level != "debug"]
     end = data.last
-    got_there = _first_time(data.inner_step, lambda v: v >= gate.min_inner_step) is not None
+    got_there = data.inner_step.first_time(lambda v: v >= gate.min_inner_step) is not None
     return [
         _at(
             stage,

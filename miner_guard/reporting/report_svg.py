@@ -1,31 +1,46 @@
 """Plots as inline SVG that scale to any width: the drawing stretches, strokes and letters do not.
 
-Axis labels are HTML beside the drawing, so that they keep their size on a phone.
+Axis labels are HTML beside the drawing, so that they keep their size on a phone. The script that
+shows values and zooms reads them back from the paths: a page holds each point once.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
 
-from miner_guard.reporting.report_data import TimeSeries
+from miner_guard.reporting.time_series import TimeSeries
 
 WIDTH, HEIGHT = 1000, 220
 _TICK = 16
 """Height of an upload's mark, in the drawing's units."""
 
 _COLUMNS = 500
-"""Maximum points of a line: beyond it each column of the drawing shows its minimum and maximum."""
+"""Columns of a drawing with one line: each shows at most its minimum and its maximum."""
 
+_FEWEST_COLUMNS = 60
 _GAP_FACTOR = 20
 """A pause this many times longer than usual breaks the line: no values were measured there."""
 
+_OFF_AXIS_FACTOR = 2.0
+"""A first step is drawn beyond the axis if it is this many times longer than any other: it compiles
+and loads, and would flatten everything after it."""
 
 Scale = Callable[[float], float]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a plot. `kind` is a CSS class, empty for the plain line."""
+
+    words: str
+    series: TimeSeries
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,7 +49,7 @@ class Dots:
 
     kind: str
     words: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point]
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,7 @@ class Bands:
 
     kind: str
     words: str
-    spans: Sequence[tuple[float, float]]
+    spans: Sequence[Point]
 
 
 @dataclass(frozen=True)
@@ -61,82 +76,131 @@ class Plot:
 
     title: str
     unit: str
-    series: TimeSeries
+    lines: Sequence[Line]
     dots: Sequence[Dots] = ()
-    lines: Sequence[EventLines] = ()
+    ticks: Sequence[EventLines] = ()
     bands: Sequence[Bands] = ()
     limit: float | None = None
     zero: bool = True
     """The axis starts at 0."""
 
     breaks: Sequence[float] = ()
-    """Times, in order, at which the line breaks: a restart leaves a gap in the measurements."""
+    """Times, in order, at which lines break: a restart leaves a gap in the measurements."""
+
+    off_axis: Sequence[float] = ()
+    """Times of values that need not fit on the axis: the first step of each launch."""
 
     nothing: str = "no data"
     """Text in place of a drawing without values."""
 
 
 def draw(plot: Plot, first: float, last: float) -> str:
-    """The plot as a `<figure>` over the time from `first` to `last`; shows a note where there are
-    no values."""
-    if not plot.series.values:
+    """The plot as a `<figure>` over the time from `first` to `last`, seconds since 1970; shows a
+    note where there are no values."""
+    columns = max(_FEWEST_COLUMNS, _COLUMNS // max(len(plot.lines), 1))
+    drawn = [
+        (line, thinned(line.series.window(first, last), (first, last), plot.breaks, columns))
+        for line in plot.lines
+    ]
+    drawn = [(line, points) for line, points in drawn if any(points)]
+    if not drawn:
         return (
             f"<figure><figcaption>{escape(plot.title)}</figcaption><p "
             f'class="none">{escape(plot.nothing)}</p></figure>'
         )
-    values = [*plot.series.values, *(value for dots in plot.dots for _, value in dots.points)]
-    if plot.limit is not None and plot.limit < 3 * max(values):
-        values.append(plot.limit)
-    ticks = nice_ticks(0.0 if plot.zero else min(values), max(values))
+    values, beyond = _on_axis(plot, drawn)
+    limit = plot.limit if plot.limit is not None and plot.limit < 3 * max(values) else None
+    ticks = nice_ticks(
+        0.0 if plot.zero else min(values), max(values) if limit is None else max(*values, limit)
+    )
     low, high = ticks[0], ticks[-1]
     span = max(last - first, 1e-9)
 
     def x(time: float) -> float:
-        return round(WIDTH * (time - first) / span, 1)
+        return round(WIDTH * (min(max(time, first), last) - first) / span, 1)
 
     def y(value: float) -> float:
-        return round(HEIGHT * (1 - (min(max(value, low), high) - low) / (high - low)), 1)
+        return round(HEIGHT * (1 - (min(max(value, low), high) - low) / (high - low)), 2)
 
     shapes = [f'<path class="grid" d="{"".join(f"M0 {y(tick)}H{WIDTH}" for tick in ticks)}"/>']
-    shapes += [_band(bands, span, x) for bands in plot.bands for span in bands.spans]
-    shapes += [_ticks(lines, x) for lines in plot.lines if lines.times]
-    if plot.limit is not None and low <= plot.limit <= high:
-        shapes.append(f'<path class="limit" d="M0 {y(plot.limit)}H{WIDTH}"/>')
-    points = thinned(plot.series, first, span, plot.breaks)
-    shapes.append(f'<path class="line" d="{_path(points, x, y)}"/>')
+    shapes += [_bands(bands, x) for bands in plot.bands if bands.spans]
+    shapes += [_ticks(ticks_, x) for ticks_ in plot.ticks if ticks_.times]
+    if limit is not None:
+        shapes.append(f'<path class="limit" d="M0 {y(limit)}H{WIDTH}"/>')
+    shapes += [
+        f'<path class="line {line.kind}" data-name="{escape(line.words)}" '
+        f'd="{_path(points, x, y)}"/>'
+        for line, points in drawn
+    ]
     for dots in plot.dots:
         places = "".join(f"M{x(time)} {y(value)}h0" for time, value in dots.points)
         if places:
             shapes.append(f'<path class="dot {dots.kind}" d="{places}"/>')
+    described = escape(_described(plot, drawn[0][1]))
     drawing = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(_described(plot))}">{"".join(shapes)}</svg>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" '
+        f'aria-hidden="true">{"".join(shapes)}<path class="cursor" d=""/></svg>'
     )
     labels = "".join(f"<span>{escape(short(tick))}</span>" for tick in reversed(ticks))
     times = "".join(f"<span>{escape(text)}</span>" for text in time_labels(first, last))
     return (
         f"<figure><figcaption>{escape(plot.title)} "
-        f"<small>{escape(plot.unit)}</small>{_legend(plot)}</figcaption>"
-        f'<div class="plot"><div class="y">{labels}</div>'
-        f'<div class="area" tabindex="0" data-first="{first:.0f}" data-span="{span:.0f}" '
-        f'data-unit="{escape(plot.unit.partition(" ")[0])}" data-points="{_values(points, first)}">'
-        f"{drawing}<output></output></div>"
-        f'<div class="x">{times}</div></div></figure>'
+        f"<small>{escape(plot.unit)}</small>{_legend(plot, drawn, limit, beyond)}</figcaption>"
+        f'<div class="plot"><div class="y" aria-hidden="true">{labels}</div>'
+        f'<div class="area" tabindex="0" role="img" aria-label="{described}" '
+        f'data-first="{first:.0f}" data-span="{span:.0f}" data-low="{low:g}" data-high="{high:g}" '
+        f'data-unit="{escape(plot.unit.partition(" ")[0])}">{drawing}<output></output></div>'
+        f'<div class="x" aria-hidden="true">{times}</div></div></figure>'
     )
 
 
-def _legend(plot: Plot) -> str:
+def _on_axis(
+    plot: Plot, drawn: Sequence[tuple[Line, Sequence[Point | None]]]
+) -> tuple[list[float], float | None]:
+    """The values that the axis must hold, and the largest that it need not."""
+    values = [point[1] for _, points in drawn for point in points if point is not None]
+    values += [value for dots in plot.dots for _, value in dots.points]
+    apart = set(plot.off_axis)
+    firsts = [
+        point[1]
+        for _, points in drawn
+        for point in points
+        if point is not None and point[0] in apart
+    ]
+    others = list(values)
+    for value in firsts:
+        others.remove(value)
+    if not firsts or not others or max(firsts) <= _OFF_AXIS_FACTOR * max(others):
+        return values, None
+    return others, max(firsts)
+
+
+def _legend(
+    plot: Plot,
+    drawn: Sequence[tuple[Line, Sequence[Point | None]]],
+    limit: float | None,
+    beyond: float | None,
+) -> str:
     marks: list[Dots | EventLines | Bands] = [
         *(d for d in plot.dots if d.points),
-        *(v for v in plot.lines if v.times),
+        *(v for v in plot.ticks if v.times),
         *(b for b in plot.bands if b.spans),
     ]
     words = [
+        f'<span class="key line {line.kind}">{escape(line.words)}</span>'
+        for line, _ in (drawn if len(drawn) > 1 else ())
+    ]
+    words += [
         f'<span class="key {type(mark).__name__.lower()} {mark.kind}">{escape(mark.words)}</span>'
         for mark in marks
     ]
     if plot.limit is not None:
-        words.append(f'<span class="key limit">limit {escape(short(plot.limit))}</span>')
+        where = "" if limit is not None else " (above this axis)"
+        words.append(f'<span class="key limit">limit {escape(short(plot.limit))}{where}</span>')
+    if beyond is not None:
+        words.append(
+            f'<span class="key note">first step up to {short(beyond)}, off the axis</span>'
+        )
     return "".join(words)
 
 
@@ -146,53 +210,56 @@ def _ticks(lines: EventLines, x: Scale) -> str:
     return f'<path class="vertical {lines.kind}" d="{marks}"/>'
 
 
-def _band(bands: Bands, span: tuple[float, float], x: Scale) -> str:
-    start, end = x(span[0]), x(span[1])
-    width = max(end - start, 1.5)
-    return f'<rect class="band {bands.kind}" x="{start}" y="0" width="{width}" height="{HEIGHT}"/>'
+def _bands(bands: Bands, x: Scale) -> str:
+    """All spans as one path; spans that touch in the drawing are one."""
+    merged: list[list[float]] = []
+    for start, end in sorted((x(start), x(end)) for start, end in bands.spans):
+        right = max(end, start + 1.5)
+        if merged and start <= merged[-1][1] + 0.5:
+            merged[-1][1] = max(merged[-1][1], right)
+        else:
+            merged.append([start, right])
+    places = "".join(f"M{left} 0H{right:g}V{HEIGHT}H{left}Z" for left, right in merged)
+    return f'<path class="band {bands.kind}" d="{places}"/>'
 
 
-def _described(plot: Plot) -> str:
+def _described(plot: Plot, points: Sequence[Point | None]) -> str:
     """A description of the drawing for people who cannot see it."""
-    values = plot.series.values
+    values = [point[1] for point in points if point is not None]
     words = f"{plot.title}: from {short(values[0])} to {short(values[-1])} {plot.unit}".rstrip()
-    return f"{words}, lowest {short(min(values))}, highest {short(max(values))}"
+    words += f", lowest {short(min(values))}, highest {short(max(values))}"
+    marks = [(b.words, len(b.spans)) for b in plot.bands]
+    marks += [(d.words, len(d.points)) for d in plot.dots]
+    marks += [(t.words, len(t.times)) for t in plot.ticks]
+    counts = [f"{name} {count} times" for name, count in marks if count]
+    return "; ".join([words, *counts])
 
 
-def _values(points: Iterable[tuple[float, float] | None], first: float) -> str:
-    """`seconds after first:value` of each drawn point, for the script that shows them."""
-    return " ".join(f"{p[0] - first:.0f}:{p[1]:.5g}" for p in points if p is not None)
-
-
-def _path(points: Iterable[tuple[float, float] | None], x: Scale, y: Scale) -> str:
+def _path(points: Sequence[Point | None], x: Scale, y: Scale) -> str:
     words, pen = [], "M"
     for point in points:
         if point is None:
             pen = "M"
             continue
-        words.append(f"{pen}{x(point[0])} {y(point[1])}")
+        words.append(f"{pen}{x(point[0]):g} {y(point[1]):g}")
         pen = "L"
     return "".join(words)
 
 
 def thinned(
-    series: TimeSeries, first: float, span: float, breaks: Sequence[float] = ()
-) -> list[tuple[float, float] | None]:
-    """Points to draw, None where the line breaks. Thinning keeps the extremes."""
-    pairs = list(zip(series.times, series.values, strict=True))
+    pairs: Sequence[Point], between: Point, breaks: Sequence[float] = (), columns: int = _COLUMNS
+) -> list[Point | None]:
+    """Points to draw in `columns` columns over the time `between`, None where the line breaks.
+    Thinning keeps the extremes."""
+    if not pairs:
+        return []
+    first, span = between[0], max(between[1] - between[0], 1e-9)
     usual = (pairs[-1][0] - pairs[0][0]) / max(len(pairs) - 1, 1)
-    points: list[tuple[float, float] | None] = []
-    columns: dict[int, list[tuple[float, float]]] = {}
-    if len(pairs) <= 2 * _COLUMNS:
-        chosen = pairs
-    else:
-        for pair in pairs:
-            columns.setdefault(int(_COLUMNS * (pair[0] - first) / span), []).append(pair)
-        chosen = []
-        for column in columns.values():
-            extremes = {min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])}
-            chosen += sorted(extremes)
-        usual = max(usual, span / _COLUMNS)
+    chosen = pairs
+    if len(pairs) > 2 * columns:
+        chosen = _extremes(pairs, lambda time: int(columns * (time - first) / span))
+        usual = max(usual, span / columns)
+    points: list[Point | None] = []
     for place, pair in enumerate(chosen):
         before = chosen[place - 1][0]
         broken = bisect.bisect(breaks, before) != bisect.bisect(breaks, pair[0])
@@ -200,6 +267,23 @@ def thinned(
             points.append(None)
         points.append(pair)
     return points
+
+
+def _extremes(pairs: Sequence[Point], column_of: Callable[[float], int]) -> list[Point]:
+    """The first smallest and the first largest of the pairs of each column, in order of time."""
+    chosen: list[Point] = []
+    column, low, high = None, pairs[0], pairs[0]
+    for pair in pairs:
+        here = column_of(pair[0])
+        if here != column:
+            if column is not None:
+                chosen += sorted({low, high})
+            column, low, high = here, pair, pair
+        elif pair[1] < low[1]:
+            low = pair
+        elif pair[1] > high[1]:
+            high = pair
+    return [*chosen, *sorted({low, high})]
 
 
 def nice_ticks(low: float, high: float) -> list[float]:

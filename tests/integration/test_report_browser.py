@@ -3,6 +3,7 @@ nothing is fetched."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_the_page_fits_and_draws(browser: Any, page_file: Path, width: int, sche
     lines = page.evaluate(
         "[...document.querySelectorAll('path.line')].map(p => p.getTotalLength())"
     )
-    assert len(lines) == 6
+    assert len(lines) == 7, "loss and its smoothed line, step time, repo age, GPUs, goodput"
     assert min(lines) > 500
     assert page.locator("path.dot.warn").count() == 1
     assert page.locator("path.vertical.good").count() == 1
@@ -93,3 +94,50 @@ def test_the_page_fits_and_draws(browser: Any, page_file: Path, width: int, sche
     )
     assert min(sizes) >= 10, "axis labels stay readable at every width"
     context.close()
+
+
+def test_a_curve_tells_values_by_pointer_and_by_key(browser: Any, page_file: Path) -> None:
+    page = browser.new_page(viewport={"width": 1000, "height": 800})
+    page.goto(page_file.as_uri())
+    area = page.locator(".area").first
+    area.scroll_into_view_if_needed()
+    box = area.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    words = area.locator("output").inner_text()
+    # Step 150 of 300: the loss is 5 - 150 / 100.
+    assert re.match(r"loss 3\.\d+, smoothed 3\.\d+ at 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC$", words)
+    cursors = page.evaluate(
+        "[...document.querySelectorAll('.cursor')].map(c => c.getAttribute('d'))"
+    )
+    assert len(set(cursors)) == 1, "the cursor is at the same time in all curves"
+    area.focus()
+    page.keyboard.press("ArrowRight")
+    assert area.locator("output").inner_text() != words
+    page.close()
+
+
+def test_dragging_zooms_all_curves_and_a_double_click_shows_all_again(
+    browser: Any, page_file: Path
+) -> None:
+    page = browser.new_page(viewport={"width": 1000, "height": 800})
+    page.goto(page_file.as_uri())
+    views = "[...document.querySelectorAll('.area svg')].map(s => s.getAttribute('viewBox'))"
+    whole, labels = page.evaluate(views), page.locator(".x").first.inner_text()
+    area = page.locator(".area").first
+    area.scroll_into_view_if_needed()
+    box = area.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50, steps=4)
+    page.mouse.up()
+    (view,) = set(page.evaluate(views))
+    left, _, width, _ = (float(part) for part in view.split())
+    assert (left, width) == (pytest.approx(250, abs=3), pytest.approx(250, abs=3))
+    assert page.locator(".x").first.inner_text() != labels
+    area.dblclick(position={"x": 50, "y": 50})
+    assert page.evaluate(views) == whole
+    area.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("+")
+    assert page.evaluate(views) != whole, "the keyboard zooms too"
+    page.close()

@@ -4,6 +4,7 @@ megabytes."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from html.parser import HTMLParser
@@ -18,8 +19,9 @@ from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.reporting.report import render
-from miner_guard.reporting.report_data import LogReader, TimeSeries, gather
-from miner_guard.reporting.report_svg import nice_ticks, thinned
+from miner_guard.reporting.report_data import LogReader, gather
+from miner_guard.reporting.report_svg import Line, Plot, draw, nice_ticks, thinned
+from miner_guard.reporting.time_series import TimeSeries
 from miner_guard.state_dir import StateDir, write_json
 from miner_guard.system.clock import FakeClock
 
@@ -203,7 +205,7 @@ def test_of_events_without_number_the_newest_are_shown_and_the_first(
     assert shown[0] == 0
     assert shown[1:] == list(range(101 - len(shown), 100))
     assert 10 < len(shown) <= 21
-    assert (data.marks[-1].event, data.counts["slow_step"]) == ("miner_restarting", 100)
+    assert (len(data.of("miner_restarting")), data.counts["slow_step"]) == (1, 100)
 
 
 def test_a_week_of_data_takes_seconds_and_stays_small(tmp_path: Path) -> None:
@@ -238,14 +240,15 @@ def test_thinning_keeps_extremes_and_breaks_at_gaps() -> None:
     times = [float(t) for t in range(10_000) if not 4000 <= t < 6000]
     values = [1.0] * len(times)
     values[1234] = 99.0
-    points = thinned(TimeSeries(times, values), 0.0, 10_000.0)
+    points = thinned(list(zip(times, values, strict=True)), (0.0, 10_000.0))
     assert (1234.0, 99.0) in points
     assert points.count(None) == 1
     assert len(points) < 1500
 
 
-def test_a_line_does_not_go_on_over_a_restart(tmp_path: Path) -> None:
-    points = thinned(TimeSeries([1.0, 2.0, 3.0, 4.0], [5.0] * 4), 1.0, 3.0, breaks=[2.5])
+def test_a_line_does_not_go_on_over_a_restart() -> None:
+    pairs = [(time, 5.0) for time in (1.0, 2.0, 3.0, 4.0)]
+    points = thinned(pairs, (1.0, 4.0), breaks=[2.5])
     assert points == [(1.0, 5.0), (2.0, 5.0), None, (3.0, 5.0), (4.0, 5.0)]
 
 
@@ -277,19 +280,59 @@ def test_a_live_report_reads_only_what_was_written_since(tmp_path: Path) -> None
     later.step(51, loss=2.25)
     data = reader.refresh()
     assert data.counts["inner_step"] == 52
-    assert data.loss.values[-2:] == [2.5, 2.25]
+    assert list(data.loss.values[-2:]) == [2.5, 2.25]
     assert reader.refresh().counts["inner_step"] == 52
     reader.close()
 
 
-def test_thinning_an_old_series_loses_no_extreme(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miner_guard.reporting.report_data._MAX_POINTS", 1000)
+def _series(points: int, monkeypatch: pytest.MonkeyPatch, kept: int = 1000) -> TimeSeries:
+    monkeypatch.setattr("miner_guard.reporting.time_series._MAX_POINTS", kept)
     series = TimeSeries()
-    for number in range(5000):
+    for number in range(points):
         series.add(float(number), 100.0 if number == 77 else -100.0 if number == 99 else 1.0)
-    assert len(series.times) <= 1001
-    assert (max(series.values), min(series.values)) == (100.0, -100.0)
-    assert series.times == sorted(series.times)
+    return series
+
+
+def test_an_old_series_loses_no_extreme_and_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    series = _series(50_000, monkeypatch)
+    assert len(series.times) <= 1000
+    points = series.window(0.0, 50_000.0)
+    assert {(77.0, 100.0), (99.0, -100.0)} <= set(points)
+    assert points == sorted(points)
+    assert len(points) < 7000
+    assert points[-1][0] >= 49_983
+    assert series.first == (0.0, 1.0)
+
+
+def test_a_short_window_of_a_long_series_has_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    series = _series(50_000, monkeypatch, kept=100_000)
+    assert [time for time, _ in series.window(400.0, 409.0)] == [float(t) for t in range(400, 410)]
+
+
+def test_the_first_time_is_exact_although_most_values_are_thinned() -> None:
+    series = TimeSeries()
+    for number in range(10_000):
+        series.add(float(number), float(number % 100))
+    assert series.first_time(lambda value: value >= 50) == 50.0
+    assert series.first_time(lambda value: value > 1000) is None
+
+
+def test_the_first_step_does_not_flatten_the_others() -> None:
+    series = TimeSeries()
+    for number, seconds in enumerate([122.0, *[15.0] * 50]):
+        series.add(float(number), seconds)
+    page = draw(Plot("Step time", "s", [Line("step time", series)], off_axis=[0.0]), 0.0, 50.0)
+    assert 'data-high="15"' in page
+    assert "first step up to 122, off the axis" in page
+
+
+def test_a_limit_that_is_not_drawn_is_named_as_such() -> None:
+    series = TimeSeries()
+    series.add(0.0, 5.0)
+    series.add(9.0, 6.0)
+    page = draw(Plot("Repo age", "s", [Line("repo age", series)], limit=2000.0), 0.0, 9.0)
+    assert "limit 2000 (above this axis)" in page
+    assert 'class="limit"' not in page
 
 
 def test_a_window_holds_its_own_marks_and_counts(tmp_path: Path) -> None:
@@ -300,8 +343,9 @@ def test_a_window_holds_its_own_marks_and_counts(tmp_path: Path) -> None:
     log.step(2)
     data = gather(log.state)
     assert data.last is not None
-    recent = data.window(data.last - 3600.0)
-    assert (len(data.loss.values), len(recent.loss.values)) == (2, 1)
+    recent = data.window(data.last - 3600.0, data.last)
+    assert recent.first is not None
+    assert len(recent.loss.window(recent.first, data.last)) == 1
     assert (data.of("loss_nan") != [], recent.of("loss_nan")) == (True, [])
 
 
@@ -312,5 +356,56 @@ def test_an_outage_is_a_band_from_the_exit_to_the_next_step(tmp_path: Path) -> N
     log.clock.advance(60.0)
     log.step(2)
     page = _checked(render(log.state))
-    assert 'class="band bad"' in page
-    assert "hang or restart" in page
+    assert 'class="band restart"' in page
+
+
+def test_hang_nan_and_blocked_are_bands_of_their_own_with_a_legend(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    log.say("loss_nan", step=1, loss=None)
+    log.say("upload_blocked", reason="NaN", outer_step=1, inner_step=1, kind="x", verdicts=[])
+    log.step(2)
+    log.clock.advance(300.0)
+    log.say("hang_detected", detail="rank 1", culprits=[1], idle_s=300.0, limit_s=300.0)
+    log.snapshot(100.0)
+    page = _checked(render(log.state))
+    for kind, words in (("hang", "hang"), ("nan", "NaN"), ("blocked", "blocked by the gate")):
+        assert f'class="band {kind}"' in page
+        assert f'class="key bands {kind}">{words}' in page
+
+
+def test_of_sixteen_ranks_the_slow_one_is_the_first_row(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    ranks = {
+        str(rank): {"step_time_s": 15.0, "phases_s": {"collective": 0.5 if rank == 12 else 9.0}}
+        for rank in range(16)
+    }
+    write_json(log.state.status, {"steps": {"per_rank": ranks}})
+    rows = re.findall(r"<tr><td>(\d+)</td>", _checked(render(log.state)))
+    assert rows[0] == "12"
+
+
+def test_a_week_of_verdicts_is_a_strip_and_its_shares_are_told(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    for state, minutes in (("earning", 90), ("not earning", 30)):
+        changed = {"headline": state, "state": state, "since": "", "cause": "", "next_step": ""}
+        log.say("verdict_changed", **changed, confidence="measured", previous=None)
+        for _ in range(minutes):
+            log.clock.advance(60.0)
+            log.snapshot(100.0)
+    page = _checked(render(log.state))
+    assert "last 7 days: earning 75%, not earning 25%" in page
+
+
+def test_a_silent_guard_is_unknown_on_the_page_and_its_last_verdict_is_named(
+    tmp_path: Path,
+) -> None:
+    log = Log(tmp_path)
+    log.step(1)
+    write_json(log.state.status, {"verdict": {"state": "earning", "cause": "training"}})
+    old = time.time() - 600
+    os.utime(log.state.status, (old, old))
+    page = _checked(render(log.state))
+    assert "the guard has written nothing for 10 min; it last said earning" in page
+    assert "<h1>UNKNOWN" in page

@@ -7,9 +7,12 @@ const STALE_S = 60;
 const form = document.querySelector("form");
 const field = document.querySelector("#token");
 const state = document.querySelector("#state");
+const gone = document.querySelector("#gone");
 const report = document.querySelector("#report");
 const ranges = document.querySelector("#ranges");
+const reset = document.querySelector("#reset");
 let range = "24h";
+let chosen = null; // the range that a drag in a curve chose: {from, to}, seconds since 1970
 let updated = null; // when the guard last answered, ms
 let trouble = "";
 let next = 0;
@@ -25,10 +28,13 @@ function tell() {
   }
   const age = Math.round((Date.now() - updated) / 1000);
   const stale = trouble !== "" || age > STALE_S;
-  state.className = stale ? "bad" : "none";
-  state.textContent = stale
-    ? `The guard does not answer${trouble && ` (${trouble})`}. Last updated ${clock(updated)}; retrying.`
-    : `Last updated ${age} s ago`;
+  gone.hidden = !stale;
+  report.classList.toggle("stale", stale);
+  if (stale) {
+    gone.querySelector("h1").textContent = `UNKNOWN since ${clock(updated).replace(/:\d\d UTC/, " UTC")}`;
+    gone.querySelector("#why").textContent = `The guard does not answer${trouble && ` (${trouble})`}.`;
+  }
+  state.textContent = stale ? `Below is what it last knew at ${clock(updated)}; retrying.` : `Last updated ${age} s ago`;
 }
 
 function ask(why) {
@@ -47,11 +53,13 @@ const selecting = () => !document.getSelection().isCollapsed;
 function replace(text) {
   const page = new DOMParser().parseFromString(text, "text/html");
   const open = [...report.querySelectorAll("details[open] summary")].map((summary) => summary.textContent);
+  const focused = areas().indexOf(document.activeElement);
   document.title = page.title;
   report.replaceChildren(...page.body.childNodes);
   for (const summary of report.querySelectorAll("details summary")) {
     if (open.includes(summary.textContent)) summary.parentElement.open = true;
   }
+  if (focused >= 0 && areas()[focused]) areas()[focused].focus({ preventScroll: true });
 }
 
 async function show() {
@@ -59,8 +67,9 @@ async function show() {
   next = setTimeout(show, EVERY_MS);
   const token = sessionStorage.getItem(KEPT);
   const headers = token === null ? {} : { Authorization: `Bearer ${asBytes(token)}` };
+  const asked = chosen ? `from=${chosen.from}&to=${chosen.to}` : `range=${range}`;
   try {
-    const answer = await fetch(`report?range=${range}`, { headers, cache: "no-store" });
+    const answer = await fetch(`report?${asked}`, { headers, cache: "no-store" });
     if (answer.status === 401) {
       clearTimeout(next);
       ask(token === null ? "" : "Wrong token; try again.");
@@ -68,8 +77,8 @@ async function show() {
     }
     if (!answer.ok) throw new Error(`status ${answer.status}`);
     const text = await answer.text();
-    // Text that a person is marking stays as it is until they are done.
-    if (!selecting()) replace(text);
+    // Text that a person is marking, and a curve that they are dragging in, stay until they are done.
+    if (!selecting() && !drag) replace(text);
     updated = Date.now();
     trouble = "";
     form.hidden = true;
@@ -78,6 +87,15 @@ async function show() {
     trouble = error.message;
   }
   tell();
+}
+
+function choose(window) {
+  chosen = window;
+  reset.hidden = chosen === null;
+  for (const button of ranges.querySelectorAll("[value]")) {
+    button.setAttribute("aria-pressed", String(chosen === null && button.value === range));
+  }
+  show();
 }
 
 form.addEventListener("submit", (event) => {
@@ -89,9 +107,15 @@ form.addEventListener("submit", (event) => {
 ranges.addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (!button) return;
-  range = button.value;
-  for (const other of ranges.children) other.setAttribute("aria-pressed", String(other === button));
-  show();
+  if (button.value) range = button.value;
+  choose(null);
+});
+document.addEventListener("zoomed", (event) => {
+  // Zooming out of a chosen range leads back to the button's range.
+  choose(event.detail);
+});
+document.addEventListener("dblclick", (event) => {
+  if (chosen && event.target.closest(".area")) choose(null);
 });
 setInterval(tell, 1000);
 show();
