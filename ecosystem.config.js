@@ -5,7 +5,7 @@
 //   /usr/bin/env, since pm2 hands a script with a space in its path to bash, without its arguments;
 //   treekill false, so that the guard alone is signalled and stops its ranks in order, checkpoints written;
 //   kill_timeout above the guard's own stop_timeout_s (45 s), which is above torchrun's (30 s);
-//   no restart for what a restart can't mend: 63 finished, 64 usage, 69 preflight, 75 crash loop, 78 configuration.
+//   no restart for what a restart can't fix: 63 finished, 64 usage, 69 preflight, 75 crash loop, 78 configuration.
 // Never put 0 there: pm2 records a death by signal as exit code 0. Backing off is the guard's work, not pm2's.
 const os = require("os");
 const path = require("path");

@@ -100,10 +100,10 @@ class MemoryTier:
         leaves = {leaf.name: leaf for leaf in _leaves(manifest)}
         tensors, _ = _parts(state)
         if tensors.keys() != leaves.keys():
-            return "it holds other tensors than the model and optimizer have now"
+            return "its tensors differ from those of the model and optimizer"
         for name, tensor in tensors.items():
             if (tuple(tensor.shape), str(tensor.dtype)) != (leaves[name].shape, leaves[name].dtype):
-                return f"{name} has another shape or type now"
+                return f"{name} has changed its shape or type"
         return None
 
     def load(self, step: int, state: dict[str, Any]) -> None:

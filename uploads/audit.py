@@ -121,13 +121,14 @@ def run(
     if repo.kind == "none":
         return AuditReport(
             "unknown",
-            "no repo is configured; give -c or --state-dir as `run` had it, or set [repo] kind",
+            "no repo is configured; pass the same -c or --state-dir as to `run`, "
+            "or set [repo] kind",
         )
     keys = None if commitment is None else keys_of(commitment, limits.commitment_form)
     if keys is not None and placeholder(commitment or "", limits.commitment_form):
         words = (
             "the commitment on chain is filled with x, which validators read as no keys; "
-            "the miner has to commit"
+            "the miner must commit"
         )
         verdict = Verdict("commitment", "block", None, None, words)
         return AuditReport("rejected", words, (verdict,), credentials="commitment")
@@ -150,7 +151,7 @@ def run(
     except OSError as error:
         return AuditReport(
             "unknown",
-            f"no place for the files: {error.strerror or error}",
+            f"cannot store the files: {error.strerror or error}",
             credentials=access.whose,
         )
 
@@ -183,10 +184,10 @@ class _Access:
         if self.keys is None:
             return None
         if refused is not None:
-            return f"the keys committed on chain open nothing ({refused}); commit those in use"
+            return f"the keys committed on chain give no access ({refused}); commit the keys in use"
         if self.own_account is not None and self.keys["R2_ACCOUNT_ID"] != self.own_account:
             return (
-                "the account committed on chain is not the one in use and gives no answer "
+                "the account committed on chain is not the one in use and does not answer "
                 f"({reason}); commit again"
             )
         return None

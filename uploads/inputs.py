@@ -54,7 +54,7 @@ class GateInputs:
         if 0 <= age <= max_age_s:
             return self
         if age < 0:
-            reason = "gate-inputs.json is of an earlier boot of this host"
+            reason = "gate-inputs.json is from before this host's last boot"
         else:
             reason = (
                 f"gate-inputs.json is {age:.0f}s old (limit {max_age_s:.0f}s): is the guard "
@@ -100,7 +100,7 @@ def read(path: Path) -> GateInputs:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        return unknown("gate-inputs.json is not there: no guard has written it")
+        return unknown("gate-inputs.json does not exist: no guard has written it")
     except OSError as error:
         return unknown(f"gate-inputs.json cannot be read: {error}")
     version = (str(path), found.st_ino, found.st_mtime_ns, found.st_size)
@@ -161,7 +161,7 @@ def from_document(document: Any) -> GateInputs:
             reason=_typed(document.get("reason"), (str,), "reason"),
         )
     except TypeError as error:
-        return unknown(f"gate-inputs.json is not of this version: {error}")
+        return unknown(f"gate-inputs.json is from another version: {error}")
 
 
 def _facts(kind: type[_Known], table: Any) -> _Known:

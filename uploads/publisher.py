@@ -60,7 +60,7 @@ _PROGRESS_EVERY_S = 2.0
 
 
 class Cancelled(Exception):
-    """Cancelled before the revision became visible; what was published before is untouched."""
+    """Cancelled before the revision became visible; the previous publication is unchanged."""
 
 
 class PublishError(Exception):
@@ -172,7 +172,7 @@ class Publisher:
             for ticket in tickets:
                 effort.of("reading back", lambda t=ticket: self._repo.confirm(t), may_cancel=False)  # type: ignore[misc]
             self._journal.end()
-            return f"Finished the upload with tag {left['tag']} that its publisher had died in"
+            return f"Finished the upload with tag {left['tag']} whose publisher had died"
         effort.of("undoing", lambda: self._repo.abort(tickets), may_cancel=True)
         return None
 
@@ -220,8 +220,8 @@ class Publisher:
             effort.of("showing", lambda: self._repo.commit(tickets, revision.tag), may_cancel=False)
         except RepoError as error:
             raise RepoError(
-                f"{error}; this came while tag {revision.tag} was being shown, so what is "
-                "published may be a mix of two revisions: publish again"
+                f"{error}; this happened while tag {revision.tag} was becoming visible, so what "
+                "is published may be a mix of two revisions: publish again"
             ) from error
         return [self._read_back(ticket, effort) for ticket in tickets]
 
@@ -248,7 +248,7 @@ class Publisher:
                 raise
             # The staged data is gone, or these credentials cannot reach it; raising would block
             # every later upload.
-            self._say(f"An earlier upload can't be finished ({error}); this one takes its place")
+            self._say(f"An earlier upload can't be finished ({error}); this upload replaces it")
 
     def _effort(self) -> _Effort:
         return _Effort(self._retry, self._say, self.cancelled)
@@ -261,7 +261,7 @@ class Publisher:
         if not same:
             swept = effort.of("sweeping", self._repo.sweep, may_cancel=True)
             if swept:
-                self._say(f"Removed {swept} leftovers of an upload that did not finish")
+                self._say(f"Removed {swept} leftovers of an unfinished upload")
         meter = _Meter(sum(p.stat().st_size for _, p in files), self._say, self.cancelled)
         content = [(key, path) for key, path in files if path.name != METADATA]
         tickets, failed = self._together(content, effort, meter)
@@ -274,7 +274,7 @@ class Publisher:
         if isinstance(failed, Cancelled) or self.cancelled.is_set():
             self._undo(tickets)
             raise Cancelled(
-                f"upload with tag {revision.tag} cancelled; what was published before is untouched"
+                f"upload with tag {revision.tag} cancelled; the previous publication is unchanged"
             )
         if failed is not None:
             raise failed
@@ -321,9 +321,7 @@ class Publisher:
             self._repo.abort(tickets)
             self._repo.sweep()
         except RepoError as error:
-            self._say(
-                f"What was sent is still with the repo, unseen; the next upload removes it: {error}"
-            )
+            self._say(f"The data sent so far stays invisible; the next upload removes it: {error}")
         self._journal.end()
 
 

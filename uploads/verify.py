@@ -59,7 +59,7 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
         reported.outer_step or 0
     ):
         later = after.revision or f"outer step {after.outer_step}"
-        return Verification(None, f"followed by {later} before anybody looked", superseded=True)
+        return Verification(None, f"followed by {later} before it was checked", superseded=True)
     torn = mixed(after.metadata, after.size_bytes, after.checksum)
     doubts = (
         _other_steps(after, reported),
@@ -76,7 +76,7 @@ def verify(before: Published | None, after: Published, reported: Reported) -> Ve
         and reported.inner_step is None
     ):
         return Verification(
-            None, "nothing is known of the repo before the push, nor of its beginning"
+            None, "neither the repo's state before the push nor the push's start is known"
         )
     size = "size unknown" if after.size_bytes is None else f"{after.size_bytes} bytes"
     sum_ = "no checksum" if after.checksum is None else f"checksum {after.checksum[:12]}"
@@ -128,7 +128,8 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
         and after.outer_step != reported.outer_step
     ):
         return (
-            f"metadata.json names outer step {after.outer_step}, reported was {reported.outer_step}"
+            f"metadata.json names outer step {after.outer_step}, "
+            f"the miner reported {reported.outer_step}"
         )
     # Upstream writes the root metadata last, with the inner step of that moment: a later step is
     # fine, an earlier one is not.
@@ -138,7 +139,8 @@ def _other_steps(after: Published, reported: Reported) -> str | None:
         and after.inner_step < reported.inner_step
     ):
         return (
-            f"metadata.json names inner step {after.inner_step}, reported was {reported.inner_step}"
+            f"metadata.json names inner step {after.inner_step}, "
+            f"the miner reported {reported.inner_step}"
         )
     return None
 

@@ -82,7 +82,7 @@ class RepoWatch:
         return (
             None
             if known is None
-            else f"nothing is published any more, {known.revision or 'something'} was"
+            else f"nothing is published any more; before it was {known.revision or 'something'}"
         )
 
     def tick(self, now: float) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             "unknown",
             None,
             network,
-            "the outer step that the state was loaded from was not handed in",
+            "the caller did not pass the outer step that the state was loaded from",
         )
     if ours < network:
         return Verdict(
@@ -39,6 +39,6 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             ),
         )
     if ours > network + 1:
-        words = f"base outer_step ({ours}) > network ({network}): is the right network looked at?"
+        words = f"base outer_step ({ours}) > network ({network}): is the right network configured?"
         return Verdict(RULE, "warn", ours, network, words)
     return Verdict(RULE, "pass", ours, network, f"base outer_step {ours}, network {network}")

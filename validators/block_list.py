@@ -69,7 +69,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     blocks."""
     limit = age_limit(limits)
     if facts.candidate.config is None:
-        return Verdict(RULE, "unknown", None, limit, "config.json was not handed in")
+        return Verdict(RULE, "unknown", None, limit, "the caller did not pass config.json")
     known = reduced(facts.candidate.config, facts.network.uid)
     blocks = None if known is None else known["block_list"]
     if blocks is None:
@@ -79,7 +79,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "block", None, limit, words)
     if not blocks:
         words = (
-            "block_list is empty: it raises in the validator and resets scores; wait for "
+            "block_list is empty: the validator raises and resets scores; wait for "
             "the chain to be read"
         )
         return Verdict(RULE, "block", 0, limit, words)
@@ -91,7 +91,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     old = f"newest block of block_list is {age} blocks old"
     if limit is not None and age > limit:
         return Verdict(
-            RULE, "block", age, limit, f"{old} > {limit:.0f}: rejected. Is the chain frozen here?"
+            RULE, "block", age, limit, f"{old} > {limit:.0f}: rejected. Has this node stalled?"
         )
     if limit is not None and age > 0.75 * limit:
         return Verdict(RULE, "warn", age, limit, f"{old}, limit {limit:.0f}")

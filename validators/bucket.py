@@ -23,7 +23,9 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             RULE, "unknown", None, pattern, "the bucket's name is not known; set [repo] bucket"
         )
     if pattern is None:
-        return Verdict(RULE, "unknown", seen, None, "no profile says what a bucket is called")
+        return Verdict(
+            RULE, "unknown", seen, None, "no profile defines the form of a bucket's name"
+        )
     match = re.fullmatch(pattern, seen)
     if match is None:
         return Verdict(
@@ -31,12 +33,12 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             "block",
             seen,
             pattern,
-            f"bucket {seen!r} is not of the form {pattern}; no validator looks there",
+            f"bucket {seen!r} is not of the form {pattern}; no validator reads it",
         )
     named, model = match.groupdict().get("uid"), match.groupdict().get("model")
     if model is not None and limits.global_model is not None and model != limits.global_model:
         words = (
-            f"bucket {seen!r} is of model {model}, validators score {limits.global_model} "
+            f"bucket {seen!r} belongs to model {model}, validators score {limits.global_model} "
             "and look for its buckets"
         )
         return Verdict(RULE, "block", model, limits.global_model, f"{words}; rename the bucket")
@@ -49,7 +51,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             "unknown",
             seen,
             pattern,
-            f"bucket {seen} is of uid {int(named)}; ours is unknown: {why}",
+            f"bucket {seen} belongs to uid {int(named)}; ours is unknown: {why}",
         )
     if int(named) == uid and named != f"{uid:03d}":
         words = (
@@ -59,7 +61,8 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         return Verdict(RULE, "block", named, f"{uid:03d}", words)
     if int(named) != uid:
         words = (
-            f"bucket {seen!r} is of uid {int(named)}, the hotkey's uid is {uid}; rename the bucket"
+            f"bucket {seen!r} belongs to uid {int(named)}, the hotkey's uid is {uid}; "
+            "rename the bucket"
         )
         return Verdict(RULE, "block", int(named), uid, words)
-    return Verdict(RULE, "pass", seen, pattern, f"bucket {seen} is of uid {uid}")
+    return Verdict(RULE, "pass", seen, pattern, f"bucket {seen} belongs to uid {uid}")

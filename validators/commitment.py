@@ -24,8 +24,8 @@ def judge_tried(facts: Facts, limits: Limits) -> Verdict:
     if verdict.outcome != "warn":
         return verdict
     words = (
-        "the commitment on chain is of other read keys than those in use; they open the "
-        "bucket all right"
+        "the commitment on chain holds other read keys than those in use; they do give "
+        "access to the bucket"
     )
     return Verdict(RULE, "warn", verdict.seen, verdict.limit, words)
 
@@ -38,7 +38,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     """
     seen, chars = facts.network.commitment, limits.commitment_chars
     if seen is None:
-        why = facts.network.reason or "the chain was read, the commitment was not"
+        why = facts.network.reason or "the chain answered without the commitment"
         return Verdict(RULE, "unknown", None, chars, f"the commitment is unknown: {why}")
     length = int(seen.partition(":")[0])
     if length == 0:
@@ -63,10 +63,10 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
         )
     if facts.credentials != seen:
         words = (
-            "the commitment on chain is of other read keys than those in use; `miner-guard "
-            "audit` tries them"
+            "the commitment on chain holds other read keys than those in use; `miner-guard "
+            "audit` tests them"
         )
         return Verdict(RULE, "warn", "other keys", "the keys in use", words)
     return Verdict(
-        RULE, "pass", length, chars, f"the commitment of {length} characters is of the keys in use"
+        RULE, "pass", length, chars, f"the commitment of {length} characters holds the keys in use"
     )

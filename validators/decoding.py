@@ -132,10 +132,10 @@ def _unpacked(torch: Any, packed: Any, values: Any, bits: int) -> Any:
     """Unpack 12-bit indices, two per three bytes: the first's low eight bits; its high four below
     the second's low four; the second's high eight."""
     if bits != 12:
-        raise Unusable(f"indices of {bits} bits are none that this version can read")
+        raise Unusable(f"this version cannot read indices of {bits} bits")
     if packed.dtype != torch.uint8:
         kind = _short(packed.dtype)
-        raise Unusable(f"indices are {kind}; validators take 12 bits packed in uint8 alone")
+        raise Unusable(f"indices are {kind}; validators accept only 12 bits packed in uint8")
     count = values.numel()
     if count == 0 or count % 2 or packed.numel() != count * 3 // 2:
         raise Unusable(
@@ -170,7 +170,7 @@ def _check_topk(whole: Any, target: tuple[int, ...], topk: int) -> None:
     expected = min(topk, target[-1])
     if whole.dim() == 0 or whole.shape[-1] != expected:
         given = whole.shape[-1] if whole.dim() else 1
-        raise Unusable(f"{given} values a chunk, validators take exactly {expected}")
+        raise Unusable(f"{given} values a chunk, validators accept exactly {expected}")
     if tuple(whole.shape[:-1]) != target[:-1]:
         raise Unusable(f"chunks of {list(whole.shape[:-1])}, the parameter has {list(target[:-1])}")
 
@@ -199,7 +199,7 @@ def _dequantised(torch: Any, values: Any, parameters: Any, size: int) -> Any:
         return decoded if dtype is None else decoded.to(dtype)
     except (IndexError, RuntimeError, TypeError) as error:
         raise Unusable(
-            f"the quantised values do not decode: {' '.join(str(error).split())[:100]}"
+            f"cannot decode the quantised values: {' '.join(str(error).split())[:100]}"
         ) from error
 
 

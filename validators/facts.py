@@ -46,7 +46,7 @@ class Published:
     age_s: float | None = None
     """Age of the newest gradients.pt by the server's clock."""
 
-    reason: str | None = "not looked at yet"
+    reason: str | None = "not checked yet"
     """Why `age_s` is None. None if the repo was read; an empty repo has `empty=True`."""
 
     empty: bool = False
@@ -75,7 +75,7 @@ class Network:
 
     registered: bool | None = None
     uid: int | None = None
-    reason: str | None = "not looked at"
+    reason: str | None = "not checked"
     """Why nothing is known. None if the chain was read."""
 
     seen_at: float | None = None

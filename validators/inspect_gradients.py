@@ -34,7 +34,7 @@ def main() -> None:
     try:
         import torch
     except ImportError as error:
-        probe.reply(error=f"torch is not there ({error}); validators load the file with it")
+        probe.reply(error=f"torch cannot be imported ({error}); validators load the file with it")
         return
     torch.set_num_threads(1)
     path, limits = request["path"], request["limits"]
@@ -95,7 +95,7 @@ def examine(
         # validator too.
         return {
             **report,
-            "problems": [f"cannot be looked into: {type(error).__name__}: {_gist(str(error))}"],
+            "problems": [f"cannot be inspected: {type(error).__name__}: {_gist(str(error))}"],
         }
 
 
@@ -230,7 +230,7 @@ def _applied(
         entry = stored(document, name, form)
         if form.complete and (entry.indices is None or entry.values is None):
             problems.append(
-                f"{name}: indices or values are missing, and validators take whole models"
+                f"{name}: indices or values are missing, and validators accept only whole models"
             )
             continue
         if entry.indices is None or entry.values is None:
@@ -258,11 +258,11 @@ def _worthless(
     if not applied and wrapped:
         yield (
             f"{wrapped[0]}: validators know this parameter as {plain_name(wrapped[0])} and "
-            "skip it, as all others"
+            "skip it, like all others"
         )
     elif not applied and shapes is not None:
         yield (
-            f"none of its {len(named)} parameters is of the model that trains here; "
+            f"none of its {len(named)} parameters belongs to the model in training; "
             "validators skip them all"
         )
     elif not any(decoded.something for decoded in applied.values()):
@@ -290,7 +290,7 @@ def _compared(
 def _summed(unnamed: Sequence[str]) -> Iterator[str]:
     if unnamed:
         yield (
-            f"validators skip {len(unnamed)} parameters by names that they do not know, "
+            f"validators skip {len(unnamed)} parameters whose names they do not know, "
             f"{unnamed[0]} among them"
         )
 

@@ -28,7 +28,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             "block",
             str(seen),
             "finite",
-            f"loss is {seen}: the gradient is poisoned. Reload the state",
+            f"loss is {seen}: gradient invalid. Restore the last good checkpoint",
         )
     if len(recent) >= POINTS and all(math.isfinite(v) for v in recent[-POINTS:]):
         p = rising_probability(recent[-POINTS:])

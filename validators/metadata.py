@@ -48,10 +48,10 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     """
     seen, needed = facts.candidate.metadata, list(limits.metadata_fields)
     if seen is None:
-        return Verdict(RULE, "unknown", None, needed, "metadata.json was not handed in")
+        return Verdict(RULE, "unknown", None, needed, "the caller did not pass metadata.json")
     if missing := [name for name in needed if name not in seen]:
         words = (
-            f"metadata.json lacks {', '.join(missing)}: validators read inner step 0 then, "
+            f"metadata.json lacks {', '.join(missing)}: validators then read inner step 0 "
             "and reset scores"
         )
         return Verdict(RULE, "block", sorted(map(str, seen)), needed, f"{words}; write them")
@@ -63,7 +63,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
             "block",
             value,
             "a step",
-            f"metadata.json: inner_step is {value}, not a step; write one",
+            f"metadata.json: inner_step is {value}, not a step; write a whole number",
         )
     for name, ours in (
         ("outer_step", facts.candidate.outer_step),
@@ -100,7 +100,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     why = mixed(metadata, published.size_bytes, published.checksum)
     if why is None:
         return verdict
-    words = f"{why}: an upload is under way, or one was cut off. Look again, then publish again"
+    words = f"{why}: an upload is in progress or was interrupted. Check again, then publish again"
     return Verdict(RULE, "warn", published.checksum, None, words)
 
 
@@ -118,7 +118,7 @@ def mixed(
         and isinstance(size := named.get("size_bytes"), int)
         and size != size_bytes
     ):
-        return f"gradients.pt has {size_bytes} bytes, metadata.json goes with one of {size}"
+        return f"gradients.pt has {size_bytes} bytes, metadata.json describes one of {size}"
     other = named.get("checksum")
     if (
         checksum is None
@@ -127,7 +127,7 @@ def mixed(
         or checksum == other
     ):
         return None
-    return f"gradients.pt has checksum {checksum[:12]}, metadata.json goes with {other[:12]}"
+    return f"gradients.pt has checksum {checksum[:12]}, metadata.json describes {other[:12]}"
 
 
 def _short(value: Any) -> str:

@@ -51,7 +51,7 @@ def _both_minima(least: int, published_inner_step: int | None, limits: Limits) -
     words = f"this version of the validators accepts from {accepted}; your minimum is {least}"
     if published_inner_step == 0:
         words += (
-            "; the archive that is published scores nothing meanwhile "
+            "; the published archive scores nothing in the meantime "
             "([gate] min_inner_step_after_allreduce)"
         )
     return words
@@ -76,8 +76,8 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         )
     if facts.candidate.kind == "archive":
         words = (
-            f"this is the archive after an outer step (inner_step {seen}), no gradient yet; "
-            "the next upload is one"
+            f"this is the archive after an outer step (inner_step {seen}), not yet a "
+            "gradient; the next upload is one"
         )
         return Verdict(RULE, "warn", seen, limits.min_inner_step, words)
     if seen < limits.min_inner_step:

@@ -66,7 +66,11 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     limit = limits.validator_repo_age_s or limits.repo_age_limit_s
     if published.empty:
         return Verdict(
-            RULE, "block", None, limit, "nothing is published: there is no gradients file; upload"
+            RULE,
+            "block",
+            None,
+            limit,
+            "nothing is published: there is no gradients file; upload one",
         )
     if age is None:
         return Verdict(RULE, "unknown", None, limit, f"repo age unknown: {published.reason}")
@@ -76,7 +80,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
         why = (
             "they score zero"
             if known
-            else "the guard's own limit, no profile says when they score zero"
+            else "the guard's limit; no profile defines when they score zero"
         )
         return Verdict(
             RULE,

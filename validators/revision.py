@@ -23,7 +23,7 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     if seen is None:
         return Verdict(RULE, "unknown", None, pattern, "no revision was handed in")
     if pattern is None:
-        return Verdict(RULE, "unknown", seen, None, "no profile says what a revision looks like")
+        return Verdict(RULE, "unknown", seen, None, "no profile defines the form of a revision")
     match = re.fullmatch(pattern, seen)
     if match is None:
         return Verdict(

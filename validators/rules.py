@@ -89,4 +89,4 @@ def evaluate(name: str, judge: Judge, facts: Facts, limits: Limits) -> Verdict:
 def rule_error(name: str, error: Exception) -> Verdict:
     """The verdict for a rule that raised: a block."""
     words = f"the rule {name} failed: {type(error).__name__}: {error}"
-    return Verdict(name, "block", None, None, f"{words[:180]}; nothing goes out unjudged")
+    return Verdict(name, "block", None, None, f"{words[:180]}; the upload is blocked")

@@ -18,11 +18,13 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     blocks."""
     network, blocks, put = facts.network, limits.window_blocks, limits.window_put_s
     if blocks is None or put is None:
-        return Verdict(RULE, "unknown", None, None, "no profile says when a window takes uploads")
+        return Verdict(
+            RULE, "unknown", None, None, "no profile defines when a window accepts uploads"
+        )
     if network.block is None:
         why = network.reason or "the block was not read"
         return Verdict(
-            RULE, "unknown", None, list(put), f"the place in the window is unknown: {why}"
+            RULE, "unknown", None, list(put), f"the position in the window is unknown: {why}"
         )
     elapsed = 0.0 if network.seen_at is None else max(facts.now - network.seen_at, 0.0)
     length = blocks * limits.block_s
@@ -60,12 +62,14 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     """
     network, blocks, put = facts.network, limits.window_blocks, limits.window_put_s
     if blocks is None or put is None:
-        return Verdict(RULE, "unknown", None, None, "no profile says when a window takes uploads")
+        return Verdict(
+            RULE, "unknown", None, None, "no profile defines when a window accepts uploads"
+        )
     if facts.published.empty:
-        return Verdict(RULE, "block", None, list(put), "the last window's gradient is not there")
+        return Verdict(RULE, "block", None, list(put), "the last window's gradient is missing")
     if network.block is None or facts.published.age_s is None:
-        why = network.reason or facts.published.reason or "the block or the age was not read"
-        return Verdict(RULE, "unknown", None, list(put), f"when it was put is unknown: {why}")
+        why = network.reason or facts.published.reason or "the block or the age is unknown"
+        return Verdict(RULE, "unknown", None, list(put), f"the upload time is unknown: {why}")
     elapsed = 0.0 if network.seen_at is None else max(facts.now - network.seen_at, 0.0)
     since = (network.block % blocks) * limits.block_s + elapsed
     at = round(since - facts.published.age_s, 1)

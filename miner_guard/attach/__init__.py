@@ -56,7 +56,7 @@ def environment(mode: str | None, env: Mapping[str, str]) -> dict[str, str]:
     if mode in (None, "log"):
         return result
     if mode not in WATCHED:
-        raise UnknownAttach(f"--attach {mode}: there is no such way; allowed: {', '.join(MODES)}")
+        raise UnknownAttach(f"--attach {mode}: unknown mode; allowed: {', '.join(MODES)}")
     here = Path(__file__).resolve().parent
     path = [str(here / "site"), *filter(None, env.get("PYTHONPATH", "").split(":"))]
     return {

@@ -112,7 +112,7 @@ class Subnet38:
         function = vars(cls).get(name)
         if not inspect.isfunction(function):
             self.adapter.degraded(
-                f"{cls.__name__} has no method {name} of its own; nothing is followed there"
+                f"{cls.__name__} defines no method {name}; the guard cannot follow it"
             )
             return
         setattr(cls, name, wrap(function))

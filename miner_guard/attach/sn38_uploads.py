@@ -159,8 +159,7 @@ class Sn38Uploads:
                 where="the upload worker's command line",
                 kind="the bucket's write keys",
                 next_step="every user of this host can read them while it runs: give the miner "
-                "a host or container of its "
-                "own, or mount /proc with hidepid=2",
+                "a dedicated host or container, or mount /proc with hidepid=2",
             )
         )
 

@@ -40,4 +40,4 @@ def command(
         raise Refused(f"{output} cannot be written: {error.strerror or error}", FAILED) from error
     for row in manifest["files"]:
         echo(f"{row['bytes']:>9}  {row['name']}  {row['what']}")
-    echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KB); look at it before you share it")
+    echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KB); review it before you share it")

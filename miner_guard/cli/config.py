@@ -33,12 +33,13 @@ def command(
     ] = False,
     validate: Annotated[
         Optional[Path],
-        typer.Option(metavar="FILE", help="Check FILE alone; 78 where it is refused."),
+        typer.Option(metavar="FILE", help="Check FILE alone; exit code 78 if it is invalid."),
     ] = None,
     diff: Annotated[
         Optional[Path],
         typer.Option(
-            metavar="FILE", help="What FILE instead of guard.toml would change; 1 if it does."
+            metavar="FILE",
+            help="Show what FILE would change compared with guard.toml; exit code 1 if anything.",
         ),
     ] = None,
     schema: Annotated[

@@ -27,7 +27,7 @@ from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
 def command(
     what: Annotated[
-        str, typer.Argument(metavar="estimate|presets", help="Neither: what was spent so far.")
+        str, typer.Argument(metavar="estimate|presets", help="Without either: the costs so far.")
     ] = "",
     operation: Annotated[
         str, typer.Argument(help="estimate: a name for the operation.")
@@ -92,8 +92,7 @@ def _ledger(place: CommandContext, *, as_json: bool) -> None:
         words = table.text(report)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused(
-            f"{place.state.costs} is no ledger: {error!r}; the running guard writes it again",
-            FAILED,
+            f"{place.state.costs} is not a ledger: {error!r}; the running guard rewrites it", FAILED
         ) from error
     report = statedir.finite(report)
     echo(json.dumps(report, indent=1, ensure_ascii=False) if as_json else words)

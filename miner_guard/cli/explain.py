@@ -235,7 +235,7 @@ def text(
     rows += [_other(finding) for finding in others]
     rows += [
         "",
-        "Make one change, then look again. Write down what helped:",
+        "Make one change, then check again. Write down what helped:",
         f'  miner-guard explain {again} --note "…"',
     ]
     return "\n".join(rows)

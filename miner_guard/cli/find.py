@@ -38,11 +38,11 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
             USAGE,
         )
     if running:
-        echo(f"the guard that runs: {flag(running[0])}", err=True)
+        echo(f"the running guard: {flag(running[0])}", err=True)
         return running[0]
     if usual.status.is_file() or (last := _last_ended(usual)) is None:
         return usual
-    echo(f"no guard runs; the last one: {flag(last)}", err=True)
+    echo(f"no guard is running; the last one: {flag(last)}", err=True)
     return last
 
 

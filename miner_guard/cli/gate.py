@@ -56,8 +56,7 @@ def command(
         Optional[str], typer.Option(help="The upload's tag, such as 5.56.84.")
     ] = None,
     replay_id: Annotated[
-        Optional[str],
-        typer.Option("--replay", metavar="ID", help="Make a decision of the ledger again."),
+        Optional[str], typer.Option("--replay", metavar="ID", help="Replay a recorded decision.")
     ] = None,
     as_json: options.Json = False,
     config: options.Config = None,
@@ -170,8 +169,8 @@ def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
     else:
         raise Refused(
             (
-                f"decision {document.get('decision_id')}: the ledger lacks what the gate "
-                "knew of the repo then"
+                f"decision {document.get('decision_id')}: the ledger lacks the gate's "
+                "inputs of that time"
             ),
             FAILED,
         )
@@ -190,7 +189,9 @@ def _replayed(state: statedir.StateDir, decision_id: str, as_json: bool) -> int:
         )
     else:
         _show(again, as_json=False)
-        echo("replay: the same decision" if equal else "replay: DIFFERENT from what is stored")
+        echo(
+            "replay: the same decision" if equal else "replay: DIFFERENT from the recorded decision"
+        )
     return OK if equal and again.allowed else FAILED
 
 

@@ -128,7 +128,7 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - a defect of ours; it is reported with its place
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-        return _refused(f"a defect of miner-guard, please report it: {what}", exits.FAILED)
+        return _refused(f"internal error, please report it: {what}", exits.FAILED)
     return code if isinstance(code, int) else exits.OK
 
 

@@ -40,7 +40,7 @@ def a_number(value: Optional[float]) -> Optional[float]:
 
 Config = Annotated[
     Optional[Path],
-    typer.Option("--config", "-c", help="Settings file; ./guard.toml where it is there."),
+    typer.Option("--config", "-c", help="Settings file; defaults to ./guard.toml if present."),
 ]
 Name = Annotated[
     str, typer.Option("--name", help="Name of the miner; chooses the state directory.")
@@ -48,16 +48,15 @@ Name = Annotated[
 AnyName = Annotated[
     Optional[str],
     typer.Option(
-        "--name",
-        help="Name of the miner. Without it the guard that runs is meant.",
-        show_default=False,
+        "--name", help="Name of the miner; defaults to the running guard.", show_default=False
     ),
 ]
 State = Annotated[
     Optional[str], typer.Option("--state-dir", help="State directory; overrides --name.")
 ]
 Since = Annotated[
-    str, typer.Option("--since", help="From then on: 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC).")
+    str,
+    typer.Option("--since", help="Only events since: 90s, 15m, 1h, 2d, or 2026-01-02T03:04 (UTC)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
@@ -136,12 +135,12 @@ def choose_state(name: str, state_dir: str | None) -> statedir.StateDir:
         return statedir.choose(name, state_dir, os.environ)
     except statedir.ForeignLink as error:
         raise Refused(
-            f"no place for the state: {error} Give --state-dir a path without that link", CONFIG
+            f"no state directory: {error} Give --state-dir a path without that link", CONFIG
         ) from error
     except RuntimeError as error:
         # No HOME, and the host does not know the user: a container under another uid.
         raise Refused(
-            f"no place for the state: {error} Give --state-dir, or set HOME", CONFIG
+            f"no state directory: {error} Give --state-dir, or set HOME", CONFIG
         ) from error
 
 
@@ -170,7 +169,8 @@ def check_there(state: statedir.StateDir) -> None:
     """Raises Refused (1) where no guard has ever run in this state directory."""
     if not state.root.is_dir():
         raise Refused(
-            f"there is no state directory {state.root}; give --name or --state-dir as `run` had it",
+            f"state directory {state.root} does not exist; "
+            "pass the same --name or --state-dir as to `run`",
             FAILED,
         )
 
@@ -195,7 +195,7 @@ def check_command(program: str) -> None:
         first, _, rest = program.partition(" ")
         shell = "=" in first or (rest and shutil.which(first))
         step = (
-            "a line of shell is run as: sh -c 'LINE'"
+            "run a shell line as: sh -c 'LINE'"
             if shell
             else "check the spelling, the PATH, or give its full path"
         )

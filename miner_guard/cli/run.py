@@ -41,7 +41,7 @@ def command(
         Optional[bool],
         typer.Option(
             "--finite/--no-finite",
-            help="Exit code 0 means finished, or never does. Else: evidence (--attach auto).",
+            help="Whether exit code 0 means finished; else by evidence (--attach auto).",
             show_default=False,
         ),
     ] = None,

@@ -34,7 +34,10 @@ def command(
     as_json: options.Json = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Only whether the miner progresses: 0, or 1 and why not."),
+        typer.Option(
+            "--check",
+            help="Only check whether the miner makes progress: exit code 0, or 1 with the reason.",
+        ),
     ] = False,
 ) -> None:
     """What the running guard knows. Exit code 3 where none runs."""
@@ -84,7 +87,7 @@ def _last_end(log: Path) -> str:
     for hit in query.last(log, Query(events=frozenset({"guard_started", "guard_stopped"})), 1):
         if hit.event == "guard_stopped":
             return f"the last one: {hit.ts[:19]}Z {hit.headline}; "
-        return f"the last one started {hit.ts[:19]}Z and was killed: it has not said why it ended; "
+        return f"the last one started {hit.ts[:19]}Z and was killed: it did not log why it ended; "
     return ""
 
 

@@ -23,7 +23,7 @@ def uninstall(files: Sequence[Path], state: StateDir) -> None:
     if listens(state):
         raise Refused(f"a guard runs in {state.root}; stop it first", FAILED)
     if state.root.exists() and not state.log.is_file() and not state.lock.is_file():
-        raise Refused(f"{state.root} is no state directory of a guard; nothing deleted", FAILED)
+        raise Refused(f"{state.root} is not a guard's state directory; nothing deleted", FAILED)
     try:
         for file in files:
             _delete(file)
@@ -35,7 +35,7 @@ def uninstall(files: Sequence[Path], state: StateDir) -> None:
             folder.rmdir()
     except OSError as error:
         raise Refused(f"{error.filename} cannot be deleted: {error.strerror}", FAILED) from error
-    echo("left: the package (pip uninstall miner-guard), and lines of the guard in .env")
+    echo("kept: the package (pip uninstall miner-guard) and the guard's lines in .env")
 
 
 def _delete(file: Path) -> None:

@@ -143,7 +143,7 @@ def _add_environment(
         section, _, key = name[len(PREFIX) :].lower().partition("__")
         if section not in merged or not key:
             raise BadConfig(
-                f"{where}: {name} names no setting; {_meant(section, merged)}"
+                f"{where}: {name} is not a setting; {_meant(section, merged)}"
                 f"the form is {PREFIX}SECTION__KEY, "
                 f"sections: {', '.join(merged)}"
             )

@@ -50,6 +50,6 @@ def standard_library() -> bytes:
         size += len(parts[-1])
     if not parts:
         raise FileNotFoundError(
-            f"no .py files in {root}: this Python came without the source of its library"
+            f"no .py files in {root}: this Python has no source files of its standard library"
         )
     return b"\n".join(parts)[:_LIMIT]

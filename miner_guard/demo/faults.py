@@ -52,7 +52,7 @@ def parse(text: str) -> Fault:
     match = _FORM.fullmatch(text)
     if match is None or match["kind"] not in KINDS or int(match["step"]) < 1:
         raise ValueError(
-            f"fault {text!r} has not the form KIND@STEP or KIND@STEP:RANK; STEP from 1, "
+            f"fault {text!r} is not of the form KIND@STEP or KIND@STEP:RANK; STEP from 1, "
             f"KIND one of: {', '.join(KINDS)}"
         )
     return Fault(

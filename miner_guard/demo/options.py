@@ -113,14 +113,14 @@ def _repo(text: str) -> RepoSettings:
         return RepoSettings(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no [repo] section as JSON: {error}"
+            f"{text!r} is not a [repo] section as JSON: {error}"
         ) from error
 
 
 def _at_least_one(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not allowed: at least 1")
+        raise argparse.ArgumentTypeError(f"{value} is not allowed: must be at least 1")
     return value
 
 

@@ -47,7 +47,7 @@ def for_nan(facts: TrainingFacts, step: int, lr: float | None) -> tuple[str, tup
     """Cause and fixes of a NaN or Inf loss (source 003, NaN or Inf Loss)."""
     examples = example_range(facts, step)
     look = (
-        f"look at the batch of step {step}: its data may be bad"
+        f"inspect the batch of step {step}: its data may be bad"
         if examples is None
         else f"check examples {examples[0]} to {examples[1]}: that batch may hold bad data"
     )
@@ -137,13 +137,13 @@ def for_overfit(best_step: int) -> tuple[str, tuple[str, ...]]:
 
 def for_leak() -> tuple[str, tuple[str, ...]]:
     """Cause and fixes of memory that only grows."""
-    return "something keeps tensors alive from step to step", (
+    return "some code keeps tensors alive from step to step", (
         "use loss.item() or loss.detach() wherever a loss is stored",
         (
-            "free what evaluation and logging keep; gc.collect() and "
+            "free the tensors that evaluation and logging keep; gc.collect() and "
             "torch.cuda.empty_cache() between operations"
         ),
-        "take a snapshot with torch.cuda.memory._record_memory_history to see who holds it",
+        "take a snapshot with torch.cuda.memory._record_memory_history to see what holds it",
     )
 
 

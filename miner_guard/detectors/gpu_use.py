@@ -99,7 +99,7 @@ def matrix(settings: GpuSettings) -> tuple[Row, ...]:
             end,
             _ANY,
             1.0,
-            "is near the limit for {model}. Proceeding; an out-of-memory is close",
+            "is near the limit for {model}. Proceeding; close to running out of memory",
         ),
     )
 

@@ -196,9 +196,11 @@ class HangDetector:
             else ()
         )
         words = (
-            describe(now, ranks, culprits) if waiting else "a rank did not ask when the others did"
+            describe(now, ranks, culprits)
+            if waiting
+            else "a rank did not ask together with the others"
         )
-        detail = f"{words}; no upload can be agreed on in this launch any more"
+        detail = f"{words}; the ranks can agree on no further upload in this launch"
         return Hang(
             culprits, detail, now - min(waiting, default=now - allowed_s), allowed_s, lasting=True
         )

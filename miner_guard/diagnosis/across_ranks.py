@@ -96,7 +96,7 @@ def _silent(reports: Sequence[Report]) -> Iterator[Finding]:
                 "error",
                 seen=f"rank {r['rank']}: {r['error']}",
                 limit="every rank answers",
-                next_step="look at that rank's output and stack; diagnosis went on without it",
+                next_step="check that rank's output and stack; the diagnosis continued without it",
                 rank=r["rank"],
             )
 
@@ -159,7 +159,7 @@ def _stray_shards(answered: Sequence[Report]) -> Iterator[Finding]:
                 "warning",
                 seen=f"rank {r['rank']} has parameters on {', '.join(on_gpu)}",
                 limit="one GPU per rank",
-                next_step="call torch.cuda.set_device(LOCAL_RANK) before the model is made",
+                next_step="call torch.cuda.set_device(LOCAL_RANK) before creating the model",
                 rank=r["rank"],
             )
 
@@ -201,7 +201,7 @@ def _gpu_counts(answered: Sequence[Report]) -> Iterator[Finding]:
                 "critical",
                 seen=f"{count} GPUs for {len(ranks)} ranks on {host}",
                 limit=len(ranks),
-                next_step="lower --nproc_per_node, or see why GPUs are missing",
+                next_step="lower --nproc_per_node, or find out why GPUs are missing",
             )
         elif (
             count
@@ -289,7 +289,7 @@ def _memory_of_others(answered: Sequence[Report]) -> Iterator[Finding]:
                 "warning",
                 seen=f"{others / 1024**3:.1f} GB of {key[1]} belong to none of its ranks",
                 limit=f"{OTHERS_BYTES / 1024**3:.0f} GB",
-                next_step="an orphan of an earlier run, or another tenant? see nvidia-smi",
+                next_step="an orphan of an earlier run, or another tenant? check nvidia-smi",
             )
 
 
@@ -313,7 +313,7 @@ def _local_ranks(answered: Sequence[Report]) -> Iterator[Finding]:
                     f"{device}"
                 ),
                 limit=f"cuda:{r.get('local_rank')}",
-                next_step="call torch.cuda.set_device(LOCAL_RANK) first of all",
+                next_step="call torch.cuda.set_device(LOCAL_RANK) first",
                 rank=r["rank"],
             )
 

@@ -75,11 +75,11 @@ def _devices(s: Snapshot) -> Iterator[Check]:
     for index, result in sorted(s.cuda.items()):
         error = result.get("error")
         if error and not result.get("answered", True):
-            step = "watch this GPU's first steps; look at dmesg if they hang"
+            step = "watch this GPU's first steps; check dmesg if they hang"
             seen = f"cuda:{index}: {error}"
             yield Check("cuda.use", "unknown", seen, "allocation and matmul work", step)
         elif error:
-            step = "this GPU can't be used: look at the GPU's rows and dmesg"
+            step = "this GPU can't be used: check the GPU's rows and dmesg"
             yield Check(
                 "cuda.use",
                 "critical",

@@ -80,7 +80,9 @@ def _all_reduce(result: Mapping[str, Any] | None, s: Snapshot) -> Iterator[Check
     if result is None:
         return
     if error := result.get("error"):
-        step = "collectives do not work on this node: see /dev/shm, NCCL_DEBUG=INFO and the driver"
+        step = (
+            "collectives do not work on this node: check /dev/shm, NCCL_DEBUG=INFO and the driver"
+        )
         yield Check("deep.all_reduce", "critical", f"all_reduce: {error}", "it completes", step)
         return
     rate = result["bus_gb_s"]

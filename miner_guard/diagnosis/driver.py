@@ -27,7 +27,7 @@ ERRORS = {
         "driver and library versions differ: the driver was updated while loaded",
         "reboot the node, or reload the driver",
     ),
-    999: ("NVML answers Unknown Error", f"{_REVOKED}; else look at dmesg for NVRM"),
+    999: ("NVML answers Unknown Error", f"{_REVOKED}; else check dmesg for NVRM"),
     4: ("no permission to talk to the driver", "check the permissions of /dev/nvidiactl"),
 }
 """nvmlReturn_t of a failed initialisation: its meaning and the fix (nvml.h)."""
@@ -57,7 +57,7 @@ def _nvml(s: Snapshot) -> Check:
     if state == "absent" and not s.expectation.wanted:
         return Check("driver.nvml", "ok", "no NVIDIA driver: this is a CPU machine")
     if state == "hangs":
-        step = "the driver hangs: look at dmesg for NVRM and Xid; often only a reboot helps"
+        step = "the driver hangs: check dmesg for NVRM and Xid; often only a reboot helps"
         return Check(
             "driver.nvml",
             "critical",

@@ -111,7 +111,7 @@ def _shared_package(other: Mapping[str, Any]) -> Check:
         + (f"; {', '.join(users)} needs it" if users else "; no installed package needs it")
     )
     alone = (
-        "give the guard a venv of its own and start the miner with its Python's full path: "
+        "give the guard a separate venv and start the miner with its Python's full path: "
         "`GUARD_VENV/bin/miner-guard run --attach … -- MINER_VENV/bin/python …`"
     )
     remove = "pip uninstall validators, then reinstall miner-guard"
@@ -162,8 +162,8 @@ def _upstream(s: Snapshot) -> Iterator[Check]:
         "warn",
         "subnet 38's upload worker gets the bucket's write keys on its command line",
         "none",
-        "every user of this host can read them while it runs: give the miner a host or "
-        "container of its own, or mount "
+        "every user of this host can read them while it runs: give the miner a "
+        "dedicated host or container, or mount "
         "/proc with hidepid=2",
     )
     if verbose := [a for a in s.command if a in ("--logging.debug", "--logging.trace")]:
@@ -172,5 +172,5 @@ def _upstream(s: Snapshot) -> Iterator[Check]:
             "warn",
             f"{verbose[0]}: subnet 38's debug log prints its read credentials",
             "off",
-            "start the miner without it, and delete the log files that have it",
+            "start the miner without it, and delete the log files that contain them",
         )

@@ -74,7 +74,7 @@ class Faults:
         if self._silent_since is None:
             self._silent_since = now
         if now - self._silent_since >= DRIVER_SILENT_S and self._silence.first():
-            step = "look at dmesg; in a container its access was revoked: restart the container"
+            step = "check dmesg; in a container its access was revoked: restart the container"
             yield make_finding(
                 "gpu_fault",
                 gpu="all",
@@ -119,7 +119,7 @@ class Faults:
         if len(times) == THROTTLED_SAMPLES and key not in self._standing:
             self._standing[key] = "warn"
             by, seconds = ", ".join(row["throttle"]), now - times[0]
-            seen = f"is throttled ({by}) in {len(times)} samples of the last {seconds:.0f} s"
+            seen = f"throttles ({by}) in {len(times)} samples of the last {seconds:.0f} s"
             step = "check cooling, power supply and power cables; it sets the pace of all ranks"
             yield make_finding(
                 "gpu_fault",
@@ -156,6 +156,6 @@ def _fault(row: Row, check: Check) -> Finding:
         gpu=row["index"],
         uuid=row.get("uuid"),
         what=what,
-        next_step=check.next_step or "look at dmesg",
+        next_step=check.next_step or "check dmesg",
         check=check.check,
     )

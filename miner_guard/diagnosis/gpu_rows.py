@@ -37,8 +37,8 @@ STATES = {
         "answers Unknown Error",
         "its access was revoked or it failed: restart the container, then the node",
     ),
-    "hangs": ("hangs the driver", "look at dmesg for Xid; a reboot is likely needed"),
-    "gone": ("is no longer there", "look at dmesg; a reboot or a new machine is needed"),
+    "hangs": ("hangs the driver", "check dmesg for Xid; a reboot is likely needed"),
+    "gone": ("is no longer there", "check dmesg; a reboot or a new machine is needed"),
 }
 
 
@@ -125,7 +125,7 @@ def _readable(row: Row) -> Check:
         sample = next(iter(withheld.values()))
         seen = f"{name}: not readable: {', '.join(sorted(withheld))} ({sample})"
         step = (
-            "in a container ask the host for access; the checks that need these values say nothing"
+            "in a container ask the host for access; the checks that need these values are skipped"
         )
         return Check("gpu.state", "unknown", seen, None, step, row["index"])
     return Check("gpu.state", "ok", f"{name} answers", None, None, row["index"])
@@ -134,7 +134,7 @@ def _readable(row: Row) -> Check:
 def _ecc(row: Row) -> Iterator[Check]:
     count = row.get("ecc_uncorrected")
     if count is not None:
-        step = "results may be wrong: drain the GPU, reset it, watch whether it comes again"
+        step = "results may be wrong: drain the GPU, reset it, watch whether it recurs"
         seen = f"{count} uncorrected ECC errors since the last reset"
         yield _judged(row, "gpu.ecc", count > 0, seen, limit="0", step=step, level="critical")
 
@@ -180,7 +180,7 @@ def _xid(row: Row) -> Iterator[Check]:
     for number in dict.fromkeys(row.get("xids") or ()):
         known = xids.of_number(number)
         if known is None:
-            words, step = "not in NVIDIA's Xid catalogue", "look at dmesg"
+            words, step = "not in NVIDIA's Xid catalogue", "check dmesg"
         else:
             words, step = f"{known.meaning}; fault of {known.fault}", known.action
         level = "warn" if known is None else known.level
@@ -302,12 +302,12 @@ def _modes(row: Row) -> Iterator[Check]:
     if row.get("mig"):
         seen = "MIG is on: a rank sees a slice of the GPU"
         yield _check(
-            row, "gpu.mig", "warn", seen, limit="off", step="nvidia-smi -mig 0, where you may"
+            row, "gpu.mig", "warn", seen, limit="off", step="nvidia-smi -mig 0, if permitted"
         )
     if row.get("persistence") == 0:
         seen = "persistence mode is off: the driver unloads between uses"
         yield _check(
-            row, "gpu.persistence", "warn", seen, limit="on", step="nvidia-smi -pm 1, where you may"
+            row, "gpu.persistence", "warn", seen, limit="on", step="nvidia-smi -pm 1, if permitted"
         )
 
 

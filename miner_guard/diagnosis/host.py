@@ -43,7 +43,7 @@ def _containment(s: Snapshot) -> Iterator[Check]:
     if not s.config.miner.cgroup:
         how = "by parentage: [miner] cgroup = false"
     elif seen["no_cgroup"] is None:
-        how = "by a cgroup of its own: no process of the miner escapes"
+        how = "by a dedicated cgroup: no process of the miner escapes"
     else:
         how = f"by parentage: no cgroup v2 can be made here ({seen['no_cgroup']})"
     yield Check("host.containment", "ok", f"the miner's processes are found {how}")
@@ -139,7 +139,7 @@ def _ports(s: Snapshot) -> Iterator[Check]:
             yield Check(
                 "host.port",
                 "critical",
-                f"port {number} ({port['use']}) is taken{by}",
+                f"port {number} ({port['use']}) is in use{by}",
                 "free",
                 step,
                 may_mend=True,

@@ -34,7 +34,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
                 "unknown",
                 f"{what} could not be read",
                 limit,
-                f"compare by hand: the subnet asks for {limit}",
+                f"compare by hand: the subnet requires {limit}",
             )
             continue
         # Vendors count in 10^9: an "80 GB" GPU has 79.6 GiB or less.

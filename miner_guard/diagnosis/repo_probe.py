@@ -38,7 +38,7 @@ def look(repo: Repo) -> dict[str, Any]:
         repo.put(key, words)
         try:
             if repo.get(key) != words:
-                raise RepoError("the probe object came back with other bytes")
+                raise RepoError("the probe object came back with different bytes")
         finally:
             repo.delete(key)
         answer["write"] = True

@@ -15,7 +15,7 @@ def checks(s: Snapshot) -> Iterator[Check]:
     """The storage checks; the repo's are empty where none is configured."""
     if s.config.repo.kind not in ("s3", "hf") and s.keys_file is not None:
         # For s3 and hf, which need keys, the repo probe reports the unusable file.
-        step = "mend the file: alerts, tokens and keys that it sets are not there"
+        step = "fix the file: alerts, tokens and keys from it are missing"
         yield Check("repo.keys_file", "warn", s.keys_file, "can be read", step)
     if s.config.repo.kind == "none":
         return
@@ -58,7 +58,7 @@ def _repo(s: Snapshot) -> Iterator[Check]:
         yield Check(
             "repo.read",
             "unknown",
-            f"the repo gave no answer: {why}",
+            f"the repo did not answer: {why}",
             "it answers",
             "check network and endpoint",
         )
@@ -77,7 +77,7 @@ def _repo(s: Snapshot) -> Iterator[Check]:
     for act in ("read", "write"):
         error = s.repo.get(f"{act}_error")
         if error:
-            step = "uploads will fail: check bucket, endpoint and the rights of the key"
+            step = "uploads will fail: check bucket, endpoint and the key's permissions"
             yield Check(
                 f"repo.{act}",
                 "critical",

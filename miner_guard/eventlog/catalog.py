@@ -122,7 +122,7 @@ def message(finding: Finding) -> str:
     except Exception as error:  # noqa: BLE001 - a line that raises would stop anyone who logs it; the line says what is wrong
         shown = str(dict(finding.fields))[:_MAX_ODD_LENGTH]
         return (
-            f"{finding.event} with fields that do not fit its words "
+            f"{finding.event} with fields that do not fit its template "
             f"({type(error).__name__}: {error}): {shown}"
         )
 

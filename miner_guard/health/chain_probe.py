@@ -239,7 +239,9 @@ def main() -> None:
     try:
         chain, version = connect(request["network"])
     except ImportError as error:
-        probe.reply(error=f"bittensor is not there ({error}); {optional_deps.install('chain')}")
+        probe.reply(
+            error=f"bittensor cannot be imported ({error}); {optional_deps.install('chain')}"
+        )
         return
     except Exception as error:  # noqa: BLE001 -- bittensor raises anything when imported or connected; it is the answer
         probe.reply(
@@ -249,7 +251,7 @@ def main() -> None:
     answer = look(chain, request["netuid"], request["hotkey"], request["master_uid"])
     if answer["block"] is None:
         probe.reply(
-            error=f"{request['network']} did not tell its block: {answer['errors'].get('block')}"
+            error=f"{request['network']} did not report its block: {answer['errors'].get('block')}"
         )
         return
     probe.reply({**answer, "bittensor": version})

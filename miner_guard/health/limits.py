@@ -82,7 +82,7 @@ class HostLimits:
                 seen=f"{kills - before} more",
                 limit="0",
                 next_step=(
-                    "memory.events of the cgroup counted it: a process of this container was killed"
+                    "memory.events of the cgroup: the kernel killed a process of this container"
                 ),
             )
 

@@ -189,7 +189,7 @@ class NvmlSampler:
             line = _ask(child, {}, start + limit)
         except OSError as error:
             self._end_child()
-            return _nothing("unreadable", f"the NVML probe could not be asked: {error}", start)
+            return _nothing("unreadable", f"cannot reach the NVML probe: {error}", start)
         if line is None:
             self._end_child()
             return _nothing("hangs", f"no answer within {limit:g} s", start)
@@ -208,7 +208,7 @@ class NvmlSampler:
             # A child that keeps exiting costs a process each time, so the pauses grow.
             left_s = self._started + self._pause_s - time.monotonic()
             if left_s > 0:
-                raise OSError(f"it keeps ending; it is started again in {left_s:.0f} s")
+                raise OSError(f"it keeps exiting; restarting it in {left_s:.0f} s")
             self._started = time.monotonic()
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "miner_guard.health.nvml_probe"],

@@ -428,16 +428,18 @@ def _check_references(
     for pattern in patterns:
         if strangers := pattern.instead - labels.keys():
             raise BadKnowledge(
-                f"{pattern.label}: instead of {sorted(strangers)[0]}, which is no label"
+                f"{pattern.label}: instead of {sorted(strangers)[0]}, which is not a label"
             )
     for label in labels.values():
         if strangers := label.follows - labels.keys():
-            raise BadKnowledge(f"{label.name}: follows {sorted(strangers)[0]}, which is no label")
+            raise BadKnowledge(
+                f"{label.name}: follows {sorted(strangers)[0]}, which is not a label"
+            )
     for entry in benign:
         if unknown := set(entry.cancels) - labels.keys():
-            raise BadKnowledge(f"benign: cancels {sorted(unknown)[0]}, which is no label")
+            raise BadKnowledge(f"benign: cancels {sorted(unknown)[0]}, which is not a label")
         if unknown := set(entry.roles) - set(ROLES):
-            raise BadKnowledge(f"benign: {sorted(unknown)[0]} is no role")
+            raise BadKnowledge(f"benign: {sorted(unknown)[0]} is not a role")
 
 
 def _triggers(words: Iterable[str]) -> tuple[bytes, ...]:

@@ -36,7 +36,7 @@ class AlertsMonitor(Monitor):
         self._memory = Memory()
         if settings.urls and (problem := optional_deps.problem("alerts")) is not None:
             context.emit(
-                make_finding("guard_degraded", what=f"no alert will reach anybody: {problem}")
+                make_finding("guard_degraded", what=f"no alert will be delivered: {problem}")
             )
         if settings.heartbeat_url:
             context.jobs.every(

@@ -71,7 +71,7 @@ class ChainMonitor(Monitor):
         level = ("info" if frozen is None else "warning") if self._status.ask(now, key) else "debug"
         words = chain.summary(look, network.outer_step)
         if frozen is not None:
-            words += f"; the block has not moved for {frozen:.0f}s: is the node frozen?"
+            words += f"; no new block for {frozen:.0f}s: has the node stalled?"
         if self._settings.master_uid is not None and ahead.reason is not None:
             words += f"; network outer step unknown ({ahead.reason})"
         yield make_finding(

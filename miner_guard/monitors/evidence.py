@@ -49,7 +49,7 @@ STATES = {
     ),
     "T": "stopped by a signal (SIGSTOP, SIGTSTP) or a debugger; SIGCONT lets it continue",
     "t": "stopped by a debugger",
-    "Z": "ended, its parent has not noticed",
+    "Z": "ended, its parent has not reaped it",
 }
 
 

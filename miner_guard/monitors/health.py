@@ -51,7 +51,7 @@ class HealthMonitor(Monitor):
         context.jobs.every("health", settings.snapshot_every_s, self._log_snapshot)
 
     def _probe_ended(self, how: str) -> None:
-        what = f"the process that reads the GPUs ended by itself ({how}); it is started again"
+        what = f"the process that reads the GPUs exited ({how}); restarting it"
         self.context.emit(make_finding("guard_degraded", what=what))
 
     def gpu_memory_levels(self) -> Mapping[str, int] | None:

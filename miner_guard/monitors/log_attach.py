@@ -90,7 +90,7 @@ class LogAttachMonitor(Monitor):
                 groups = re.compile(text).groupindex
                 wrong = None if _NUMBERED & set(groups) else "names no group `step` or `inner`"
             except re.error as error:
-                wrong = f"is no regular expression: {error}"
+                wrong = f"is not a regular expression: {error}"
             if wrong is None:
                 usable.append(text)
             else:
@@ -117,7 +117,9 @@ class LogAttachMonitor(Monitor):
             )
         except OSError as error:
             self._flight = None
-            what = f"log-only: no flight record: {error.strerror or error}; steps are not followed"
+            what = (
+                f"--attach log: no flight record: {error.strerror or error}; steps are not followed"
+            )
             if what != self._blind:
                 said.append(make_finding("guard_degraded", what=what))
             self._blind = what

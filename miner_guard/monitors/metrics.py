@@ -117,7 +117,7 @@ class MetricsMonitor(Monitor):
         lived_s = now - self._opened_at if self._url is not None else 0.0
         self._again_at = now + self._backoff.ended(lived_s)
         if self._backoff.first:
-            what = f"no HTTP port: {reason}; retrying with growing pauses"
+            what = f"no HTTP port: {reason}; retrying with backoff"
             self.context.emit(make_finding("guard_degraded", what=what))
         self._url, self._reason = None, reason
 

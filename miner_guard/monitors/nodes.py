@@ -83,7 +83,7 @@ class NodesMonitor(Monitor):
         if node.down and not was_down:
             detail = (
                 f"no answer for {self.context.clock.monotonic() - node.since:.0f}s "
-                f"({reason}); look at its network"
+                f"({reason}); check its network"
             )
             self.context.emit(make_finding("network_unreachable", node=name, detail=detail))
 

@@ -38,7 +38,7 @@ class ReportsMonitor(Monitor):
             finding = Finding.from_dict(entry.to_json(), rank)
             if finding is None:
                 what = (
-                    f"rank {rank} reported {entry.event!r}, which is no event of the "
+                    f"rank {rank} reported {entry.event!r}, which is not an event of the "
                     "catalogue with its fields"
                 )
                 return (make_finding("guard_degraded", what=what),)

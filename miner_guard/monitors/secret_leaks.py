@@ -21,7 +21,8 @@ _MIN_LENGTH = 12
 _MIN_SHAPE_LENGTH = 4
 
 _NEXT_STEP = (
-    "switch the miner's debug logging off, delete the log files that have it, and replace the keys"
+    "switch off the miner's debug logging, delete the log files that contain them, and replace the "
+    "keys"
 )
 
 

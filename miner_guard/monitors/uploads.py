@@ -97,7 +97,7 @@ class UploadsMonitor(Monitor):
         self._ahead = ForecastWatch(config.gate, Limits.of(config.gate, self._limits))
         self._voice = DecisionNotifier()
         self._network = Network(
-            reason="no [chain] configured" if config.chain.network is None else "not looked at yet"
+            reason="no [chain] configured" if config.chain.network is None else "not checked yet"
         )
         self._ledger = _ledger(context)
         self._written: dict[str, Mapping[str, Any]] = {}
@@ -421,7 +421,7 @@ class UploadsMonitor(Monitor):
 
     def on_stop(self) -> Iterable[Finding]:
         for entry in list(self._unsettled):
-            why = "the guard ended before anybody looked; see `miner-guard audit`"
+            why = "the guard ended before it was checked; see `miner-guard audit`"
             self._store(entry, "reported", error=f"not verified: {why}")
             yield make_finding("upload_unverified", tag=_tag(entry), reason=why)
         self._ledger.close()

@@ -34,9 +34,7 @@ class RankCosts:
         """Account for one run of an operation. Raises ValueError for a negative or non-finite
         duration."""
         if not 0.0 <= seconds < math.inf:
-            raise ValueError(
-                f"{operation} took {seconds} s: not a time; it would spoil the whole account"
-            )
+            raise ValueError(f"{operation} took {seconds} s: not a duration; ignored")
         key = (operation, blocking)
         if key not in self._sums and len(self._sums) >= _MAX_OPERATIONS:
             key = ("others", blocking)

@@ -234,7 +234,7 @@ class Guard:
             )
             agreed, wrong = self._questions.may_upload(candidate, question)
             self._decided(agreed, wrong)
-        except Exception as error:  # noqa: BLE001 - an upload that nobody judged must not go out, and training must continue
+        except Exception as error:  # noqa: BLE001 - an upload that no rule judged must not go out, and training must continue
             self._degraded("may_upload", error)
             if agreed is None:
                 return self._gate.blocked(candidate, f"the hook failed: {describe(error)}")
@@ -455,7 +455,7 @@ class Guard:
         self._stacks = None
         stacks.release(file)
         self._recorder.trouble(
-            "stacks", f"{stacks.STACKS_SIGNAL.name} is in use by the program now: {stacks.WITHOUT}"
+            "stacks", f"{stacks.STACKS_SIGNAL.name} is now used by the program: {stacks.WITHOUT}"
         )
 
     def _attempt(self, what: str, work: Callable[..., Any], *arguments: Any) -> None:

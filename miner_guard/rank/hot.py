@@ -50,7 +50,7 @@ def compiled() -> tuple[Any | None, str]:
     except ImportError as error:
         return None, f"not built: {error}"
     if _hot.LAYOUT != _LAYOUT:
-        return None, f"{_hot.__file__} was built for another layout; install the package again"
+        return None, f"{_hot.__file__} was built for another layout; reinstall the package"
     return _hot, str(_hot.__file__)
 
 

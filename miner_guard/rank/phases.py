@@ -187,7 +187,7 @@ class Phase:
                 if stack:
                     if len(stack) >= _MAX_OPEN:
                         raise OverflowError(
-                            f"{_MAX_OPEN} phases are open, none is left; {self.name} is not counted"
+                            f"{_MAX_OPEN} phases are open (the limit); {self.name} is not counted"
                         )
                     if stack[-1].until > until:
                         # A nested phase inherits the longer deadline: a validation runs its own

@@ -61,7 +61,7 @@ class Recorder:
                 self.trouble(
                     "flight",
                     f"the supervisor can't find the flight record of rank {place.rank} yet: "
-                    f"{self.flight.unpublished}; it is shown again until it can",
+                    f"{self.flight.unpublished}; retrying",
                 )
         except (OSError, ValueError) as error:
             self.trouble(

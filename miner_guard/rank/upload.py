@@ -43,7 +43,9 @@ class UploadRecorder:
     def __enter__(self) -> UploadRecorder:
         self._started = self._recorder.monotonic()
         if not self.decision.allowed:
-            self._recorder.trouble("upload", "an upload was begun although the gate had blocked it")
+            self._recorder.trouble(
+                "upload", "the miner started an upload that the gate had blocked"
+            )
         if self._recorder.place.rank == 0:
             self._write("started")
         self._phase.__enter__()

@@ -53,7 +53,7 @@ def _send(request: Mapping[str, Any]) -> dict[str, str]:
     for letter in request["letters"]:
         by_target[int(letter["target"])].append(letter)
     failed = {
-        str(letter["id"]): f"{_name(letter)} gave no answer within {within_s:g} s"
+        str(letter["id"]): f"{_name(letter)} did not answer within {within_s:g} s"
         for letter in request["letters"]
     }
     # Here, not in the threads: the first address makes Apprise import its plugins, and a thread
@@ -91,13 +91,13 @@ def _deliver(service: Any, letters: Sequence[Mapping[str, Any]], failed: dict[st
     for letter in letters:
         number = str(letter["id"])
         if service is None:
-            failed[number] = f"{_name(letter)} is not an address that Apprise knows"
+            failed[number] = f"{_name(letter)} is not an address that Apprise supports"
             continue
         level = _TYPES.get(str(letter["level"]), "info")
         if service.notify(title=letter["title"], body=letter["body"], notify_type=level):
             failed.pop(number, None)
         else:
-            failed[number] = f"{_name(letter)} did not take it"
+            failed[number] = f"{_name(letter)} did not accept it"
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class _Collector:
         info.add_metric([], {"version": self._version, "run_id": str(status.get("run_id"))})
         yield info
         yield from _gauge(
-            "status_age_seconds", "Age of what the guard last wrote.", [((), self._age_s)]
+            "status_age_seconds", "Age of the guard's last status.", [((), self._age_s)]
         )
         yield from _run(status)
         yield from _steps(part(status, "steps"))
@@ -111,11 +111,13 @@ def _run(status: Mapping[str, Any]) -> Iterator[Metric]:
     )
     yield from _counter(
         "miner_launches",
-        "Starts of the miner in this run.",
+        "Launches of the miner in this run.",
         [((), (status.get("attempt") or 0) + 1)],
     )
     yield from _gauge(
-        "miner_failures", "Restarts since the last healthy stretch.", [((), status.get("restarts"))]
+        "miner_failures",
+        "Restarts since the miner was last healthy.",
+        [((), status.get("restarts"))],
     )
 
 
@@ -204,7 +206,7 @@ def _jobs(jobs: Mapping[str, Any]) -> Iterator[Metric]:
     rows = jobs.items()
     last, missed = ([((name,), row.get(key)) for name, row in rows] for key in ("last_s", "missed"))
     yield from _gauge("job_seconds", "How long the job's last run took.", last, labels=["job"])
-    yield from _counter("job_missed", "Runs of the job that were left out.", missed, labels=["job"])
+    yield from _counter("job_missed", "Skipped runs of the job.", missed, labels=["job"])
 
 
 def _costs(costs: Mapping[str, Any]) -> Iterator[Metric]:
@@ -229,7 +231,7 @@ def _costs(costs: Mapping[str, Any]) -> Iterator[Metric]:
 
 def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
     rows = [((name,), count) for name, count in sorted(events.items())]
-    yield from _counter("events", "Events of the catalogue in this run.", rows, labels=["event"])
+    yield from _counter("events", "Events logged in this run.", rows, labels=["event"])
 
 
 def _measured(value: Any) -> Any:

@@ -168,10 +168,7 @@ class GuardApp:
 
     def _defect(self, error: Exception) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        what = (
-            f"a defect of the guard: {type(error).__name__}: {error} "
-            f"({where.filename}:{where.lineno})"
-        )
+        what = f"internal error: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         # Deduplicate by code location: the message may contain a number that changes each time.
         place = f"{type(error).__name__} {where.filename}:{where.lineno}"
         if place not in self._defects:

@@ -29,8 +29,10 @@ class RestartRule:
 
 
 RULES = {
-    "transient": RestartRule(None, "look at the incidents and at the miner's last lines above"),
-    "outage": RestartRule(None, "see whether the service answers from this machine", outside=True),
+    "transient": RestartRule(None, "check the incidents and the miner's last lines above"),
+    "outage": RestartRule(
+        None, "check whether the service answers from this machine", outside=True
+    ),
     "once": RestartRule(1, "a restart does not fix it"),
     "hardware": RestartRule(
         1, "a restart of the miner can't bring it back: restart the container, then the host"

@@ -37,7 +37,7 @@ class RunEvent(Enum):
     LAUNCHED = "the miner was started"
     LAUNCH_FAILED = "the miner could not be started"
     STOP_BEGUN = "the launcher was asked to end"
-    LAUNCHER_GONE = "the launcher ended, or even SIGKILL does not end it"
+    LAUNCHER_GONE = "the launcher ended, or even SIGKILL did not end it"
     RETRY_PLANNED = "another launch is planned"
     HELD = "no launch until a person resumes"
     FINISHED = "nothing follows"

@@ -180,7 +180,7 @@ class Supervisor:
         """Repeated stop requests report what the teardown waits for, and for how long at most."""
         teardown = self.launch.teardown if self.launch is not None else None
         if wish.then is Then.STOP and teardown is not None and teardown.may_say():
-            reason = f"{wish.cause}, and it is ending already: {teardown.waits_for()}"
+            reason = f"{wish.cause}, and it is already stopping: {teardown.waits_for()}"
             self.host.finding(
                 make_finding("miner_stopping", reason=reason, grace_s=teardown.left_s())
             )
@@ -339,8 +339,8 @@ class Supervisor:
         left_out = self.relay.show_rest()
         if left_out:
             what = (
-                f"{left_out} bytes of the miner's last output were passed on unexamined: "
-                "the monitors were behind"
+                f"{left_out} bytes of the miner's last output were passed on unchecked: "
+                "the monitors had fallen behind"
             )
             self.host.finding(make_finding("guard_degraded", what=what))
 
@@ -377,7 +377,7 @@ class Supervisor:
         how = f"{how_it_ended(end)} {_asked(wish)}"
         if end.code == 0 and not end.asked:
             how += (
-                "; where it has finished its work, it must say so: "
+                "; if the miner finished its work, it must report that: "
                 "guard.close(finished=True) or --finite ([miner] finite = true)"
             )
         finding = make_finding("miner_exited", how=how, code=end.code, runtime_s=runtime)

@@ -116,7 +116,7 @@ class Watchdog:
         silent = now - max(self._loop.turned_at, self._resumed_at)
         if self._leave_at is not None:
             if now >= self._leave_at:
-                self._leave("the guard did not end by itself")
+                self._leave("the guard did not exit")
         elif silent >= SILENT_S:
             self._say_wedged(silent)
             if self._asked_at is not None:

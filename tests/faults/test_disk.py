@@ -65,7 +65,9 @@ def test_a_full_disk_is_said_once_and_writing_resumes(guarded: Guarded, small_di
     until(lambda: b"INCIDENT " in guarded.output.read_bytes(), 60, guarded.tail)
     lines = guarded.output.read_bytes().count(b"\nline ")
     until(
-        lambda: guarded.output.read_bytes().count(b"\nline ") > lines + 20, 60, "the miner goes on"
+        lambda: guarded.output.read_bytes().count(b"\nline ") > lines + 20,
+        60,
+        "the miner keeps running",
     )
     said = guarded.output.read_bytes()
     assert said.count(b"DISK FULL: ") == 1, "one cause, one line, whoever met it first"

@@ -79,7 +79,7 @@ def test_after_the_demo_its_state_is_shown(
     ended(home / "sn38", 500.0)
     demo = ended(tmp_path / "work" / ".demo" / "state", 5.0)
     assert find.find_guard(None, None).root == demo.root
-    assert f"no guard runs; the last one: --state-dir {demo.root}" in capsys.readouterr().err
+    assert f"no guard is running; the last one: --state-dir {demo.root}" in capsys.readouterr().err
     assert run(["status"]) == 3
     assert f"no guard runs in {demo.root}" in capsys.readouterr().err
 

@@ -99,7 +99,7 @@ def test_damaged_files_of_the_last_run_hold_up_nothing(guarded: Guarded) -> None
     assert len([e for e in events if e["event"] == "inner_step"]) == 20, guarded.tail()
     assert len([e for e in events if e["event"] == "file_set_aside"]) >= 1
     assert json.loads(state.status.read_text())["state"] == "done"
-    assert "a defect of the guard" not in text
+    assert "internal error" not in text
     assert "failed with" not in text, [line for line in text.splitlines() if "failed with" in line]
     guarded.assert_nothing_left()
 

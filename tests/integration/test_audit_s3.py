@@ -78,7 +78,7 @@ def test_committed_keys_that_open_nothing_are_what_a_validator_rejects(
     network = Network(1050, 56, 250, fingerprint(wrong), True, 7, None, time.monotonic())
     report = audit.run(repo, limits, network, wrong)
     assert report.outcome == "rejected"
-    assert "the keys committed on chain open nothing" in report.detail
+    assert "the keys committed on chain give no access" in report.detail
     assert "refuses the keys" in str(progress(repo, limits, wrong).reason)
     assert "d" * 64 not in report.detail
 
@@ -95,6 +95,6 @@ def test_the_keys_of_others_are_told_apart_from_ours(
     assert {v.rule: v.outcome for v in report.verdicts}["commitment"] == "warn", report.detail
     network = Network(1050, 56, 250, fingerprint(COMMITTED), True, 8, None, time.monotonic())
     assert (
-        "bucket 'llama-4b-ws-4-007' is of uid 7, the hotkey's uid is 8"
+        "bucket 'llama-4b-ws-4-007' belongs to uid 7, the hotkey's uid is 8"
         in audit.run(configured, limits, network).detail
     )

@@ -166,7 +166,7 @@ def test_an_upload_whose_staged_files_are_gone_is_replaced_by_the_next(tmp_path:
     after = revision(tmp_path, 60)
     Publisher(folder.repo, Journal(folder.journal), lines.append).publish(after)
     assert folder.shown() == contents(after)
-    assert any("can't be finished" in line and "this one takes its place" in line for line in lines)
+    assert any("can't be finished" in line and "this upload replaces it" in line for line in lines)
 
 
 _DIES = """

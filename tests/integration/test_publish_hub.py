@@ -318,7 +318,7 @@ def test_a_cancelled_upload_shows_nothing(
     state.after = lambda number: (
         publisher.cancelled.set() if "/_lfs/" in state.requests[number - 1] else None
     )
-    with pytest.raises(Cancelled, match="what was published before is untouched"):
+    with pytest.raises(Cancelled, match="the previous publication is unchanged"):
         publisher.publish(revision(tmp_path, 60, LARGE))
     assert len(state.requests) > first
     assert shown(state, "main") == {50}

@@ -176,7 +176,7 @@ def test_where_the_companion_died_too_the_next_publisher_finishes(
         Publisher(repo, journal, lambda _l: None).publish(revision(tmp_path, 60))
     assert view(settings) == {50, 60}
     line = Publisher(open_repo(settings), journal, lambda _l: None).recover()
-    assert line == "Finished the upload with tag 1.3.60 that its publisher had died in"
+    assert line == "Finished the upload with tag 1.3.60 whose publisher had died"
     assert view(settings) == {60}
 
 
@@ -217,7 +217,7 @@ def test_leftovers_of_another_revision_are_aborted(
     client.create_multipart_upload(Bucket=BUCKET, Key="epoch-2/gradients.pt")
     client.create_multipart_upload(Bucket=BUCKET, Key="somebody/elses.bin")
     lines = publish(settings, revision(tmp_path, 50), tmp_path)
-    assert "Removed 1 leftovers of an upload that did not finish" in lines
+    assert "Removed 1 leftovers of an unfinished upload" in lines
     left = client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
     assert [u["Key"] for u in left] == ["somebody/elses.bin"]
 
@@ -294,7 +294,7 @@ def test_a_cancelled_upload_leaves_the_old_revision_and_nothing_else(
     publisher = Publisher(repo, Journal(journal_path(tmp_path, repo.label)), lambda _l: None)
     faults.requests.clear()
     faults.after = lambda number: publisher.cancelled.set() if number == 6 else None
-    with pytest.raises(Cancelled, match="what was published before is untouched"):
+    with pytest.raises(Cancelled, match="the previous publication is unchanged"):
         publisher.publish(revision(tmp_path, 60, MANY))
     faults.after = lambda _n: None
     assert view(settings) == {50}

@@ -155,7 +155,7 @@ def test_a_webhook_that_never_answers_costs_the_supervisor_nothing(
     assert part.snapshot()["dropped"] >= 400
     until(lambda: said)
     assert said[0].event == "alert_failed"
-    assert said[0].fields["reason"] == "target 1 (json) gave no answer within 1 s"
+    assert said[0].fields["reason"] == "target 1 (json) did not answer within 1 s"
     part._outbox._fresh.clear()
     part.on_stop()
 
@@ -259,7 +259,7 @@ def test_the_test_message(
     )
     assert run(["alerts", "test"]) == 1
     words = capsys.readouterr().err
-    assert "target 2 (json) did not take it; target 3 (nonsense) is not an address" in words
+    assert "target 2 (json) did not accept it; target 3 (nonsense) is not an address" in words
     assert "planted-secret-path" not in words
 
 

@@ -108,7 +108,7 @@ def test_a_guard_that_cannot_be_imported_is_one_line_and_the_miner_runs(tmp_path
 def test_what_does_not_fit_is_said_even_where_no_guard_ever_begins(tmp_path: Path) -> None:
     state, done = run(tmp_path, "class BaseMinerNeuron:\n    pass\n")
     assert done.stderr.count("GUARD DEGRADED: attach sn38") == 1
-    assert "BaseMinerNeuron has no method __init__ of its own" in done.stderr
+    assert "BaseMinerNeuron defines no method __init__" in done.stderr
     assert not state.flight.exists()
 
 

@@ -154,7 +154,7 @@ def test_the_archive_after_an_outer_step_is_rejected_only_where_validators_do(
     report = look(tmp_path, Network(reason="no [chain] configured"), free)
     assert report.outcome == "accepted", report.detail
     assert (
-        "warning: this is the archive after an outer step (inner_step 0), no gradient yet"
+        "warning: this is the archive after an outer step (inner_step 0), not yet a gradient"
         in report.detail
     )
     rejected = look(tmp_path).detail
@@ -311,7 +311,7 @@ def test_a_commitment_of_other_keys_is_warned_of_where_it_was_not_tried(
     report = look(tmp_path, other)
     assert report.outcome == "accepted"
     assert (
-        "warning: the commitment on chain is of other read keys than those in use" in report.detail
+        "warning: the commitment on chain holds other read keys than those in use" in report.detail
     )
 
 
@@ -402,7 +402,7 @@ def test_a_state_directory_tells_what_its_guard_watches(
     assert f"auditing {tmp_path}/repo, as the guard of {state.root} does" in said.err
     state.watched.write_text('{"repo": 7}')
     assert run(["audit", "--state-dir", str(state.root)]) == 69
-    assert "give -c or --state-dir as `run` had it" in capsys.readouterr().out
+    assert "pass the same -c or --state-dir as to `run`" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("inspected_here")
@@ -414,7 +414,7 @@ def test_gradients_of_another_revision_than_the_metadata_are_warned_of(tmp_path:
     report = look(tmp_path)
     assert report.outcome == "accepted"
     assert (
-        "metadata.json goes with one of 9: an upload is under way, or one was cut off"
+        "metadata.json describes one of 9: an upload is in progress or was interrupted"
         in report.detail
     )
     # The epoch before is scored: the root metadata does not speak of it.

@@ -96,7 +96,7 @@ def test_the_bundle_answers_what_a_helper_asks_and_holds_no_secret(
         if secret.encode() in data
     ] == []
     assert output.stat().st_mode & 0o077 == 0
-    assert "look at it before you share it" in capsys.readouterr().out
+    assert "review it before you share it" in capsys.readouterr().out
 
 
 def test_an_empty_state_directory_still_gives_a_bundle_and_a_bad_path_is_said(

@@ -112,7 +112,7 @@ def test_what_is_missing_to_look_is_named() -> None:
         ("import sys; sys.exit('usage: bittensor')", "ended with 1: usage: bittensor"),
         (
             "raise ImportError('scalecodec')",
-            f"bittensor is not there (scalecodec); {optional_deps.install('chain')}",
+            f"bittensor cannot be imported (scalecodec); {optional_deps.install('chain')}",
         ),
         (
             "raise RuntimeError('wallets')",
@@ -231,7 +231,7 @@ def test_a_frozen_node_is_said(part: ChainMonitor) -> None:
     list(part.looked(GOOD, NetworkProgress(), 0.0))
     assert said(part.looked(GOOD, NetworkProgress(), 60.0)) == []
     (frozen,) = said(part.looked(GOOD, NetworkProgress(), 121.0))
-    assert "the block has not moved for 121s" in message(frozen)
+    assert "no new block for 121s" in message(frozen)
     assert frozen.severity == "warning"
 
 

@@ -217,7 +217,7 @@ def test_init_says_how_the_other_commands_find_a_guard_of_another_name(
     monkeypatch.setattr(find, "running_guards", list)
     for command in (["status"], ["ctl", "pause"]):
         assert run(command) == 3
-        assert "no guard runs; the last one: --name s9" in capsys.readouterr().err
+        assert "no guard is running; the last one: --name s9" in capsys.readouterr().err
     assert run(["status", "--state-dir", str(tmp_path / "elsewhere")]) == 3
     assert "--name" not in capsys.readouterr().err
 
@@ -233,7 +233,7 @@ def test_what_init_wrote_and_the_guard_kept_is_removed_and_nothing_else(
     state = state_dir.choose("miner", None, {"XDG_STATE_HOME": str(tmp_path / "home")})
     write_json(state.status, {})
     assert run(["init", "--remove"]) == 1
-    assert "is no state directory of a guard; nothing deleted" in capsys.readouterr().err
+    assert "is not a guard's state directory; nothing deleted" in capsys.readouterr().err
     assert (tmp_path / "guard.toml").exists()
     state.log.write_text("")
     (tmp_path / "ecosystem.config.js").write_text("// mine")

@@ -106,7 +106,7 @@ def test_a_file_is_inspected_where_it_is_named(
     (tmp_path / "gradients.pt").write_bytes(b"")
     assert ask("--outer-step", "5", "--inner-step", "60", "--gradients", "gradients.pt") in (0, 1)
     out = capsys.readouterr().out
-    assert "gradients.pt: the file is empty" in out or "torch is not there" in out
+    assert "gradients.pt: the file is empty" in out or "torch cannot be imported" in out
 
 
 @pytest.mark.parametrize("loss", [3.4, float("nan"), None])
@@ -150,7 +150,7 @@ def test_a_replay_notices_a_ledger_that_was_changed(
     with sqlite3.connect(tmp_path / "ledger.sqlite3") as db:
         db.execute('UPDATE decisions SET record = \'{"inputs": "0"}\'')
     assert ask("--replay", decision.decision_id) == 1
-    assert "lacks what the gate knew" in capsys.readouterr().err
+    assert "lacks the gate's inputs" in capsys.readouterr().err
 
 
 def test_a_ledger_that_cannot_be_read_is_not_called_empty(

@@ -95,7 +95,7 @@ def test_a_state_directory_that_is_not_there_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["logs", "--state-dir", str(tmp_path / "none")]) == 1
-    assert "there is no state directory" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_following_shows_the_last_ten_and_then_what_comes(tmp_path: Path) -> None:

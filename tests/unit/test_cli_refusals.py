@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "run -- FOO=1 python train.py",
             64,
-            "command 'FOO=1' was not found; a line of shell is run as: sh -c 'LINE'",
+            "command 'FOO=1' was not found; run a shell line as: sh -c 'LINE'",
         ),
         (
             "run -- 'my miner/train.sh'",
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "run -- 'true && true'",
             64,
-            "command 'true && true' was not found; a line of shell is run as: sh -c",
+            "command 'true && true' was not found; run a shell line as: sh -c",
         ),
         ("run -- ./file", 64, "command './file' is not executable"),
         (
@@ -93,7 +93,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("top", 3, "no guard has run in"),
         ("ctl pause", 3, "no guard runs in"),
         ("ctl foo", 64, "foo"),
-        ("logs", 1, "there is no state directory"),
+        ("logs", 1, "does not exist"),
         ("logs --event slow_steps", 64, "unknown event 'slow_steps'; did you mean slow_step?"),
         ("logs --level loud", 64, "unknown level 'loud'; allowed: debug, info"),
         ("logs --since yesterday", 64, "--since: 'yesterday' is not a time: allowed are 90s, 15m"),
@@ -123,7 +123,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gate --replay nosuch", 1, "holds no decision 'nosuch'"),
         ("explain nosuch.log", 64, "nosuch.log can't be read: No such file"),
         ("explain --trace folder", 64, "folder: cannot be read: Is a directory"),
-        ("plan --params x", 64, "--params 'x' is no number of parameters; such as 4e9 or 4B"),
+        ("plan --params x", 64, "--params 'x' is not a number of parameters, such as 4e9 or 4B"),
         ("plan --gpus 0", 64, "--gpus"),
         ("costs", 3, "no guard has run there yet"),
         ("costs nosuch", 64, "costs takes `estimate` or `presets`, not 'nosuch'"),
@@ -132,17 +132,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             64,
             "no step time is known here; give --step-time SECONDS",
         ),
-        ("report -o x.html", 1, "there is no state directory"),
+        ("report -o x.html", 1, "does not exist"),
         ("report -o x.html --since foo", 64, "--since: 'foo' is not a time"),
-        ("bundle -o x.tar.gz", 1, "there is no state directory"),
+        ("bundle -o x.tar.gz", 1, "does not exist"),
         ("export foo -o out", 64, "export takes tensorboard or wandb, not 'foo'"),
-        ("export tensorboard -o out", 1, "there is no state directory"),
+        ("export tensorboard -o out", 1, "does not exist"),
         ("alerts foo", 64, "alerts takes `test`, not 'foo'"),
         ("alerts test", 64, "no targets; set MINER_GUARD_ALERTS__URLS"),
         ("alerts test -c dotenv.toml", 64, "no targets, and the keys' file .env cannot be read"),
         ("init --dir file -- true", 1, "file cannot be written"),
         ("init -c bad.toml -- true", 1, "bad.toml already there, nothing written"),
-        ("demo --fault foo", 64, "fault 'foo' has not the form KIND@STEP"),
+        ("demo --fault foo", 64, "fault 'foo' is not of the form KIND@STEP"),
         ("demo --fault slow@300", 64, "fault 'slow@300' never happens: the demo has 90 steps"),
         (
             "demo --ranks 2 --fault slow@3:9",
@@ -194,7 +194,7 @@ def test_a_defect_is_one_line_with_its_place(
     monkeypatch.setattr("miner_guard.cli.plan.document", broken)
     assert run(["plan", "--json"]) == 1
     said = capsys.readouterr().err
-    assert "a defect of miner-guard, please report it: ZeroDivisionError: by nobody (" in said
+    assert "internal error, please report it: ZeroDivisionError: by nobody (" in said
     assert len(said.splitlines()) == 1
 
 

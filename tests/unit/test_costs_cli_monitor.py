@@ -75,7 +75,7 @@ def test_a_ledger_that_is_none_is_said_without_a_traceback(
     assert run(["costs", *flags, "--state-dir", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert "is no ledger" in said.err
+    assert "is not a ledger" in said.err
     assert (
         run(["costs", "estimate", "--every", "5", "--seconds", "1", "--state-dir", str(tmp_path)])
         == 64

@@ -169,11 +169,11 @@ def test_gate_inputs_survive_a_round_trip_with_the_same_digest(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "is not there"),
+        (None, "does not exist"),
         (b"", "torn"),
         (b'{"published": {"age_s"', "torn"),
         (b"\xff\xfe\x00", "cannot be read"),
-        (b"[1, 2]", "not of this version"),
+        (b"[1, 2]", "from another version"),
         (b'{"published": {"age_s": "young"}}', "age_s is str"),
         (b'{"network": 7}', "Network is not an object"),
         (b'{"limits": [1]}', "limits"),
@@ -197,7 +197,7 @@ def test_a_damaged_inputs_file_is_unknown_and_never_a_crash(
 def test_inputs_of_a_dead_guard_or_an_earlier_boot_are_unknown() -> None:
     old = ask(known=inputs(written=NOW - 400))
     assert "gate-inputs.json is 400s old (limit 300s)" in old.reason
-    assert "earlier boot" in ask(known=inputs(written=NOW + 5)).reason
+    assert "before this host's last boot" in ask(known=inputs(written=NOW + 5)).reason
 
 
 losses = st.floats(allow_nan=True, allow_infinity=True) | st.none()

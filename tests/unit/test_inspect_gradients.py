@@ -80,7 +80,7 @@ NAN, INF, FLOAT = float("nan"), float("inf"), torch.float32
                 "wvals": torch.tensor([9, 0, 1], dtype=torch.uint8),
                 "wquant_params": (0.0, 1.0, 4, torch.ones(8), FLOAT),
             },
-            "w: the quantised values do not decode: index 9 is out of bounds",
+            "w: cannot decode the quantised values: index 9 is out of bounds",
         ),
         (
             {
@@ -228,7 +228,7 @@ def test_names_are_the_model_s_own_to_the_letter(tmp_path: Path) -> None:
     mixed = {**good(), **{k: v for k, v in wrapped.items() if k.startswith("_orig_mod.b")}}
     report = looked_at(saved(tmp_path, mixed))
     assert report["problems"] == []
-    assert "skip 1 parameters by names" in report["warnings"][0]
+    assert "skip 1 parameters whose names" in report["warnings"][0]
 
 
 def test_tied_or_frozen_parameters_may_be_missing(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_tied_or_frozen_parameters_may_be_missing(tmp_path: Path) -> None:
 def test_another_model_s_file_is_refused_since_validators_skip_all_of_it(tmp_path: Path) -> None:
     report = looked_at(saved(tmp_path, good()), Shapes({"other": (8, 16)}))
     assert report["problems"] == [
-        "none of its 2 parameters is of the model that trains here; validators skip them all"
+        "none of its 2 parameters belongs to the model in training; validators skip them all"
     ]
 
 
@@ -248,7 +248,10 @@ def test_another_model_s_file_is_refused_since_validators_skip_all_of_it(tmp_pat
     ("change", "words"),
     [
         ({"wvals": None}, "w: values are missing, validators skip the parameter"),
-        ({"xidxs": torch.tensor([0]), "xvals": torch.tensor([NAN])}, "skip 1 parameters by names"),
+        (
+            {"xidxs": torch.tensor([0]), "xvals": torch.tensor([NAN])},
+            "skip 1 parameters whose names",
+        ),
     ],
 )
 def test_what_validators_skip_is_warned_of_and_blocks_nothing(

@@ -64,7 +64,7 @@ def test_a_second_guard_that_was_quicker_is_named_once(state: StateDir, held: Lo
         other.flush()
         said = held.keep()
         assert said is not None
-        assert "the guard with pid 4711 has it now: two guards run here" in said.fields["what"]
+        assert "the guard with pid 4711 holds it now: two guards run here" in said.fields["what"]
         assert held.keep() is None
     # It has ended: the lock is this guard's again.
     assert held.keep() is None

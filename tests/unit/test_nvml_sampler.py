@@ -192,7 +192,7 @@ def test_a_child_that_is_killed_is_started_again_and_reported_once(sampler: Nvml
         if sampler._child is not None:
             sampler._child.kill()
             sampler._child.wait()
-    assert "it keeps ending" in str(sample["reason"])
+    assert "it keeps exiting" in str(sample["reason"])
     assert ends == ["code -9"]
 
 

@@ -90,7 +90,7 @@ def test_an_entry_whose_fields_do_not_fit_its_words_is_shown_and_does_not_come_a
     for _ in range(2):
         flights.look(host)
     messages = _messages(state)
-    assert messages[0].startswith("slow_step with fields that do not fit its words (ValueError")
+    assert messages[0].startswith("slow_step with fields that do not fit its template (ValueError")
     assert "245 s" in messages[0]
     assert messages[1:] == ["what came after it"]
     assert writer.acknowledged() == 2

@@ -62,7 +62,7 @@ def test_files_of_the_future_have_no_age(tmp_path: Path) -> None:
     os.utime(tmp_path / "epoch-1" / "gradients.pt", (7_000, 7_000))
     assert LocalRepo(tmp_path, wall=lambda: 6_999.0).state().age_s == 0.0
     with pytest.raises(
-        RepoError, match="is of a time that is 3400 s ahead; was the clock set back"
+        RepoError, match="has a modification time 3400 s in the future; was the clock set back"
     ):
         LocalRepo(tmp_path, wall=lambda: 3_600.0).state()
 

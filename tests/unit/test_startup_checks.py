@@ -69,7 +69,7 @@ def test_each_shortage_of_the_host_is_found(change: dict[str, Any], check: str, 
     assert {c.level for c in host.checks(snapshot())} == {"ok"}
 
 
-@pytest.mark.parametrize(("reason", "words"), [(None, "cgroup of its own"), ("Read-only", "Read-")])
+@pytest.mark.parametrize(("reason", "words"), [(None, "dedicated cgroup"), ("Read-only", "Read-")])
 def test_the_doctor_tells_how_the_miners_processes_are_found(
     reason: str | None, words: str
 ) -> None:
@@ -236,7 +236,7 @@ def test_a_distribution_of_the_same_name_is_told_whichever_came_last(
     assert found.level == "warn"
     assert "PyPI's validators 0.35.0" in found.seen
     step = str(found.next_step)
-    assert ("a venv of its own" in step) if users else ("pip uninstall validators" in step)
+    assert ("a separate venv" in step) if users else ("pip uninstall validators" in step)
 
 
 @pytest.mark.parametrize(

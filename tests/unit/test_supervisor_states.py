@@ -186,9 +186,8 @@ def test_who_asks_again_for_the_end_is_told_what_it_waits_for(
     supervisor.step()
     (finding,) = said
     assert catalog.message(finding) == (
-        f"MINER STOPPING: SIGINT, and it is ending already: pid {launcher.pid} has had SIGTERM "
-        "and has not ended; "
-        "SIGKILL comes next, 32s to stop"
+        f"MINER STOPPING: SIGINT, and it is already stopping: pid {launcher.pid} got SIGTERM "
+        "and is still running; SIGKILL is next, 32s to stop"
     )
 
 

@@ -42,7 +42,7 @@ def test_the_ledger_says_why_an_age_is_not_known(bench: Bench) -> None:
 
 
 def test_the_gate_finds_the_repo_and_the_profiles_limits_in_its_inputs(bench: Bench) -> None:
-    assert gate_inputs.read(bench.state.gate_inputs).published.reason == "not looked at yet"
+    assert gate_inputs.read(bench.state.gate_inputs).published.reason == "not checked yet"
     bench.look()
     known = gate_inputs.read(bench.state.gate_inputs)
     assert known.published.age_s == 600.0
@@ -280,7 +280,7 @@ def test_a_push_that_the_next_one_replaced_is_neither_verified_nor_failed(bench:
     assert bench.said("upload_reported") == [
         (
             "UPLOAD REPORTED: tag 5.56.51 pushed in 12.0s; not verified: followed by "
-            "5.57.0 before anybody looked"
+            "5.57.0 before it was checked"
         )
     ]
     assert bench.tick(20) == []
@@ -356,7 +356,7 @@ def test_a_push_that_nobody_could_look_for_before_the_end_is_unverified(bench: B
     bench.push("finished")
     (left,) = bench.part.on_stop()
     assert message(left).startswith(
-        "UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before anybody looked"
+        "UPLOAD UNVERIFIED: tag 5.56.51: the guard ended before it was checked"
     )
 
 

@@ -23,7 +23,7 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
     """
     if settings.kind == "local":
         if not settings.path:
-            raise RepoError("repo.path is not set; it names the folder that is published")
+            raise RepoError("repo.path is not set; set it to the folder to publish to")
         from pathlib import Path
 
         from uploads.repos.local import LocalRepo
@@ -37,7 +37,9 @@ def open_repo(settings: RepoSettings, env: Mapping[str, str] | None = None) -> R
         from uploads.repos.hub import open_hub
 
         return open_hub(settings, env)
-    raise RepoError(f"repo.kind = {settings.kind!r} names no repo; set it to local, s3 or hf")
+    raise RepoError(
+        f"repo.kind = {settings.kind!r} is not a kind of repo; set it to local, s3 or hf"
+    )
 
 
 def look_at(settings: RepoSettings, layout: Layout = USUAL) -> Published:

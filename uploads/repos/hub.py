@@ -215,12 +215,12 @@ class HubRepo:
         entry = self.head(ticket.key)
         if entry.size_bytes != ticket.size_bytes:
             raise Differs(
-                f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were "
-                f"{ticket.size_bytes}; publish again"
+                f"{ticket.key} reads back as {entry.size_bytes} bytes, but "
+                f"{ticket.size_bytes} were staged; publish again"
             )
         if entry.checksum != ticket.checksum and self._hash_of(ticket.key) != ticket.checksum:
             raise Differs(
-                f"{ticket.key} reads back with other content than was staged; publish again"
+                f"{ticket.key} reads back with different content than was staged; publish again"
             )
         return entry
 
@@ -294,7 +294,7 @@ def open_hub(settings: RepoSettings, env: Mapping[str, str] | None = None) -> Hu
             f"the Hub needs huggingface_hub: {optional_deps.install('hf')} ({error})"
         ) from error
     if not settings.repo_id or "/" not in settings.repo_id:
-        raise RepoError(f"repo.repo_id = {settings.repo_id!r} names no repo; write owner/name")
+        raise RepoError(f"repo.repo_id = {settings.repo_id!r} is not a repo id; write owner/name")
     token = first(keys, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     api = HfApi(endpoint=endpoint, token=token)
     return HubRepo(
@@ -322,10 +322,10 @@ def _translated(error: Exception, repo_id: str) -> RepoError:
     if status in (401, 403) or "GatedRepoError" in kinds:
         return RepoError(
             f"the Hub refuses the token for {repo_id} ({status}); check HF_TOKEN and "
-            "its write right"
+            "its write permission"
         )
     if "RepositoryNotFoundError" in kinds or status == 404:
-        return Missing(f"repo {repo_id} does not exist, or the token may not see it")
+        return Missing(f"repo {repo_id} does not exist, or the token has no access to it")
     if status in (408, 409, 412, 429, 500, 502, 503, 504):
         return RepoError(f"the Hub is busy ({status})", transient=True)
     network = {
@@ -354,7 +354,9 @@ def _date(text: str | None) -> float:
     try:
         return parsedate_to_datetime(text or "").timestamp()
     except (TypeError, ValueError) as error:
-        raise RepoError(f"the Hub tells no time (Date: {text!r}): the age is unknown") from error
+        raise RepoError(
+            f"the Hub sends no valid time (Date: {text!r}): the age is unknown"
+        ) from error
 
 
 def _link(source: Path, target: Path) -> None:

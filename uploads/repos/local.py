@@ -66,7 +66,7 @@ class LocalRepo:
         age = self._wall() - found.st_mtime
         if age < -_SLACK_S:
             raise RepoError(
-                f"{path} is of a time that is {-age:.0f} s ahead; was the clock set "
+                f"{path} has a modification time {-age:.0f} s in the future; was the clock set "
                 "back? Publish again"
             )
         return ObjectInfo(key, found.st_size, max(0.0, age), checksum)
@@ -162,7 +162,7 @@ class LocalRepo:
             raise Differs(
                 f"{ticket.key} reads back as {entry.size_bytes} bytes with sha256 "
                 f"{str(entry.checksum)[:12]}, "
-                f"staged were {ticket.size_bytes} bytes with {str(ticket.checksum)[:12]}; "
+                f"but {ticket.size_bytes} bytes were staged with {str(ticket.checksum)[:12]}; "
                 "publish again"
             )
         return entry

@@ -268,8 +268,8 @@ class S3Repo:
         entry = self.head(ticket.key)
         if entry.size_bytes != ticket.size_bytes:
             raise Differs(
-                f"{ticket.key} reads back as {entry.size_bytes} bytes, staged were "
-                f"{ticket.size_bytes}; publish again"
+                f"{ticket.key} reads back as {entry.size_bytes} bytes, but "
+                f"{ticket.size_bytes} were staged; publish again"
             )
         if (
             entry.checksum not in ticket.data["etags"]
@@ -277,7 +277,7 @@ class S3Repo:
             and not self._same_content(ticket, entry.checksum)
         ):
             raise Differs(
-                f"{ticket.key} reads back with other content than was staged; publish again"
+                f"{ticket.key} reads back with different content than was staged; publish again"
             )
         return entry
 
@@ -329,7 +329,7 @@ def open_s3(
     except ImportError as error:
         raise RepoError(f"S3 needs boto3: {optional_deps.install('s3')} ({error})") from error
     if not settings.bucket:
-        raise RepoError("repo.bucket is not set; it names the bucket that the miner publishes to")
+        raise RepoError("repo.bucket is not set; set it to the bucket that the miner publishes to")
     keys = find(settings, env)
     account = first(keys, "R2_ACCOUNT_ID")
     endpoint = settings.endpoint or (
@@ -392,7 +392,9 @@ def _server_time(answer: Mapping[str, Any]) -> float:
     try:
         return parsedate_to_datetime(date).timestamp()
     except (TypeError, ValueError) as error:
-        raise RepoError(f"the server tells no time (Date: {date!r}): the age is unknown") from error
+        raise RepoError(
+            f"the server sends no valid time (Date: {date!r}): the age is unknown"
+        ) from error
 
 
 def _digest(read: Callable[[int], bytes], algorithm: str) -> str:

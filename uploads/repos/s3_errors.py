@@ -85,11 +85,11 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         )
     if code in _UNREADABLE:
         return RepoUnreadable(
-            f"bucket {bucket} gives nobody this object ({code}: {said}); upload it unencrypted"
+            f"bucket {bucket} denies all readers this object ({code}: {said}); upload it plain"
         )
     if code in _FULL:
         return RepoError(
-            f"the storage of bucket {bucket} takes no more data ({code}); free space or "
+            f"the storage of bucket {bucket} accepts no more data ({code}); free space or "
             "raise its quota"
         )
     if code in _REFUSED or status in ("401", "403"):
@@ -99,14 +99,14 @@ def _of_answer(response: dict[str, Any], bucket: str) -> RepoError:
         )
     if code == "BadDigest":
         return RepoError(
-            f"what arrived in bucket {bucket} is not what was sent ({code})", transient=True
+            f"bucket {bucket} received different data than was sent ({code})", transient=True
         )
     if code in _TRANSIENT or status in ("429", "500", "502", "503", "504"):
         return RepoError(
             f"the storage of bucket {bucket} is busy ({status} {code})", transient=True
         )
     if code in ("NotImplemented", "MethodNotAllowed") or status in ("405", "501"):
-        return Unsupported(f"the storage of bucket {bucket} does not know this request ({code})")
+        return Unsupported(f"the storage of bucket {bucket} does not support this request ({code})")
     return RepoError(f"bucket {bucket}: {code}: {said}")
 
 

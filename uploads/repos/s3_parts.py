@@ -42,7 +42,8 @@ class UploadPart:
         )
         if seen is None or not whole:
             words = (
-                f"part {self.number} of {key} arrived as {seen or 'unknown'}, sent was {self.md5}"
+                f"part {self.number} of {key} arrived as {seen or 'unknown'}, "
+                f"but {self.md5} was sent"
             )
             raise RepoError(words, transient=True)
         return seen

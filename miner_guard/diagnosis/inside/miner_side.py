@@ -165,7 +165,7 @@ def all_reduce(request: Mapping[str, Any]) -> dict[str, Any]:
         codes = [child.returncode for child in children]
         if any(codes):
             raise RuntimeError(
-                f"its ranks ended with {codes}: {'; '.join(dict.fromkeys(last_words))}"
+                f"its ranks exited with {codes}: {'; '.join(dict.fromkeys(last_words))}"
             )
         with open(os.path.join(folder, "result.json"), encoding="utf-8") as file:
             result: dict[str, Any] = json.load(file)

@@ -37,7 +37,10 @@ _COUNT_SHIFT = 40
 
 _MARK = (1 << 24) - 1
 
-_ADVICE = "every rank must ask, at the same step; none agree again before a restart of the miner"
+_ADVICE = (
+    "every rank must ask, at the same step; the ranks agree on nothing more until the miner "
+    "restarts"
+)
 
 _GO, _DIFFER, _NO_ANSWER, _LATE = "go", "differ", "no answer", "late"
 

@@ -76,7 +76,7 @@ class Gate:
             known = None if self._place.state is None else shapes.read(self._place.state.shapes)
             report = outline(gradient, limits, known)
         except Exception as error:  # noqa: BLE001 - what can't be judged here is judged by the audit
-            report = {"reason": f"the gradient could not be looked into: {describe(error)}"}
+            report = {"reason": f"the gradient could not be inspected: {describe(error)}"}
         judged = self._judged(replace(candidate, files=report))
         refused = any(v.rule == gradients.RULE and v.outcome == "block" for v in judged.verdicts)
         return judged if refused else decision
@@ -103,7 +103,7 @@ class Gate:
             return self._decided(candidate)
         except Exception as error:  # noqa: BLE001 - the others wait for an answer; this one blocks them all alike and says why
             return self.blocked(
-                candidate, f"the gate failed: {describe(error)}; nothing goes out unjudged"
+                candidate, f"the gate failed: {describe(error)}; the upload is blocked"
             )
 
     def _decided(self, candidate: Candidate) -> GateDecision:

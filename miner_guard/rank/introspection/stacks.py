@@ -35,7 +35,7 @@ def register(path: Path) -> IO[bytes]:
     OSError."""
     global _registered
     if taken() or (_caught() and not _registered):
-        raise SignalTaken(f"{STACKS_SIGNAL.name} is in use by the program: {WITHOUT}")
+        raise SignalTaken(f"{STACKS_SIGNAL.name} is used by the program: {WITHOUT}")
     fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     file = open(fd, "wb", buffering=0)  # noqa: SIM115 - open as long as the process: the handler writes to it
     file.write(b"pid %d\n" % os.getpid())

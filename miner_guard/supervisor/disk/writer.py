@@ -296,10 +296,7 @@ class DiskWriter:
         wait_s = self._backoff.ended(lived_s)
         self._start_at = self._monotonic() + wait_s
         if self._backoff.first:
-            what = (
-                f"the process that writes the guard's files {how}; it is started again in "
-                f"{wait_s:g} s"
-            )
+            what = f"the process that writes the guard's files {how}; restarting it in {wait_s:g} s"
             self._report(make_finding("guard_degraded", what=what))
 
     def _understand(self, document: Mapping[str, Any]) -> None:

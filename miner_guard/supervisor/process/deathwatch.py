@@ -120,8 +120,8 @@ class Deathwatch:
         self._start_at = self._monotonic() + (0.0 if self._backoff.first else wait_s)
         if self._backoff.first:
             what = (
-                f"the process that ends the miner if the guard is killed {how}; it is started "
-                "again, with growing pauses"
+                f"the process that ends the miner if the guard is killed {how}; restarting "
+                "it with backoff"
             )
             self._report(make_finding("guard_degraded", what=what))
 

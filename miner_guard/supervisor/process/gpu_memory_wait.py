@@ -78,8 +78,8 @@ class GpuMemoryWait:
             free = self._is_free(before)
         except Exception as error:  # noqa: BLE001 - start the miner without the check rather than never; it is reported
             what = (
-                f"GPU memory can't be read: {type(error).__name__}: {error}; the miner is "
-                "started unexamined"
+                f"GPU memory can't be read: {type(error).__name__}: {error}; starting the miner "
+                "without it"
             )
             self._report(make_finding("guard_degraded", what=what))
             free = True
@@ -99,7 +99,7 @@ class GpuMemoryWait:
                     f"{uuid} {size / 1024**3:.1f} GB" for uuid, size in sorted(over.items())
                 )
                 what = (
-                    f"GPU memory is still held {self._settle_s:.0f}s after the stop, above "
+                    f"GPU memory is still in use {self._settle_s:.0f}s after the stop, above "
                     f"the level before: {listed}"
                 )
                 self._report(

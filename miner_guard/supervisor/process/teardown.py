@@ -83,10 +83,10 @@ class Teardown:
     def waits_for(self) -> str:
         """What still runs and what happens next, for people."""
         if self._stage == "settle":
-            return "what the miner's launcher left behind gets SIGTERM, then SIGKILL"
+            return "the processes that the launcher left behind get SIGTERM, then SIGKILL"
         if self._stage == "kill":
-            return f"what is left of pid {self.launcher.pid} has had SIGKILL"
-        return f"pid {self.launcher.pid} has had SIGTERM and has not ended; SIGKILL comes next"
+            return f"the remaining processes of pid {self.launcher.pid} got SIGKILL"
+        return f"pid {self.launcher.pid} got SIGTERM and is still running; SIGKILL is next"
 
     def step(self) -> float | None:
         """Advance. Returns seconds until the next call, or None when no process is left or can be
@@ -125,7 +125,7 @@ class Teardown:
         """The findings to log after the teardown."""
         yield from orphans_killed((process, command, run_id) for process, command in self.killed)
         for process in self.stuck:
-            what = f"pid {process.pid} does not end, not even by SIGKILL: {why_stuck(process)}"
+            what = f"pid {process.pid} does not exit, even after SIGKILL: {why_stuck(process)}"
             yield make_finding("guard_degraded", what=what)
 
     def _enter(self, stage: str, number: int, targets: set[Process]) -> None:

@@ -92,7 +92,7 @@ class Lock:
             fd = self._file()
         except OSError as error:
             return self._say(
-                f"can't be made again ({error.strerror}), and a second guard could start here"
+                f"can't be recreated ({error.strerror}), and a second guard could start here"
             )
         if not _try(fd):
             holder = _holder(fd)
@@ -102,7 +102,7 @@ class Lock:
                 return None
             pid = holder.pid or "unknown"
             return self._say(
-                f"the guard with pid {pid} has it now: two guards run here, stop one of them"
+                f"the guard with pid {pid} holds it now: two guards run here, stop one of them"
             )
         os.close(self._fd)
         self._fd = fd

@@ -56,8 +56,8 @@ class PreflightRunner:
             outcome = preflight(self._question, self._emit, self._stop.wait)
         except Exception as error:  # noqa: BLE001 - a bug in the preflight must not keep the miner from starting; it is reported
             what = (
-                f"the preflight failed: {type(error).__name__}: {error}; the miner is "
-                "started unexamined"
+                f"the preflight failed: {type(error).__name__}: {error}; starting the miner "
+                "without it"
             )
             self._emit(make_finding("guard_degraded", what=what))
             outcome = None

@@ -106,7 +106,7 @@ def test_corpus_and_subnet_labels_are_all_there() -> None:
         (
             'severity = "error"',
             'severity = "error"\nfollows = ["nobody"]',
-            "follows nobody, which is no label",
+            "follows nobody, which is not a label",
         ),
         ('severity = "error"', 'severity = "error"\ncolour = "red"', "unknown key colour"),
         ('triggers = ["boom"]', 'triggers = ["boom 1"]', "no digits"),

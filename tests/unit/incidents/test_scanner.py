@@ -246,4 +246,4 @@ Enter password to unlock key: Traceback (most recent call last):
 EOFError: EOF when reading a line
 """
     (found,) = (incident for incident in incidents(log.encode()) if incident.root)
-    assert "nobody types" in found.first.cause
+    assert "no one can" in found.first.cause

@@ -258,7 +258,7 @@ def test_a_signal_that_the_program_takes_later_is_not_sent_any_more(
         guard.step(inner_step=3)
         assert state.stacks_of(0).read_bytes() == b""
         assert [what for what in said(state) if "SIGUSR2" in what] == [
-            "SIGUSR2 is in use by the program now: no stacks at a hang, except by py-spy"
+            "SIGUSR2 is now used by the program: no stacks at a hang, except by py-spy"
         ]
     finally:
         signal.signal(STACKS_SIGNAL, before)
@@ -282,7 +282,7 @@ def test_another_faulthandler_of_the_program_keeps_its_signal(state: StateDir) -
     )
     assert "in here" in done.stdout
     assert not state.stacks_of(0).exists()
-    assert "SIGUSR2 is in use by the program" in done.stdout
+    assert "SIGUSR2 is used by the program" in done.stdout
 
 
 def test_a_rank_without_home_or_working_directory_is_still_the_rank_it_is(
