@@ -274,6 +274,11 @@ class Ledger:
             self._waiting.append((statement, values))
         self.retry()
 
+    @property
+    def waiting(self) -> int:
+        """Queued rows."""
+        return len(self._waiting)
+
     def retry(self) -> None:
         """Write the queued rows once the retry delay has passed."""
         with self._mutex:
@@ -348,9 +353,9 @@ class Ledger:
         return [dict(row) for row in rows]
 
     def _leave(self) -> None:
-        """Close a file that no longer exists, and remove its -wal and -shm."""
+        """Close a file that no longer exists, and remove its journal."""
         self._disconnect()
-        for leftover in ("-wal", "-shm"):
+        for leftover in ("-journal", "-wal", "-shm"):
             self.path.with_name(self.path.name + leftover).unlink(missing_ok=True)
 
     def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
@@ -381,15 +386,15 @@ class Ledger:
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
             make_folder(self.path.parent)
-            # Create the file first: SQLite copies its mode to -wal and -shm.
+            # Create the file first: SQLite copies its mode to the journal.
             os.close(open_private(self.path, os.O_RDWR | os.O_CREAT))
             db = sqlite3.connect(self.path, timeout=_HOLD_S, check_same_thread=False)
             try:
                 db.row_factory = sqlite3.Row
-                db.execute("PRAGMA journal_mode = WAL")
-                # In WAL mode, NORMAL loses at most the last rows at a power cut and never corrupts
-                # the file.
-                db.execute("PRAGMA synchronous = NORMAL")
+                # Not WAL, whose -shm every process maps that opens the database: truncating that
+                # file would kill them with SIGBUS. A rollback journal maps nothing.
+                db.execute("PRAGMA journal_mode = DELETE")
+                db.execute("PRAGMA synchronous = FULL")
                 db.executescript(_SCHEMA)
                 if db.execute("PRAGMA user_version").fetchone()[0] < _VERSION:
                     db.execute(f"PRAGMA user_version = {_VERSION}")
@@ -426,10 +431,12 @@ class ReadOnlyLedger(Ledger):
         if self._connection is None:
             if not self.path.is_file():
                 raise FileNotFoundError(f"{self.path} does not exist")
-            # Without a writer there is no -wal, and a read-only reader would leave an empty one
-            # behind.
+            # A writer that was killed may have left a journal to roll back, which a read-only
+            # connection can't do. A file of an earlier version may still be in WAL mode: without
+            # its -wal a reader would leave an empty one behind.
             log = self.path.with_name(f"{self.path.name}-wal")
-            how = "mode=ro" if log.exists() else "immutable=1"
+            wal = _is_wal(self.path)
+            how = "mode=rw" if not wal else "mode=ro" if log.exists() else "immutable=1"
             path = urllib.parse.quote(str(self.path.absolute()))
             db = sqlite3.connect(
                 f"file:{path}?{how}", uri=True, timeout=2.0, check_same_thread=False
@@ -440,6 +447,12 @@ class ReadOnlyLedger(Ledger):
 
     def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
         return work(self._opened())
+
+
+def _is_wal(path: Path) -> bool:
+    """Whether a database is in WAL mode (https://www.sqlite.org/fileformat.html, offset 18)."""
+    with open(path, "rb") as file:
+        return file.read(20)[18:20] == b"\2\2"
 
 
 class RemoteLedger(ReadOnlyLedger):
@@ -453,6 +466,13 @@ class RemoteLedger(ReadOnlyLedger):
     def write(self, statement: str, values: Sequence[Any]) -> None:
         """Send one row to the writer."""
         self._send(statement, values)
+
+    def _trying(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
+        try:
+            return super()._trying(work)
+        finally:
+            # Between two reads the guard holds nothing that others could truncate or wait for.
+            self._disconnect()
 
 
 def read(path: Path, table: str, *, since: str = "", limit: int = 1000) -> list[dict[str, Any]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -212,7 +214,7 @@ def test_a_clock_that_was_wrong_for_a_while_costs_no_history(tmp_path: Path) -> 
     ledger.close()
 
 
-def test_only_the_owner_may_read_it_and_its_log(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         ledger = Ledger(tmp_path / "ledger.sqlite3")
@@ -221,9 +223,7 @@ def test_only_the_owner_may_read_it_and_its_log(tmp_path: Path) -> None:
         ledger.close()
     finally:
         os.umask(before)
-    assert modes == dict.fromkeys(
-        ("ledger.sqlite3", "ledger.sqlite3-wal", "ledger.sqlite3-shm"), 0o600
-    )
+    assert modes == {"ledger.sqlite3": 0o600}
 
 
 def test_a_row_that_still_fits_on_a_full_disk_is_no_end_of_the_trouble(
@@ -279,3 +279,42 @@ def test_a_folder_that_cannot_be_made_stops_nobody(tmp_path: Path) -> None:
     ledger.close()
     assert [finding.event for finding in findings] == ["ledger_stuck", "ledger_stuck"]
     assert "1 rows were never written" in message(findings[1])
+
+
+TRUNCATING = """
+import sys
+from pathlib import Path
+from uploads.ledger import Ledger, RemoteLedger
+path = Path(sys.argv[1])
+writer, reader = Ledger(path), RemoteLedger(path, lambda statement, values: None)
+for number in range(3):
+    writer.restart(float(number), "crash", 1, 2.0)
+    reader.rows("restarts")
+    for beside in path.parent.iterdir():
+        if beside != path:
+            beside.write_bytes(b"")
+print([row["wall"] for row in reader.rows("restarts")])
+"""
+
+
+def test_truncating_the_files_beside_the_ledger_kills_no_process(tmp_path: Path) -> None:
+    """Guards against a mapped -shm: whoever truncated it ended its readers, the guard included, by
+    SIGBUS."""
+    path = str(tmp_path / "ledger.sqlite3")
+    run = subprocess.run([sys.executable, "-c", TRUNCATING, path], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "[0.0, 1.0, 2.0]\n"), run.stderr
+
+
+def test_a_ledger_of_an_earlier_version_is_read_and_leaves_the_wal_mode(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    ledger = Ledger(path)
+    ledger.restart(1.0, "crash", 1, 2.0)
+    ledger.close()
+    before = sqlite3.connect(path)
+    before.execute("PRAGMA journal_mode = WAL")
+    before.close()
+    assert [row["wall"] for row in ReadOnlyLedger(path).rows("restarts")] == [1.0]
+    ledger.restart(2.0, "crash", 1, 2.0)
+    ledger.close()
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert [row["wall"] for row in ReadOnlyLedger(path).rows("restarts")] == [1.0, 2.0]
