@@ -67,7 +67,7 @@ def ask(
     """Run a probe and wait up to `deadline_s` for its answer. Never raises.
 
     After the deadline it waits up to `patience_s` longer, as long as the child makes progress (see
-    `_Progress`): `import torch` takes a minute from a cold disk.
+    `_Deadline`): `import torch` takes a minute from a cold disk.
 
     `module` is a module's name, or the path of a script for an interpreter that does not have this
     package.
@@ -98,7 +98,7 @@ def ask(
     _asked.add(child)
     try:
         deadline = _Deadline(child.pid, start, deadline_s, patience_s)
-        return _talk(child, answer_end, request, deadline=deadline, module=name)
+        return _talk(_Asked(child, answer_end, name), request, deadline)
     finally:
         _asked.discard(child)
         os.close(answer_end)
@@ -152,14 +152,19 @@ class _Deadline:
         return float(cpu.user + cpu.system + (io.read_bytes + io.read_chars) / 1e6)
 
 
-def _talk(
-    child: subprocess.Popen[bytes],
-    answer_end: int,
-    request: Mapping[str, Any],
-    *,
-    deadline: _Deadline,
-    module: str,
-) -> Answer:
+@dataclass(frozen=True)
+class _Asked:
+    """A probe in progress."""
+
+    child: subprocess.Popen[bytes]
+    answer_end: int
+    """The descriptor on which it answers."""
+
+    name: str
+
+
+def _talk(asked: _Asked, request: Mapping[str, Any], deadline: _Deadline) -> Answer:
+    child, answer_end = asked.child, asked.answer_end
     assert child.stdin is not None
     assert child.stdout is not None
     pending = json.dumps(request).encode()
@@ -181,15 +186,9 @@ def _talk(
             data = os.read(fd, 65536)
             if not data and fd == answer_end:
                 # Its last output may arrive after this round's select and before its exit.
-                reading[stdout] = (reading[stdout] + _rest(stdout))[-_TAIL:]
-                return _parsed(
-                    reading,
-                    stdout,
-                    answer_end,
-                    child=child,
-                    seconds=time.monotonic() - deadline.start,
-                    module=module,
-                )
+                words = (reading[stdout] + _rest(stdout))[-_TAIL:]
+                seconds = time.monotonic() - deadline.start
+                return _parsed(asked, reading[answer_end], words, seconds)
             if not data:
                 listening.remove(fd)
                 continue
@@ -218,24 +217,15 @@ def _feed(stdin: int, pending: bytes) -> bytes:
         return b""
 
 
-def _parsed(
-    reading: Mapping[int, bytes],
-    stdout: int,
-    answer_end: int,
-    *,
-    child: subprocess.Popen[bytes],
-    seconds: float,
-    module: str,
-) -> Answer:
-    text = reading[answer_end]
+def _parsed(asked: _Asked, text: bytes, printed: bytes, seconds: float) -> Answer:
     if not text:
-        words = reading[stdout].decode("utf-8", "replace").strip().splitlines()
+        words = printed.decode("utf-8", "replace").strip().splitlines()
         try:
-            code: int | None = child.wait(timeout=1.0)
+            code: int | None = asked.child.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             code = None
-        last = words[-1] if words else "it said nothing"
-        return Answer(None, f"probe {module} ended with {code}: {last}", seconds)
+        last = words[-1] if words else "it printed nothing"
+        return Answer(None, f"probe {asked.name} ended with {code}: {last}", seconds)
     try:
         document = json.loads(text)
     except ValueError:

@@ -37,7 +37,7 @@ class Looking:
 
     def run(self) -> Any:
         emit: Callable[[Finding], None] = self.said.append
-        return preflight(self.question, emit, self.wait, self.clock, look=self.look)
+        return preflight(self.question, emit, self.wait, clock=self.clock, look=self.look)
 
 
 def test_masked_gpus_are_remembered_as_masked(tmp_path: Path) -> None:

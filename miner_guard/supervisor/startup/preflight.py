@@ -39,8 +39,8 @@ def preflight(
     question: PreflightRequest,
     emit: Callable[[Finding], None],
     wait: Callable[[float], bool],
-    clock: Clock | None = None,
     *,
+    clock: Clock | None = None,
     look: Callable[[PreflightRequest, Callable[[float], bool]], Snapshot] = collect_snapshot,
 ) -> Outcome:
     """Check until everything passes, a critical problem is known to be permanent, or
