@@ -18,7 +18,8 @@ from miner_guard.eventlog.catalog import make_finding
 from miner_guard.exits import CRASH_LOOP, FAILED
 from miner_guard.monitors.base import Exit, Launch
 from miner_guard.monitors.runner import MonitorRunner
-from miner_guard.supervisor.attribution import Attribution, how_it_ended, ran_to_its_end
+from miner_guard.supervisor.attribution import Attribution
+from miner_guard.supervisor.conclusion import Conclusion
 from miner_guard.supervisor.flights import Flights
 from miner_guard.supervisor.launch import RETRY_INSPECT_S, ActiveLaunch
 from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest, Then
@@ -26,7 +27,6 @@ from miner_guard.supervisor.loop import Loop, Timer
 from miner_guard.supervisor.output.relay import Relay
 from miner_guard.supervisor.process.child import Child
 from miner_guard.supervisor.process.process_tree import ProcessTree
-from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.supervisor.pulse import Pulse
 from miner_guard.supervisor.restart import Again, Failure, GiveUp, RestartPolicy
 from miner_guard.supervisor.states import RunEvent, State, after
@@ -84,6 +84,7 @@ class Supervisor:
         self._alarm: Timer | None = None
         self.family = ProcessTree(order.state, clock)
         self.pulse = Pulse(self)
+        self._conclusion = Conclusion(order, loop, host=host, relay=relay, flights=flights)
         self._steps: Mapping[State, Callable[[], None]] = {
             State.STARTING: self._step_idle,
             State.WAITING: self._step_idle,
@@ -320,68 +321,11 @@ class Supervisor:
             self._conclude(launch)
 
     def _conclude(self, launch: ActiveLaunch) -> None:
-        """Every process is gone: deliver the remaining output and records, then decide what comes
-        next."""
+        """Every process is gone: conclude the launch, then decide what comes next."""
         self.launch = None
-        for work in (
-            self._show_last_words,
-            lambda: self.flights.last_look(self.host),
-            lambda: self._report_teardown(launch.teardown),
-        ):
-            self.loop.attempt(work)
-        end = launch.exit(self._has_finished(launch))
-        self.last_exit = end
-        self.loop.attempt(lambda: self._say_exit(end, launch.wish))
+        self.last_exit = end = self._conclusion.of(launch)
         self.loop.attempt(lambda: self.host.exit(end))
         self._next(end, launch.wish)
-
-    def _show_last_words(self) -> None:
-        left_out = self.relay.show_rest()
-        if left_out:
-            what = (
-                f"{left_out} bytes of the miner's last output were passed on unchecked: "
-                "the monitors had fallen behind"
-            )
-            self.host.finding(make_finding("guard_degraded", what=what))
-
-    def _has_finished(self, launch: ActiveLaunch) -> bool:
-        """Whether the miner exited with code 0 and finished its work. False if judging that
-        fails."""
-        answers: list[bool] = []
-        self.loop.attempt(lambda: answers.append(self._judge_finish(launch)))
-        return answers == [True]
-
-    def _judge_finish(self, launch: ActiveLaunch) -> bool:
-        miner = self.order.config.miner
-        if miner.finite or self.flights.all_in({"finished"}):
-            return True
-        if miner.finite is not None or miner.attach != "auto" or launch.wish is not None:
-            return False
-        self.host.end_output()
-        return ran_to_its_end(self.flights, self.host.objections())
-
-    def _report_teardown(self, teardown: Teardown | None) -> None:
-        if teardown is not None:
-            for finding in teardown.report(self.order.run_id):
-                self.host.finding(finding)
-
-    def _say_exit(self, end: Exit, wish: StopRequest | None) -> None:
-        runtime = round(end.runtime_s, 3)
-        if end.finished:
-            self.host.finding(
-                make_finding(
-                    "miner_finished", how=how_it_ended(end), code=end.code, runtime_s=runtime
-                )
-            )
-            return
-        how = f"{how_it_ended(end)} {_asked(wish)}"
-        if end.code == 0 and not end.asked:
-            how += (
-                "; if the miner finished its work, it must report that: "
-                "guard.close(finished=True) or --finite ([miner] finite = true)"
-            )
-        finding = make_finding("miner_exited", how=how, code=end.code, runtime_s=runtime)
-        self.host.finding(finding.at("info") if end.asked else finding)
 
     def _next(self, end: Exit, wish: StopRequest | None) -> None:
         if wish is not None and wish.then is Then.STOP:
@@ -448,7 +392,3 @@ class Supervisor:
         self._cancel_retry()
         self._enter(RunEvent.FINISHED)
         self.exit_code, self.reason = exit_code, reason
-
-
-def _asked(wish: StopRequest | None) -> str:
-    return "without being asked" if wish is None else f"as asked: {wish.cause}"

@@ -1,0 +1,86 @@
+"""Concludes a launch whose processes are all gone: delivers its last output and records, judges
+whether the miner finished, and reports how it ended."""
+
+from __future__ import annotations
+
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.monitors.base import Exit
+from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.supervisor.attribution import how_it_ended, ran_to_its_end
+from miner_guard.supervisor.flights import Flights
+from miner_guard.supervisor.launch import ActiveLaunch
+from miner_guard.supervisor.launch_spec import LaunchSpec, StopRequest
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.output.relay import Relay
+from miner_guard.supervisor.process.teardown import Teardown
+
+
+class Conclusion:
+    """Supervisor thread only. A step that fails is reported and does not affect the others."""
+
+    def __init__(
+        self, order: LaunchSpec, loop: Loop, *, host: MonitorRunner, relay: Relay, flights: Flights
+    ) -> None:
+        self._order, self._loop = order, loop
+        self._host, self._relay, self._flights = host, relay, flights
+
+    def of(self, launch: ActiveLaunch) -> Exit:
+        """Conclude `launch` and return how it ended."""
+        for work in (
+            self._show_last_words,
+            lambda: self._flights.last_look(self._host),
+            lambda: self._report_teardown(launch.teardown),
+        ):
+            self._loop.attempt(work)
+        end = launch.exit(self._has_finished(launch))
+        self._loop.attempt(lambda: self._report_exit(end, launch.wish))
+        return end
+
+    def _show_last_words(self) -> None:
+        left_out = self._relay.show_rest()
+        if left_out:
+            what = (
+                f"{left_out} bytes of the miner's last output were passed on unchecked: "
+                "the monitors had fallen behind"
+            )
+            self._host.finding(make_finding("guard_degraded", what=what))
+
+    def _has_finished(self, launch: ActiveLaunch) -> bool:
+        """Whether the miner exited with code 0 and finished its work. False if judging that
+        fails."""
+        answers: list[bool] = []
+        self._loop.attempt(lambda: answers.append(self._judge_finish(launch)))
+        return answers == [True]
+
+    def _judge_finish(self, launch: ActiveLaunch) -> bool:
+        miner = self._order.config.miner
+        if miner.finite or self._flights.all_in({"finished"}):
+            return True
+        if miner.finite is not None or miner.attach != "auto" or launch.wish is not None:
+            return False
+        self._host.end_output()
+        return ran_to_its_end(self._flights, self._host.objections())
+
+    def _report_teardown(self, teardown: Teardown | None) -> None:
+        if teardown is not None:
+            for finding in teardown.report(self._order.run_id):
+                self._host.finding(finding)
+
+    def _report_exit(self, end: Exit, wish: StopRequest | None) -> None:
+        runtime = round(end.runtime_s, 3)
+        if end.finished:
+            self._host.finding(
+                make_finding(
+                    "miner_finished", how=how_it_ended(end), code=end.code, runtime_s=runtime
+                )
+            )
+            return
+        asked = "without being asked" if wish is None else f"as asked: {wish.cause}"
+        how = f"{how_it_ended(end)} {asked}"
+        if end.code == 0 and not end.asked:
+            how += (
+                "; if the miner finished its work, it must report that: "
+                "guard.close(finished=True) or --finite ([miner] finite = true)"
+            )
+        finding = make_finding("miner_exited", how=how, code=end.code, runtime_s=runtime)
+        self._host.finding(finding.at("info") if end.asked else finding)
