@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 
 from miner_guard.state_dir import StateDir
 from tests.faults.guarded import Guarded, until
+from tests.faults.own_disk import OwnDisk
 
 MINER = """
 import time
@@ -21,45 +21,12 @@ for n in range(10**6):
 """
 
 
-class Disk:
-    """An ext4 file system in a file, which can be frozen."""
-
-    def __init__(self, folder: Path) -> None:
-        self.place = folder / "disk"
-        self.frozen = False
-        image = folder / "image"
-        image.write_bytes(b"")
-        self.place.mkdir()
-        for command in (
-            ["truncate", "-s", "32M", str(image)],
-            ["mkfs.ext4", "-q", str(image)],
-            ["mount", "-o", "loop", str(image), str(self.place)],
-        ):
-            try:
-                done = subprocess.run(command, capture_output=True, text=True)
-            except FileNotFoundError:
-                pytest.skip(f"{command[0]} is not installed")
-            if done.returncode != 0:
-                pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-
-    def freeze(self) -> None:
-        """From now on anyone who writes waits in the kernel, and not even SIGKILL ends it."""
-        subprocess.run(["fsfreeze", "-f", str(self.place)], check=True)
-        self.frozen = True
-
-    def thaw(self) -> None:
-        if self.frozen:
-            self.frozen = False
-            subprocess.run(["fsfreeze", "-u", str(self.place)], check=True)
-
-    def close(self) -> None:
-        self.thaw()
-        subprocess.run(["umount", "-l", str(self.place)], check=True)
-
-
 @pytest.fixture
-def disk(tmp_path: Path, guarded: Guarded) -> Iterator[Disk]:
-    made = Disk(tmp_path)
+def disk(tmp_path: Path, guarded: Guarded) -> Iterator[OwnDisk]:
+    try:
+        made = OwnDisk(tmp_path)
+    except OSError as error:
+        pytest.skip(str(error))
     guarded.state = StateDir(made.place / "state")
     yield made
     made.close()
@@ -80,7 +47,7 @@ def printed(guarded: Guarded) -> int:
 
 
 def test_a_frozen_disk_neither_slows_the_miner_nor_keeps_a_stop(
-    guarded: Guarded, disk: Disk
+    guarded: Guarded, disk: OwnDisk
 ) -> None:
     """Guards against training that stops silently with the guard's log: 0 steps in 8 s."""
     start(guarded)
@@ -97,7 +64,7 @@ def test_a_frozen_disk_neither_slows_the_miner_nor_keeps_a_stop(
     guarded.assert_nothing_left()
 
 
-def test_a_frozen_disk_costs_a_rank_no_step(guarded: Guarded, disk: Disk) -> None:
+def test_a_frozen_disk_costs_a_rank_no_step(guarded: Guarded, disk: OwnDisk) -> None:
     """Guards against a flight record on that disk: the rank hung in a write to its own memory."""
     guarded.start(
         guarded.miner("steps", 10**6, 0.02, "finish"), settings={"logs.step_lines_per_s": 100}
@@ -114,7 +81,7 @@ def test_a_frozen_disk_costs_a_rank_no_step(guarded: Guarded, disk: Disk) -> Non
 
 
 def test_what_was_logged_while_the_disk_was_frozen_is_there_after_the_thaw(
-    guarded: Guarded, disk: Disk
+    guarded: Guarded, disk: OwnDisk
 ) -> None:
     start(guarded)
     disk.freeze()

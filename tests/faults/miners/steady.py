@@ -1,7 +1,9 @@
 """One rank that steps until it is stopped: steady.py FILE STEP_S TOKEN.
 
-Appends a line per step to FILE: number, monotonic time of its end, seconds inside the hook. SIGUSR1
-makes a thread of it print a megabyte. It has a child that ignores SIGTERM and has no environment.
+Appends a line per step to FILE: pid, number, time of its end, seconds inside the hook and in
+prints. Both leave out the time in which it waited for a processor: then it waited for other
+programs of this machine, not for the guard. SIGUSR1 makes a thread of it print a megabyte. It has
+a child that ignores SIGTERM and has no environment.
 """
 
 from __future__ import annotations
@@ -32,14 +34,24 @@ signal.signal(signal.SIGUSR1, flood)
 subprocess.Popen([sys.executable, "-S", "-c", f"{DEAF} # {token}"], env={}, start_new_session=True)
 guard = miner_guard.init()
 out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+waits = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+
+def clock() -> float:
+    """Monotonic seconds without those in which this thread was ready to run and did not."""
+    return time.monotonic() - int(os.pread(waits, 64, 0).split()[1]) / 1e9
+
+
 number = 0
 while True:
     number += 1
-    began = time.perf_counter()
+    began = clock()
     with guard.phase("forward"):
-        inside = time.perf_counter() - began
+        inside = clock() - began
         time.sleep(step_s)
-        began = time.perf_counter()
+        began = clock()
     guard.step(outer_step=0, inner_step=number, loss=3.0, lr=1e-4)
-    inside += time.perf_counter() - began
-    os.write(out, b"%d %.6f %.6f\n" % (number, time.monotonic(), inside))
+    os.write(1, b"launch %d line %d\n" % (os.getpid(), number))
+    end = clock()
+    inside += end - began
+    os.write(out, b"%d %d %.6f %.6f\n" % (os.getpid(), number, end, inside))

@@ -1,0 +1,277 @@
+"""Faults around a running guard, for random sequences of them and for the soak.
+
+Each fault acts on a `World` and returns what it did, in words. None may raise because its object is
+gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from miner_guard.supervisor.control.control_socket import NotRunning, ask
+from miner_guard.system.sockets import address
+from tests.faults.guarded import Guarded
+from tests.faults.own_disk import OwnDisk
+
+
+@dataclass
+class World:
+    """What the faults act on."""
+
+    guarded: Guarded
+    disk: OwnDisk | None
+    """The state directory's own file system; None where none can be mounted."""
+
+    random: random.Random
+    clock: Path
+    """Holds the seconds by which the clock of the run is wrong."""
+
+    steps: Path
+    """Where rank 0 writes a line for each step."""
+
+    suspended: list[int] = field(default_factory=list)
+    """Helpers that received SIGSTOP."""
+
+    launches: int = 1
+    """How often the faults made the guard start the miner."""
+
+    @property
+    def guard(self) -> int:
+        return self.guarded.processes[-1].pid
+
+    def helpers(self) -> list[int]:
+        """The guard's children but the miner."""
+        return self._children(miners=False)
+
+    def launchers(self) -> list[int]:
+        """The miner's launcher, as long as it lives."""
+        return self._children(miners=True)
+
+    def _children(self, *, miners: bool) -> list[int]:
+        token = self.guarded.token.encode()
+        found = []
+        # Threads of the guard start helpers too.
+        for thread in Path(f"/proc/{self.guard}/task").iterdir():
+            with contextlib.suppress(OSError):
+                for pid in (thread / "children").read_text().split():
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes()
+                    if words and (token in words) is miners:
+                        found.append(int(pid))
+        return found
+
+    def send(self, pid: int, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+Fault = Callable[[World], str]
+
+
+def harmless_signal(world: World) -> str:
+    names = ("SIGUSR2", "SIGCHLD", "SIGWINCH", "SIGCONT", "SIGTTOU", "SIGPIPE")
+    number = signal.Signals[world.random.choice(names)]
+    times = world.random.choice((1, 200))
+    for _ in range(times):
+        world.send(world.guard, number)
+    return f"{times} x {number.name}"
+
+
+def stopped_for_a_while(world: World) -> str:
+    world.send(world.guard, signal.SIGSTOP)
+    time.sleep(world.random.uniform(0.1, 1.5))
+    world.send(world.guard, signal.SIGCONT)
+    return "SIGSTOP, SIGCONT"
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()[:80]
+    return "a helper that was gone"
+
+
+def killed_helper(world: World) -> str:
+    helpers = world.helpers()
+    if not helpers:
+        return "no helper to kill"
+    pid = world.random.choice(helpers)
+    name = _name(pid)
+    world.send(pid, signal.SIGKILL)
+    return f"SIGKILL to {name}"
+
+
+def all_helpers_killed(world: World) -> str:
+    for pid in world.helpers():
+        world.send(pid, signal.SIGKILL)
+    return "SIGKILL to all helpers"
+
+
+def suspended_helper(world: World) -> str:
+    """It stays suspended."""
+    helpers = world.helpers()
+    if not helpers:
+        return "no helper to suspend"
+    pid = world.random.choice(helpers)
+    world.suspended.append(pid)
+    world.send(pid, signal.SIGSTOP)
+    return f"SIGSTOP to {_name(pid)}"
+
+
+FILES = (
+    "control.sock",
+    "flight/rank-0000.bin",
+    "flight/rank-0000.live",
+    "flight/rank-0000.stacks",
+    "gate-inputs.json",
+    "guard.jsonl",
+    "guard.sock",
+    "host.json",
+    "ledger.sqlite3",
+    "ledger.sqlite3-journal",
+    "lock",
+    "run.json",
+    "status.json",
+    "status/monitoring_costs.json",
+    "watched.json",
+)
+"""By name, not by what is there: a seed must always choose the same."""
+
+
+def lost_file(world: World) -> str:
+    path = world.guarded.state.root / world.random.choice(FILES)
+    path.unlink(missing_ok=True)
+    return f"removed {path.name}"
+
+
+def cut_file(world: World) -> str:
+    path = world.guarded.state.root / world.random.choice(FILES)
+    with contextlib.suppress(OSError):
+        os.truncate(path, 0)
+    return f"cut {path.name}"
+
+
+def pipe_for_a_file(world: World) -> str:
+    path = world.guarded.state.root / world.random.choice(FILES)
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    return f"a pipe in place of {path.name}"
+
+
+def undo(world: World) -> None:
+    """End the faults that last: continue suspended helpers, remove pipes."""
+    while world.suspended:
+        world.send(world.suspended.pop(), signal.SIGCONT)
+    for name in FILES:
+        path = world.guarded.state.root / name
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(path.lstat().st_mode):
+                path.unlink()
+
+
+def full_disk(world: World) -> str:
+    if world.disk is None:
+        return "no disk of its own"
+    with world.disk.full():
+        time.sleep(world.random.uniform(0.5, 2.0))
+    return "full disk"
+
+
+def frozen_disk(world: World) -> str:
+    if world.disk is None:
+        return "no disk of its own"
+    world.disk.freeze()
+    time.sleep(world.random.uniform(0.5, 2.5))
+    world.disk.thaw()
+    return "frozen disk"
+
+
+def clock_step(world: World) -> str:
+    seconds = world.random.choice([-10, -3600, 3600, 86400, -86400, 800_000_000, -800_000_000])
+    world.clock.write_text(str(seconds))
+    return f"clock {seconds:+d} s"
+
+
+def output_flood(world: World) -> str:
+    """The guard passes SIGUSR1 on; the miner prints a megabyte."""
+    world.send(world.guard, signal.SIGUSR1)
+    return "a megabyte of output"
+
+
+def datagram_flood(world: World) -> str:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
+        contextlib.suppress(OSError),
+        address(world.guarded.state.socket) as name,
+    ):
+        sender.setblocking(False)
+        for _ in range(5000):
+            data = world.random.choice([b'{"bell": 7}', b"\xff{", b"[]", b"x" * 60000])
+            with contextlib.suppress(BlockingIOError):
+                sender.sendto(data, name)
+    return "datagrams"
+
+
+def connection_flood(world: World) -> str:
+    with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+        for _ in range(150):
+            client = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            client.setblocking(False)
+            with address(world.guarded.state.control) as name:
+                client.connect(name)
+    return "connections"
+
+
+def order(world: World) -> str:
+    """What people ask of a guard; a pause is undone at once."""
+    what = world.random.choice(["status", "checkpoint", "pause", "resume", "?"])
+    for word in (what, "resume") if what == "pause" else (what,):
+        with contextlib.suppress(NotRunning, OSError, json.JSONDecodeError):
+            ask(world.guarded.state, {"do": word}, 3.0)
+    return f"asked for {what}"
+
+
+def killed_launcher(world: World) -> str:
+    for pid in world.launchers():
+        world.send(pid, signal.SIGKILL)
+        world.launches += 1
+    return "SIGKILL to the launcher"
+
+
+def ordered_restart(world: World) -> str:
+    with contextlib.suppress(NotRunning, OSError, json.JSONDecodeError):
+        if ask(world.guarded.state, {"do": "restart"}, 3.0).get("done"):
+            world.launches += 1
+    return "asked for restart"
+
+
+FAULTS: tuple[Fault, ...] = (
+    harmless_signal,
+    stopped_for_a_while,
+    killed_helper,
+    all_helpers_killed,
+    suspended_helper,
+    lost_file,
+    cut_file,
+    pipe_for_a_file,
+    full_disk,
+    frozen_disk,
+    clock_step,
+    output_flood,
+    datagram_flood,
+    connection_flood,
+    order,
+)
+"""Those that training must not feel."""
+
+RELAUNCHES: tuple[Fault, ...] = (killed_launcher, ordered_restart)
+"""Those after which the miner starts again."""
