@@ -279,7 +279,16 @@ def replace_file(path: Path, data: bytes | None, mode: int) -> None:
 
 def write_json(path: Path, document: Any) -> None:
     """`write_atomic` of a JSON document; non-finite numbers become null."""
-    write_atomic(path, json.dumps(finite(document), indent=1, ensure_ascii=False) + "\n")
+    write_atomic(path, json_text(finite(document)))
+
+
+def json_text(document: Any) -> str:
+    """A document of `finite` as the guard's files hold it: one line for each field at the top."""
+    # Not with `indent`: that takes Python's encoder, which is 15 times slower than the one in C.
+    if not isinstance(document, dict) or not document:
+        return json.dumps(document, ensure_ascii=False) + "\n"
+    fields = (f"{json.dumps({k: v}, ensure_ascii=False)[1:-1]}" for k, v in document.items())
+    return "{\n " + ",\n ".join(fields) + "\n}\n"
 
 
 def read_json(path: Path) -> Any | None:
@@ -335,9 +344,13 @@ def json_number(value: float | None) -> float | str | None:
 
 def finite(value: Any) -> Any:
     """`value` with NaN and infinities replaced by null, recursively: JSON has no such numbers."""
+    kind = type(value)
+    if kind is str or kind is int or kind is bool or value is None:
+        return value
     if isinstance(value, float):
         return value if value - value == 0 else None
-    if isinstance(value, Mapping):
+    # `dict` first: the check for an abstract Mapping takes ten times as long.
+    if isinstance(value, (dict, Mapping)):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [finite(v) for v in value]

@@ -201,9 +201,11 @@ class Redactor:
     def value(self, value: Any, name: str = "") -> Any:
         """`value` without secrets, through mappings and sequences; a field named like a secret is
         masked completely."""
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
         if isinstance(value, str):
             return MASK if name and _is_secret_field(name) and value else self.text(value)
-        if isinstance(value, Mapping):
+        if isinstance(value, (dict, Mapping)):
             return {k: self.value(v, str(k)) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return self._items(value, name)

@@ -21,8 +21,10 @@ from miner_guard.monitors.tail import Tail
 from miner_guard.rank.consensus.agree import LATE
 from miner_guard.system.processes import cpu_s
 
-_CPU_EVERY_S = 10.0
-"""Interval between CPU time readings of a miner without a reporting rank."""
+_CPU_EVERY_S = 30.0
+_CPU_LOOKS = 10
+"""Interval between CPU time readings of a miner without a reporting rank: so many within the time
+that it may take, and not more often, since each passes through all of /proc."""
 
 
 class HangMonitor(Monitor):
@@ -103,7 +105,7 @@ class HangMonitor(Monitor):
         return ()
 
     def _read_cpu(self, now: float, pid: int) -> None:
-        if now - self._cpu_read < _CPU_EVERY_S:
+        if now - self._cpu_read < min(_CPU_EVERY_S, self._detector.limit_s / _CPU_LOOKS):
             return
         self._cpu_read = now
         with contextlib.suppress(OSError):

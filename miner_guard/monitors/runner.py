@@ -26,18 +26,25 @@ class MonitorRunner:
         self.on_finding: Callable[[Finding], None] = lambda _finding: None
         """Called for every finding; drives the restart policy."""
 
+        self.deliveries = 0
+        """Steps, entries, output, launches, exits and findings delivered so far: unchanged, the
+        monitors know nothing new."""
+
         self._output: LineRouter | None = None
         self._failed: set[tuple[str, str]] = set()
 
     def launch(self, launch: Launch) -> None:
+        self.deliveries += 1
         self._output = LineRouter(self.parts)
         self._each("on_launch", launch)
 
     def steps(self, rank: int, steps: Sequence[StepRecord]) -> None:
+        self.deliveries += 1
         self._each("on_steps", rank, steps)
 
     def entry(self, rank: int, entry: Mapping[str, Any]) -> None:
         """Deliver a journal entry to the monitors; skip kinds that this version does not know."""
+        self.deliveries += 1
         parsed = parse(entry)
         if parsed is not None:
             self._each("on_entry", rank, parsed)
@@ -45,6 +52,7 @@ class MonitorRunner:
     def output(self, chunk: bytes) -> None:
         """Deliver the miner's output to the monitors; the unfinished end of a long chunk waits for
         the next tick."""
+        self.deliveries += 1
         if self._output is None:
             self._output = LineRouter(self.parts)
         self._show(self._output.pieces(chunk))
@@ -81,6 +89,7 @@ class MonitorRunner:
         return found
 
     def exit(self, end: Exit) -> None:
+        self.deliveries += 1
         self.end_output()
         self._each("on_exit", end)
 
@@ -93,6 +102,7 @@ class MonitorRunner:
 
     def finding(self, finding: Finding, source: Monitor | None = None, depth: int = 0) -> None:
         """Log a finding and deliver it to every monitor except its source. Never raises."""
+        self.deliveries += 1
         try:
             self._log(finding)
             self.on_finding(finding)

@@ -48,7 +48,7 @@ from miner_guard.supervisor.startup.lock import Lock
 from miner_guard.supervisor.startup.runner import PreflightRunner
 from miner_guard.supervisor.startup.state_dir_check import check_state_dir
 from miner_guard.supervisor.supervisor import Supervisor
-from miner_guard.supervisor.watchdog import Hands, Watchdog
+from miner_guard.supervisor.watchdog import STOP_SIGNALS, Hands, Watchdog
 from miner_guard.system import inherited
 from miner_guard.system.cgroup import Cgroup
 from miner_guard.system.clock import SystemClock
@@ -69,13 +69,6 @@ thread."""
 _FLUSH_S = 10.0
 _FLUSH_ASKED_S = 2.0
 """Someone who requested the stop needs no alert about it, so the flush is short."""
-
-
-STOP_SIGNALS = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGPWR, signal.SIGXCPU),
-    *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO),
-)
-"""Every signal whose default action ends the process triggers an orderly stop."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +265,7 @@ class GuardApp:
             self.loop.on_signal(number, functools.partial(self._stop, signal.Signals(number).name))
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             self.loop.on_signal(number, functools.partial(self._forward, number))
-        self.watchdog.start(STOP_SIGNALS)
+        self.watchdog.start()
 
     def _stop(self, why: str) -> None:
         self.supervisor.want(StopRequest(why, Then.STOP))
@@ -347,14 +340,15 @@ class GuardApp:
         if not self._ended:
             self.endpoints.look()
             self.deathwatch.tick()
-        document = self._document()
-        self.status.update(document)
+        now = self.clock.monotonic()
+        if self.status.due((self.host.deliveries, self.supervisor.state)):
+            self.status.update(self._document())
         if not self._ready and self.supervisor.launches:
             self._ready = True
             for manager in self.managers:
                 manager.ready()
         for manager in self.managers:
-            manager.pulse(document, self.clock.monotonic())
+            manager.pulse(self.status.latest, now)
 
     def _document(self) -> dict[str, Any]:
         # The command line and the text that monitors quote may contain secrets.

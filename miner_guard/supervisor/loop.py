@@ -96,10 +96,12 @@ class Loop:
         return timer
 
     def every(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call every `seconds`, even after a failure."""
+        """Call every `seconds`, even after a failure. Calls of several intervals coincide, so that
+        they wake the loop together."""
 
         def due() -> None:
-            self.after(seconds, due)
+            now = self._clock.monotonic()
+            self.after(seconds - now % seconds, due)
             call()
 
         self.after(seconds, due)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from miner_guard.supervisor.supervisor import Supervisor
 
 DROPS_EVERY_S = 60.0
+_QUIET_S = 0.99
+"""Time between two ticks that nothing happened before: no rank runs, nothing was printed."""
 
 
 class Pulse:
@@ -25,6 +27,8 @@ class Pulse:
         self._blind = Once()
         self._reported_bytes = 0
         self._reported_at = 0.0
+        self._ticked_at = float("-inf")
+        self._deliveries = -1
 
     def tick(self) -> None:
         """Run all steps, for a loop that calls this again even after a failure."""
@@ -33,10 +37,15 @@ class Pulse:
         if run.exit_code is not None:
             # The monitors have stopped; only their last messages are pending.
             return
+        now = run.clock.monotonic()
+        quiet = not run.flights.identities() and run.host.deliveries == self._deliveries
+        if quiet and now - self._ticked_at < _QUIET_S:
+            return
+        self._ticked_at, self._deliveries = now, run.host.deliveries
         attempt(lambda: run.flights.look(run.host))
         ranks: dict[int, Now] = {}
         attempt(lambda: ranks.update(run.flights.now()))
-        attempt(lambda: run.host.tick(run.clock.monotonic(), ranks))
+        attempt(lambda: run.host.tick(now, ranks))
         attempt(lambda: self._watch_health(ranks))
         attempt(self._watch_drops)
         attempt(self._watch_family)

@@ -130,7 +130,7 @@ class Supervisor:
     def run(self) -> int:
         """Launch and supervise until the end; returns the guard's exit code."""
         # SIGCHLD only shortens the loop's wait: `step` polls the launcher in any case.
-        self.loop.on_signal(signal.SIGCHLD, lambda: None)
+        self.loop.on_signal(signal.SIGCHLD, self.family.child_ended)
         self.loop.every(TICK_S, self.pulse.tick)
         # The watchdog counts silence from here: the first launch comes before the first turn.
         self.loop.alive()

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from miner_guard.eventlog.catalog import Finding, make_finding
@@ -40,6 +40,13 @@ _REPORT_S = 1.0
 """Abandon a report's thread after this long: what hangs the loop may hang the report too."""
 
 
+STOP_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGPWR, signal.SIGXCPU),
+    *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO),
+)
+"""Every signal whose default action ends the process triggers an orderly stop."""
+
+
 @dataclass(frozen=True)
 class Hands:
     """The watchdog's side effects; tests substitute them."""
@@ -60,7 +67,6 @@ class Watchdog:
     def __init__(self, loop: Loop, grace_s: float, hands: Hands) -> None:
         self._loop, self._grace_s, self._hands = loop, grace_s, hands
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._stop_signals: Collection[int] = ()
         self._asked_at: float | None = None
         self._leave_at: float | None = None
         self._exit_code = FAILED
@@ -69,10 +75,9 @@ class Watchdog:
         self._looked_at = self._resumed_at = hands.monotonic()
         self._main = threading.main_thread().ident
 
-    def start(self, stop_signals: Collection[int]) -> None:
+    def start(self) -> None:
         """Start watching. Call from the main thread after installing the signal handlers: Python
         writes only handled signals' numbers."""
-        self._stop_signals = stop_signals
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
@@ -103,7 +108,7 @@ class Watchdog:
                 self.look()
 
     def _hear(self, numbers: bytes) -> None:
-        if any(number in self._stop_signals for number in numbers):
+        if any(number in STOP_SIGNALS for number in numbers):
             self.stop_asked()
 
     def look(self) -> None:

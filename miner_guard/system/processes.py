@@ -5,7 +5,6 @@ A pid and its start time identify a process, so that a reused pid is never signa
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
@@ -81,14 +80,18 @@ def table() -> Table:
     return {pid: seen for pid in pids() if (seen := stat(pid)) is not None}
 
 
-def children(pid: int) -> set[int]:
-    """Direct children of all its threads. Raises OSError."""
-    found: set[int] = set()
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        # The thread has exited.
-        with contextlib.suppress(*_GONE), open(f"/proc/{pid}/task/{thread}/children") as file:
-            found.update(map(int, file.read().split()))
-    return found
+def main_threads_children(pid: int) -> set[int]:
+    """Children that its main thread started, and orphans that it adopted: the kernel gives them to
+    a process's first living thread. Raises OSError."""
+    with open(f"/proc/{pid}/task/{pid}/children", "rb", buffering=0) as file:
+        return set(map(int, file.read(1 << 20).split()))
+
+
+def latest_pid() -> int:
+    """The pid that the kernel gave out last in this namespace, to a process or a thread. Unchanged:
+    nothing was started. Raises OSError."""
+    with open("/proc/loadavg", "rb", buffering=0) as file:
+        return int(file.read(128).split()[4])
 
 
 def descendants(roots: Iterable[int], among: Table) -> set[Process]:

@@ -173,9 +173,22 @@ def test_a_status_that_cannot_be_written_is_no_full_disk_unless_it_is(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(module, "write_json", refuse)
+    monkeypatch.setattr(module, "write_atomic", refuse)
     Status(state, FakeClock(), said.append).update({})
     assert said[-1].event == "disk_full"
+
+
+def test_a_quiet_guard_composes_its_status_seldom_and_a_change_at_once(state: StateDir) -> None:
+    """Guards against an idle guard that spends half its time on a document that stays the same."""
+    clock = FakeClock()
+    status = Status(state, clock, pytest.fail)
+    assert status.due(("running", 1))
+    composed = []
+    for _ in range(20):
+        clock.advance(1.0)
+        composed.append(status.due(("running", 1)))
+    assert 3 <= sum(composed) <= 5
+    assert status.due(("running", 2))
 
 
 def test_a_reader_that_fails_once_does_not_leave_the_miners_pipe_unread() -> None:

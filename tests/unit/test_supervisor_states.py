@@ -88,6 +88,9 @@ class Records:
 
     look = last_look
 
+    def identities(self) -> dict[int, Any]:
+        return {}
+
     def all_in(self, _states: object) -> bool:
         self.last_look(None)
         return False

@@ -153,12 +153,12 @@ def test_a_stop_signal_is_noted_without_the_loop(
 ) -> None:
     """Guards against a main thread that runs no Python: the C handler's byte is read by the
     watchdog's thread."""
-    before = signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
+    before = signal.signal(signal.SIGPWR, lambda _number, _frame: None)
     wakeup = signal.set_wakeup_fd(-1)
     try:
-        scene.dog.start([signal.SIGUSR1])
-        os.kill(os.getpid(), signal.SIGUSR1)
+        scene.dog.start()
+        os.kill(os.getpid(), signal.SIGPWR)
         until(lambda: cast(Any, scene.dog)._asked_at is not None, 30, "the watchdog")
     finally:
         signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGPWR, before)

@@ -1,4 +1,4 @@
-"""status.json: the running guard's state, replaced atomically about once a second if it changed."""
+"""status.json: the running guard's state, replaced atomically, at most about once a second."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.write_errors import WriteOutage
-from miner_guard.state_dir import StateDir, finite, write_json
+from miner_guard.state_dir import StateDir, finite, json_text, write_atomic
 from miner_guard.supervisor.states import State
 from miner_guard.supervisor.supervisor import Supervisor
 from miner_guard.system.clock import Clock, iso_utc
+
+_QUIET_S = 5.0
+"""Age that status.json may reach while the monitors hear nothing new: its ages and samples change
+all the time, and composing it costs more than all else that an idle guard does."""
 
 _LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
 
@@ -59,7 +63,18 @@ class Status:
         self._report = report
         self._written: Any = None
         self._outage = WriteOutage("status.json")
+        self._heard: object = None
+        self._due_at = float("-inf")
         self.latest: Mapping[str, Any] = {}
+
+    def due(self, heard: object) -> bool:
+        """Whether to compose a new document: `heard` changed since the last True, or that was
+        `_QUIET_S` ago."""
+        now = self._clock.monotonic()
+        if heard == self._heard and now < self._due_at:
+            return False
+        self._heard, self._due_at = heard, now + _QUIET_S
+        return True
 
     def update(self, document: Mapping[str, Any]) -> None:
         """Store a new document; write it if it changed."""
@@ -68,7 +83,7 @@ class Status:
         if plain == self._written:
             return
         try:
-            write_json(self._state.status, self.latest)
+            write_atomic(self._state.status, json_text(self.latest))
         except OSError as error:
             finding = self._outage.failed(error)
         else:

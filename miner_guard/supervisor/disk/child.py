@@ -43,6 +43,10 @@ class Log:
         """Append the message's line."""
         self._sink.append(message["line"])
 
+    def unfinished(self) -> bool:
+        """False: a line that can't be written is dropped and counted."""
+        return False
+
     def idle(self) -> None:
         """Do nothing: no writes are queued."""
 
@@ -71,6 +75,10 @@ class Files:
             self._waiting[path] = message
             if first:
                 self._say(write_failed(path.name, error))
+
+    def unfinished(self) -> bool:
+        """Whether a write failed and is not obsolete."""
+        return bool(self._waiting)
 
     def idle(self) -> None:
         """Retry failed writes."""
@@ -127,6 +135,10 @@ class Records:
         self._copiers[path] = (inode, copier)
         return copier
 
+    def unfinished(self) -> bool:
+        """False: the next message repeats a failed copy."""
+        return False
+
     def idle(self) -> None:
         """Do nothing: no writes are queued."""
 
@@ -149,6 +161,10 @@ class Rows:
     def write(self, message: Message) -> None:
         """Write the row; the ledger queues it if it can't."""
         self._ledger.write(message["statement"], message["values"])
+
+    def unfinished(self) -> bool:
+        """Whether rows are queued."""
+        return self._ledger.waiting > 0
 
     def idle(self) -> None:
         """Write queued rows."""
@@ -177,11 +193,12 @@ class Lane(threading.Thread):
         """Write messages until None arrives."""
         writer: Log | Files | Rows | Records | None = None
         while True:
+            unfinished = writer is not None and writer.unfinished()
             try:
-                message = self.messages.get(timeout=_RETRY_S)
+                message = self.messages.get(timeout=_RETRY_S if unfinished else None)
             except queue.Empty:
-                if writer is not None:
-                    writer.idle()
+                assert writer is not None
+                writer.idle()
                 continue
             if message is None:
                 break

@@ -40,6 +40,9 @@ _IN_FLIGHT = 64
 """Messages of each kind in flight to the process: the guard can't drop those."""
 
 _LOOK_EVERY_S = 0.5
+_IDLE_LOOK_S = 2.0
+"""While no message is in flight: an idle guard should sleep."""
+
 _FILE_OF = {LOG: "guard.jsonl", ROWS: "ledger.sqlite3"}
 
 
@@ -245,7 +248,9 @@ class DiskWriter:
                 self._start_child()
                 continue
             assert child.stdout is not None
-            readable, _, _ = select.select([child.stdout], [], [], _LOOK_EVERY_S)
+            in_flight = any(lane.sent for lane in self._lanes.values())
+            wait_s = _LOOK_EVERY_S if in_flight else _IDLE_LOOK_S
+            readable, _, _ = select.select([child.stdout], [], [], wait_s)
             if readable:
                 data = os.read(child.stdout.fileno(), 65536)
                 if not data:

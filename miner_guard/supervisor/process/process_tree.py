@@ -17,6 +17,8 @@ from miner_guard.system.processes import Process, Table
 
 _LIST_EVERY_S = 1.0
 _WRITE_EVERY_S = 10.0
+"""Also the longest time without a search: a hint that something changed may get lost."""
+
 _SHARE_OF_CPU = 0.002
 """Scanning processes uses at most this share of one CPU, even on a host with thousands of them."""
 
@@ -42,6 +44,8 @@ class ProcessTree:
         """Called with the list whenever it changes."""
 
         self._list_at = self._written_at = float("-inf")
+        self._latest_pid = -1
+        self._child_ended = self._undecided = False
         self._marked_at = float("-inf")
         self._known: frozenset[Process] = frozenset()
         self._zombies: dict[Process, float] = {}
@@ -65,12 +69,32 @@ class ProcessTree:
             return self._cgroup.open_to_join()
         return None
 
+    def child_ended(self) -> None:
+        """A child of the guard ended (SIGCHLD)."""
+        self._child_ended = True
+
     def look(self, launcher: Process | None) -> None:
-        """Reap orphans that ended, update the list of living ones. Raises OSError if /proc can't be
-        read."""
+        """Reap orphans that ended, update the list of living ones; does nothing while no process
+        of the host has started and no child has ended. Raises OSError if /proc can't be read."""
         now = self._clock.monotonic()
         if now < self._list_at:
             return
+        latest = processes.latest_pid()
+        if not self._may_have_changed(latest, now):
+            return
+        self._search(launcher, now)
+        self._latest_pid, self._child_ended = latest, False
+
+    def _may_have_changed(self, latest_pid: int, now: float) -> bool:
+        return (
+            latest_pid != self._latest_pid
+            or self._child_ended
+            or self._undecided
+            or bool(self._zombies)
+            or now - self._written_at >= _WRITE_EVERY_S
+        )
+
+    def _search(self, launcher: Process | None, now: float) -> None:
         began = time.thread_time()
         table = self._table()
         self._reap(launcher, table, now)
@@ -123,7 +147,8 @@ class ProcessTree:
         processes of the host."""
         if self._cgroup is None:
             return processes.table()
-        pids = self._cgroup.pids() | processes.children(os.getpid())
+        # Without the helpers that other threads started, which belong to no run.
+        pids = self._cgroup.pids() | processes.main_threads_children(os.getpid())
         return {pid: seen for pid in pids if (seen := processes.stat(pid)) is not None}
 
     def _members(self, launcher: Process | None, table: Table) -> set[Process]:
@@ -151,13 +176,16 @@ class ProcessTree:
             process: known for process, known in self._helper.items() if process in children
         }
         adopted: list[int] = []
+        self._undecided = False
         for process, seen in children.items():
             helper = self._helper.get(process)
             # A zombie's environment is gone, and reading that of a process in D state can block on
             # the kernel's lock.
             if helper is None and seen.state not in "ZXD":
                 helper = processes.is_helper(process.pid, self._own_command)
-                if helper is not None:
+                if helper is None:
+                    self._undecided = True
+                else:
                     self._helper[process] = helper
             if helper is False:
                 adopted.append(process.pid)
