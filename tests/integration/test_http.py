@@ -395,7 +395,9 @@ def test_a_guard_that_ends_while_its_port_opens_says_nothing_of_it(
     )
     (opening,) = jobs.work
     opening()
-    assert (said, part[0]._child) == ([], None)
+    server = part[0]._server
+    assert server is not None
+    assert (said, server.child) == ([], None)
 
 
 class _Later:
@@ -410,9 +412,10 @@ def test_a_killed_port_process_comes_back(tmp_path: Path) -> None:
     requires.module("uvicorn")
     part, said, clock = _part(tmp_path, HttpSettings(port=0))
     first = part.snapshot()["url"]
-    assert part._child is not None
-    part._child.kill()
-    part._child.wait()
+    assert part._server is not None
+    assert part._server.child is not None
+    part._server.child.kill()
+    part._server.child.wait()
     for _ in range(2):
         clock.advance(31)
         list(part.on_tick(clock.monotonic(), {}))
