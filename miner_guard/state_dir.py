@@ -101,6 +101,11 @@ class StateDir:
         return self.root / "ledger.sqlite3"
 
     @property
+    def otlp_position(self) -> Path:
+        """How far guard.jsonl has been exported over OTLP (`reporting.otlp_sender`)."""
+        return self.root / "otlp-position.json"
+
+    @property
     def incidents(self) -> Path:
         return self.root / "incidents"
 

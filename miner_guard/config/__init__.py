@@ -18,6 +18,7 @@ from miner_guard.config.outside import (
     GateSettings,
     HttpSettings,
     LogSettings,
+    OtelSettings,
     RepoSettings,
 )
 from miner_guard.config.ranges import Range
@@ -36,6 +37,7 @@ __all__ = [
     "LogSettings",
     "LossSettings",
     "MinerSettings",
+    "OtelSettings",
     "Range",
     "RepoSettings",
     "RestartSettings",
@@ -60,4 +62,5 @@ class Config:
     chain: ChainSettings = field(default_factory=ChainSettings)
     alerts: AlertSettings = field(default_factory=AlertSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
+    otel: OtelSettings = field(default_factory=OtelSettings)
     logs: LogSettings = field(default_factory=LogSettings)

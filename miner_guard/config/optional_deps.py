@@ -63,12 +63,27 @@ EXTRAS = (
         "[http] port",
         "the port is not opened",
     ),
+    Extra(
+        "otel",
+        ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+        lambda c: c.otel.endpoint is not None,
+        "[otel] endpoint",
+        "nothing is exported over OTLP",
+    ),
 )
 
 
 def missing(extra: Extra) -> tuple[str, ...]:
     """The extra's packages that this interpreter does not find."""
-    return tuple(name for name in extra.modules if importlib.util.find_spec(name) is None)
+    return tuple(name for name in extra.modules if not _is_there(name))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        # A parent of a dotted name.
+        return False
 
 
 def missing_extras(config: Config) -> Iterator[tuple[Extra, tuple[str, ...]]]:
@@ -99,6 +114,11 @@ def install(name: str) -> str:
     return f"pip install {' '.join(map(shlex.quote, requirements(name)))}"
 
 
+def _package(module: str) -> str:
+    """`opentelemetry-sdk` for `opentelemetry.sdk`: the index's name, where no metadata tells it."""
+    return module.replace(".", "-")
+
+
 def requirements(name: str) -> list[str]:
     """`["apprise>=1.7"]`: what the extra adds, as this installation's metadata has it."""
     try:
@@ -118,6 +138,6 @@ def requirements(name: str) -> list[str]:
         )
     return (
         wanted
-        or [module for extra in EXTRAS if extra.name == name for module in extra.modules]
+        or [_package(module) for extra in EXTRAS if extra.name == name for module in extra.modules]
         or [name]
     )

@@ -157,6 +157,22 @@ class HttpSettings:
 
 
 @dataclass(frozen=True)
+class OtelSettings:
+    """OpenTelemetry. Headers, certificates, timeout and compression come from the SDK's own
+    variables (`OTEL_EXPORTER_OTLP_HEADERS` and so on)."""
+
+    endpoint: str | None = None
+    """Base URL of an OTLP/HTTP receiver, such as http://127.0.0.1:4318; `/v1/logs` and
+    `/v1/metrics` are appended. None: the guard exports nothing."""
+
+    min_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    """Lowest level of the events that are exported."""
+
+    metrics_every_s: Positive = 60.0
+    """Interval of the metrics (the SDK's default)."""
+
+
+@dataclass(frozen=True)
 class LogSettings:
     """Console line and guard.jsonl."""
 

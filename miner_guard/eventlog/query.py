@@ -319,18 +319,44 @@ class _Bounded:
         return data
 
 
+class Position(NamedTuple):
+    """A place in a log, whatever the rotation calls its file."""
+
+    inode: int
+    offset: int
+
+
 class Follower:
     """New lines of a log as they are written, across rotations, each exactly once."""
 
-    def __init__(self, log: Path, query: Query) -> None:
-        """Starts at the current end of the log."""
+    def __init__(self, log: Path, query: Query, start: Position | None = None) -> None:
+        """Starts at `start`, or at the current end of the log if `start` is None or its file is
+        gone."""
         self._log = log
         self._query = query
         self._file: BinaryIO | None = None
         self._rest = b""
-        if log.is_file():
+        if not (start and self._begin_at(start)) and log.is_file():
             self._file = open(log, "rb", buffering=0)  # noqa: SIM115
             self._file.seek(0, os.SEEK_END)
+
+    def _begin_at(self, start: Position) -> bool:
+        """Open the file that `start` is in; False if it is gone."""
+        path = next((path for path in files_of(self._log) if _inode(path) == start.inode), None)
+        if path is None or not self._open(path, start.inode) or self._file is None:
+            return False
+        # A shorter file is a new one with the inode of a deleted one.
+        size = os.fstat(self._file.fileno()).st_size
+        self._file.seek(start.offset if start.offset <= size else 0)
+        return True
+
+    @property
+    def position(self) -> Position | None:
+        """Where the first line begins that `poll` has not returned; None before the log exists."""
+        if self._file is None:
+            return None
+        here = os.fstat(self._file.fileno()).st_ino
+        return Position(here, self._file.tell() - len(self._rest))
 
     def past(self, seen: Seen) -> Iterator[Hit]:
         """Hits from before this follower started, oldest first. Call it before `poll`."""
@@ -348,19 +374,20 @@ class Follower:
             if here:
                 return
 
-    def poll(self) -> list[Hit]:
-        """Hits since the last call."""
+    def poll(self, limit: int = -1) -> list[Hit]:
+        """Hits since the last call: all of them, or those in the next `limit` bytes."""
         hits: list[Hit] = []
         while self._file is not None or self._open(self._log, _inode(self._log)):
             assert self._file is not None
             following = self._following()
             # Read only after checking the names: lines written before the rotation are in the open
             # file.
-            data = self._rest + self._file.read()
+            piece = self._file.read(limit)
+            data = self._rest + piece
             end = data.rfind(b"\n") + 1
             self._rest = data[end:]
             hits += _matching([(data, 0, end)], self._query, Seen())
-            if following is None:
+            if following is None or (limit >= 0 and piece):
                 break
             self._open(*following)
         return hits

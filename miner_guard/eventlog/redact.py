@@ -15,7 +15,8 @@ from miner_guard.config import Config
 MASK = "[redacted]"
 
 SECRET_NAME = re.compile(
-    r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|MNEMONIC|CREDENTIAL|WEBHOOK", re.IGNORECASE
+    r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|MNEMONIC|CREDENTIAL|WEBHOOK|OTLP_(?:\w+_)?HEADERS",
+    re.IGNORECASE,
 )
 """Environment variables with these names hold secrets."""
 

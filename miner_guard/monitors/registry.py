@@ -30,6 +30,7 @@ MONITORS = (
     "costs",
     "secret_leaks",
     "metrics",
+    "otel",
     "verdict",
     "alerts",
 )

@@ -53,6 +53,11 @@ def text(status: Mapping[str, Any], *, version: str, age_s: float) -> bytes:
     return generate_latest(registry)
 
 
+def families(status: Mapping[str, Any], *, version: str, age_s: float) -> Iterator[Metric]:
+    """The metrics of `text`, before they are rendered."""
+    return _Collector(status, version, age_s).collect()
+
+
 class _Collector:
     def __init__(self, status: Mapping[str, Any], version: str, age_s: float) -> None:
         self._status, self._version, self._age_s = status, version, age_s

@@ -34,7 +34,12 @@ def tool(name: str) -> str:
 
 def module(name: str) -> None:
     """An importable module."""
-    if importlib.util.find_spec(name) is None:
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        # A parent of a dotted name.
+        found = None
+    if found is None:
         _missing(f"the Python module {name} is not installed")
 
 

@@ -3,6 +3,7 @@ bad line."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from miner_guard.eventlog import catalog
 from miner_guard.eventlog import query as logquery
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.eventlog.query import Follower, Query, Seen
+from miner_guard.eventlog.query import Follower, Position, Query, Seen
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.system.clock import FakeClock
 
@@ -175,3 +176,38 @@ def test_the_last_hits_read_from_the_end_are_the_last_of_all(
             assert [hit.raw for hit in logquery.last(path, query, count)] == whole[
                 len(whole) - count if count < len(whole) else 0 :
             ]
+
+
+def line(number: int) -> str:
+    head = {"ts": "2026-01-02T03:04:05.678901Z", "level": "info", "event": "rank_message"}
+    rest = {"msg": "x", "run_id": "r1", "host": "h", "rank": None, "n": number}
+    return json.dumps({**head, **rest})
+
+
+def test_a_follower_continues_at_a_stored_place_across_rotations_and_in_bounded_steps(
+    tmp_path: Path,
+) -> None:
+    """Guards against a reader that loads days of a log at once after its receiver was away."""
+    log = tmp_path / "guard.jsonl"
+    log.write_text("".join(f"{line(number)}\n" for number in range(5)))
+    follower = Follower(log, Query(), Position(log.stat().st_ino, 0))
+    first = follower.poll(2 * len(line(0)) + 3)
+    assert [hit.record()["n"] for hit in first] == [0, 1]
+    place = follower.position
+    follower.close()
+    log.rename(tmp_path / "guard.jsonl.1")
+    log.write_text("".join(f"{line(number)}\n" for number in range(5, 8)))
+    again = Follower(log, Query(), place)
+    seen = [hit.record()["n"] for _ in range(20) for hit in again.poll(100)]
+    assert seen == [2, 3, 4, 5, 6, 7]
+    again.close()
+
+
+def test_a_stored_place_behind_the_end_of_a_new_file_with_the_old_inode_starts_it(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "guard.jsonl"
+    log.write_text(f"{line(0)}\n")
+    follower = Follower(log, Query(), Position(log.stat().st_ino, 10_000))
+    assert [hit.record()["n"] for hit in follower.poll()] == [0]
+    follower.close()

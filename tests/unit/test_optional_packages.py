@@ -31,7 +31,8 @@ def test_without_metadata_the_modules_are_named(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", absent)
-    assert optional_deps.install(extra.name) == f"pip install {' '.join(extra.modules)}"
+    packages = [module.replace(".", "-") for module in extra.modules]
+    assert optional_deps.install(extra.name) == f"pip install {' '.join(packages)}"
 
 
 def test_no_text_tells_anybody_to_install_a_name_that_is_not_published() -> None:

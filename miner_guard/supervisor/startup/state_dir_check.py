@@ -153,6 +153,7 @@ def _within(state: StateDir) -> Iterator[tuple[Path, int]]:
         state.ledger,
         state.host_facts,
         state.roster,
+        state.otlp_position,
     ):
         yield path, stat.S_IFREG
     for path in (state.socket, state.control):

@@ -1,0 +1,111 @@
+"""OpenTelemetry: keeps the process alive that exports events and metrics over OTLP."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from miner_guard.config import optional_deps
+from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.redact import without_secrets
+from miner_guard.flight_recorder.records import Now
+from miner_guard.monitors.base import Context, Monitor
+from miner_guard.monitors.helper_process import HelperProcess, HelperSpec
+
+_SDKS_OWN = "OTEL_"
+"""Prefix of the variables that configure the SDK; `OTEL_EXPORTER_OTLP_HEADERS` holds a secret."""
+
+
+class OtelMonitor(Monitor):
+    """Inactive without an endpoint."""
+
+    name = "otel"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._endpoint = context.config.otel.endpoint
+        self._problem: str | None = None
+        self._sender: HelperProcess | None = None
+        self._sent = self._metrics = self._refused = 0
+        self._failing: dict[str, str] = {}
+        if self._endpoint is None:
+            return
+        if (problem := self._why_not(self._endpoint)) is not None:
+            self._problem = problem
+            context.emit(make_finding("guard_degraded", what=f"no OTLP export: {problem}"))
+            return
+        self._sender = HelperProcess(context, self._spec(self._endpoint))
+        self._sender.start()
+
+    @staticmethod
+    def _why_not(endpoint: str) -> str | None:
+        if not endpoint.startswith(("http://", "https://")):
+            return (
+                f"[otel] endpoint {endpoint} does not begin with http:// or https://; the guard "
+                "speaks OTLP/HTTP, by custom on port 4318"
+            )
+        return optional_deps.problem("otel")
+
+    def _spec(self, endpoint: str) -> HelperSpec:
+        settings = self.context.config.otel
+        order = {
+            "state": str(self.context.state.root),
+            "run_id": self.context.run_id,
+            "endpoint": endpoint,
+            "min_level": settings.min_level,
+            "metrics_every_s": settings.metrics_every_s,
+            "guard_pid": os.getpid(),
+        }
+        env = {
+            **without_secrets(os.environ),
+            **{name: value for name, value in os.environ.items() if name.startswith(_SDKS_OWN)},
+        }
+        return HelperSpec(
+            "OTLP sender", "miner_guard.reporting.otlp_sender", order, env, "no OTLP export"
+        )
+
+    def on_tick(self, now: float, ranks: Mapping[int, Now]) -> Iterable[Finding]:
+        if self._sender is None:
+            return
+        for line in self._sender.tick(now):
+            finding = self._understand(json.loads(line))
+            if finding is not None:
+                yield finding
+
+    def _understand(self, document: Mapping[str, Any]) -> Finding | None:
+        endpoint = self._endpoint
+        reason = self.context.redactor.text(str(document.get("reason") or "no reason known"))
+        if "failing" in document:
+            signal = str(document["failing"])
+            self._failing[signal] = reason
+            return make_finding("otlp_failing", signal=signal, endpoint=endpoint, reason=reason)
+        if "recovered" in document:
+            signal = str(document["recovered"])
+            self._failing.pop(signal, None)
+            return make_finding(
+                "otlp_recovered", signal=signal, endpoint=endpoint, seconds=document["seconds"]
+            )
+        if "refused" in document:
+            count = int(document["refused"])
+            self._refused += count
+            return make_finding("otlp_refused", endpoint=endpoint, count=count, reason=reason)
+        self._sent, self._metrics = int(document["sent"]), int(document["metrics"])
+        return None
+
+    def on_stop(self) -> Iterable[Finding]:
+        if self._sender is not None:
+            self._sender.let_finish()
+        return ()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        sender = self._sender
+        return {
+            "endpoint": self._endpoint,
+            "reason": self._problem if sender is None else sender.reason,
+            "failing": dict(self._failing),
+            "events_sent": self._sent,
+            "events_refused": self._refused,
+            "metric_exports": self._metrics,
+        }

@@ -1,0 +1,400 @@
+"""Exports events and metrics over OTLP/HTTP: `python -m miner_guard.reporting.otlp_sender`, a
+separate process beside the supervisor.
+
+It reads guard.jsonl and status.json like any other reader, so a receiver that is slow, gone or
+hostile never reaches the guard, and events wait on the disk, not in memory. The place up to which
+the receiver has accepted events is stored; a later guard continues there (at least once, not
+exactly once).
+
+Its settings are one line of JSON on stdin. On stdout it writes a line of JSON per change:
+`{"sent": N, "metrics": N}`, `{"failing": SIGNAL, "reason": …}`, `{"recovered": SIGNAL, "seconds":
+…}`, `{"refused": N, "reason": …}`. When stdin ends it exports what is there and exits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+from opentelemetry._logs import LogRecord, SeverityNumber
+from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.sdk._logs import ReadableLogRecord
+from opentelemetry.sdk._logs.export import LogRecordExportResult
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportResult
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from miner_guard import __version__, state_dir
+from miner_guard.eventlog.query import Follower, Hit, Position, Query
+from miner_guard.reporting import otlp_names
+from miner_guard.reporting.otlp_names import MetricPoint
+from miner_guard.system.backoff import Backoff
+from miner_guard.system.clock import parse_iso_utc
+
+LOGS, METRICS = "logs", "metrics"
+
+_LOOK_EVERY_S = 1.0
+"""How long an event waits for the batch that it goes with (the SDK's default)."""
+
+_BATCH_BYTES = 256 * 1024
+"""Of guard.jsonl, about 500 events: one request."""
+
+_TIMEOUT_S = 10.0
+"""For one request with its retries, as the SDK's default; `OTEL_EXPORTER_OTLP_TIMEOUT` goes before
+it."""
+
+_STORE_EVERY_S = 5.0
+_LAST_WORDS_S = 5.0
+"""After the guard's process has ended: the time to export its last lines and the last metrics."""
+
+_WRONG_REQUEST = frozenset(range(400, 500)) - {401, 403, 404, 408, 429}
+"""Answers after which the same request would be refused again; with the others left out of the
+400s, an operator can correct the setting, or the receiver asks for patience."""
+
+
+@dataclass(frozen=True)
+class SenderSettings:
+    """Settings of the sender."""
+
+    state: str
+    run_id: str
+    endpoint: str
+    min_level: str
+    metrics_every_s: float
+    guard_pid: int
+
+
+class LatestAnswer:
+    """Remembers the status of the latest answer, which the SDK's exporters do not return."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        """None where the receiver did not answer."""
+
+        self.session = requests.Session()
+        self.session.hooks["response"].append(self._remember)
+
+    def forget(self) -> None:
+        """Before a request: it may get no answer."""
+        self.status = None
+
+    def _remember(self, answer: requests.Response, **_options: Any) -> None:
+        self.status = answer.status_code
+
+
+class _LastWords(logging.Handler):
+    """Keeps the SDK's latest complaint: the reason of a failure."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
+class Channel:
+    """One signal's luck with the receiver: when to try again, and what to report."""
+
+    def __init__(self, signal: str, say: Callable[[Mapping[str, Any]], None]) -> None:
+        self._signal, self._say = signal, say
+        self._backoff = Backoff()
+        self._failing_since: float | None = None
+        self._again_at = 0.0
+
+    def ready(self, now: float) -> bool:
+        """Whether the pause after the latest failure is over."""
+        return now >= self._again_at
+
+    def succeeded(self, now: float) -> None:
+        """The receiver accepted a request."""
+        if self._failing_since is not None:
+            seconds = round(now - self._failing_since, 1)
+            self._say({"recovered": self._signal, "seconds": seconds})
+            self._failing_since, self._backoff, self._again_at = None, Backoff(), 0.0
+
+    def failed(self, now: float, reason: str) -> None:
+        """The receiver did not accept a request; only the first failure in a row is reported."""
+        self._again_at = now + self._backoff.ended(0.0)
+        if self._failing_since is None:
+            self._failing_since = now
+            self._say({"failing": self._signal, "reason": reason})
+
+
+class EventExporter:
+    """Exports guard.jsonl from the stored position on."""
+
+    def __init__(
+        self, order: SenderSettings, resource: Resource, say: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        self._order, self._resource, self._say = order, resource, say
+        self._state = state_dir.StateDir(Path(order.state))
+        self._resources: dict[str, Resource] = {}
+        self._scope = InstrumentationScope("miner_guard", __version__)
+        self._answer = LatestAnswer()
+        self._exporter = OTLPLogExporter(
+            endpoint=f"{order.endpoint.rstrip('/')}/v1/logs",
+            timeout=_timeout_s(),
+            session=self._answer.session,
+        )
+        self.channel = Channel(LOGS, say)
+        query = Query(least_level=order.min_level)
+        self._follower = Follower(self._state.log, query, self._start())
+        self._waiting: list[Hit] = []
+        self._stored = self._accepted = self._follower.position
+        self._stored_at = 0.0
+        self.sent = 0
+        self.saw_the_end = False
+        """The receiver has the guard's last event."""
+
+    def _start(self) -> Position | None:
+        stored: Any = state_dir.read_json(self._state.otlp_position)
+        try:
+            return Position(int(stored["inode"]), int(stored["offset"]))
+        except (TypeError, KeyError, ValueError):
+            return _first_line_of(self._state.log, self._order.run_id)
+
+    def pump(self, words: _LastWords, now: float) -> bool:
+        """Export up to one batch; True if there may be more."""
+        if not self.channel.ready(now):
+            return False
+        if not self._waiting:
+            self._waiting = self._follower.poll(_BATCH_BYTES)
+            if not self._waiting:
+                self._accepted = self._follower.position
+                return False
+        count = len(self._waiting)
+        self._answer.forget()
+        result = self._exporter.export([self._record(hit) for hit in self._waiting])
+        if result is LogRecordExportResult.SUCCESS:
+            self.channel.succeeded(time.monotonic())
+            self.sent += count
+        elif self._answer.status in _WRONG_REQUEST:
+            self._say({"refused": count, "reason": words.text})
+        else:
+            self.channel.failed(time.monotonic(), words.text)
+            return False
+        self.saw_the_end = any(map(self._is_the_end, self._waiting))
+        self._waiting = []
+        self._accepted = self._follower.position
+        return True
+
+    def _is_the_end(self, hit: Hit) -> bool:
+        return hit.event == "guard_stopped" and self._order.run_id.encode() in hit.raw
+
+    def store(self, now: float, *, last: bool = False) -> None:
+        """Store the accepted position, at most every few seconds or for the last time."""
+        if self._accepted == self._stored or not (last or now - self._stored_at >= _STORE_EVERY_S):
+            return
+        self._stored, self._stored_at = self._accepted, now
+        if self._accepted is not None:
+            try:
+                state_dir.write_json(self._state.otlp_position, self._accepted._asdict())
+            except OSError as error:
+                # The next guard would send these events twice, which is allowed.
+                logging.getLogger(__name__).warning("%s", error)
+
+    def _record(self, hit: Hit) -> ReadableLogRecord:
+        record = hit.record()
+        return ReadableLogRecord(
+            LogRecord(
+                timestamp=round(parse_iso_utc(hit.ts) * 1e6) * 1000,
+                observed_timestamp=time.time_ns(),
+                severity_text=hit.level.upper(),
+                severity_number=SeverityNumber(otlp_names.SEVERITIES.get(hit.level, 0)),
+                body=hit.msg,
+                attributes=otlp_names.attributes(record),
+                event_name=otlp_names.NAMESPACE + hit.event,
+            ),
+            self._resource_of(str(record.get("run_id"))),
+            self._scope,
+        )
+
+    def _resource_of(self, run_id: str) -> Resource:
+        """An earlier run's events, if its guard could not export them, keep their run."""
+        if run_id not in self._resources:
+            self._resources = {run_id: self._resource.merge(_instance(run_id))}
+        return self._resources[run_id]
+
+
+class MetricExporter:
+    """Exports status.json as metrics."""
+
+    def __init__(
+        self, order: SenderSettings, resource: Resource, say: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        self._state = state_dir.StateDir(Path(order.state))
+        self._every_s = order.metrics_every_s
+        self._exporter = OTLPMetricExporter(
+            endpoint=f"{order.endpoint.rstrip('/')}/v1/metrics", timeout=_timeout_s()
+        )
+        self._reader = InMemoryMetricReader()
+        own = Resource({"process.pid": order.guard_pid}).merge(_instance(order.run_id))
+        provider = MeterProvider([self._reader], resource.merge(own), shutdown_on_exit=False)
+        self._meter = provider.get_meter("miner_guard", __version__)
+        self._points: dict[str, list[MetricPoint]] = {}
+        self._known: set[str] = set()
+        self._due = 0.0
+        self.channel = Channel(METRICS, say)
+        self.sent = 0
+
+    def pump(self, words: _LastWords, now: float, *, last: bool = False) -> None:
+        """Export the metrics if they are due, or for the last time."""
+        if not (last or (now >= self._due and self.channel.ready(now))):
+            return
+        status = state_dir.read_json(self._state.status)
+        if not isinstance(status, Mapping):
+            return
+        self._due = now + self._every_s
+        self._observe(status)
+        data = self._reader.get_metrics_data()
+        if data is None:
+            return
+        if self._exporter.export(data) is MetricExportResult.SUCCESS:
+            self.sent += 1
+            self.channel.succeeded(time.monotonic())
+        else:
+            self.channel.failed(time.monotonic(), words.text)
+            self._due = now
+
+    def _observe(self, status: Mapping[str, Any]) -> None:
+        try:
+            age_s = max(0.0, time.time() - self._state.status.stat().st_mtime)
+        except OSError:
+            age_s = float("inf")
+        self._points = {}
+        for point in otlp_names.points(status, version=__version__, age_s=age_s):
+            self._points.setdefault(point.name, []).append(point)
+            if point.name not in self._known:
+                self._known.add(point.name)
+                self._add_instrument(point)
+
+    def _add_instrument(self, point: MetricPoint) -> None:
+        def observe(_options: CallbackOptions) -> Iterable[Observation]:
+            return [
+                Observation(each.value, dict(each.attributes))
+                for each in self._points.get(point.name, ())
+            ]
+
+        create = (
+            self._meter.create_observable_counter
+            if point.counter
+            else self._meter.create_observable_gauge
+        )
+        create(point.name, [observe], point.unit, point.description)
+
+
+def _timeout_s() -> float | None:
+    """None leaves it to the SDK, which reads the variable."""
+    names = [name for name in os.environ if name.startswith("OTEL_EXPORTER_OTLP")]
+    return None if any(name.endswith("TIMEOUT") for name in names) else _TIMEOUT_S
+
+
+def _instance(run_id: str) -> Resource:
+    return Resource({"service.instance.id": run_id})
+
+
+def _resource(state: state_dir.StateDir) -> Resource:
+    """Who reports; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` go before it."""
+    own = {
+        "service.name": "miner-guard",
+        "service.version": __version__,
+        "host.name": os.uname().nodename,
+        "miner_guard.name": state.root.name,
+    }
+    return Resource.create(own).merge(OTELResourceDetector().detect())
+
+
+def _first_line_of(log: Path, run_id: str) -> Position | None:
+    """Where a run begins in the current file; None if nothing of it is there yet."""
+    try:
+        with open(log, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            place = data.find(run_id.encode())
+            inode = os.fstat(file.fileno()).st_ino
+            return None if place < 0 else Position(inode, data.rfind(b"\n", 0, place) + 1)
+    except (OSError, ValueError):
+        # ValueError: the file is empty.
+        return None
+
+
+class Sender:
+    """The process's loop."""
+
+    def __init__(self, order: SenderSettings, say: Callable[[Mapping[str, Any]], None]) -> None:
+        self._order, self._say = order, say
+        self._words = _LastWords()
+        logger = logging.getLogger("opentelemetry")
+        logger.addHandler(self._words)
+        logger.propagate = False
+        resource = _resource(state_dir.StateDir(Path(order.state)))
+        self.events = EventExporter(order, resource, say)
+        self.metrics = MetricExporter(order, resource, say)
+        self._told = (0, 0)
+
+    def turn(self) -> bool:
+        """Export what is due; True if more events wait."""
+        now = time.monotonic()
+        more = self.events.pump(self._words, now)
+        self.events.store(now)
+        self.metrics.pump(self._words, now)
+        counts = (self.events.sent, self.metrics.sent)
+        if counts != self._told:
+            self._told = counts
+            self._say({"sent": counts[0], "metrics": counts[1]})
+        return more
+
+    def finish(self) -> None:
+        """The guard is stopping: export the rest, up to its last line."""
+        threading.Thread(target=_exit_after, args=(self._order.guard_pid,), daemon=True).start()
+        while not self.events.saw_the_end:
+            if not self.turn():
+                time.sleep(0.05)
+            self.events.store(time.monotonic(), last=True)
+        self.metrics.pump(self._words, time.monotonic(), last=True)
+
+
+def _exit_after(guard_pid: int) -> None:
+    """End this process soon after the guard's, whatever the receiver does."""
+    while os.getppid() == guard_pid:
+        time.sleep(0.1)
+    time.sleep(_LAST_WORDS_S)
+    os._exit(0)
+
+
+def _say(document: Mapping[str, Any]) -> None:
+    try:
+        sys.stdout.write(json.dumps(document) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The guard has ended; its last line is still to be exported.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _ended(files: Sequence[Any], within_s: float) -> bool:
+    readable, _, _ = select.select(files, [], [], within_s)
+    return bool(readable)
+
+
+def main() -> None:
+    """Entry point of the child."""
+    sender = Sender(SenderSettings(**json.loads(sys.stdin.readline())), _say)
+    os.nice(10)
+    while not _ended([sys.stdin], 0.0 if sender.turn() else _LOOK_EVERY_S):
+        pass
+    sender.finish()
+
+
+if __name__ == "__main__":
+    main()

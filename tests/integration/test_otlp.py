@@ -1,0 +1,170 @@
+"""OTLP: what a receiver gets from a guard that runs, and what the guard does without a receiver."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miner_guard.eventlog.query import Query, search
+from miner_guard.state_dir import StateDir, read_json
+from tests.faults.guarded import living
+from tests.servers.otlp import Receiver, attributes
+from tests.support.waiting import until
+
+MINER = """
+import time, miner_guard
+guard = miner_guard.init()
+for step in range(1, 40):
+    time.sleep(0.05)
+    guard.step(outer_step=1, inner_step=step, loss=float("nan") if step == 20 else 3.0, lr=1e-3)
+print("RuntimeError: CUDA error: device-side assert triggered", flush=True)
+raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    server = Receiver()
+    yield server
+    server.close()
+
+
+def guard(folder: Path, endpoint: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
+    program = Path(sys.executable).with_name("miner-guard")
+    settings = {
+        "MINER_GUARD_OTEL__ENDPOINT": endpoint,
+        "MINER_GUARD_OTEL__METRICS_EVERY_S": "1",
+        "MINER_GUARD_RESTART__ENABLED": "false",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+    }
+    return subprocess.Popen(
+        [program, "run", "--no-preflight", "--state-dir", folder / "state", "--", *command],
+        cwd=folder,
+        env={**os.environ, **settings, **env},
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def logged(state: Path) -> list[str]:
+    """The events of at least level info, which is what the sender exports."""
+    return [hit.event for hit in search(state / "guard.jsonl", Query(least_level="info"))]
+
+
+@pytest.mark.slow
+def test_a_receiver_gets_every_event_once_and_the_metrics_of_a_run(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    secrets = {
+        "OTEL_EXPORTER_OTLP_HEADERS": "api-key=planted-secret",
+        "R2_WRITE_SECRET_ACCESS_KEY": "x" * 9,
+    }
+    script, mark = tmp_path / "train.py", uuid.uuid4().hex
+    script.write_text(MINER)
+    run = guard(tmp_path, receiver.endpoint, sys.executable, str(script), _MARK=mark, **secrets)
+    assert run.wait(90) == 3
+    state = tmp_path / "state"
+    until(lambda: "guard_stopped" in receiver.events(), 20, lambda: str(receiver.events()))
+    assert receiver.events() == logged(state)
+    assert all(headers["api-key"] == "planted-secret" for headers in receiver.headers)
+    assert "planted-secret" not in (state / "guard.jsonl").read_text()
+
+    by_name = {record.event_name: (resource, record) for resource, record in receiver.records()}
+    resource, nan = by_name["miner_guard.loss_nan"]
+    assert (resource["service.name"], resource["miner_guard.name"]) == ("miner-guard", "state")
+    (started,) = search(state / "guard.jsonl", Query(events=frozenset({"guard_started"})))
+    assert resource["service.instance.id"] == started.record()["run_id"]
+    assert (nan.severity_text, nan.severity_number) == ("CRITICAL", 21)
+    assert plain_body(nan) == "Loss is NaN or Inf at step 20"
+    assert attributes(nan.attributes)["miner_guard.rank"] == 0
+    (hit,) = search(state / "guard.jsonl", Query(events=frozenset({"loss_nan"})))
+    assert time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(nan.time_unix_nano / 1e9)) == hit.ts[:19]
+    incident = attributes(by_name["miner_guard.incident"][1].attributes)
+    assert incident["error.type"] == incident["miner_guard.label"] != ""
+
+    until(lambda: not living(mark), 20, "the sender's end, after the last metrics")
+    metrics = receiver.latest_metrics()
+    (point,) = metrics["miner_guard.inner_step"].gauge.data_points
+    assert point.as_double == read_json(state / "status.json")["steps"]["inner_step"] > 30
+    (cpu,) = metrics["process.cpu.time"].sum.data_points
+    assert metrics["process.cpu.time"].sum.is_monotonic
+    assert cpu.as_double > 0
+    counts = {
+        attributes(point.attributes)["miner_guard.event"]: point.as_double
+        for point in metrics["miner_guard.events"].sum.data_points
+    }
+    assert counts["loss_nan"] == 1
+
+
+def plain_body(record: Any) -> str:
+    return str(record.body.string_value)
+
+
+@pytest.mark.slow
+def test_events_wait_on_the_disk_for_a_receiver_that_is_gone_and_the_next_guard_sends_them(
+    tmp_path: Path,
+) -> None:
+    """Guards against a collector's outage that hides the very night somebody asks about."""
+    first = Receiver()
+    mark = uuid.uuid4().hex
+    run = guard(tmp_path, first.endpoint, "sleep", "600", _MARK=mark)
+    state = StateDir(tmp_path / "state")
+    until(lambda: "miner_started" in first.events(), 40, "the first events")
+    first.close()
+    until(lambda: "otlp_failing" in logged(state.root), 60, "the failure")
+    run.terminate()
+    begun = time.monotonic()
+    assert run.wait(30) == 0
+    assert time.monotonic() - begun < 20, "a receiver that is gone must not delay the guard's end"
+    until(lambda: not living(mark), 20, "the end of the sender")
+
+    second = Receiver(first.port)
+    run = guard(tmp_path, second.endpoint, "true")
+    run.wait(60)
+    try:
+        until(lambda: second.events().count("guard_stopped") == 2, 20, lambda: str(second.events()))
+        seen, all_of_them = [*first.events(), *second.events()], logged(state.root)
+        assert [name for name in all_of_them if name not in seen] == []
+        assert sorted(seen) == sorted(all_of_them)
+        runs = {resource["service.instance.id"] for resource, _ in second.records()}
+        assert len(runs) == 2
+    finally:
+        second.close()
+
+
+@pytest.mark.slow
+def test_what_the_receiver_rejects_is_skipped_and_what_it_cannot_take_now_waits(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    receiver.answer = 400
+    run = guard(tmp_path, receiver.endpoint, "sleep", "600")
+    state = tmp_path / "state"
+    until(lambda: "otlp_refused" in logged(state), 40, "the refusal")
+    receiver.answer = 503
+    until(lambda: "otlp_failing" in logged(state), 40, "the failure")
+    receiver.answer = 200
+    until(lambda: "otlp_recovered" in receiver.events(), 60, "later events")
+    assert "otlp_refused" in receiver.events()
+    until(
+        lambda: (read_json(state / "status.json") or {})["otel"]["events_refused"] >= 2,
+        20,
+        "the count in status.json",
+    )
+    run.terminate()
+    assert run.wait(30) == 0
+
+
+def test_an_endpoint_that_is_no_url_is_refused_with_the_right_form(tmp_path: Path) -> None:
+    run = guard(tmp_path, "127.0.0.1:4317", "true")
+    run.wait(60)
+    lines = (tmp_path / "state" / "guard.jsonl").read_text().splitlines()
+    (said,) = [json.loads(line) for line in lines if "no OTLP export" in line]
+    assert "does not begin with http:// or https://" in said["msg"]

@@ -1,0 +1,92 @@
+"""An OTLP/HTTP receiver for tests: decodes what arrives with OpenTelemetry's own messages."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tests.support import requires
+
+
+def plain(value: Any) -> Any:
+    """An AnyValue as Python has it."""
+    kind = value.WhichOneof("value")
+    if kind == "kvlist_value":
+        return attributes(value.kvlist_value.values)
+    if kind == "array_value":
+        return [plain(each) for each in value.array_value.values]
+    return getattr(value, kind) if kind else None
+
+
+def attributes(pairs: Any) -> dict[str, Any]:
+    """A list of KeyValue as a dict."""
+    return {pair.key: plain(pair.value) for pair in pairs}
+
+
+class Receiver:
+    """Answers 200 and keeps what it accepts; `answer` is sent instead while it is not 200."""
+
+    def __init__(self, port: int = 0) -> None:
+        requires.module("opentelemetry.proto")
+        from opentelemetry.proto.collector.logs.v1 import logs_service_pb2 as logs
+        from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics
+
+        self.logs: list[logs.ExportLogsServiceRequest] = []
+        self.metrics: list[metrics.ExportMetricsServiceRequest] = []
+        self.headers: list[dict[str, str]] = []
+        self.answer = 200
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers.get("Content-Encoding") == "gzip":
+                    body = gzip.decompress(body)
+                accepted = self._accept(body) if outer.answer == 200 else b""
+                outer.headers.append(dict(self.headers.items()))
+                self.send_response(outer.answer)
+                self.send_header("Content-Type", "application/x-protobuf")
+                self.send_header("Content-Length", str(len(accepted)))
+                self.end_headers()
+                self.wfile.write(accepted)
+
+            def _accept(self, body: bytes) -> bytes:
+                if self.path == "/v1/logs":
+                    outer.logs.append(logs.ExportLogsServiceRequest.FromString(body))
+                    return logs.ExportLogsServiceResponse().SerializeToString()
+                assert self.path == "/v1/metrics", self.path
+                outer.metrics.append(metrics.ExportMetricsServiceRequest.FromString(body))
+                return metrics.ExportMetricsServiceResponse().SerializeToString()
+
+            def log_message(self, *_arguments: object) -> None:
+                """Quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self.server.server_port
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def records(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Each log record with its resource's attributes, in the order of arrival."""
+        for request in list(self.logs):
+            for group in request.resource_logs:
+                resource = attributes(group.resource.attributes)
+                for scope in group.scope_logs:
+                    for record in scope.log_records:
+                        yield resource, record
+
+    def events(self) -> list[str]:
+        """The names of the events without their namespace, in the order of arrival."""
+        return [record.event_name.removeprefix("miner_guard.") for _, record in self.records()]
+
+    def latest_metrics(self) -> dict[str, Any]:
+        """The metrics of the latest export by name."""
+        (group,) = self.metrics[-1].resource_metrics
+        return {m.name: m for scope in group.scope_metrics for m in scope.metrics}
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
