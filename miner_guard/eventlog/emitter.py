@@ -1,26 +1,46 @@
 """structlog: every finding becomes one console line and one JSON line, after secrets are
-removed."""
+removed.
+
+The pipeline is structlog's: a bound logger that knows run and host, context variables (`job`), a
+list of processors, a logger that receives the result. docs/architecture.md says how to add a
+processor.
+"""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
-from miner_guard.eventlog.catalog import CATALOGUE, LEVELS, Finding
+from miner_guard.eventlog.catalog import LEVELS, Finding
 from miner_guard.eventlog.redact import Redactor
-from miner_guard.eventlog.rendering import console_line
+from miner_guard.eventlog.rendering import console_line, json_line
 from miner_guard.system.clock import Clock, iso_utc
-from miner_guard.system.lazy_import import block_import
+from miner_guard.system.lazy_import import block_import, defer_import
 
-with block_import("rich"):
-    # rich makes up half of structlog's import, for a console renderer that the guard does not use.
+with block_import("rich"), defer_import("asyncio"):
+    # Three quarters of structlog's import, for a console renderer and async methods that the guard
+    # does not use.
     import structlog
 
 Record = MutableMapping[str, Any]
 """A finished event: ts, level, event, msg, run_id, host, rank and its fields."""
+
+Processor = Callable[[Any, str, Record], Record]
+"""Of structlog: takes the logger, the level and a record; returns the record. `structlog.DropEvent`
+drops it."""
+
+bound_contextvars = structlog.contextvars.bound_contextvars
+"""Adds fields to every event of a `with` block, such as the job that it comes from."""
+
+_render = structlog.processors.JSONRenderer(serializer=json_line, default=str)
+
+
+def render_json(record: Mapping[str, Any]) -> str:
+    """The line of guard.jsonl, without its newline."""
+    return str(_render(None, str(record.get("level")), dict(record)))
 
 
 class Sink(Protocol):
@@ -29,37 +49,57 @@ class Sink(Protocol):
     def write(self, record: Mapping[str, Any]) -> None: ...
 
 
+class _SinkLogger:
+    """The logger that structlog wraps: hands each finished record to the sinks."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+
+    def write(self, **record: Any) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+    debug = info = warning = error = critical = write
+
+
 class Emitter:
     """Where findings leave the pure code: adds time, run and host, redacts, and passes records to
     the sinks."""
 
-    def __init__(self, clock: Clock, run_id: str, redactor: Redactor, sinks: list[Sink]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        run_id: str,
+        redactor: Redactor,
+        sinks: list[Sink],
+        *,
+        processors: Sequence[Processor] = (),
+    ) -> None:
+        """`processors` see each record complete and in order, before it is redacted."""
         self._clock = clock
         self._redactor = redactor
         self.sinks = sinks
         self._disk_down = False
         self._log = structlog.wrap_logger(
-            None,
-            processors=[self._stamp, self._redact, self._deliver],
-            context_class=dict,
-            wrapper_class=structlog.BoundLoggerBase,
+            _SinkLogger(sinks),
+            processors=[
+                structlog.contextvars.merge_contextvars,
+                self._in_order,
+                *processors,
+                # Last: nothing that a processor adds escapes it.
+                self._redact,
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(LEVELS["debug"]),
         ).bind(run_id=run_id, host=socket.gethostname())
 
     def emit(self, finding: Finding) -> None:
         """Log one finding. Raises KeyError for an event missing from the catalogue: a bug of
         ours."""
-        spec = CATALOGUE[finding.event]
+        severity = finding.severity
         if self._said_of_the_disk(finding):
             return
-        fields = dict(finding.fields)
-        self._log._proxy_to_logger(
-            "msg",
-            catalog.message(finding),
-            _event=spec,
-            _level=finding.severity,
-            _rank=finding.rank,
-            _fields=fields,
-        )
+        log = getattr(self._log, severity)
+        log(finding.event, msg=catalog.message(finding), rank=finding.rank, **finding.fields)
 
     def _said_of_the_disk(self, finding: Finding) -> bool:
         """Whether the finding is redundant: a full or frozen disk stops every writer, and the first
@@ -75,30 +115,16 @@ class Emitter:
         # recovered.
         return known and finding.fields.get("disk_full") is True
 
-    def _stamp(
-        self, _logger: Any, _method: str, bound: MutableMapping[str, Any]
-    ) -> MutableMapping[str, Any]:
-        return {
-            "ts": iso_utc(self._clock.wall()),
-            "level": bound["_level"],
-            "event": bound["_event"].name,
-            "msg": bound["event"],
-            "run_id": bound["run_id"],
-            "host": bound["host"],
-            "rank": bound["_rank"],
-            **bound["_fields"],
-        }
+    def _in_order(self, _logger: Any, level: str, record: Record) -> Record:
+        """Time and level, and first the keys that every event has: readers search the head of a
+        line."""
+        known = {"ts": iso_utc(self._clock.wall()), "level": level}
+        head = {key: record.pop(key) for key in ("event", "msg", "run_id", "host", "rank")}
+        return {**known, **head, **record}
 
-    def _redact(
-        self, _logger: Any, _method: str, record: MutableMapping[str, Any]
-    ) -> MutableMapping[str, Any]:
-        redacted: MutableMapping[str, Any] = self._redactor.value(dict(record))
+    def _redact(self, _logger: Any, _level: str, record: Record) -> Record:
+        redacted: Record = self._redactor.value(dict(record))
         return redacted
-
-    def _deliver(self, _logger: Any, _method: str, record: MutableMapping[str, Any]) -> Any:
-        for sink in self.sinks:
-            sink.write(record)
-        raise structlog.DropEvent
 
 
 class ConsoleSink:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,11 @@ def _milder(spec: Spec, record: Mapping[str, Any]) -> bool:
     return str(record["level"]) == "info" and LEVELS[spec.level] > LEVELS["info"]
 
 
-def json_line(record: Mapping[str, Any]) -> str:
-    """The record as one line of JSON; non-finite numbers become null."""
+def json_line(record: Mapping[str, Any], default: Callable[[Any], Any] = str) -> str:
+    """The record as one line of JSON; non-finite numbers become null, `default` converts what JSON
+    does not know."""
     return visible(
-        json.dumps(finite(record), ensure_ascii=False, default=str, separators=(", ", ": "))
+        json.dumps(finite(record), ensure_ascii=False, default=default, separators=(", ", ": "))
     )
 
 

@@ -4,6 +4,7 @@ components."""
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import os
 import secrets
@@ -179,7 +180,9 @@ class GuardApp:
         if self._ended:
             self.log(finding)
         else:
-            self.loop.soon(lambda: self.host.finding(finding))
+            # The loop's thread does not know the job that this comes from.
+            context = contextvars.copy_context()
+            self.loop.soon(lambda: context.run(self.host.finding, finding))
 
     def run(self) -> int:
         """Supervise until the run ends; returns the exit code."""

@@ -9,6 +9,7 @@ scheduler's thread touches the plan.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import threading
@@ -19,7 +20,9 @@ from typing import Any
 
 from miner_guard.costs import get_global_tracker
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.emitter import bound_contextvars
 from miner_guard.system.clock import Clock
+from miner_guard.system.lazy_import import defer_import
 
 _STEP_S = 2.0
 """A larger difference between wall and monotonic clock means that the wall clock was stepped."""
@@ -48,6 +51,7 @@ class Scheduler:
         self._due: dict[str, _Due] = {}
         self._mutex = threading.Lock()
         self._scheduler: Any = None
+        self._changed = threading.Event()
         self._closed = False
         self._inbox: deque[Callable[[], None]] = deque()
         """Additions to the plan, for the scheduler's thread."""
@@ -55,22 +59,30 @@ class Scheduler:
     def start(self) -> None:
         """Start the schedule. Earlier jobs are only queued, so that the miner starts before the
         import of APScheduler."""
-        from apscheduler.executors.pool import ThreadPoolExecutor
-        from apscheduler.schedulers.background import BackgroundScheduler
+        with defer_import("asyncio", iscoroutinefunction=inspect.iscoroutinefunction):
+            # A job is never a coroutine; asyncio would cost 6 MB.
+            from apscheduler.executors.pool import ThreadPoolExecutor
+            from apscheduler.schedulers.base import BaseScheduler
 
-        before_each_turn, executor = self._update_plan, ThreadPoolExecutor(_THREADS)
+        changed, executor = self._changed, ThreadPoolExecutor(_THREADS)
 
-        class SteadyScheduler(BackgroundScheduler):  # type: ignore[misc]
-            """Updates the plan before each pass, in the same thread."""
+        class SteadyScheduler(BaseScheduler):  # type: ignore[misc]
+            """Runs in a thread of ours, which updates the plan before each pass.
 
-            def _process_jobs(self) -> float | None:
-                before_each_turn()
-                wait_s: float | None = super()._process_jobs()
+            APScheduler's way to write a scheduler: `wakeup` makes the thread call `_process_jobs`,
+            which starts the due jobs and returns the seconds until the next one.
+            """
+
+            def wakeup(self) -> None:
+                changed.set()
+
+            def shutdown(self, wait: bool = True) -> None:
+                super().shutdown(wait)
+                changed.set()
+
+            def start_due(self) -> float | None:
+                wait_s: float | None = self._process_jobs()
                 return wait_s
-
-            def _main_loop(self) -> None:
-                super()._main_loop()
-                executor.shutdown(wait=False)
 
         # APScheduler logs a line for each skipped run; the guard reports lateness as a finding
         # instead.
@@ -78,12 +90,20 @@ class Scheduler:
         logging.getLogger("apscheduler").propagate = False
         self._scheduler = SteadyScheduler(
             timezone=timezone.utc,
-            daemon=True,
             executors={"default": executor},
             job_defaults={"max_instances": 1, "coalesce": True, "misfire_grace_time": None},
         )
         self._scheduler.start()
-        self._scheduler.wakeup()
+        threading.Thread(target=self._turn, args=(executor,), name="schedule", daemon=True).start()
+
+    def _turn(self, executor: Any) -> None:
+        wait_s: float | None = 0.0
+        while not self._closed:
+            self._changed.wait(wait_s)
+            self._changed.clear()
+            self._update_plan()
+            wait_s = self._scheduler.start_due()
+        executor.shutdown(wait=False)
 
     def every(
         self,
@@ -105,8 +125,7 @@ class Scheduler:
 
     def _hand_over(self, add: Callable[[], None]) -> None:
         self._inbox.append(add)
-        if self._scheduler is not None:
-            self._scheduler.wakeup()
+        self._changed.set()
 
     def _plan(self, name: str, work: Callable[[], None], due: _Due) -> None:
         run = functools.partial(self._run, name, work, due)
@@ -132,7 +151,10 @@ class Scheduler:
         if due is not None and (late := due.lateness(start)) > max(_LATE_S, due.interval_s / 2):
             self._report(make_finding("job_late", job=name, late_s=round(late, 1)))
         try:
-            with get_global_tracker().track(f"job.{name}", blocking=False):
+            with (
+                bound_contextvars(job=name),
+                get_global_tracker().track(f"job.{name}", blocking=False),
+            ):
                 work()
         except Exception as error:  # noqa: BLE001 - a bug in a job must not end the schedule; it is reported
             self._failed(name, f"{type(error).__name__}: {error}")
@@ -163,13 +185,9 @@ class Scheduler:
 
     def close(self) -> None:
         """Start no further runs; wait neither for running jobs nor for APScheduler."""
-        from apscheduler.schedulers.base import STATE_STOPPED
-
+        # APScheduler's `shutdown` would take the plan's lock.
         self._closed = True
-        if self._scheduler is not None:
-            # `shutdown` would take the plan's lock and join the thread.
-            self._scheduler.state = STATE_STOPPED
-            self._scheduler.wakeup()
+        self._changed.set()
 
 
 def _trigger(due: _Due) -> Any:

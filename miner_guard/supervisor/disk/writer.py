@@ -24,7 +24,7 @@ from typing import Any
 
 from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import Finding, make_finding
-from miner_guard.eventlog.rendering import json_line
+from miner_guard.eventlog.emitter import render_json
 from miner_guard.state_dir import PRIVATE_FILE, StateDir
 from miner_guard.supervisor.disk import messages
 from miner_guard.supervisor.disk.messages import FILES, LANES, LOG, RECORDS, ROWS
@@ -151,7 +151,7 @@ class DiskWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Queue a record of the event log, as a log sink."""
-        self._put(LOG, _Message(messages.log_line(json_line(record)), _FILE_OF[LOG]))
+        self._put(LOG, _Message(messages.log_line(render_json(record)), _FILE_OF[LOG]))
 
     def replace(self, path: Path, data: bytes | None, mode: int) -> None:
         """Replace a file as a whole, or remove it if `data` is None: a `state_dir.FileWriter`.

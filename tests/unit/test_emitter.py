@@ -1,0 +1,95 @@
+"""The event log's pipeline is structlog's, without asyncio."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from miner_guard.eventlog.catalog import make_finding
+from miner_guard.eventlog.emitter import Emitter, Record, bound_contextvars, render_json
+from miner_guard.eventlog.redact import MASK, Redactor
+from miner_guard.system.clock import FakeClock
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.records: list[Mapping[str, Any]] = []
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.records.append(record)
+
+
+def test_a_context_variable_is_a_field_of_each_event_within_and_gives_way_to_the_events_own() -> (
+    None
+):
+    kept = Kept()
+    emitter = Emitter(FakeClock(), "r1", Redactor(), [kept])
+    with bound_contextvars(job="gpus"):
+        emitter.emit(make_finding("guard_degraded", what="x"))
+        emitter.emit(make_finding("job_failed", job="repo", reason="y"))
+    emitter.emit(make_finding("guard_degraded", what="z"))
+    assert [record.get("job") for record in kept.records] == ["gpus", "repo", None]
+
+
+def test_a_processor_adds_to_a_record_or_drops_it_and_the_redactor_sees_what_it_added() -> None:
+    def tagged(_logger: Any, level: str, record: Record) -> Record:
+        if record["event"] == "job_recovered":
+            raise structlog.DropEvent
+        return {**record, "seen": f"{level} {record['what']}", "token": "abcdef"}
+
+    kept = Kept()
+    emitter = Emitter(FakeClock(), "r1", Redactor(["planted"]), [kept], processors=[tagged])
+    emitter.emit(make_finding("guard_degraded", what="planted"))
+    emitter.emit(make_finding("job_recovered", job="repo"))
+    (record,) = kept.records
+    assert (record["seen"], record["token"]) == (f"warning {MASK}", MASK)
+
+
+def test_the_json_line_begins_with_the_keys_that_readers_search_for() -> None:
+    kept = Kept()
+    Emitter(FakeClock(), "r1", Redactor(), [kept]).emit(
+        make_finding("loss_nan", rank=2, step=5, loss=float("nan"), kind="loss", inner_step=5)
+    )
+    line = render_json(kept.records[0])
+    head = ["ts", "level", "event", "msg", "run_id", "host", "rank"]
+    document = json.loads(line)
+    assert list(document)[:7] == head
+    assert (document["level"], document["rank"], document["loss"]) == ("critical", 2, None)
+
+
+def in_a_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_supervisor_with_its_schedule_runs_without_asyncio() -> None:
+    """Guards against a new version of structlog or APScheduler that uses asyncio at once."""
+    code = """
+import sys, threading
+import miner_guard.supervisor.app
+from miner_guard.supervisor.scheduler import Scheduler
+from miner_guard.system.clock import SystemClock
+ran = threading.Event()
+schedule = Scheduler(SystemClock(), print)
+schedule.every("x", 1000, ran.set, first_after_s=0)
+schedule.start()
+assert ran.wait(30)
+schedule.close()
+print(sorted(name for name in sys.modules if name.partition(".")[0] == "asyncio"))
+"""
+    assert in_a_process(code) == "[]"
+
+
+def test_structlogs_async_methods_still_find_asyncio() -> None:
+    code = """
+import miner_guard.eventlog.emitter
+import asyncio, structlog
+asyncio.run(structlog.get_logger(wrapper_class=structlog.make_filtering_bound_logger(10)).ainfo("said"))
+"""
+    assert "said" in in_a_process(code)
