@@ -3,7 +3,8 @@ it."""
 
 from __future__ import annotations
 
-from miner_guard.incidents.knowledge import Knowledge, Label
+from miner_guard.incidents.knowledge import Knowledge
+from miner_guard.incidents.patterns import Label
 
 _INCIDENT = "incident "
 _FIX = " fix: "

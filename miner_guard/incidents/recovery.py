@@ -9,6 +9,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from miner_guard.incidents.patterns import Label
+from miner_guard.incidents.sightings import Sighting
+from miner_guard.incidents.tracebacks import EXCEPTION
+
 _LOSS = re.compile(rb"loss\b\W{0,4}\d")
 _NOT_TRAINING = (b"val_", b"valid_", b"validation_", b"test_")
 _STEP = re.compile(rb"\bstep\b\W{0,3}\d.{0,60}\bloss(?!\W{0,4}(?:nan|inf))")
@@ -34,6 +38,16 @@ _FINISHED = re.compile(
     rb"|\b(?:finished|completed|done|end of)(?: with)? training\b)"
     rb"|\btrain_runtime\b|max_(?:steps|epochs)\S* reached"
 )
+_UPLOADS = re.compile(r"\bput\b|\bpost\b|upload|push|commit|sav(?:e|ing)\b")
+"""Uploads and other outgoing requests: continued training does not show that they recovered."""
+
+_NAN = re.compile(
+    r"^(?!.*\b(?:e?val(?:uation|idation)?|valid|test)(?:\b|_))(?!.*(?:stop|exit|abort|terminat))"
+    r".*(?:\b|_)(?:nan|inf\w*)(?:\b|_)"
+)
+"""A non-finite loss that later finite ones clear. Steps reveal nothing about an evaluation, and an
+exploded loss is still a number."""
+
 _REMEMBERED = 100
 """Lines before an exit within which training may have reported that it finished."""
 
@@ -57,6 +71,22 @@ class PendingError(NamedTuple):
     def steps(self) -> int:
         """How many steps must follow."""
         return _SOUND_STEPS if self.loss else _MANY_STEPS if self.raised else _STEPS
+
+
+def pending(sighting: Sighting, label: Label) -> PendingError | None:
+    """What later steps may show of this sighting; None where they show nothing."""
+    text = sighting.text.lower()
+    if sighting.role in ("retry", "warning"):
+        needed = label.overcome_by_steps and not _UPLOADS.search(text)
+        waits = label.overcome_by_steps or label.restart == "outage"
+        return PendingError(label.name, needed) if waits else None
+    if sighting.role != "cause":
+        return None
+    if label.undone_by_losses:
+        # An exception ends a run, whatever the other ranks still print.
+        printed = not EXCEPTION.match(sighting.text)
+        return PendingError(label.name, loss=True) if printed and _NAN.search(text) else None
+    return PendingError(label.name, raised=True) if label.overcome_by_steps else None
 
 
 class RecoveryTracker:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from miner_guard.incidents import details, log_text, oom
-from miner_guard.incidents.knowledge import Fix, Knowledge
+from miner_guard.incidents.knowledge import Knowledge
+from miner_guard.incidents.patterns import Fix
 from miner_guard.incidents.root_cause import Incident, RootCauseAnalyzer
 from miner_guard.incidents.scanner import Scanner
 

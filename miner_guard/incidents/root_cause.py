@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from miner_guard.incidents.knowledge import ROLES, Knowledge
+from miner_guard.incidents.knowledge import Knowledge
+from miner_guard.incidents.patterns import ROLES
 from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
 
 _KEPT = 4
@@ -16,6 +17,10 @@ _MAX_RANKS = 1024
 _SURVIVED_AFTER = 200
 """An exception or a retry followed by this many lines without an exit: the program coped."""
 
+
+_STILL_COPING = 30
+"""Lines after a program's word that it coped with an error within which an unknown exception
+contradicts it."""
 
 _FEW = 3
 """Below this many failures of an optional dependency, with training continuing, treat the outage as
@@ -56,17 +61,20 @@ class SightingHistory:
         if sighting.rank is not None and len(self.ranks) < _MAX_RANKS:
             self.ranks.add(sighting.rank)
 
-    def retract(self, line: int, within: int | None) -> None:
-        """Remove the sightings of the last `within` lines before `line`; None: all before it."""
+    def retract(self, line: int, within: int | None) -> list[Sighting]:
+        """Remove and return the sightings of the last `within` lines before `line`; None: all
+        before it."""
         if within is None:
             self.kept = [s for s in self.kept if s.line > line]
             self.count = len(self.kept)
-            return
+            return []
         taken = [at for at in self.recent if line - at <= within]
+        gone = [s for s in self.kept if s.line in taken]
         self.count -= len(taken)
         self.kept = [s for s in self.kept if s.line not in taken]
         for at in taken:
             self.recent.remove(at)
+        return gone
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,9 @@ class RootCauseAnalyzer:
         self._before: dict[tuple[str, str], SightingHistory] = {}
         """Sightings of the latest launch that showed any, where the log marks launches."""
 
+        self._coped: list[tuple[int, list[Sighting]]] = []
+        """Sightings that the program said it coped with, and the line where it did."""
+
         self._last = 0
 
     def add(self, seen: Iterable[Seen]) -> None:
@@ -102,15 +113,38 @@ class RootCauseAnalyzer:
                 self._launched()
                 continue
             if isinstance(item, Retraction):
-                for (label, role), trail in self._trails.items():
-                    if label in item.labels and (not item.roles or role in item.roles):
-                        trail.retract(item.line, item.within)
+                self._retract(item)
             elif isinstance(item, Passed):
                 for (label, role), trail in self._trails.items():
                     if label in item.labels and role in ("retry", "warning"):
                         trail.passed = item.line
             else:
-                self._trails.setdefault((item.label, item.role), SightingHistory()).add(item)
+                self._see(item)
+
+    def _see(self, found: Sighting) -> None:
+        if found.label == "code_bug" and found.role in ("exception", "symptom"):
+            # It did not cope: it ended right after it said so, for no other reason.
+            for line, sightings in self._coped:
+                if 0 <= found.line - line <= _STILL_COPING:
+                    for earlier in sightings:
+                        known = replace(earlier, role="cause")
+                        self._history(known).add(known)
+            self._coped.clear()
+        self._history(found).add(found)
+
+    def _history(self, found: Sighting) -> SightingHistory:
+        return self._trails.setdefault((found.label, found.role), SightingHistory())
+
+    def _retract(self, item: Retraction) -> None:
+        gone = [
+            sighting
+            for (label, role), trail in self._trails.items()
+            if label in item.labels and (not item.roles or role in item.roles)
+            for sighting in trail.retract(item.line, item.within)
+            if item.coped
+        ]
+        if gone:
+            self._coped = [*self._coped[-_KEPT + 1 :], (item.line, gone)]
 
     def _launched(self) -> None:
         """Sightings of the previous launch no longer count once this one shows any."""

@@ -9,36 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, template
 from miner_guard.incidents import own
-from miner_guard.incidents.knowledge import Benign, Knowledge, Pattern
+from miner_guard.incidents.knowledge import Knowledge
 from miner_guard.incidents.log_text import MAX_LINE, OVERLAP, clean, excerpt, unwrapped
-from miner_guard.incidents.recovery import PendingError, RecoveryTracker
+from miner_guard.incidents.patterns import Benign, Pattern
+from miner_guard.incidents.recovery import PendingError, RecoveryTracker, pending
 from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
+from miner_guard.incidents.tracebacks import MAX_STREAMS, CutOff, Ended, LogLine, Tracebacks
 
-_EXCEPTION = re.compile(
-    r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault|Failure|Timeout|Violation)"
-    r"|[A-Z]\w{0,80}(?:Error|Exception)\w{0,80})(?::\s|\s*$|:$|\()"
-)
-_QUALIFIED = re.compile(r"(?:\w+\.)+(?:exc|exceptions?|errors?)\.(?P<name>[A-Z]\w*)(?::\s|\s*$)")
-"""An exception whose module marks it as one, such as `torch._dynamo.exc.Unsupported`."""
-
-_MAX_NAME = 400
-"""Longest exception name accepted: without a limit the search time is quadratic in the line's
-length."""
-
-_IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)+(?P<name>[A-Z]\w*)(?::\s|$)")
-"""An exception whose name does not mark it as one, such as `queue.Empty`."""
-
-_FRAME = re.compile(
-    r'file "([^"]+)", line \d|^file ([^\s:]{1,300}\.py|.:[^\s:]{1,300}\.py):\d+, in '
-)
-"""Stack frame lines of Python and IPython."""
-
-_TRACEBACK = "traceback (most recent call last)"
-_IGNORED = "exception ignored in"
 _CHAINED = ("exception was the direct cause of", "handling of the above exception")
 _CHAIN_LINES = 6
 """Lines between an exception and the words that chain it to the next one."""
@@ -57,49 +38,15 @@ _TRIED_AGAIN = re.compile(
 _WARNING = re.compile(r"\[?w(?:\d{3,4})?[ \]]")
 """How torch and glog begin a warning."""
 
-_UPLOADS = re.compile(r"\bput\b|\bpost\b|upload|push|commit|sav(?:e|ing)\b")
-"""Uploads and other outgoing requests: continued training does not show that they recovered."""
-
-_NAN = re.compile(
-    r"^(?!.*\b(?:e?val(?:uation|idation)?|valid|test)(?:\b|_))(?!.*(?:stop|exit|abort|terminat))"
-    r".*(?:\b|_)(?:nan|inf\w*)(?:\b|_)"
-)
-"""A non-finite loss that later finite ones clear. Steps reveal nothing about an evaluation, and an
-exploded loss is still a number."""
-
 _NOT_A_FAULT = frozenset({"SystemExit", "StopIteration", "GeneratorExit"})
 _LAUNCHERS = frozenset(
     {"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"}
 )
-_MAX_STREAMS = 256
-_TRACEBACK_LINES = 2000
-"""A traceback still open after this many lines was truncated."""
-
 _TOLD = 800
 """Characters kept of a line: enough for the numbers of an out-of-memory message."""
 
-_MAX_FRAMES = 8192
-"""Characters kept of the paths in one traceback."""
-
 _TAIL_LINES = 3
 """Lines after an out-of-memory error that may hold its numbers."""
-
-
-@dataclass
-class _Traceback:
-    line: int
-    ignored: bool = False
-    """Python reports that it continues: the exception was raised in a destructor or at shutdown."""
-
-    frames: str = ""
-    raises: str = ""
-    """The last source line with a `raise`, for a log that stops before the exception's own line."""
-
-
-@dataclass(frozen=True)
-class _Ended:
-    name: str
-    frames: str
 
 
 _UNKNOWN_EXCEPTION = Pattern("code_bug", "exception", (), (), None)
@@ -112,7 +59,7 @@ class Scanner:
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge
         self._carry = b""
-        self._open: dict[int | None, _Traceback] = {}
+        self._tracebacks = Tracebacks()
         self._raised: dict[int | None, Sighting] = {}
         """The latest exception of each rank."""
 
@@ -147,40 +94,17 @@ class Scanner:
         """The sightings in an unfinished last line. A truncated traceback counts as a symptom."""
         rest, self._carry = self._carry, b""
         seen = [*self._block(rest), *self._chained.values()]
-        cut_off = {
-            rank: t.line
-            for rank, t in self._open.items()
-            if self.line - t.line < _TRACEBACK_LINES and not t.ignored
-        }
-        if cut_off:
-            rank = max(cut_off, key=cut_off.__getitem__)
-            seen += self._cut_off(rank, cut_off[rank], self._open[rank].raises)
+        if (cut := self._tracebacks.cut_off(self.line)) is not None:
+            seen += self._cut_off(cut)
         return seen
 
-    def _cut_off(self, rank: int | None, number: int, raises: str) -> list[Sighting]:
-        matches = self._knowledge.match(raises.lower()) if raises else []
+    def _cut_off(self, cut: CutOff) -> list[Sighting]:
+        matches = self._knowledge.match(cut.raises.lower()) if cut.raises else []
         if isinstance(matches, Benign) or not matches:
-            return [
-                Sighting(
-                    "code_bug", "symptom", number, "a traceback that the log breaks off in", rank
-                )
-            ]
-        return [
-            Sighting(
-                p.label,
-                p.role,
-                number,
-                excerpt(raises, _TOLD),
-                rank,
-                p.cause,
-                "",
-                p.fix,
-                p.restart,
-                p.source,
-                p.least,
-            )
-            for p in matches
-        ]
+            told = "a traceback that the log breaks off in"
+            return [Sighting("code_bug", "symptom", cut.line, told, cut.rank)]
+        shown = excerpt(cut.raises, _TOLD)
+        return [_sighting(p, Sighting(p.label, p.role, cut.line, shown, cut.rank)) for p in matches]
 
     def _block(self, block: bytes) -> list[Seen]:
         """Scan whole lines. Text after the last newline is part of a line whose number stays the
@@ -228,26 +152,9 @@ class Scanner:
         tried: dict[int, set[PendingError]] = {}
         for s in seen:
             if isinstance(s, Sighting) and s.line >= self.line:
-                trouble = self._trouble(s)
+                trouble = pending(s, self._knowledge.labels[s.label])
                 tried.setdefault(s.line, set()).update(() if trouble is None else (trouble,))
         return tried
-
-    def _trouble(self, sighting: Sighting) -> PendingError | None:
-        label, text = self._knowledge.labels[sighting.label], sighting.text.lower()
-        if sighting.role in ("retry", "warning"):
-            needed = label.overcome_by_steps and not _UPLOADS.search(text)
-            return (
-                PendingError(label.name, needed)
-                if label.overcome_by_steps or label.restart == "outage"
-                else None
-            )
-        if sighting.role != "cause":
-            return None
-        if label.undone_by_losses:
-            # An exception ends a run, whatever the other ranks still print.
-            printed = not _EXCEPTION.match(sighting.text)
-            return PendingError(label.name, loss=True) if printed and _NAN.search(text) else None
-        return PendingError(label.name, raised=True) if label.overcome_by_steps else None
 
     def _tails(self, shapes: list[bytes], hits: set[int]) -> set[int]:
         """The lines that may continue an out-of-memory message."""
@@ -268,68 +175,61 @@ class Scanner:
 
     def _piece(self, raw: bytes, number: int, seen: list[Seen]) -> None:
         rank, text = clean(raw)
-        if not text.startswith("{"):
-            self._text(rank, text, number, seen)
-            return
-        for inner, told in unwrapped(rank, text):
-            self._text(inner, told, number, seen)
+        inner = unwrapped(rank, text) if text.startswith("{") else [(rank, text)]
+        for teller, told in inner:
+            self._text(LogLine(teller, number, told, told.lower()), seen)
 
-    def _text(self, rank: int | None, text: str, number: int, seen: list[Seen]) -> None:
-        lowered = text.lower()
-        if self._follow(rank, text, lowered, number):
+    def _text(self, line: LogLine, seen: list[Seen]) -> None:
+        if self._tracebacks.follow(line):
             return
-        if own.launches(lowered):
-            seen.append(Launched(number))
+        if own.launches(line.lowered):
+            seen.append(Launched(line.number))
             return
-        if (incident := own.named(lowered, self._knowledge)) is not None:
-            seen.append(Sighting(incident[0].name, incident[1], number, excerpt(text, _TOLD), rank))
+        if (incident := own.named(line.lowered, self._knowledge)) is not None:
+            label, role = incident
+            shown = excerpt(line.text, _TOLD)
+            seen.append(Sighting(label.name, role, line.number, shown, line.rank))
             return
-        if any(words in lowered for words in _CHAINED):
-            self._chain(rank, number, seen)
-        matches = [] if self._is_ignored(rank, number) else self._knowledge.match(lowered)
-        if isinstance(matches, Benign):
-            if matches.cancels:
-                seen.append(Retraction(matches.cancels, number, roles=matches.roles))
-            return
-        ended = self._ends(text, number, rank)
-        first = self._chained.pop(rank, None) if ended is not None else None
+        if any(words in line.lowered for words in _CHAINED):
+            self._chain(line, seen)
+        ignored = self._tracebacks.ignores(line)
+        matches = [] if ignored else self._knowledge.match(line.lowered)
+        if not isinstance(matches, Benign):
+            self._matched(line, matches, seen)
+        elif matches.cancels:
+            seen.append(Retraction(matches.cancels, line.number, roles=matches.roles, coped=True))
+
+    def _matched(self, line: LogLine, matches: list[Pattern], seen: list[Seen]) -> None:
+        """The sightings of a line with these matches; an exception counts without any."""
+        ended = self._tracebacks.ends(line)
         if ended is not None:
-            told = bool(matches)
-            matches = self._knowledge.match_in(ended.frames, lowered, matches) or self._unknown(
-                ended.name
-            )
+            first, told = self._chained.pop(line.rank, None), bool(matches)
+            matches = self._knowledge.match_in(ended.frames, line.lowered, matches)
+            matches = matches or _unknown(ended.name)
             if not told and first is not None and _says_little(matches):
-                self._raised[rank] = first
+                self._raised[line.rank] = first
                 seen.append(first)
                 return
-        if ended is not None and ended.frames and ended.name == "FileNotFoundError":
-            seen += self._went_past(rank, number)
+            if ended.frames and ended.name == "FileNotFoundError":
+                seen += self._went_past(line)
         for pattern in matches:
-            role = _role(pattern, matches, lowered)
-            shown = excerpt(text, _TOLD, pattern.first_word(lowered))
-            sighting = Sighting(
-                pattern.label,
-                role,
-                number,
-                shown,
-                rank,
-                pattern.cause,
-                "",
-                pattern.fix,
-                pattern.restart,
-                pattern.source,
-                pattern.least,
-            )
-            seen.append(sighting)
-            if rank not in self._open and (ended is None or not ended.frames):
-                self._log(sighting)
-            if ended is not None and (rank in self._raised or len(self._raised) < _MAX_STREAMS):
-                self._raised[rank] = sighting
-            if pattern.label == "cuda_oom" and "total" not in lowered:
-                self._tail = sighting
+            shown = excerpt(line.text, _TOLD, pattern.first_word(line.lowered))
+            role = _role(pattern, matches, line.lowered)
+            found = Sighting(pattern.label, role, line.number, shown, line.rank)
+            self._saw(_sighting(pattern, found), line, ended, seen)
+
+    def _saw(self, found: Sighting, line: LogLine, ended: Ended | None, seen: list[Seen]) -> None:
+        seen.append(found)
+        rank = found.rank
+        if not self._tracebacks.is_open(rank) and (ended is None or not ended.frames):
+            self._log(found)
+        if ended is not None and (rank in self._raised or len(self._raised) < MAX_STREAMS):
+            self._raised[rank] = found
+        if found.label == "cuda_oom" and "total" not in line.lowered:
+            self._tail = found
 
     def _log(self, sighting: Sighting) -> None:
-        known = sighting.rank in self._logged or len(self._logged) < _MAX_STREAMS
+        known = sighting.rank in self._logged or len(self._logged) < MAX_STREAMS
         if (
             known
             and sighting.role in ("cause", "retry")
@@ -337,11 +237,12 @@ class Scanner:
         ):
             self._logged[sighting.rank] = sighting
 
-    def _went_past(self, rank: int | None, number: int) -> Iterator[Retraction]:
+    def _went_past(self, line: LogLine) -> Iterator[Retraction]:
         """A rank that fails on a missing file got past the error that it logged before."""
-        for teller in (rank, None):
+        for teller in (line.rank, None):
             if (passed := self._logged.pop(teller, None)) is not None:
-                yield Retraction((passed.label,), number, number - passed.line, ("cause", "retry"))
+                within = line.number - passed.line
+                yield Retraction((passed.label,), line.number, within, ("cause", "retry"))
 
     def _go_on(self, line: bytes, number: int, seen: list[Seen]) -> None:
         """Append a line to the message that it continues."""
@@ -355,61 +256,34 @@ class Scanner:
         self._tail = replace(sighting, more=excerpt(f"{sighting.more} {clean(line[:MAX_LINE])[1]}"))
         seen.append(self._tail)
 
-    def _follow(self, rank: int | None, text: str, lowered: str, number: int) -> bool:
-        """Track the traceback that this rank prints; a log may begin in the middle of one.
-
-        True for a line that only gives a file position or quotes source: the error itself comes at
-        the end.
-        """
-        starts, frame = (
-            _TRACEBACK in lowered,
-            _FRAME.search(lowered) if 'file "' in lowered or lowered.startswith("file ") else None,
-        )
-        opened = self._open.get(rank)
-        ignored = _IGNORED in lowered or (opened is not None and opened.ignored and starts)
-        begins = starts or ignored or (frame is not None and opened is None)
-        if begins and (opened is not None or len(self._open) < _MAX_STREAMS):
-            self._open[rank] = opened = _Traceback(number, ignored)
-        if frame and opened is not None and len(opened.frames) < _MAX_FRAMES:
-            opened.frames += (frame[1] or frame[2]).replace("\\", "/") + " "
-        inner = lowered.lstrip()
-        if opened is not None and inner.startswith("raise "):
-            opened.raises = text.strip()
-            return True
-        return frame is not None and inner.startswith("file ")
-
-    def _chain(self, rank: int | None, number: int, seen: list[Seen]) -> None:
+    def _chain(self, line: LogLine, seen: list[Seen]) -> None:
         """The first exception of a chain counts, unless the one that follows is known and the first
         is not."""
-        first = self._raised.get(rank)
-        if first is None or number - first.line > _CHAIN_LINES:
+        first = self._raised.get(line.rank)
+        if first is None or line.number - first.line > _CHAIN_LINES:
             return
         if first.label == _UNKNOWN_EXCEPTION.label:
-            seen.append(Retraction((first.label,), number, number - first.line))
-        self._chained[rank] = first
+            seen.append(Retraction((first.label,), line.number, line.number - first.line))
+        self._chained[line.rank] = first
 
-    def _is_ignored(self, rank: int | None, number: int) -> bool:
-        opened = self._open.get(rank)
-        return opened is not None and opened.ignored and number - opened.line < _TRACEBACK_LINES
 
-    def _ends(self, text: str, number: int, rank: int | None) -> _Ended | None:
-        """The exception that ends a traceback on this line, or that the line names without one."""
-        opened = self._open.get(rank)
-        inside = opened is not None and 0 <= number - opened.line < _TRACEBACK_LINES
-        kinds = (_EXCEPTION, _QUALIFIED, _IN_TRACEBACK) if inside else (_EXCEPTION, _QUALIFIED)
-        match = next((found for kind in kinds if (found := kind.match(text, 0, _MAX_NAME))), None)
-        if match is None:
-            return None
-        self._open.pop(rank, None)
-        if opened is not None and inside:
-            return None if opened.ignored else _Ended(match["name"], opened.frames)
-        return _Ended(match["name"], "")
+def _unknown(name: str) -> list[Pattern]:
+    """A program fault: the default for an unknown exception."""
+    if name in _NOT_A_FAULT:
+        return []
+    return [_LAUNCHED if name in _LAUNCHERS else _UNKNOWN_EXCEPTION]
 
-    def _unknown(self, name: str) -> list[Pattern]:
-        """A program fault: the default for an unknown exception."""
-        if name in _NOT_A_FAULT:
-            return []
-        return [_LAUNCHED if name in _LAUNCHERS else _UNKNOWN_EXCEPTION]
+
+def _sighting(pattern: Pattern, found: Sighting) -> Sighting:
+    """`found` with what its pattern says beyond the label."""
+    return replace(
+        found,
+        cause=pattern.cause,
+        fix=pattern.fix,
+        restart=pattern.restart,
+        source=pattern.source,
+        least=pattern.least,
+    )
 
 
 def _says_little(matches: list[Pattern]) -> bool:

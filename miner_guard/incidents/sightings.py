@@ -44,6 +44,9 @@ class Retraction:
     roles: tuple[str, ...] = ()
     """Retracts only sightings in these roles; in any role where empty."""
 
+    coped: bool = False
+    """The program itself says that it coped; an exception right after it contradicts that."""
+
 
 @dataclass(frozen=True)
 class Passed:

@@ -6,7 +6,7 @@ import pytest
 
 from miner_guard.diagnosis.faults import of_events
 from miner_guard.health import xids
-from miner_guard.incidents import knowledge
+from miner_guard.incidents.patterns import RESTARTS
 from tests.unit.incidents.helpers import incidents, root
 
 KERNEL = "[1234.5] NVRM: Xid (PCI:0000:3b:00): {}"
@@ -17,7 +17,7 @@ def test_every_row_has_words_and_a_policy_that_the_restart_policy_knows() -> Non
         assert row.meaning
         assert row.action.endswith(".")
         assert row.level in ("ok", "warn", "critical")
-        assert row.restart in knowledge.RESTARTS
+        assert row.restart in RESTARTS
 
 
 @pytest.mark.parametrize(

@@ -379,3 +379,37 @@ def test_an_import_error_that_the_program_got_over_is_nothing() -> None:
     assert root(caught + steps(12)) is None
     assert root(caught + steps(12) + "failed (exitcode: -9) local_rank: 0\n") == "host_oom_kill"
     assert root(caught + steps(12) + caught) == "version_mismatch"
+
+
+COPED = (
+    "| WARNING: ran out of memory with exception: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    " Skipping batch\n"
+)
+BROKEN_OFF = 'Traceback (most recent call last):\n  File "train.py", line 30, in train\n'
+
+
+def test_an_error_that_the_program_wrongly_said_it_coped_with_is_the_cause() -> None:
+    """It said that nothing but an unknown exception was wrong."""
+    assert root(COPED) is None
+    assert root(COPED + BROKEN_OFF) == "cuda_oom"
+    assert root(COPED + BROKEN_OFF + "AttributeError: 'NoneType' object\n") == "cuda_oom"
+    assert root(COPED + "quiet\n" * 40 + BROKEN_OFF + "IndexError: 7\n") == "code_bug"
+
+
+def test_a_warning_that_quotes_a_frame_opens_no_traceback() -> None:
+    assert root('[WARNING] Graph break: item from user code at File "m.py", line 4, in f\n') is None
+
+
+def test_a_signal_to_the_launcher_is_told_from_its_clean_up() -> None:
+    closing = "WARNING:api:Sending process 41 closing signal {}\n" + BROKEN_OFF
+    assert root(closing.format("SIGHUP")) == "user_interrupt"
+    assert root(closing.format("SIGTERM")) == "code_bug"
+
+
+def test_a_server_that_is_neither_hub_nor_storage_is_not_called_one() -> None:
+    """The first fix was the Hub's status page."""
+    refused = "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='{}', port=443): Max"
+    refused += " retries exceeded with url: / (Caused by NewConnectionError('refused'))\n"
+    assert root(refused.format("huggingface.co")) == "hub_or_storage_unavailable"
+    assert root(refused.format("prices.example.org")) == "connection_failed"
+    assert root(refused.format("api.wandb.ai")) == "tracker_unavailable"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miner_guard.incidents import details, knowledge
-from miner_guard.incidents.knowledge import BadKnowledge
+from miner_guard.incidents.patterns import RESTARTS, BadKnowledge
 
 GOOD = """
 triggers = ["boom"]
@@ -23,7 +23,7 @@ def test_every_label_has_a_cause_fixes_and_a_class_for_the_restart_policy() -> N
     for label in knowledge.load().labels.values():
         assert label.cause.endswith("."), label.name
         assert label.fixes, label.name
-        assert label.restart in knowledge.RESTARTS
+        assert label.restart in RESTARTS
 
 
 def test_what_a_fix_asks_of_the_line_can_be_found_in_lines() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from miner_guard.incidents import knowledge
 from miner_guard.incidents.log_text import clean
+from miner_guard.incidents.patterns import Pattern
 from miner_guard.incidents.regexes import (
     NOTHING,
     AllOf,
@@ -83,7 +84,7 @@ def test_what_is_linear_is_not(regex: str) -> None:
 
 
 @pytest.mark.parametrize("entry", distinct(knowledge.load().entries))
-def test_a_long_line_shows_what_a_short_one_shows(entry: knowledge.Pattern) -> None:
+def test_a_long_line_shows_what_a_short_one_shows(entry: Pattern) -> None:
     """An expression is searched for around its words only where a line is long."""
     assert entry.regex is not None
     for text in adversaries(entry.regex.pattern, 80):

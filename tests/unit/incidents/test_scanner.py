@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miner_guard.incidents import knowledge
-from miner_guard.incidents.knowledge import Benign
 from miner_guard.incidents.log_text import clean
+from miner_guard.incidents.patterns import Benign
 from miner_guard.incidents.root_cause import RootCauseAnalyzer
 from miner_guard.incidents.scanner import Scanner
 from miner_guard.incidents.sightings import Seen

@@ -1,0 +1,230 @@
+"""Reads the knowledge files, and refuses an invalid one by file, label and key."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from miner_guard.incidents import regexes
+from miner_guard.incidents.patterns import (
+    APPLIES,
+    RESTARTS,
+    ROLES,
+    SEVERITIES,
+    BadKnowledge,
+    Benign,
+    Fix,
+    Label,
+    Pattern,
+)
+from miner_guard.incidents.xid_patterns import expanded
+
+_PATTERN_KEYS = frozenset(
+    {
+        "has",
+        "servers",
+        "alone",
+        "not",
+        "regex",
+        "frames",
+        "role",
+        "cause",
+        "fix",
+        "source",
+        "restart",
+        "least",
+        "cancels",
+        "roles",
+        "instead",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """What all knowledge files say together."""
+
+    labels: Mapping[str, Label]
+    patterns: tuple[Pattern, ...]
+    benign: tuple[Benign, ...]
+    triggers: tuple[bytes, ...]
+
+
+def parsed(texts: Mapping[str, str]) -> Document:
+    """The TOML documents `texts`, by file name, as one. Raises BadKnowledge."""
+    labels: dict[str, Label] = {}
+    triggers: list[str] = []
+    patterns: list[Pattern] = []
+    benign: list[Benign] = []
+    for file, text in texts.items():
+        try:
+            document = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise BadKnowledge(f"{file}: not valid TOML: {error}") from error
+        triggers += document.pop("triggers", [])
+        lists = document.pop("words", {})
+        for entry in chain.from_iterable(map(expanded, document.pop("benign", []))):
+            benign.append(_benign(f"{file}: benign", entry))
+        for name, table in document.items():
+            where = f"{file}: {name}"
+            if name in labels:
+                raise BadKnowledge(f"{file}: label {name} is defined twice")
+            labels[name] = _label(where, name, table)
+            for entry in chain.from_iterable(map(expanded, table["patterns"])):
+                given = {"role": labels[name].role, **entry}
+                patterns.append(_pattern(where, name, _with_words(where, given, lists)))
+    _check_references(labels, patterns, benign)
+    return Document(labels, tuple(patterns), tuple(benign), _triggers(triggers))
+
+
+def _benign(where: str, entry: Mapping[str, Any]) -> Benign:
+    pattern = _pattern(where, "benign", {"role": "cause", **entry})
+    return Benign(pattern, tuple(entry.get("cancels", ())), tuple(entry.get("roles", ())))
+
+
+def _with_words(
+    where: str, entry: Mapping[str, Any], lists: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """`entry` with the list that its `servers` names in place of the name."""
+    name = entry.get("servers")
+    if not isinstance(name, str):
+        return entry
+    if name not in lists:
+        raise BadKnowledge(f"{where}: servers is {name!r}; the file's [words] has {sorted(lists)}")
+    return {**entry, "servers": lists[name]}
+
+
+def _label(where: str, name: str, table: Mapping[str, Any]) -> Label:
+    known = {
+        "severity",
+        "restart",
+        "applies",
+        "role",
+        "cause",
+        "fixes",
+        "follows",
+        "events",
+        "patterns",
+    }
+    known |= {"overcome_by_steps", "undone_by_losses", "moot_when_finished"}
+    if unknown := set(table) - known:
+        raise BadKnowledge(
+            f"{where}: unknown key {sorted(unknown)[0]}; allowed: {', '.join(sorted(known))}"
+        )
+    for key, allowed in (("severity", SEVERITIES), ("restart", RESTARTS), ("applies", APPLIES)):
+        if table.get(key) not in allowed:
+            raise BadKnowledge(
+                f"{where}: {key} is {table.get(key)!r}; allowed: {', '.join(allowed)}"
+            )
+    for key in ("cause", "fixes", "patterns"):
+        if not table.get(key):
+            raise BadKnowledge(f"{where}: {key} is missing")
+    return Label(
+        name=name,
+        severity=table["severity"],
+        restart=table["restart"],
+        applies=table["applies"],
+        cause=table["cause"],
+        fixes=tuple(_fix(where, entry) for entry in table["fixes"]),
+        follows=frozenset(table.get("follows", ())),
+        events=frozenset(table.get("events", ())),
+        overcome_by_steps=table.get("overcome_by_steps", False),
+        undone_by_losses=table.get("undone_by_losses", False),
+        moot_when_finished=table.get("moot_when_finished", False),
+        role=table.get("role", "cause"),
+    )
+
+
+def _fix(where: str, entry: str | Mapping[str, str]) -> Fix:
+    if isinstance(entry, str):
+        return Fix(entry)
+    if set(entry) != {"do", "source"}:
+        raise BadKnowledge(f"{where}: a fix has the keys {sorted(entry)}; it needs do and source")
+    return Fix(entry["do"], entry["source"])
+
+
+def _pattern(where: str, label: str, entry: Mapping[str, Any]) -> Pattern:
+    if unknown := set(entry) - _PATTERN_KEYS:
+        raise BadKnowledge(f"{where}: unknown key {sorted(unknown)[0]} in a pattern")
+    if entry["role"] not in ROLES:
+        raise BadKnowledge(f"{where}: role is {entry['role']!r}; allowed: {', '.join(ROLES)}")
+    restart = entry.get("restart", "")
+    if restart and restart not in RESTARTS:
+        raise BadKnowledge(f"{where}: restart is {restart!r}; allowed: {', '.join(RESTARTS)}")
+    return Pattern(
+        label=label,
+        role=entry["role"],
+        has=_words(where, entry, "has", required=True),
+        excludes=_words(where, entry, "not"),
+        servers=_words(where, entry, "servers"),
+        regex=_regex(where, entry),
+        frames=tuple(entry.get("frames", ())),
+        cause=entry.get("cause", ""),
+        fix=entry.get("fix", ""),
+        restart=restart,
+        source=entry.get("source", ""),
+        least=entry.get("least", 1),
+        instead=frozenset(entry.get("instead", ())),
+        alone=entry.get("alone", False),
+    )
+
+
+def _words(
+    where: str, entry: Mapping[str, Any], key: str, *, required: bool = False
+) -> tuple[str, ...]:
+    words = tuple(entry.get(key, ()))
+    if required and (not words or any(len(word) < 2 for word in words)):
+        raise BadKnowledge(
+            f"{where}: a pattern needs `{key}`, words of two letters at least; it has {words}"
+        )
+    if loud := [word for word in words if word != word.lower()]:
+        raise BadKnowledge(f"{where}: {loud[0]!r} has capitals; lines are compared in lower case")
+    return words
+
+
+def _regex(where: str, entry: Mapping[str, Any]) -> re.Pattern[str] | None:
+    if "regex" not in entry:
+        return None
+    try:
+        regex = re.compile(entry["regex"])
+    except re.error as error:
+        raise BadKnowledge(f"{where}: regex {entry['regex']!r}: {error}") from error
+    if problem := regexes.superlinear(regex.pattern):
+        raise BadKnowledge(f"{where}: regex {regex.pattern!r} holds {problem}")
+    return regex
+
+
+def _check_references(
+    labels: Mapping[str, Label], patterns: Iterable[Pattern], benign: Iterable[Benign]
+) -> None:
+    for pattern in patterns:
+        if strangers := pattern.instead - labels.keys():
+            raise BadKnowledge(
+                f"{pattern.label}: instead of {sorted(strangers)[0]}, which is not a label"
+            )
+    for label in labels.values():
+        if strangers := label.follows - labels.keys():
+            raise BadKnowledge(
+                f"{label.name}: follows {sorted(strangers)[0]}, which is not a label"
+            )
+    for entry in benign:
+        if unknown := set(entry.cancels) - labels.keys():
+            raise BadKnowledge(f"benign: cancels {sorted(unknown)[0]}, which is not a label")
+        if unknown := set(entry.roles) - set(ROLES):
+            raise BadKnowledge(f"benign: {sorted(unknown)[0]} is not a role")
+
+
+def _triggers(words: Iterable[str]) -> tuple[bytes, ...]:
+    if wrong := [word for word in words if word != word.lower() or re.search(r"[0-9.+-]|^$", word)]:
+        raise BadKnowledge(f"trigger {wrong[0]!r}: lower case, no digits, none of . + -")
+    # A search for a word also finds every longer word that contains it.
+    return tuple(w.encode() for w in words if not any(other != w and other in w for other in words))
