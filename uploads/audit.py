@@ -20,12 +20,13 @@ from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.redact import without_secrets
 from miner_guard.health import chain
 from miner_guard.system import probe
+from uploads import axon_probe
 from uploads.audit_memory import AuditMemory
 from uploads.commitments import commitment_of, configured, keys_of, placeholder
 from uploads.network import network_of, progress
 from validators import audit
 from validators.commitment import fingerprint
-from validators.facts import Candidate, Facts, Network, Published
+from validators.facts import AllReduce, Axon, Candidate, Facts, Network, Published
 from validators.inspection import inspect_file
 from validators.layout import Layout
 from validators.limits import Limits, in_force
@@ -62,8 +63,15 @@ class AuditReport:
     """Whose read keys the audit used: `commitment` (those on chain, as validators do) or
     `configured`."""
 
+    read_from: str | None = None
+    """The version of the validators that it speaks for; None without a profile."""
+
+    not_checked: tuple[str, ...] = ()
+    """What validators check and no audit can, in words."""
+
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "verdicts": [v.as_dict() for v in self.verdicts]}
+        verdicts = [v.as_dict() for v in self.verdicts]
+        return {**vars(self), "verdicts": verdicts, "not_checked": list(self.not_checked)}
 
     def finding(self) -> Finding:
         """The report as an event."""
@@ -79,18 +87,27 @@ class FetchChild:
     python: str = sys.executable
 
 
+@dataclass(frozen=True)
+class Known:
+    """What an audit knows besides the repo and the chain."""
+
+    model: Shapes | None = None
+    """The shapes that the gradients must fit."""
+
+    memory: AuditMemory | None = None
+    """Keeps repeated audits within a byte budget."""
+
+    allreduce: AllReduce | None = None
+    axon: Axon | None = None
+
+
 def look(
-    repo: RepoSettings,
-    on: ChainSettings,
-    limits: Limits,
-    model: Shapes | None,
-    *,
-    memory: AuditMemory | None = None,
+    repo: RepoSettings, on: ChainSettings, limits: Limits, known: Known | None = None
 ) -> AuditReport:
     """Read the chain, if one is configured, and audit the repo accordingly. Never raises."""
+    known = known or Known()
     if on.network is None:
-        network = Network(reason="no [chain] configured")
-        return run(repo, limits, network, model=model, memory=memory)
+        return run(repo, limits, Network(reason="no [chain] configured"), known=known)
     seen = chain.look(on)
     ahead = progress(repo, limits, seen.master_commitment)
     network = network_of(
@@ -100,7 +117,10 @@ def look(
         form=limits.commitment_form,
         per_allreduce=on.blocks_per_allreduce,
     )
-    return run(repo, limits, network, seen.commitment, model=model, memory=memory)
+    if limits.alive_timeout_s is not None and seen.reason is None:
+        axon = axon_probe.look(seen.axon, limits.alive_timeout_s)
+        known = dataclasses.replace(known, axon=axon)
+    return run(repo, limits, network, seen.commitment, known=known)
 
 
 def run(
@@ -109,15 +129,25 @@ def run(
     network: Network,
     commitment: str | None = None,
     *,
-    model: Shapes | None = None,
-    memory: AuditMemory | None = None,
+    known: Known | None = None,
     child: FetchChild | None = None,
 ) -> AuditReport:
-    """Audit the repo. `commitment` is what the hotkey committed on chain, if known. Never raises.
+    """Audit the repo. `commitment` is the hotkey's on chain, if known. Never raises."""
+    report = _outcome(
+        repo, limits, network, commitment, known=known or Known(), child=child or FetchChild()
+    )
+    return dataclasses.replace(report, read_from=limits.read_from, not_checked=limits.not_checked)
 
-    `model`: the shapes that the gradients must fit, if known. `memory` keeps repeated audits within
-    a byte budget.
-    """
+
+def _outcome(
+    repo: RepoSettings,
+    limits: Limits,
+    network: Network,
+    commitment: str | None,
+    *,
+    known: Known,
+    child: FetchChild,
+) -> AuditReport:
     if repo.kind == "none":
         return AuditReport(
             "unknown",
@@ -136,17 +166,15 @@ def run(
     try:
         _sweep()
         with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
-            in_force_now = in_force(limits, network)
-            known = memory or AuditMemory(MAX_BYTES)
             return _Audit(
-                repo,
-                in_force_now,
-                network,
-                access,
-                model,
-                known,
-                Path(folder),
-                child or FetchChild(),
+                repo=repo,
+                limits=in_force(limits, network),
+                network=network,
+                access=access,
+                known=known,
+                memory=known.memory or AuditMemory(MAX_BYTES),
+                folder=Path(folder),
+                child=child,
             ).report()
     except OSError as error:
         return AuditReport(
@@ -201,7 +229,7 @@ class _Audit:
     limits: Limits
     network: Network
     access: _Access
-    model: Shapes | None
+    known: Known
     memory: AuditMemory
     folder: Path
     child: FetchChild
@@ -253,7 +281,12 @@ class _Audit:
     def _judged(self, fetched: Mapping[str, Any], epoch: audit.Epoch) -> AuditReport:
         files = self._inspected(fetched)
         facts = _facts(fetched, epoch.outer_step, self.network, repo=self.repo, files=files)
-        facts = dataclasses.replace(facts, tried=self.access.keys is not None)
+        facts = dataclasses.replace(
+            facts,
+            tried=self.access.keys is not None,
+            axon=self.known.axon,
+            allreduce=self.known.allreduce,
+        )
         verdicts = audit.judge(facts, self.limits)
         outcome = audit.outcome_of(verdicts)
         seconds = time.monotonic() - self.start
@@ -286,7 +319,7 @@ class _Audit:
             "names": {"window": window, "uid": self.network.uid, "version": limits.version},
             "folder": str(self.folder),
             "max_bytes": self._most(),
-            "known": self.memory.known(self.model),
+            "known": self.memory.known(self.known.model),
             "layout": dataclasses.asdict(Layout.of(limits)),
         }
         return probe.ask("uploads.audit_probe", request, self.child.deadline_s, env=env)
@@ -305,8 +338,9 @@ class _Audit:
         size, most = int(fetched.get("size_bytes") or 0), self.limits.gradients_max_bytes
         if fetched.get("file") is not None:
             path = Path(str(fetched["file"]))
-            found = inspect_file(path, self.limits, shapes=self.model, python=self.child.python)
-            self.memory.judged(fetched, self.model, found)
+            model = self.known.model
+            found = inspect_file(path, self.limits, shapes=model, python=self.child.python)
+            self.memory.judged(fetched, model, found)
             return found
         if most is not None and size > most:
             return {"size_bytes": size, "problems": [f"{size} bytes, more than a plausible {most}"]}

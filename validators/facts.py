@@ -86,6 +86,28 @@ class Network:
 
 
 @dataclass(frozen=True)
+class Axon:
+    """Where validators reach the miner, and whether it answers from this host."""
+
+    address: str | None
+    """`ip:port` on chain; empty if the miner announces none, None if unknown."""
+
+    seconds: float | None = None
+    """How long the answer took; None without an answer."""
+
+    reason: str | None = None
+    """Why `address` or `seconds` is None."""
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """How the miner's last AllReduce ended, by its log."""
+
+    error: str | None
+    """None if it succeeded."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """Everything a rule may read, and the time of the judgement."""
 
@@ -104,3 +126,6 @@ class Facts:
 
     tried: bool = False
     """Whether the keys committed on chain have opened the bucket."""
+
+    axon: Axon | None = None
+    allreduce: AllReduce | None = None

@@ -43,6 +43,19 @@ class Limits:
     validator_repo_age_s: float | None = None
     """Published files of this age or older score zero."""
 
+    validator_repo_age_raise_s: float | None = None
+    """How much the master adds to `validator_repo_age_s` with each failed AllReduce, until one
+    succeeds."""
+
+    alive_timeout_s: float | None = None
+    """How long validators wait for the miner's axon to answer."""
+
+    allreduce_share: float | None = None
+    """Share of the score for taking part in AllReduces."""
+
+    not_checked: tuple[str, ...] = ()
+    """What validators check and an audit can't, in words."""
+
     block_list_max_age: int | None = None
     """Maximum blocks between the newest of `block_list` and the current block."""
 

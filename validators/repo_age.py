@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from validators.facts import Facts, Published
+from validators.facts import Facts, Network, Published
 from validators.limits import Limits
 from validators.verdict import Verdict
 
@@ -58,6 +58,18 @@ def judge(facts: Facts, limits: Limits) -> Verdict:
     return Verdict(RULE, "pass", seen, limits.repo_age_target_s, words)
 
 
+def raises(network: Network, limits: Limits) -> int:
+    """How many AllReduces may have failed since the last success, at most.
+
+    Subnet 38 (F:87, F:424): the master tries when `blocks_per_allreduce` have passed, and after a
+    failure again a tenth of them later. 0 before that, or where the blocks are unknown.
+    """
+    since, between = network.blocks_since_allreduce, limits.blocks_per_allreduce
+    if since is None or between is None or since < between:
+        return 0
+    return 1 + (since - between) * 10 // between
+
+
 def judge_published(facts: Facts, limits: Limits) -> Verdict:
     """The validators' verdict on the age of the published gradients (subnet 38: zero score from
     4800 s)."""
@@ -75,6 +87,14 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     if age is None:
         return Verdict(RULE, "unknown", None, limit, f"repo age unknown: {published.reason}")
     seen = round(age, 1)
+    raised = limit + raises(facts.network, limits) * (limits.validator_repo_age_raise_s or 0.0)
+    if limit <= age < raised:
+        words = (
+            f"gradients are {age:.0f}s old >= {limit:.0f}s, but the AllReduce is overdue: each "
+            f"failed one raises the master's limit by {limits.validator_repo_age_raise_s:.0f}s, to "
+            f"at most {raised:.0f}s by now, and nothing public tells how many failed; upload"
+        )
+        return Verdict(RULE, "unknown", seen, raised, words)
     if age >= limit:
         known = limits.validator_repo_age_s is not None
         why = (

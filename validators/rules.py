@@ -18,6 +18,7 @@ from validators import (
     min_inner_step,
     repo_age,
     revision,
+    swarm,
     window,
 )
 from validators.facts import Facts
@@ -66,6 +67,10 @@ def audit_rules(facts: Facts, limits: Limits) -> Iterator[Rule]:
     yield from _of_the_bucket(facts, limits)
     if limits.commitment_chars is not None and facts.network.reason is None:
         yield commitment.RULE, commitment.judge_tried if facts.tried else commitment.judge
+    if limits.alive_timeout_s is not None:
+        yield swarm.ALIVE, swarm.judge_alive
+    if limits.allreduce_share is not None:
+        yield swarm.ALLREDUCE, swarm.judge_allreduce
 
 
 def _of_the_bucket(facts: Facts, limits: Limits) -> Iterator[Rule]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import typer
 
@@ -11,9 +12,11 @@ from miner_guard.cli import options
 from miner_guard.cli.echo import echo
 from miner_guard.eventlog import catalog
 from miner_guard.exits import FAILED, OK, UNAVAILABLE
+from miner_guard.monitors.audit import allreduce_of
 from uploads import audit, remembered_settings
 from uploads.remembered_settings import Watched
 from validators import shapes
+from validators.facts import AllReduce
 from validators.limits import Limits
 from validators.profiles import limits_of
 
@@ -27,19 +30,30 @@ def command(
     state_dir: options.State = None,
 ) -> None:
     """Would validators accept what is published? Exit 0: accepted, 1: rejected, 69: could not
-    look."""
+    check."""
     place = options.open_context(config, name, state_dir)
     what = _what(place)
-    report = audit.look(
-        what.repo, what.chain, Limits.of(what.gate, what.limits), shapes.read(place.state.shapes)
-    )
+    known = audit.Known(shapes.read(place.state.shapes), allreduce=_last_allreduce(place.state))
+    report = audit.look(what.repo, what.chain, Limits.of(what.gate, what.limits), known)
     if as_json:
         echo(json.dumps(statedir.finite(report.as_dict()), ensure_ascii=False))
     else:
         echo(catalog.message(report.finding()))
         for verdict in report.verdicts:
             echo(f"  {verdict.outcome:<8} {verdict.rule:<15} {verdict.sentence}")
+        for words in report.not_checked:
+            echo(f"  {'-':<8} {'not checked':<15} {words}")
+        if report.read_from is not None:
+            echo(f"  judged by the validators of {report.read_from}")
     raise typer.Exit(_EXITS[report.outcome])
+
+
+def _last_allreduce(state: statedir.StateDir) -> AllReduce | None:
+    """How the last AllReduce ended, as the guard of this state directory read in the log."""
+    status = statedir.read_json(state.status)
+    swarm = status.get("swarm") if isinstance(status, Mapping) else None
+    last = swarm.get("last") if isinstance(swarm, Mapping) else None
+    return allreduce_of(last) if isinstance(last, Mapping) else None
 
 
 def _what(place: options.CommandContext) -> Watched:

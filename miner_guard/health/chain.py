@@ -31,6 +31,9 @@ class ChainLook:
     last_update: int | None = None
     """Block of the neuron's last update."""
 
+    axon: str | None = None
+    """`ip:port` where validators reach the miner; empty if it announces none, None if unknown."""
+
     commitment: str | None = None
     """As committed. It is public but holds the read keys: never log or store it."""
 

@@ -58,6 +58,7 @@ class BeforeEleven:
                 "emission": _number(n.emission),
                 "stake": _number(n.total_stake),
                 "last_update": _whole(n.last_update),
+                "axon": _axon(n),
             }
             for n in self._subtensor.neurons_lite(netuid=netuid)
         ]
@@ -107,6 +108,7 @@ class Eleven:
                 "emission": _amount(n.emission),
                 "stake": _amount(n.total_stake),
                 "last_update": _whole(n.last_update),
+                "axon": _axon(n),
             }
             for n in self._subtensor.subnets.metagraph(netuid, commitments=False)
         ]
@@ -178,7 +180,10 @@ def _own(
         own = (
             {
                 k: row.get(k)
-                for k in ("incentive", "trust", "rank", "emission", "stake", "last_update")
+                for k in (
+                    *("incentive", "trust", "rank", "emission", "stake", "last_update"),
+                    "axon",
+                )
             }
             if same
             else {}
@@ -212,6 +217,19 @@ def _data_of(value: Any) -> bytes:
     if isinstance(value, (list, tuple)):
         return _data_of(value[0])
     raise TypeError(f"a commitment of {type(value).__name__}")
+
+
+def _axon(neuron: Any) -> str | None:
+    """`ip:port` where the neuron serves; empty if it announces no place, None if unknown."""
+    if hasattr(neuron, "axon"):
+        # bittensor 11: the text itself, None where nothing is served.
+        return str(neuron.axon or "")
+    info = getattr(neuron, "axon_info", None)
+    ip, port = getattr(info, "ip", None), getattr(info, "port", None)
+    if ip is None or port is None:
+        return None
+    served = str(ip) not in ("", "0", "0.0.0.0", "::") and int(port) > 0
+    return f"{f'[{ip}]' if ':' in str(ip) else ip}:{int(port)}" if served else ""
 
 
 def _number(value: Any) -> float | None:

@@ -23,6 +23,7 @@ MONITORS = (
     "printed_uploads",
     "swarm",
     "uploads",
+    "audit",
     "health",
     "gpu",
     "hang",

@@ -9,35 +9,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from miner_guard.config import Config
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.flight_recorder.journal import DecisionEntry, JournalEntry, UploadEntry
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Monitor
-from miner_guard.system.once import OncePer
-from uploads import audit, remembered_settings
 from uploads import inputs as gate_inputs
-from uploads.audit_memory import AuditMemory
+from uploads import remembered_settings
 from uploads.commitments import commitment_of, configured
 from uploads.inputs import GateInputs
 from uploads.ledger import Ledger, RemoteLedger
 from uploads.repos import look_at
 from uploads.verify import Reported, verify
 from uploads.watch import DecisionNotifier, ForecastWatch, RepoWatch, note_of
-from validators import shapes
 from validators.commitment import fingerprint
 from validators.facts import Network, Published
 from validators.layout import Layout
 from validators.limits import Limits
-from validators.profiles import chosen, limits_of
+from validators.profiles import limits_of
 
 _WRITE_EVERY_S = 60.0
-_AUDIT_EVERY_S = 600.0
-_REPEAT_AUDIT_S = 3600.0
-"""An unchanged audit verdict is logged at debug level until then."""
-
+_AUDITS = {"audit_passed": "accepted", "audit_failed": "rejected", "audit_unknown": "unknown"}
 _INPUTS_KEPT = 50
 _SHOWN: Mapping[str, tuple[str, Sequence[str]]] = {
     "decision": ("decisions", ("decision_id", "allowed", "reason", "decided_at")),
@@ -116,12 +109,6 @@ class UploadsMonitor(Monitor):
             self._watch.latest = Published(reason="no repo is configured; set [repo] kind")
         context.jobs.once("gate inputs", self._write_inputs)
         context.jobs.once("recall", self._recall)
-        self._audits = AuditMemory(self._repo.audit_bytes_per_hour)
-        self._auditing = threading.Lock()
-        self._audit_reports = OncePer(_REPEAT_AUDIT_S)
-        self._audit_every_s = _audit_every_s(config)
-        if self._audit_every_s > 0:
-            context.jobs.every("audit", self._audit_every_s, self._audit)
 
     def _recall(self) -> None:
         """Load the latest item of each kind that an earlier guard stored, unless this one has a
@@ -193,24 +180,6 @@ class UploadsMonitor(Monitor):
                 finding = self._outage.failed(error, lost=0)
         if finding is not None:
             self.context.emit(finding)
-
-    def _audit(self) -> None:
-        # A scheduled audit is still running: that one or the next sees the push.
-        if not self._auditing.acquire(blocking=False):
-            return
-        try:
-            config = self.context.config
-            limits = Limits.of(config.gate, self._limits)
-            model = shapes.read(self.context.state.shapes)
-            report = audit.look(config.repo, config.chain, limits, model, memory=self._audits)
-        finally:
-            self._auditing.release()
-        known = {"outcome": report.outcome, "detail": report.detail}
-        self._last["audit"] = {**known, "wall": self.context.clock.wall()}
-        finding = report.finding()
-        blocked = tuple(v.rule for v in report.verdicts if v.outcome == "block")
-        new = self._audit_reports.ask(self.context.clock.monotonic(), (report.outcome, blocked))
-        self.context.emit(finding if new else finding.at("debug"))
 
     # the ranks
 
@@ -314,6 +283,9 @@ class UploadsMonitor(Monitor):
             self._ledger.restart(
                 wall, str(fields.get("cause")), fields.get("attempt"), fields.get("wait_s")
             )
+        elif finding.event in _AUDITS:
+            outcome = _AUDITS[finding.event]
+            self._last["audit"] = {"outcome": outcome, "detail": fields.get("detail"), "wall": wall}
         elif finding.event in ("chain_status", "chain_unknown") and isinstance(
             fields.get("network"), Mapping
         ):
@@ -379,8 +351,6 @@ class UploadsMonitor(Monitor):
             )
             detail = f"{seen.detail}, {_took(entry)}"
             self.context.emit(make_finding("upload_succeeded", tag=tag, detail=detail))
-            if self._audit_every_s > 0:
-                self.context.jobs.once("audit", self._audit)
         elif seen.superseded:
             self._store(entry, "superseded", error=seen.detail)
             detail = f"{_took(entry)}; not verified: {seen.detail}"
@@ -447,15 +417,6 @@ class UploadsMonitor(Monitor):
                 "pending": len(self._pushes),
                 **self._last,
             }
-
-
-def _audit_every_s(config: Config) -> float:
-    """Seconds between two audits; 0 if audits are off."""
-    if config.repo.kind == "none":
-        return 0.0
-    if config.repo.audit_every_s is not None:
-        return config.repo.audit_every_s
-    return _AUDIT_EVERY_S if chosen(config.miner) is not None else 0.0
 
 
 def _steps(entry: UploadEntry) -> tuple[int | None, int | None]:

@@ -56,7 +56,7 @@ class Bench:
             revision="5.56.50",
             checksum="c0",
         )
-        monkeypatch.setattr(module, "look_at", lambda _settings: self.repo)
+        monkeypatch.setattr(module, "look_at", lambda *_: self.repo)
         config = Config(
             miner=MinerSettings(profile="sn38"),
             gate=GateSettings(**gate),

@@ -91,7 +91,7 @@ class Ours:
             region="us-east-1",
             endpoint=self._server.endpoint.format(account=states.ACCOUNT),
         )
-        return audit.run(repo, limits, network, state.commitment, model=SHAPES)
+        return audit.run(repo, limits, network, state.commitment, known=audit.Known(SHAPES))
 
 
 def expected(real: Mapping[str, Any]) -> str:

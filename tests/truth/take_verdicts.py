@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import datetime as dt
 import importlib
+import inspect
 import json
 import logging
 import math
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +177,10 @@ class Validator:
         early = state.blocks_since_allreduce < half and state.network_epoch != 0
         epoch = state.network_epoch - 1 if early else state.network_epoch
         me.local_progress.epoch = epoch
-        picked = self.uids.get_next_uids_manual(me, epoch)
+        picked = _called(self.uids.get_next_uids_manual, me, epoch=epoch)
         self.reward.benchmark_uids(me)
         tracker = me.uid_tracker[states.UID]
-        asyncio.run(self.reward.score_uids(me, epoch, [states.UID]))
+        asyncio.run(_called(self.reward.score_uids, me, epoch=epoch, uids=[states.UID]))
         scored, scores = me.scored, [tracker.train.random, tracker.train.assigned]
         changes = [part.absolute for part in scores]
         worth = "nothing"
@@ -248,6 +249,12 @@ class Validator:
             session=_Session(boto3.Session(), self.server.endpoint),
             update=self.neuron.update_model_with_pseudo_gradient,
         )
+
+
+def _called(function: Callable[..., Any], me: Any, **known: Any) -> Any:
+    """Call the function with the arguments that its version takes: 1.2.1 has no `epoch`."""
+    takes = inspect.signature(function).parameters
+    return function(me, **{name: value for name, value in known.items() if name in takes})
 
 
 class _Around(types.SimpleNamespace):

@@ -201,15 +201,15 @@ def test_gradients_that_have_not_changed_are_not_fetched_again(tmp_path: Path) -
     publish(tmp_path)
     repo, memory = RepoSettings(kind="local", path=str(tmp_path)), AuditMemory(10**9)
     size = (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
-    reports = [audit.run(repo, FLAT, chain(), memory=memory) for _ in range(2)]
+    reports = [audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory)) for _ in range(2)]
     assert [r.outcome for r in reports] == ["accepted", "accepted"]
     assert reports[0].fetched_bytes > size > reports[1].fetched_bytes > 0
     # Another file, or another model to compare it with, is looked into.
     publish(tmp_path, wvals=torch.tensor([float("nan"), 1.0]))
-    assert audit.run(repo, FLAT, chain(), memory=memory).outcome == "rejected"
+    assert audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory)).outcome == "rejected"
     publish(tmp_path)
     fetched = [
-        audit.run(repo, FLAT, chain(), memory=memory, model=model).fetched_bytes
+        audit.run(repo, FLAT, chain(), known=audit.Known(model, memory)).fetched_bytes
         for model in (None, Shapes({"w": (2,)}))
     ]
     assert min(fetched) > size
@@ -221,9 +221,9 @@ def test_audits_that_repeat_themselves_keep_within_their_bytes_per_hour(tmp_path
     publish(tmp_path)
     size = (tmp_path / "epoch-56" / "gradients.pt").stat().st_size
     repo, memory = RepoSettings(kind="local", path=str(tmp_path)), AuditMemory(2 * size - 1)
-    assert audit.run(repo, FLAT, chain(), memory=memory).outcome == "accepted"
+    assert audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory)).outcome == "accepted"
     publish(tmp_path, wvals=torch.tensor([0.25, 0.5]))
-    late = audit.run(repo, FLAT, chain(), memory=memory)
+    late = audit.run(repo, FLAT, chain(), known=audit.Known(memory=memory))
     assert late.outcome == "unknown"
     assert "more than [repo] audit_bytes_per_hour leaves of this hour" in late.detail
 
@@ -371,10 +371,10 @@ def test_gradients_of_other_shapes_than_the_models_are_rejected(tmp_path: Path) 
     publish(tmp_path)
     repo = RepoSettings(kind="local", path=str(tmp_path))
     assert "shapes unknown" in str(audit.run(repo, FLAT, chain()).verdicts)
-    fitting = audit.run(repo, FLAT, chain(), model=Shapes({"w": [3]}))
+    fitting = audit.run(repo, FLAT, chain(), known=audit.Known(Shapes({"w": [3]})))
     assert fitting.outcome == "accepted"
     assert "of the model's shapes" in str(fitting.verdicts)
-    other = audit.run(repo, FLAT, chain(), model=Shapes({"w": [2]}))
+    other = audit.run(repo, FLAT, chain(), known=audit.Known(Shapes({"w": [2]})))
     assert other.outcome == "rejected"
     assert "w: index 2 is out of bounds (0 to 1)" in other.detail
 

@@ -34,6 +34,8 @@ class Neuron:
     def __init__(self, uid, hotkey):
         self.uid, self.hotkey, self.incentive, self.trust, self.rank = uid, hotkey, 0.25, 0.5, 0.125
         self.emission, self.stake, self.total_stake, self.last_update = 1.5, 9.0, 6.0, 990
+        class AxonInfo: ip, port = "203.0.113.7", 8091
+        self.axon_info = AxonInfo()
 class Substrate:
     def query(self, pallet, entry, params):
         class Scale: value = {"info": {"fields": [[{"Raw5": [tuple(b"hello")]}]]}}
@@ -60,7 +62,8 @@ class Subtensor:
     def __init__(self, network):
         amount = lambda rao: S(rao=rao)
         row = lambda uid, hotkey: S(uid=uid, hotkey=hotkey, incentive=0.25, trust=0.5, rank=0.125,
-            emission=amount(1_500_000_000), total_stake=amount(6_000_000_000), last_update=990)
+            emission=amount(1_500_000_000), total_stake=amount(6_000_000_000), last_update=990,
+            axon="203.0.113.7:8091")
         self.neurons = S(uid=lambda hotkey_ss58, netuid: UID)
         self.subnets = S(metagraph=lambda netuid, commitments: [row(0, "5master"), row(1, "5own")])
         self.identity = S(commitment=lambda netuid, hotkey_ss58: S(data="hello"))
@@ -83,12 +86,29 @@ def test_every_generation_gives_the_same_answers(
     assert (look.trust, look.rank) == pytest.approx((0.5, 0.125), abs=1e-4)
     assert (look.emission, look.stake, look.last_update) == (1.5, 6.0, 990)
     assert (look.commitment, look.master_commitment) == ("hello", "hello")
+    assert look.axon == "203.0.113.7:8091"
     assert chain.summary(look, 57) == (
         "block 1000, registered as uid 1, incentive 0.2500, trust 0.5000, rank 0.1250, emission "
         "1.5, "
         "updated 10 blocks ago, commitment 5 characters, network outer step 57"
     )
     assert "hello" not in str(chain.as_fields(look))
+
+
+@pytest.mark.parametrize(
+    ("source", "axon"),
+    [
+        (NINE.replace('"203.0.113.7", 8091', '"0.0.0.0", 0'), ""),
+        (NINE.replace('"203.0.113.7", 8091', '"2001:db8::1", 8091'), "[2001:db8::1]:8091"),
+        (NINE.replace("self.axon_info = AxonInfo()", "pass"), None),
+        (ELEVEN.replace('axon="203.0.113.7:8091"', "axon=None"), ""),
+    ],
+)
+def test_a_miner_that_announces_no_axon_differs_from_an_unknown_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, axon: str | None
+) -> None:
+    look = with_bittensor(tmp_path, monkeypatch, source.replace("UID", "1"))
+    assert (look.axon, look.errors) == (axon, {})
 
 
 def test_a_uid_that_went_to_another_hotkey_is_a_lost_registration(

@@ -64,10 +64,8 @@ def test_a_slow_look_does_not_undo_a_newer_one(
     once more."""
     before = bench.repo
 
-    def overtaken(_settings: object) -> Published:
-        monkeypatch.setattr(
-            module, "look_at", lambda _settings: replace(before, age_s=2.0, inner_step=60)
-        )
+    def overtaken(*_: object) -> Published:
+        monkeypatch.setattr(module, "look_at", lambda *_: replace(before, age_s=2.0, inner_step=60))
         bench.clock.advance(1.0)
         bench.look()
         return before
@@ -413,47 +411,11 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
     assert "last audit at 1970-01-01T00:00:00Z: rejected: epoch 56: too old" in shown
 
 
-def test_the_audit_runs_on_its_schedule_and_says_what_it_could_not_see(bench: Bench) -> None:
-    assert "audit" not in bench.jobs.repeated
-    bench.part._audit()
-    assert [f.event for f in bench.emitted] == ["audit_failed"]
-    assert bench.said("audit_failed") == [
-        (
-            "AUDIT FAILED: nothing is published: metadata.json is missing or names no "
-            "outer step; upload"
-        )
-    ]
-
-
-def test_audits_run_by_themselves_after_each_verified_push_and_on_a_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a published gradient that scores zero and is looked at by nobody."""
-    looked = []
-    report = audit.AuditReport("accepted", "epoch 56")
-
-    def look(*given: object) -> audit.AuditReport:
-        looked.append(given)
-        return report
-
-    monkeypatch.setattr(audit, "look", look)
-    bench = Bench(tmp_path, monkeypatch, audit_every_s=None)
-    assert bench.jobs.every_s["audit"] == 600.0
-    bench.look()
-    bench.push("started")
-    bench.clock.advance(12)
-    bench.push("finished")
-    bench.repo = Published(age_s=2.0, reason=None, outer_step=56, inner_step=51, checksum="c1")
-    bench.tick()
-    bench.jobs.run()
-    assert bench.said("upload_succeeded") != []
-    assert len(looked) == 1
-    bench.jobs.repeated["audit"]()
-    assert len(looked) == 2
-    # The same verdict again is not reported again.
-    assert [f.severity for f in bench.emitted if f.event == "audit_passed"] == ["info", "debug"]
-    without = Bench(tmp_path / "none", monkeypatch, repo="none", audit_every_s=None)
-    assert "audit" not in without.jobs.repeated
+def test_the_status_holds_the_last_audit(bench: Bench) -> None:
+    finding = audit.AuditReport("rejected", "epoch 56: too old").finding()
+    assert list(bench.part.on_finding(finding)) == []
+    last = bench.part.snapshot()["audit"]
+    assert (last["outcome"], last["detail"]) == ("rejected", "epoch 56: too old")
 
 
 def test_gate_inputs_that_cannot_be_written_are_said_once(

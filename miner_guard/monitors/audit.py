@@ -1,0 +1,78 @@
+"""Audits by themselves: on a schedule and after each verified push, within a byte budget."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from miner_guard.config import Config
+from miner_guard.eventlog.catalog import Finding
+from miner_guard.monitors.base import Context, Monitor
+from miner_guard.system.once import OncePer
+from uploads import audit
+from uploads.audit_memory import AuditMemory
+from validators import shapes
+from validators.facts import AllReduce
+from validators.limits import Limits
+from validators.profiles import chosen, limits_of
+
+_EVERY_S = 600.0
+_REPEAT_S = 3600.0
+"""An unchanged verdict is logged at debug level until then."""
+
+
+class AuditMonitor(Monitor):
+    """Inactive without a repo, or where `[repo] audit_every_s` is 0."""
+
+    name = "audit"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        config = context.config
+        self._limits = Limits.of(config.gate, limits_of(config.miner))
+        self._known = audit.Known(memory=AuditMemory(config.repo.audit_bytes_per_hour))
+        self._running = threading.Lock()
+        self._reports = OncePer(_REPEAT_S)
+        self._every_s = interval_s(config)
+        if self._every_s > 0:
+            context.jobs.every("audit", self._every_s, self._audit)
+
+    def on_finding(self, finding: Finding) -> Iterable[Finding]:
+        if finding.event == "upload_succeeded" and self._every_s > 0:
+            self.context.jobs.once("audit", self._audit)
+        elif finding.event == "allreduce_ended":
+            self._known = replace(self._known, allreduce=allreduce_of(finding.fields))
+        return ()
+
+    def _audit(self) -> None:
+        # A scheduled audit is still running: that one or the next sees the push.
+        if not self._running.acquire(blocking=False):
+            return
+        try:
+            known = replace(self._known, model=shapes.read(self.context.state.shapes))
+            config = self.context.config
+            report = audit.look(config.repo, config.chain, self._limits, known)
+        finally:
+            self._running.release()
+        finding = report.finding()
+        blocked = tuple(v.rule for v in report.verdicts if v.outcome == "block")
+        new = self._reports.ask(self.context.clock.monotonic(), (report.outcome, blocked))
+        self.context.emit(finding if new else finding.at("debug"))
+
+
+def interval_s(config: Config) -> float:
+    """Seconds between two audits; 0 if audits are off."""
+    if config.repo.kind == "none":
+        return 0.0
+    if config.repo.audit_every_s is not None:
+        return config.repo.audit_every_s
+    return _EVERY_S if chosen(config.miner) is not None else 0.0
+
+
+def allreduce_of(fields: Any) -> AllReduce:
+    """How an AllReduce ended, from the event's fields or the monitor `swarm`'s section of the
+    status."""
+    failed = fields.get("reason") is not None
+    return AllReduce(str(fields["reason"]) if failed else None)

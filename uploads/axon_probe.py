@@ -1,0 +1,60 @@
+"""Child process that asks whether the miner's axon answers: `python -m uploads.axon_probe`.
+
+Sends the request that validators send, unsigned: an axon refuses it before its handler runs, and
+the refusal is the answer. Anything that speaks HTTP in time counts.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from typing import Any
+
+from miner_guard.system import probe
+from validators.facts import Axon
+
+PATH = "/IsAlive"
+"""bittensor's axon serves each synapse under its class name."""
+
+_DEADLINE_S = 10.0
+"""Of the child, for interpreter, connection and answer."""
+
+
+def look(address: str | None, timeout_s: float) -> Axon:
+    """Ask the axon at `ip:port` once, for at most `_DEADLINE_S`. Never raises."""
+    if address is None:
+        return Axon(None, reason="the chain did not tell it")
+    if address == "":
+        return Axon("")
+    request = {"address": address, "timeout_s": timeout_s}
+    answer = probe.ask("uploads.axon_probe", request, _DEADLINE_S)
+    if answer.reason is not None or answer.value is None:
+        return Axon(address, reason=answer.reason or "the probe gave no answer")
+    return Axon(address, float(answer.value))
+
+
+def ask(address: str, timeout_s: float) -> float:
+    """Seconds until the first line of an HTTP answer. Raises OSError or HTTPException."""
+    host, _, port = address.rpartition(":")
+    start = time.monotonic()
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
+    try:
+        connection.request("POST", PATH, body="{}", headers={"Content-Type": "application/json"})
+        connection.getresponse()
+        return time.monotonic() - start
+    finally:
+        connection.close()
+
+
+def main() -> None:
+    """Reply with the seconds, or with what went wrong."""
+    request: dict[str, Any] = probe.request()
+    try:
+        # Longer than validators wait, to tell a slow answer from none.
+        probe.reply(ask(request["address"], 2 * request["timeout_s"]))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        probe.reply(error=f"{type(error).__name__}: {error}" if str(error) else repr(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What validators ask of a miner besides its files: that it answers, and that it takes part in
+AllReduces.
+
+Neither is in the published files, so these rules only warn: a bad answer costs a share of the score
+or the next AllReduce, not the upload.
+"""
+
+from __future__ import annotations
+
+from validators.facts import Facts
+from validators.limits import Limits
+from validators.verdict import Verdict
+
+ALIVE = "is_alive"
+ALLREDUCE = "allreduce"
+
+
+def judge_alive(facts: Facts, limits: Limits) -> Verdict:
+    """Whether the axon that the chain names answers from here within the validators' timeout.
+
+    The epoch in its answer stays unknown: it goes only to validators' signed requests.
+    """
+    seen, limit = facts.axon, limits.alive_timeout_s
+    if seen is None or seen.address is None:
+        why = "the chain was not read" if seen is None else seen.reason
+        return Verdict(ALIVE, "unknown", None, limit, f"the miner's axon is unknown: {why}")
+    if seen.address == "":
+        words = "the chain names no axon for this uid, so validators can't invite it; start it"
+        return Verdict(ALIVE, "warn", "", limit, words)
+    if seen.seconds is None:
+        words = (
+            f"the axon {seen.address} does not answer from here ({seen.reason}): validators that "
+            "get no answer either leave the miner out of AllReduces. Open the port; behind NAT try "
+            "from another host"
+        )
+        return Verdict(ALIVE, "warn", None, limit, words)
+    words = f"the axon {seen.address} answers in {seen.seconds:.2f}s"
+    if limit is not None and seen.seconds > limit:
+        return Verdict(
+            ALIVE,
+            "warn",
+            seen.seconds,
+            limit,
+            f"{words}, validators wait {limit:.1f}s. Is the host overloaded?",
+        )
+    return Verdict(ALIVE, "pass", seen.seconds, limit, words)
+
+
+def judge_allreduce(facts: Facts, limits: Limits) -> Verdict:
+    """How the miner's last AllReduce ended, by its own log."""
+    share, seen = limits.allreduce_share, facts.allreduce
+    worth = "" if share is None else f", {share:.0%} of the score"
+    if seen is None:
+        words = f"no AllReduce in the miner's log since the guard started{worth}"
+        return Verdict(ALLREDUCE, "unknown", None, None, words)
+    if seen.error is not None:
+        words = f"the last AllReduce failed here: {seen.error}{worth}; see the log before it"
+        return Verdict(ALLREDUCE, "warn", seen.error, None, words)
+    return Verdict(ALLREDUCE, "pass", "finished", None, "the last AllReduce finished here")
