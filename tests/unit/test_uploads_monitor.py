@@ -112,7 +112,7 @@ def test_a_repo_that_was_emptied_is_said_and_one_that_is_still_empty_is_not() ->
     assert list(watch.look(empty, 0.0)) == []
     list(watch.look(Published(age_s=1.0, reason=None, revision="5.56.50", seen_at=60.0), 60.0))
     assert [message(f) for f in watch.look(empty, 120.0)] == [
-        "REPO UNKNOWN: nothing is published any more, 5.56.50 was"
+        "REPO UNKNOWN: nothing is published any more; before it was 5.56.50"
     ]
     assert list(watch.look(empty, 180.0)) == []
     assert watch.is_stale(60.0 + 2000.0), "what was published last is what the age counts from"
