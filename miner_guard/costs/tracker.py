@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -76,6 +78,9 @@ class MonitoringCostTracker:
         self._level = "ok"
         self._written = float("-inf")
         self._outage = WriteOutage(FILE)
+        if self._file is not None:
+            # The file is at most 5 s old; a process that ends writes the rest.
+            atexit.register(_write_at_exit, weakref.ref(self))
 
     # tracking
 
@@ -340,6 +345,11 @@ class MonitoringCostTracker:
         if self._file is not None and now - self._written >= _WRITE_EVERY_S:
             self._written = now
             self.write()
+
+
+def _write_at_exit(tracker: weakref.ref[MonitoringCostTracker]) -> None:
+    if (own := tracker()) is not None and own._operations:
+        own.write()
 
 
 _global: MonitoringCostTracker | None = None

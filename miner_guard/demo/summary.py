@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -90,12 +91,13 @@ def summarise(
             alarms[event] += 1
         if event == "inner_step" and record.get("rank") == 0:
             steps += 1
-            losses += [v] if isinstance(v := record.get("loss"), (int, float)) else []
+            # A loss that is not finite is a word there: NaN.
+            losses += [float(v)] if (v := record.get("loss")) is not None else []
             times += [v] if (v := record.get("step_time_s")) is not None else []
     hook = ((costs or {}).get("operations") or {}).get("guard.hook") or {}
     return Summary(
         steps=steps,
-        loss_from=_mean(losses[:_AVERAGED]),
+        loss_from=_mean([v for v in losses if math.isfinite(v)][:_AVERAGED]),
         loss_to=_mean(losses[-_AVERAGED:]),
         p50_s=_quantile(times, 0.50),
         p95_s=_quantile(times, 0.95),

@@ -153,7 +153,7 @@ _SPECS = (
     Spec("cpu_fallback", "critical", _BAD, "CPU FALLBACK: {which}: {evidence}", ("which", "verdict", "evidence")),
     Spec("inner_step", "info", "", formatters.inner_step, ("outer_step", "inner_step", "lr", "loss", "step_time_s", "gpu_mem_gb")),
     Spec("step_lines_left_out", "info", "", "{count:~step line} left out (limit {limit_per_s}/s); the flight record has them", ("count", "limit_per_s")),
-    Spec("slow_step", "warning", _WARN, "SLOW STEP: {step_time_s:.1f}s (expected {expected}) - Check GPU usage!", ("step_time_s", "expected", "inner_step", "limit_s", "rule")),
+    Spec("slow_step", "warning", _WARN, formatters.slow_step, ("step_time_s", "expected", "inner_step", "limit_s", "rule")),
     Spec("fast_log", "info", _TIME, ("Fast log time: {total_s:.3f}s (loss calc: {loss_calc_s:.3f}s, overhead: " "{overhead_s:.3f}s)"), ("total_s", "loss_calc_s", "overhead_s", "inner_step")),
     Spec("timing_breakdown", "info", _TIME, formatters.timing_breakdown, ("step", "total_s", "inference_s", "val_loss_s", "example_loss_s", "overhead_s")),
     Spec("timing_red_flag", "warning", _WARN, "TIMING RED FLAG: {which}: {seen} (limit {limit}): {meaning}", ("which", "seen", "limit", "meaning")),

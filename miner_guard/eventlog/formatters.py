@@ -54,6 +54,12 @@ def inner_step(fields: Mapping[str, Any]) -> str:
     )
 
 
+def slow_step(fields: Mapping[str, Any]) -> str:
+    """Source 004's line; its advice only where there may be a GPU."""
+    advice = "" if fields.get("no_gpu") else " - Check GPU usage!"
+    return f"SLOW STEP: {fields['step_time_s']:.1f}s (expected {fields['expected']}){advice}"
+
+
 def _loss_remark(fields: Mapping[str, Any]) -> str:
     """What a reader needs to compare the loss with the trainer's line."""
     step, summed = fields.get("loss_step"), fields.get("loss_summed")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from miner_guard.eventlog.catalog import counted
+
 WIDTH = 200
 PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
 """The console's text before the words: time, level, source and `HEALTH `."""
@@ -109,9 +111,9 @@ def _miner(miner: Part) -> str:
         words.append(f"loss {number(miner['loss'], '.2f')}")
         words.append(f"p50 {number(miner['step_p50_s'], '.3g', 's')}")
     if miner["goodput"] is not None:
-        words.append(f"good {100 * miner['goodput']:.0f}%")
+        words.append(f"goodput {100 * miner['goodput']:.0f}%")
     if miner["restarts"]:
-        words.append(f"restarts {miner['restarts']}")
+        words.append(f"{counted(miner['restarts'], 'restart')}")
     return " ".join(words)
 
 

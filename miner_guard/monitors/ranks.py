@@ -42,6 +42,9 @@ class RanksMonitor(Monitor):
         self._compare_anew()
         self._changed: dict[int, tuple[str, tuple[str, ...]]] = {}
         self._changed_at: float | None = None
+        self._raised: set[int] = set()
+        """Ranks whose CPU fallback was reported and has not cleared."""
+
         self._explained: str | None = None
 
     def _compare_anew(self) -> None:
@@ -141,6 +144,14 @@ class RanksMonitor(Monitor):
 
     def _verdicts(self) -> Iterator[Finding]:
         changed, self._changed, self._changed_at = self._changed, {}, None
+        for rank, (verdict, _) in list(changed.items()):
+            if verdict != CLEARED:
+                self._raised.add(rank)
+            elif rank in self._raised:
+                self._raised.discard(rank)
+            else:
+                # It cleared before the line that it was suspected.
+                del changed[rank]
         for verdict in sorted({verdict for verdict, _ in changed.values()}):
             ranks = sorted(rank for rank, (v, _) in changed.items() if v == verdict)
             which = ("rank " if len(ranks) == 1 else "ranks ") + ",".join(map(str, ranks))

@@ -168,8 +168,15 @@ class StepsMonitor(Monitor):
             step_kind=slow.kind,
             left_out=left_out,
             pause=pause,
+            no_gpu=self._no_gpu() or None,
             phases_s={name: round(seconds, 3) for name, seconds in phases},
         )
+
+    def _no_gpu(self) -> bool:
+        """Whether this is known to be a machine without a GPU."""
+        health = self.context.status().get("health")
+        gpus = health.get("gpus") if isinstance(health, Mapping) else None
+        return isinstance(gpus, Mapping) and gpus.get("state") == "absent"
 
     def _pause(self, step: StepRecord, slow: step_time.SlowStep) -> str | None:
         """The kind of pause; None for a step that is slow in a named phase, or by the absolute

@@ -113,6 +113,16 @@ def test_every_rank_of_torchrun_is_followed(tmp_path: Path) -> None:
     assert attached.entries("finding") == [], "nothing is degraded"
 
 
+@pytest.mark.long
+def test_ranks_without_an_environment_of_their_own_are_told_apart(tmp_path: Path) -> None:
+    """Guards against two processes of torch.multiprocessing.spawn that both pass for rank 0."""
+    attached = run(tmp_path / "run", "spawned.py")
+    for rank in (0, 1):
+        assert [s.inner_step for s in attached.steps(rank)] == [1, 2, 3, 4, 5, 6]
+    assert [f"{s.loss:.4f}" for s in attached.steps()] == attached.losses()
+    assert run(tmp_path / "alone", "spawned.py", mode=None).printed == attached.printed
+
+
 def test_a_sharded_model_is_followed_on_every_rank(tmp_path: Path) -> None:
     attached = run(tmp_path / "run", "with_fsdp.py", ranks=2)
     for rank in (0, 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -319,3 +320,15 @@ def test_another_process_reads_the_running_guards_ledger(tmp_path: Path) -> None
         assert list(other.get_report()["operations"]) == ["own"]
     finally:
         set_global_tracker(None)
+
+
+def test_the_last_seconds_of_a_process_are_in_its_file(tmp_path: Path) -> None:
+    """Guards against a file that lacks up to 5 s of a process that ends."""
+    program = (
+        "import sys; from miner_guard import MonitoringCostTracker as T\n"
+        "t = T(output_dir=sys.argv[1])\n"
+        "for _ in range(7):\n    with t.track('eval'): pass\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    report = json.loads((tmp_path / "monitoring_costs.json").read_text())
+    assert report["operations"]["eval"]["calls"] == 7

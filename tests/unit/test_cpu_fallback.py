@@ -14,7 +14,10 @@ from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.slow_cause import explain
 from miner_guard.eventlog import catalog
 from miner_guard.flight_recorder.layout import FLAG_LOSS_ON_CPU
+from miner_guard.flight_recorder.records import StepRecord
+from miner_guard.monitors.ranks import RanksMonitor
 from miner_guard.rank.introspection import diagnosis_codec
+from tests.support.contexts import context
 from tests.support.simulated_ranks import GIB, Run, healthy
 
 
@@ -62,6 +65,15 @@ def test_low_memory_and_slow_steps_are_suspected_then_cleared(tmp_path: Path) ->
     verdicts = [(f.fields["verdict"], f.severity) for f in run.of("cpu_fallback")]
     assert verdicts == [("suspected", "warning"), ("cleared", "info")]
     assert len(run.of("slow_step")) == 5
+
+
+def test_what_cleared_before_it_was_reported_is_not_reported(tmp_path: Path) -> None:
+    """Guards against `CPU FALLBACK … cleared` of which nobody had heard."""
+    part = RanksMonitor(context(tmp_path, config=replace(Config(), gpu=GpuSettings(expect=2))))
+    small = {"allocated_bytes": 0.05 * GIB, "flags": FLAG_LOSS_ON_CPU}
+    steps = [StepRecord(**(small if n == 1 else {"allocated_bytes": 18 * GIB})) for n in range(9)]
+    list(part.on_steps(1, steps))
+    assert list(part.on_tick(100.0, {})) == []
 
 
 def test_gpus_that_nvml_shows_unused_are_evidence_and_throttling_explains(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_the_line_says_what_matters_in_200_columns() -> None:
     )
     line = summary(snapshot)
     assert line == (
-        "running step 56.84 loss 3.40 p50 15.2s good 93% restarts 1 | gpu 2x 18.4G 40% 70C |"
+        "running step 56.84 loss 3.40 p50 15.2s goodput 93% 1 restart | gpu 2x 18.4G 40% 70C |"
         " cpu 41% mem 1/64G disk 100G | repo 612s | guard 0.3% 48M mon 0.1%"
     )
 
