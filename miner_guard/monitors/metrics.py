@@ -13,6 +13,7 @@ from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.monitors.helper_process import HelperProcess, HelperSpec
+from miner_guard.system.clock import iso_utc
 
 MIN_TOKEN_LENGTH = 16
 """Required beyond loopback. 16 random hexadecimal digits are 64 bits: guessing that over the
@@ -34,6 +35,7 @@ class MetricsMonitor(Monitor):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._events: dict[str, int] = {}
+        self._since = iso_utc(context.clock.wall())
         self._url: str | None = None
         self._problem: str | None = None
         self._server: HelperProcess | None = None
@@ -104,4 +106,4 @@ class MetricsMonitor(Monitor):
     def snapshot(self) -> Mapping[str, Any]:
         reason = self._problem if self._server is None else self._server.reason
         url = self._url if self._server is not None and self._server.running else None
-        return {"events": dict(self._events), "url": url, "reason": reason}
+        return {"events": dict(self._events), "since": self._since, "url": url, "reason": reason}

@@ -11,9 +11,15 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
+from miner_guard.detectors.verdict import STATES
+from miner_guard.eventlog.catalog import CATALOGUE
 from miner_guard.health.snapshot import part
+from miner_guard.system.clock import parse_iso_utc
 
 PREFIX = "minerguard_"
+VERDICT_LEVELS = {state: level for level, state in enumerate(reversed(STATES))}
+"""0 for the best state, so that a fleet sorts by its worst miner."""
+
 Row = tuple[Sequence[str], Any]
 
 _GPU = {
@@ -70,8 +76,10 @@ class _Collector:
         yield from _gauge(
             "status_age_seconds", "Age of the guard's last status.", [((), self._age_s)]
         )
+        yield from _verdict(part(status, "verdict"))
         yield from _run(status)
         yield from _steps(part(status, "steps"))
+        yield from _without_progress(status)
         yield from _uploads(part(status, "uploads"))
         health = part(status, "health")
         yield from _gpus(part(health, "gpus").get("gpus") or ())
@@ -80,9 +88,7 @@ class _Collector:
         yield from _jobs(part(status, "jobs"))
         yield from _costs(part(status, "costs"))
         yield from _events(part(status, "metrics").get("events") or {})
-        yield from _gauge(
-            "chain_block", "Newest block seen.", [((), part(status, "chain").get("block"))]
-        )
+        yield from _chain(part(status, "chain"))
 
 
 def _family(
@@ -105,12 +111,59 @@ _gauge = functools.partial(_family, GaugeMetricFamily)
 _counter = functools.partial(_family, CounterMetricFamily)
 
 
+def _verdict(verdict: Mapping[str, Any]) -> Iterator[Metric]:
+    state = verdict.get("state")
+    level = VERDICT_LEVELS.get(str(state))
+    words = "0 earning, 1 unknown, 2 degraded, 3 not earning, 4 stopped."
+    yield from _gauge("verdict_level", words, [((), level)])
+    since = _seconds(verdict.get("since"))
+    yield from _gauge("verdict_since_timestamp_seconds", "Start of this state.", [((), since)])
+    cause = [((str(verdict["key"]),), 1)] if verdict.get("key") else []
+    yield from _gauge("verdict_cause", "1 for the condition that decides.", cause, labels=["key"])
+
+
+def _without_progress(status: Mapping[str, Any]) -> Iterator[Metric]:
+    """Ages that exist before the first step and the first push too: an alert on an age that does
+    not exist yet could never fire."""
+    updated = _seconds(status.get("updated"))
+    began = _seconds(part(status, "metrics").get("since"))
+    run_s = None if updated is None or began is None else updated - began
+    step_age = part(status, "steps").get("last_step_age_s")
+    repo = part(part(status, "uploads"), "repo")
+    published = run_s if repo.get("empty") else repo.get("age_s")
+    yield from _gauge(
+        "no_step_seconds",
+        "Age of the last step; without one, of this guard.",
+        [((), run_s if step_age is None else step_age)],
+    )
+    yield from _gauge(
+        "no_upload_seconds",
+        "Age of what is published; while the repo is empty, of this guard.",
+        [((), published)],
+    )
+
+
+def _chain(chain: Mapping[str, Any]) -> Iterator[Metric]:
+    registered = chain.get("registered")
+    yield from _gauge("chain_block", "Newest block seen.", [((), chain.get("block"))])
+    yield from _gauge(
+        "chain_registered",
+        "1 for a hotkey on the subnet.",
+        [((), None if registered is None else int(registered))],
+    )
+    yield from _gauge("chain_incentive", "As validators set it.", [((), chain.get("incentive"))])
+    yield from _gauge("chain_rank", "The chain's rank.", [((), chain.get("chain_rank"))])
+
+
 def _run(status: Mapping[str, Any]) -> Iterator[Metric]:
     state = status.get("state")
     yield from _gauge("miner_running", "1 while the miner runs.", [((), int(state == "running"))])
     yield from _gauge(
         "miner_state", "1 for the state in force.", [((str(state),), 1)], labels=["state"]
     )
+    on_cpu = part(part(status, "ranks"), "cpu_fallback").values()
+    certain = sum(1 for row in on_cpu if (row or {}).get("verdict") == "certain")
+    yield from _gauge("cpu_fallback_ranks", "Ranks that compute on the CPU.", [((), certain)])
     yield from _gauge(
         "ranks", "Ranks that report.", [((), len(status.get("rank_processes") or ()))]
     )
@@ -163,6 +216,9 @@ def _uploads(uploads: Mapping[str, Any]) -> Iterator[Metric]:
     yield from _gauge(
         "repo_stale", "1 past the limit.", [((), None if stale is None else int(stale))]
     )
+    audit = part(uploads, "audit").get("outcome")
+    rejected = None if audit not in ("accepted", "rejected") else int(audit == "rejected")
+    yield from _gauge("audit_rejected", "1 if validators would reject it.", [((), rejected)])
 
 
 def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
@@ -235,8 +291,17 @@ def _costs(costs: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
-    rows = [((name,), count) for name, count in sorted(events.items())]
+    # From zero: a counter that appears with its first event hides that event from `increase()`.
+    rows = [((name,), events.get(name, 0)) for name in sorted(CATALOGUE)]
     yield from _counter("events", "Events logged in this run.", rows, labels=["event"])
+
+
+def _seconds(iso: Any) -> float | None:
+    """Seconds since 1970 of an ISO time; None for anything else."""
+    try:
+        return parse_iso_utc(str(iso)) if iso else None
+    except ValueError:
+        return None
 
 
 def _measured(value: Any) -> Any:

@@ -152,7 +152,9 @@ def test_prometheus_scrapes_the_guard_and_every_panel_of_the_dashboard_has_data(
     asked = {
         t["expr"].replace("$instance", ".*"): p["title"]
         for p in board["panels"]
-        for t in p["targets"]
+        for t in p.get("targets", ())
+        # Loki does not run here, and this miner is on no chain.
+        if t["datasource"]["type"] == "prometheus" and "minerguard_chain_" not in t["expr"]
     }
     for expression, panel in asked.items():
         until(

@@ -9,12 +9,18 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from miner_guard.eventlog import formatters
 from miner_guard.eventlog.catalog import CATALOGUE, RESERVED, Spec
@@ -160,8 +166,14 @@ def _metric_names() -> set[str]:
         "state": "running",
         "restarts": 0,
         "steps": steps,
-        "metrics": {"events": {"slow_step": 1}},
-        "uploads": {"repo": {"age_s": 1, "limit_s": 2000, "stale": False}},
+        "verdict": {"state": "earning", "since": "2026-01-02T03:04:05.000000Z", "key": "audited"},
+        "updated": "2026-01-02T03:04:05.000000Z",
+        "metrics": {"events": {"slow_step": 1}, "since": "2026-01-02T03:04:05.000000Z"},
+        "chain": {"block": 1, "registered": True, "incentive": 0.1, "chain_rank": 0.1},
+        "uploads": {
+            "repo": {"age_s": 1, "limit_s": 2000, "stale": False},
+            "audit": {"outcome": "accepted"},
+        },
         "health": {
             "gpus": {"gpus": [gpu]},
             "host": host,
@@ -184,10 +196,120 @@ def test_only_metrics_are_asked_for_that_there_are(file: str) -> None:
     assert asked - _metric_names() == set()
 
 
-def test_the_dashboard_is_one() -> None:
-    board = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
+def _board() -> dict[str, Any]:
+    board: dict[str, Any] = json.loads((OPS / "grafana" / "miner-guard.json").read_text())
+    return board
+
+
+def _panels() -> list[dict[str, Any]]:
+    return [panel for panel in _board()["panels"] if panel["type"] != "row"]
+
+
+def test_the_dashboard_keeps_the_rules_of_grafanas_linter() -> None:
+    """Those of grafana/dashboard-linter: titles, descriptions, units, and every data source a
+    variable, so that it works in any Grafana."""
+    board = _board()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    assert all(target["expr"] for panel in board["panels"] for target in panel["targets"])
+    names = {variable["name"] for variable in board["templating"]["list"]}
+    asked = [*_panels(), *board["annotations"]["list"]]
+    assert {item["datasource"]["uid"] for item in asked} <= {f"${{{name}}}" for name in names}
+    for panel in _panels():
+        assert panel["title"]
+        assert panel["description"]
+        assert all(target["expr"] for target in panel["targets"])
+        if panel["type"] == "timeseries":
+            assert panel["fieldConfig"]["defaults"]["unit"]
+            assert all(target["legendFormat"] for target in panel["targets"])
+            assert all("$instance" in target["expr"] for target in panel["targets"])
+
+
+def test_no_panel_covers_another() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in _board()["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_the_fleets_table_has_one_named_column_for_each_query_and_sorts_the_worst_first() -> None:
+    table = _panels()[0]
+    organize = table["transformations"][1]["options"]
+    assert {f"Value #{target['refId']}" for target in table["targets"]} == set(
+        organize["renameByName"]
+    ) - {"instance"}
+    assert table["options"]["sortBy"] == [{"displayName": "Verdict", "desc": True}]
+    (mapping,) = [
+        p["value"][0]["options"]
+        for o in table["fieldConfig"]["overrides"]
+        for p in o["properties"]
+        if p["id"] == "mappings"
+    ]
+    shown = {level: mapping[str(level)]["text"].lower() for level in range(5)}
+    assert shown == {level: state for state, level in metrics.VERDICT_LEVELS.items()}
+
+
+def test_counters_begin_at_zero_and_ages_before_the_first_step_and_push() -> None:
+    """Guards against increase() that misses the first event, and against alerts on ages that do
+    not exist while nothing has ever stepped or been pushed."""
+    status = {
+        "updated": "2026-01-02T04:04:05.000000Z",
+        "metrics": {"events": {}, "since": "2026-01-02T03:04:05.000000Z"},
+        "uploads": {"repo": {"age_s": None, "empty": True}},
+    }
+    lines = metrics.text(status, version="1", age_s=1.0).decode().splitlines()
+    assert {f'minerguard_events_total{{event="{name}"}} 0.0' for name in CATALOGUE} <= set(lines)
+    assert {"minerguard_no_step_seconds 3600.0", "minerguard_no_upload_seconds 3600.0"} <= {*lines}
+    unread = {**status, "uploads": {"repo": {"age_s": None, "empty": False}}}
+    text = metrics.text(unread, version="1", age_s=1.0).decode()
+    assert "no_upload_seconds" not in text, "an age that could not be read is unknown"
+
+
+def test_every_alert_has_the_runbooks_row_for_it() -> None:
+    with (requires.REPO / "pyproject.toml").open("rb") as file:
+        home = tomllib.load(file)["project"]["urls"]["Homepage"]
+    rules = _yaml("prometheus/rules.yml")["groups"][0]["rules"]
+    for rule in rules:
+        base, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert base == f"{home}/runbook/", rule["alert"]
+        assert anchor in CATALOGUE, rule["alert"]
+
+
+def _yaml(name: str) -> dict[str, Any]:
+    requires.module("yaml")
+    import yaml
+
+    document: dict[str, Any] = yaml.safe_load((OPS / name).read_text(encoding="utf-8"))
+    return document
+
+
+def test_compose_mounts_what_there_is_where_its_programs_look_for_it() -> None:
+    services = _yaml("compose.yaml")["services"]
+    assert set(services) == {"prometheus", "alertmanager", "loki", "alloy", "grafana"}
+    for name, service in services.items():
+        assert ":" in service["image"], f"{name}: a pinned version"
+        targets = [
+            mount.split(":")[-2 if mount.endswith(":ro") else -1] for mount in service["volumes"]
+        ]
+        for mount in service["volumes"]:
+            if mount.startswith("./"):
+                assert (OPS / mount.partition(":")[0]).exists(), mount
+        for word in service.get("command", []):
+            path = word.rpartition("=")[2]
+            if path.startswith("/"):
+                assert any(path.startswith(target) for target in targets), word
+    sources = {
+        source["type"]: source["url"] for source in _yaml("grafana/datasources.yml")["datasources"]
+    }
+    assert set(sources) == {"prometheus", "loki"}
+    assert services["alloy"]["environment"]["LOKI_URL"].startswith(sources["loki"])
+    assert str(_yaml("loki/loki.yml")["server"]["http_listen_port"]) in sources["loki"]
+    provider = _yaml("grafana/dashboards.yml")["providers"][0]["options"]["path"]
+    assert any(f":{provider}/" in mount for mount in services["grafana"]["volumes"])
 
 
 def test_grafanas_own_types_know_every_key_of_the_dashboard() -> None:
