@@ -26,35 +26,44 @@ class TimeSeries:
         self.times = array("d")
         self.values = array("d")
         self._coarser: TimeSeries | None = None
-        self._group: list[tuple[float, float]] = []
+        self._count = 0
         self._first: tuple[float, float] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.times)
 
     def add(self, time: float, value: Any) -> None:
-        """Append a number; anything else is a gap."""
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        """Append a number; anything else is a gap. A report of a month calls this a million
+        times."""
+        if type(value) is not float:
+            if type(value) is not int:
+                return
+            value = float(value)
+        elif value - value != 0.0:  # NaN or infinite
             return
-        point = (time, float(value))
-        self._first = self._first or point
-        self.times.append(point[0])
-        self.values.append(point[1])
-        self._group.append(point)
-        if len(self._group) == _GROUP:
+        self.times.append(time)
+        self.values.append(value)
+        self._count += 1
+        if self._count % _GROUP == 0:
             self._fold()
+        elif self._count == 1:
+            self._first = (time, value)
+
+    def _fold(self) -> None:
+        """Pass the smallest and the largest point of the last group on: no extreme is lost."""
+        if self._coarser is None:
+            self._coarser = TimeSeries()
+        values, start = self.values[-_GROUP:], len(self.values) - _GROUP
+        for place in sorted({values.index(min(values)), values.index(max(values))}):
+            self._coarser.add(self.times[start + place], values[place])
         if len(self.times) > _MAX_POINTS:
             del self.times[: _MAX_POINTS // 2], self.values[: _MAX_POINTS // 2]
 
-    def _fold(self) -> None:
-        """Pass the smallest and the largest point of the group on: no extreme is lost."""
-        if self._coarser is None:
-            self._coarser = TimeSeries()
-        low = min(self._group, key=lambda point: point[1])
-        high = max(self._group, key=lambda point: point[1])
-        for point in sorted({low, high}):
-            self._coarser.add(*point)
-        self._group.clear()
+    def _open_group(self) -> list[tuple[float, float]]:
+        """The newest points, which are not part of a full group yet."""
+        length = self._count % _GROUP
+        start = len(self.times) - length
+        return list(zip(self.times[start:], self.values[start:], strict=True))
 
     @property
     def first(self) -> tuple[float, float] | None:
@@ -90,10 +99,7 @@ class TimeSeries:
         if coarser is None or (last - first <= most and not dropped):
             return list(zip(self.times[first:last], self.values[first:last], strict=True))
         older = coarser.window(start, end, most)
-        # The newest points are not part of a full group yet.
-        since = coarser.times[-1]
-        tail = [point for point in self._group if since < point[0] <= end and point[0] >= start]
-        return older + tail
+        return older + [point for point in self._open_group() if start <= point[0] <= end]
 
     def first_time(self, true: Callable[[float], bool]) -> float | None:
         """The time of the first value for which `true` holds."""
@@ -101,7 +107,7 @@ class TimeSeries:
             return next(self._times_where(true, -math.inf, math.inf), None)
         found = self._coarser.first_time(true)
         if found is None:
-            return next((time for time, value in self._group if true(value)), None)
+            return next((time for time, value in self._open_group() if true(value)), None)
         # The extreme that was found lies in a group; an earlier value of that group may do too.
         place = bisect.bisect_left(self.times, found)
         begin = self.times[max(0, place - _GROUP)] if self.times else math.inf
