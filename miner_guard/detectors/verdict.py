@@ -125,7 +125,7 @@ class Memory:
         if finding.event not in begins:
             table.pop(key, None)
         elif len(table) < 64:
-            table[key] = str(finding.fields.get("what") or finding.fields.get("reason"))
+            table[key] = str(finding.fields.get("reason") or finding.fields.get("what"))
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,11 @@ CONDITIONS: tuple[Condition, ...] = (
         "disk", DEGRADED, _disk, "free space on the disk of the state directory", "disk_full"
     ),
     Condition(
-        "due_but_blocked", DEGRADED, _due_but_blocked, "read the rule that blocks", "upload_blocked"
+        "due_but_blocked",
+        DEGRADED,
+        _due_but_blocked,
+        "fix what the rule names; all rules: miner-guard gate",
+        "upload_blocked",
     ),
     Condition(
         "straggler", DEGRADED, _straggling, "compare the ranks: miner-guard top", "straggler"

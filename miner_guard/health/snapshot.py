@@ -46,7 +46,7 @@ def assemble(
             "goodput": goodput(steps),
         },
         "ranks": {
-            rank: {key: row.get(key) for key in ("step_time_s", "gpu_mem_gb")}
+            rank: {"work_s": own_work_s(row), "gpu_mem_gb": row.get("gpu_mem_gb")}
             for rank, row in part(steps, "per_rank").items()
         },
         "gpus": gpus,
@@ -66,6 +66,16 @@ def part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """One section of a status or of a section, empty where it is missing."""
     value = document.get(name)
     return value if isinstance(value, Mapping) else {}
+
+
+def own_work_s(row: Part) -> float | None:
+    """Seconds of a rank's last step in which it worked itself, without its wait for the others:
+    collectives give all ranks the same step time. `row`: of `steps.per_rank` in the status."""
+    seconds, phases = row.get("step_time_s"), part(row, "phases_s")
+    if seconds is None:
+        return None
+    waited = sum(phases.get(name) or 0.0 for name in ("collective", "allreduce"))
+    return float(max(0.0, seconds - waited))
 
 
 def goodput(steps: Mapping[str, Any]) -> float | None:

@@ -53,14 +53,18 @@ def _training(data: Data) -> list[Plot]:
         breaks=ends,
         off_axis=_first_steps(data),
     )
-    ranks = sorted(data.rank_step_time, key=int)[:_MOST_RANKS]
+    ranks = sorted(data.rank_work, key=int)[:_MOST_RANKS]
     by_rank = [
-        Line(f"rank {rank}", data.rank_step_time[rank], f"hue{place}")
+        Line(f"rank {rank}", data.rank_work[rank], f"hue{place}")
         for place, rank in enumerate(ranks)
     ]
     if len(by_rank) < 2:
         return [loss, steps]
-    return [loss, steps, Plot("Step time by rank", "s", by_rank, bands=outages)]
+    return [
+        loss,
+        steps,
+        Plot("Own work by rank", "s of a step, without waiting", by_rank, bands=outages),
+    ]
 
 
 def _repo_age(data: Data, gate: GateSettings) -> Plot:

@@ -61,7 +61,7 @@ _KEPT = 5_000
 """For each kind of event, the first and at least this many of the newest are kept for plots and
 tables."""
 
-_SMOOTH_HALF_STEPS = 20.0
+_SMOOTH_HALF_STEPS = 10.0
 """Steps after which a value weighs half in the smoothed loss."""
 
 _GAP_S = 600.0
@@ -96,7 +96,7 @@ class Data:
     gpu_use: TimeSeries = field(default_factory=TimeSeries)
     gpu_memory: TimeSeries = field(default_factory=TimeSeries)
     goodput: TimeSeries = field(default_factory=TimeSeries)
-    rank_step_time: dict[str, TimeSeries] = field(default_factory=dict)
+    rank_work: dict[str, TimeSeries] = field(default_factory=dict)
     seen: TimeSeries = field(default_factory=TimeSeries)
     """A point for each health snapshot: the guard ran."""
 
@@ -229,7 +229,7 @@ def _take_snapshot(data: Data, when: float, record: Mapping[str, Any]) -> None:
     data.repo_age.add(when, ((snapshot.get("uploads") or {}).get("repo") or {}).get("age_s"))
     data.goodput.add(when, (snapshot.get("miner") or {}).get("goodput"))
     for rank, row in (snapshot.get("ranks") or {}).items():
-        data.rank_step_time.setdefault(rank, TimeSeries()).add(when, row.get("step_time_s"))
+        data.rank_work.setdefault(rank, TimeSeries()).add(when, row.get("work_s"))
     rows = (snapshot.get("gpus") or {}).get("gpus") or []
     used = [
         row["memory_used_bytes"] / 1024**3

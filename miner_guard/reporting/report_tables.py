@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from miner_guard.config import GateSettings
-from miner_guard.health.snapshot import part
+from miner_guard.health.snapshot import own_work_s, part
 from miner_guard.reporting.report_data import Data, Mark
 from miner_guard.reporting.report_milestones import milestones
 
@@ -152,10 +152,7 @@ def _known(value: Any) -> float:
 
 
 def _own_s(row: Mapping[str, Any]) -> float:
-    """Seconds of the last step that the rank worked itself, without waiting for the others."""
-    phases = part(row, "phases_s")
-    waited = sum(_known(phases.get(name)) for name in ("collective", "allreduce"))
-    return max(0.0, _known(row.get("step_time_s")) - waited)
+    return own_work_s(row) or 0.0
 
 
 def _lag(own_s: float, usual_s: float) -> str:
