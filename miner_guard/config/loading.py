@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import types
 import typing
@@ -15,9 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from miner_guard.config import Config
+from miner_guard.config import Config, Range
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -165,6 +164,11 @@ def _checked(section: str, key: str, value: Any, where: str, *, strict: bool) ->
         value = tuple(value)
     if strict and isinstance(value, int) and not isinstance(value, bool) and not _takes_int(hint):
         value = float(value)
+    plain = plain_value(hint, value, strict=strict)
+    if plain is not UNSURE:
+        return plain
+    from pydantic import TypeAdapter, ValidationError
+
     try:
         return TypeAdapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
@@ -200,12 +204,65 @@ def _from_text(hint: Any, text: str) -> Any:
     return text
 
 
+UNSURE: Any = object()
+_PLAIN_NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
+
+
+def plain_value(hint: Any, value: Any, *, strict: bool) -> Any:
+    """The setting's value where that is beyond doubt, else `UNSURE`: pydantic decides the rest, and
+    its import takes longer than all else that a short command does. `strict`: text stays text."""
+    if value is None or isinstance(value, tuple):
+        fits = type(None) in _alternatives(hint) if value is None else _is_texts(hint, value)
+        return value if fits else UNSURE
+    alternatives = typing.get_args(hint) if _is_union(hint) else (hint,)
+    answers = [_plain_in(each, value, strict=strict) for each in alternatives]
+    fitting = [answer for answer in answers if answer is not UNSURE]
+    return fitting[0] if len(fitting) == 1 else UNSURE
+
+
+def _is_texts(hint: Any, value: tuple[Any, ...]) -> bool:
+    return hint == tuple[str, ...] and all(type(each) is str for each in value)
+
+
+def _plain_in(hint: Any, value: Any, *, strict: bool) -> Any:
+    """`plain_value` for one alternative."""
+    kind = _bare(hint)
+    if typing.get_origin(kind) is typing.Literal:
+        return value if type(value) is str and value in typing.get_args(kind) else UNSURE
+    if type(value) is str and kind is not str and not strict:
+        value = _number_or_bool(kind, value)
+    if kind not in (bool, int, float, str) or type(value) is not kind:
+        return UNSURE
+    limits = hint.__metadata__ if kind is not hint else ()
+    return value if all(_within(each, value) for each in limits) else UNSURE
+
+
+def _number_or_bool(kind: Any, text: str) -> Any:
+    if kind is bool:
+        return {"true": True, "false": False}.get(text, UNSURE)
+    whole = kind is int and text.isascii() and text.isdecimal()
+    return kind(text) if whole or (kind is float and _PLAIN_NUMBER.fullmatch(text)) else UNSURE
+
+
+def _within(limits: Range, value: float) -> bool:
+    return (
+        value - value == 0
+        and (limits.gt is None or value > limits.gt)
+        and (limits.ge is None or value >= limits.ge)
+        and (limits.le is None or value <= limits.le)
+    )
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
 def _bare(hint: Any) -> Any:
     return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    if _is_union(hint):
         return tuple(_bare(a) for a in typing.get_args(hint))
     return (_bare(hint),)
 
@@ -235,7 +292,7 @@ def describe(hint: Any) -> str:
     outer = typing.get_origin(hint)
     if outer is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if outer in (typing.Union, types.UnionType):
+    if _is_union(hint):
         return " or ".join(describe(a) for a in typing.get_args(hint))
     if outer is tuple:
         return "a list of " + describe(typing.get_args(hint)[0])

@@ -10,11 +10,11 @@ table `[words]`: a line that names a server must hold one of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 
-from miner_guard.eventlog.literal_search import literal_search
-from miner_guard.incidents.parsing import Document, parsed
+from miner_guard.eventlog.literal_search import LiteralSearch, literal_search
+from miner_guard.incidents.parsing import Document, check_expressions, parsed
 from miner_guard.incidents.patterns import ROLES, Benign, Pattern
 
 _MAX_ANSWERS = 4096
@@ -40,16 +40,28 @@ class Knowledge:
             for event in labels[name].events:
                 self.causes_by_event.setdefault(event, []).append(name)
         self._framed = sorted((p for p in patterns if p.frames), key=lambda p: "" in p.frames)
-        self._search = literal_search(word for entry in self.entries for word in entry.literals)
-        self._by_word: dict[bytes, list[Pattern | Benign]] = {}
-        entries: list[Pattern | Benign] = [*read.benign, *patterns]
-        for entry in entries:
-            pattern = entry.pattern if isinstance(entry, Benign) else entry
-            for word in () if pattern.frames else pattern.any_of:
-                self._by_word.setdefault(word, []).append(entry)
-        self._order = {entry: n for n, entry in enumerate(entries)}
+        self._ordered: tuple[Pattern | Benign, ...] = (*read.benign, *patterns)
         self._answers: dict[str, list[Pattern] | Benign] = {}
         """Results for recent lines: ranks and restarts print the same ones."""
+
+    # The three below are made for the first line that holds a trigger.
+
+    @cached_property
+    def _search(self) -> LiteralSearch:
+        return literal_search(word for entry in self.entries for word in entry.literals)
+
+    @cached_property
+    def _by_word(self) -> dict[bytes, list[Pattern | Benign]]:
+        found: dict[bytes, list[Pattern | Benign]] = {}
+        for entry in self._ordered:
+            pattern = entry.pattern if isinstance(entry, Benign) else entry
+            for word in () if pattern.frames else pattern.any_of:
+                found.setdefault(word, []).append(entry)
+        return found
+
+    @cached_property
+    def _order(self) -> dict[Pattern | Benign, int]:
+        return {entry: n for n, entry in enumerate(self._ordered)}
 
     def match(self, text: str) -> list[Pattern] | Benign:
         """The matches of a lower-cased, cleaned line: benign, or one pattern per label, causes
@@ -97,12 +109,21 @@ class Knowledge:
 
 @lru_cache(maxsize=1)
 def load() -> Knowledge:
-    """The knowledge shipped with the package. Raises BadKnowledge."""
+    """The knowledge shipped with the package, whose expressions the tests check. Raises
+    BadKnowledge."""
+    return Knowledge(parsed(shipped()))
+
+
+def shipped() -> dict[str, str]:
+    """The package's TOML documents by file name."""
     here = resources.files("miner_guard.incidents")
     files = sorted((f for f in here.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return parse({f.name: f.read_text(encoding="utf-8") for f in files})
+    return {f.name: f.read_text(encoding="utf-8") for f in files}
 
 
 def parse(texts: Mapping[str, str]) -> Knowledge:
-    """Knowledge from TOML documents by file name. Raises BadKnowledge."""
-    return Knowledge(parsed(texts))
+    """Knowledge from TOML documents by file name, with its expressions checked. Raises
+    BadKnowledge."""
+    known = Knowledge(parsed(texts))
+    check_expressions(known.entries)
+    return known

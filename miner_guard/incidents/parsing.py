@@ -166,7 +166,7 @@ def _pattern(where: str, label: str, entry: Mapping[str, Any]) -> Pattern:
         has=_words(where, entry, "has", required=True),
         excludes=_words(where, entry, "not"),
         servers=_words(where, entry, "servers"),
-        regex=_regex(where, entry),
+        expression=entry.get("regex"),
         frames=tuple(entry.get("frames", ())),
         cause=entry.get("cause", ""),
         fix=entry.get("fix", ""),
@@ -191,16 +191,20 @@ def _words(
     return words
 
 
-def _regex(where: str, entry: Mapping[str, Any]) -> re.Pattern[str] | None:
-    if "regex" not in entry:
-        return None
+def check_expressions(patterns: Iterable[Pattern]) -> None:
+    """Raises BadKnowledge for an expression that is none, or may take more than linear time."""
+    for pattern in patterns:
+        if pattern.expression is not None:
+            _check_expression(pattern.label, pattern.expression)
+
+
+def _check_expression(label: str, expression: str) -> None:
     try:
-        regex = re.compile(entry["regex"])
+        re.compile(expression)
     except re.error as error:
-        raise BadKnowledge(f"{where}: regex {entry['regex']!r}: {error}") from error
-    if problem := regexes.superlinear(regex.pattern):
-        raise BadKnowledge(f"{where}: regex {regex.pattern!r} holds {problem}")
-    return regex
+        raise BadKnowledge(f"{label}: regex {expression!r}: {error}") from error
+    if problem := regexes.superlinear(expression):
+        raise BadKnowledge(f"{label}: regex {expression!r} holds {problem}")
 
 
 def _check_references(

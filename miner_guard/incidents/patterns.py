@@ -54,7 +54,9 @@ class Pattern:
     role: str
     has: tuple[str, ...]
     excludes: tuple[str, ...]
-    regex: re.Pattern[str] | None
+    expression: str | None
+    """The regular expression that must be found too."""
+
     servers: tuple[str, ...] = ()
     """If set, a line that names a server must hold one of these words: those of the servers meant.
     """
@@ -92,9 +94,15 @@ class Pattern:
     counts only where the line shows no other label."""
 
     @cached_property
+    def regex(self) -> re.Pattern[str] | None:
+        """`expression`, compiled for the first line that needs it: all of them together take half
+        of the guard's start."""
+        return None if self.expression is None else re.compile(self.expression)
+
+    @cached_property
     def needs(self) -> regexes.Requirement:
-        """Words without which `regex` cannot match."""
-        return regexes.NOTHING if self.regex is None else regexes.requirement(self.regex.pattern)
+        """Words without which `expression` cannot match."""
+        return regexes.NOTHING if self.expression is None else regexes.requirement(self.expression)
 
     @cached_property
     def any_of(self) -> frozenset[bytes]:
@@ -142,7 +150,7 @@ class Pattern:
 
     @cached_property
     def _width(self) -> int | None:
-        return None if self.regex is None else regexes.width(self.regex.pattern)
+        return None if self.expression is None else regexes.width(self.expression)
 
     def first_word(self, text: str) -> int:
         """Offset of the first of `has` in a long line; 0 where it is near the beginning."""
