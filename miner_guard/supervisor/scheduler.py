@@ -60,7 +60,7 @@ class Scheduler:
         """Start the schedule. Earlier jobs are only queued, so that the miner starts before the
         import of APScheduler."""
         with defer_import("asyncio", iscoroutinefunction=inspect.iscoroutinefunction):
-            # A job is never a coroutine; asyncio would cost 6 MB.
+            # A job is never a coroutine; asyncio would cost 3 MB.
             from apscheduler.executors.pool import ThreadPoolExecutor
             from apscheduler.schedulers.base import BaseScheduler
 
