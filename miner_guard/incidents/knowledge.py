@@ -97,6 +97,7 @@ class Knowledge:
         for p in self._framed:
             if (
                 (p.instead & told if told else not p.instead)
+                and not p.any_of.isdisjoint(words)
                 and any(f in frames for f in p.frames)
                 and p.matches(text, words)
             ):

@@ -42,19 +42,38 @@ _PREFIX = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
+_FRAME = '  File "'
 _RANK_INSIDE = re.compile(r"\[rank\s?(\d{1,5})\]|\brank:?\s(\d{1,5})\s\|", re.IGNORECASE)
 _MAX_PREFIXES = 8
 _MAX_PREFIX = 400
 """Characters of a line within which a prefix ends."""
 
 
+_BLOB = re.compile(rb"[A-Za-z0-9+/=_-]{256,}")
+"""Encoded data: no word, path or symbol is as long."""
+
+_BLOB_LINE = re.compile(rb"\s*[A-Za-z0-9+/=]{48,}\s*")
+
+
+def without_blobs(raw: bytes) -> bytes:
+    """`raw` without encoded data, such as base64, in which short words occur by chance; empty for
+    a line of nothing else."""
+    if b" " not in raw and _BLOB_LINE.fullmatch(raw):
+        return b""
+    return _BLOB.sub(b" ", raw) if len(raw) >= 256 else raw
+
+
 def clean(raw: bytes) -> tuple[int | None, str]:
     """The rank named in a line's prefix, and the line's text; blanks after the prefix are kept."""
     # Two searches that begin with a fixed byte are several times as fast as one with a choice.
-    raw = _ANSI_WITHOUT_ESC.sub(b"", _ANSI.sub(b"", raw)).translate(None, _CONTROL)
-    text = raw.decode("utf-8", "replace")
+    if b"\x1b" in raw:
+        raw = _ANSI.sub(b"", raw)
+    if b"[" in raw:
+        raw = _ANSI_WITHOUT_ESC.sub(b"", raw)
+    text = raw.translate(None, _CONTROL).decode("utf-8", "replace")
     rank: int | None = None
-    for _ in range(_MAX_PREFIXES):
+    # A frame has no prefix, and is the most frequent line of a log full of errors.
+    for _ in range(0 if text.startswith(_FRAME) else _MAX_PREFIXES):
         prefix = _PREFIX.match(text, 0, _MAX_PREFIX)
         if prefix is None:
             break

@@ -14,7 +14,14 @@ from dataclasses import replace
 from miner_guard.eventlog.line_templates import LineChunk, TemplateFilter, template
 from miner_guard.incidents import own
 from miner_guard.incidents.knowledge import Knowledge
-from miner_guard.incidents.log_text import MAX_LINE, OVERLAP, clean, excerpt, unwrapped
+from miner_guard.incidents.log_text import (
+    MAX_LINE,
+    OVERLAP,
+    clean,
+    excerpt,
+    unwrapped,
+    without_blobs,
+)
 from miner_guard.incidents.patterns import Benign, Pattern
 from miner_guard.incidents.recovery import PendingError, RecoveryTracker, pending
 from miner_guard.incidents.sightings import Launched, Passed, Retraction, Seen, Sighting
@@ -120,7 +127,8 @@ class Scanner:
             if index in hits:
                 found: list[Seen] = []
                 self._line(lines[index], self.line + index, found)
-                seen += self._relevant(found, shapes, index)
+                if found:
+                    seen += self._relevant(found, shapes, index)
         for troubles, number in self._course.overcome(lines, shapes, self.line, self._tried(seen)):
             for trouble in troubles:
                 roles = (
@@ -168,10 +176,16 @@ class Scanner:
         }
 
     def _line(self, line: bytes, number: int, seen: list[Seen]) -> None:
-        pieces = [piece for part in _pieces(line) for piece in part.split(b"\r") if piece]
-        for piece in pieces:
-            if len(pieces) == 1 or self._sieve.holds(template(piece)):
-                self._piece(piece, number, seen)
+        if self._tracebacks.frame(line, number):
+            return
+        short = without_blobs(line)
+        if short is line and len(line) <= MAX_LINE and b"\r" not in line:
+            self._piece(line, number, seen)
+            return
+        for part in _pieces(short):
+            for piece in part.split(b"\r"):
+                if piece and self._sieve.holds(template(piece)):
+                    self._piece(piece, number, seen)
 
     def _piece(self, raw: bytes, number: int, seen: list[Seen]) -> None:
         rank, text = clean(raw)

@@ -27,6 +27,8 @@ _FRAME = re.compile(
 )
 """Stack frame lines of Python and IPython."""
 
+_PLAIN_FRAME = re.compile(rb'  File "([^"]{1,1000})", line \d+, in \S+\r?$')
+
 _STARTS = "traceback (most recent call last)"
 _IGNORED = "exception ignored in"
 
@@ -74,6 +76,11 @@ class _Traceback:
     frames: str = ""
     raises: str = ""
 
+    def passes(self, path: str) -> None:
+        """Add the lower-cased path of a frame."""
+        if len(self.frames) < _MAX_FRAMES:
+            self.frames += path.replace("\\", "/") + " "
+
 
 class Tracebacks:
     """The open traceback of each rank; a log may begin in the middle of one."""
@@ -91,21 +98,44 @@ class Tracebacks:
         lowered = line.lowered
         inner = lowered.lstrip()
         starts = _STARTS in lowered
-        quoted = 'file "' in lowered or lowered.startswith("file ")
+        quoted = inner.startswith("file ") or 'file "' in lowered
         frame = _FRAME.search(lowered) if quoted else None
         opened = self._open.get(line.rank)
         ignored = _IGNORED in lowered or (opened is not None and opened.ignored and starts)
         # A warning may quote a frame; one that begins a line belongs to a traceback.
         positions = frame is not None and inner.startswith("file ")
-        begins = starts or ignored or (positions and opened is None)
-        if begins and (opened is not None or len(self._open) < MAX_STREAMS):
-            self._open[line.rank] = opened = _Traceback(line.number, ignored)
-        if frame and opened is not None and len(opened.frames) < _MAX_FRAMES:
-            opened.frames += (frame[1] or frame[2]).replace("\\", "/") + " "
+        if starts or ignored or (positions and opened is None):
+            opened = self._begin(line.rank, line.number, ignored=ignored)
+        if frame and opened is not None:
+            opened.passes(frame[1] or frame[2])
         if opened is not None and inner.startswith("raise "):
             opened.raises = line.text.strip()
             return True
         return positions
+
+    def frame(self, raw: bytes, number: int) -> bool:
+        """Take a line as the interpreter writes it, without a prefix; False if it is not part of a
+        frame.
+
+        Most lines of a log full of errors are: this is `follow` for them, several times as fast.
+        """
+        opened = self._open.get(None)
+        if opened is not None and raw.startswith(b"    raise "):
+            opened.raises = raw.strip().decode("utf-8", "replace")
+            return True
+        frame = _PLAIN_FRAME.match(raw)
+        if frame is None:
+            return False
+        opened = opened or self._begin(None, number)
+        if opened is not None:
+            opened.passes(frame[1].decode("utf-8", "replace").lower())
+        return True
+
+    def _begin(self, rank: int | None, number: int, *, ignored: bool = False) -> _Traceback | None:
+        if rank not in self._open and len(self._open) >= MAX_STREAMS:
+            return None
+        self._open[rank] = begun = _Traceback(number, ignored)
+        return begun
 
     def ignores(self, line: LogLine) -> bool:
         """Whether the line belongs to an exception that Python ignores."""
