@@ -84,13 +84,14 @@ def check(lines: Iterable[str], patterns: Patterns) -> LogCheck:
     for place, raw in enumerate(lines, 1):
         result.lines = place
         for text in filter(None, raw.rstrip("\n").split("\r")):
-            _take(result, steps, place, text, patterns)
+            _take(result, steps, (place, text), patterns)
     for logged in steps.finish(float(result.lines)):
         result.steps.append(StepSeen(result.lines, logged.line, "(the end of the log)"))
     return result
 
 
-def _take(result: LogCheck, steps: LogSteps, place: int, text: str, patterns: Patterns) -> None:
+def _take(result: LogCheck, steps: LogSteps, numbered: tuple[int, str], patterns: Patterns) -> None:
+    place, text = numbered
     said = read(text, patterns)
     if isinstance(said, StepLine):
         for logged in steps.observe(said, float(place)):

@@ -22,6 +22,7 @@ from miner_guard.cli.options import (
     open_context,
 )
 from miner_guard.costs import PRESETS, Budget, estimate, table
+from miner_guard.eventlog.status_document import read_status
 from miner_guard.exits import FAILED, NOT_RUNNING, USAGE, Refused
 
 
@@ -134,12 +135,11 @@ def _fitting(seconds: float, step_time_s: float, budget_pct: float) -> int:
 
 
 def _step_time(place: CommandContext) -> float:
-    status = statedir.read_json(place.state.status)
-    steps = status.get("steps") if isinstance(status, dict) else None
-    median = steps.get("p50_s") if isinstance(steps, dict) else None
-    if not isinstance(median, (int, float)) or not 0 < median < math.inf:
+    status = read_status(place.state)
+    median = None if status is None else status.steps.p50_s
+    if median is None or not 0 < median < math.inf:
         raise Refused("no step time is known here; give --step-time SECONDS", USAGE)
-    return float(median)
+    return median
 
 
 def _words(answer: dict[str, Any]) -> str:

@@ -4,13 +4,14 @@ readable without colour."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from miner_guard.detectors.verdict import headline, shown
 from miner_guard.eventlog.rendering import visible
-from miner_guard.health.snapshot import number, part
+from miner_guard.eventlog.status_document import HealthStatus, StatusDocument, StepsStatus
+from miner_guard.health.snapshot import number
 from miner_guard.system.clock import parse_iso_utc
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -28,15 +29,14 @@ class CurveHistory:
     step_time: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _last: int = -1
 
-    def take(self, steps: Mapping[str, Any]) -> None:
+    def take(self, steps: StepsStatus) -> None:
         """Add the newest step, once."""
-        total = steps.get("total_steps")
-        if not isinstance(total, int) or total == self._last:
+        if steps.total_steps is None or steps.total_steps == self._last:
             return
-        self._last = total
-        for curve, key in ((self.loss, "loss"), (self.step_time, "step_time_s")):
-            if isinstance(steps.get(key), (int, float)):
-                curve.append(float(steps[key]))
+        self._last = steps.total_steps
+        for curve, value in ((self.loss, steps.loss), (self.step_time, steps.step_time_s)):
+            if isinstance(value, (int, float)):
+                curve.append(float(value))
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
@@ -71,7 +71,7 @@ def duration(seconds: Any) -> str:
 
 
 def lines(
-    status: Mapping[str, Any] | None,
+    status: StatusDocument | None,
     curves: CurveHistory,
     events: Sequence[str],
     *,
@@ -103,7 +103,7 @@ def cut(line: str, width: int, *, ascii_only: bool = False) -> str:
 
 
 def overview(
-    status: Mapping[str, Any],
+    status: StatusDocument,
     curves: CurveHistory,
     width: int,
     *,
@@ -111,112 +111,106 @@ def overview(
     ascii_only: bool = False,
 ) -> list[str]:
     """Steps, uploads, ranks, GPUs, host; `status` shows the same lines."""
-    steps = part(status, "steps")
     rows = [
-        *_steps(steps, curves, width, ascii_only),
+        *_steps(status.steps, curves, width, ascii_only),
         *_uploads(status, min_inner_step, ascii_only),
     ]
-    rows += [*_ranks(steps), *_gpus(part(status, "health")), _host(status)]
+    rows += [*_ranks(status.steps), *_gpus(status.health), _host(status)]
     return [cut(line, width, ascii_only=ascii_only) for line in rows]
 
 
-def verdict_lines(status: Mapping[str, Any], age_s: float = 0.0) -> list[str]:
+def verdict_lines(status: StatusDocument, age_s: float = 0.0) -> list[str]:
     """The verdict that a person on call reads first, and the next step."""
     verdict = shown(status, age_s)
-    step, event = verdict.get("next_step"), verdict.get("event")
+    step, event = verdict.next_step, verdict.event
     anchor = f" (runbook: {event})" if event else ""
-    now = str(status.get("updated") or "")
+    now = str(status.updated or "")
     return [headline(verdict, now), *([f"next   {step}{anchor}"] if step else [])]
 
 
-def head(status: Mapping[str, Any], age_s: float) -> str:
+def head(status: StatusDocument, age_s: float) -> str:
     """State, restarts, goodput and the cost of monitoring."""
-    goodput = part(part(status, "steps"), "goodput").get("training")
-    words = [f"miner  {status.get('state')}", f"restarts {number(status.get('restarts'))}"]
+    goodput = status.steps.goodput.get("training")
+    words = [f"miner  {status.state}", f"restarts {number(status.restarts)}"]
     words.append(f"goodput {number(None if goodput is None else 100 * goodput, '.0f', '%')}")
-    words.append(f"monitoring {number(part(status, 'costs').get('share_pct'), '.2f', '%')}")
+    words.append(f"monitoring {number(status.costs.share_pct, '.2f', '%')}")
     if age_s > 5:
         words.append(f"OLD: as of {duration(age_s)} ago")
     return "  ".join(words)
 
 
-def _steps(
-    steps: Mapping[str, Any], curves: CurveHistory, width: int, ascii_only: bool
-) -> list[str]:
+def _steps(steps: StepsStatus, curves: CurveHistory, width: int, ascii_only: bool) -> list[str]:
     room = max(10, min(60, width - 34))
-    place = f"outer {number(steps.get('outer_step'))} inner {number(steps.get('inner_step'))}"
-    speed = (
-        f"p50 {number(steps.get('p50_s'), '.3g', 's')} p95 {number(steps.get('p95_s'), '.3g', 's')}"
-    )
+    place = f"outer {number(steps.outer_step)} inner {number(steps.inner_step)}"
+    speed = f"p50 {number(steps.p50_s, '.3g', 's')} p95 {number(steps.p95_s, '.3g', 's')}"
     last = (
-        f"last {duration(steps.get('last_step_age_s'))} ago, "
-        f"{number(steps.get('tokens_per_s'), ',.0f')} tokens/s"
+        f"last {duration(steps.last_step_age_s)} ago, {number(steps.tokens_per_s, ',.0f')} tokens/s"
     )
     return [
         f"steps  {place}  {speed}  {last}",
         (
-            f"loss   {number(steps.get('loss'), '.4f'):<7}  "
+            f"loss   {number(steps.loss, '.4f'):<7}  "
             f"{sparkline(curves.loss, room, ascii_only=ascii_only)}"
         ),
-        f"time   {number(steps.get('step_time_s'), '.2f', 's'):<7}  "
+        f"time   {number(steps.step_time_s, '.2f', 's'):<7}  "
         f"{sparkline(curves.step_time, room, ascii_only=ascii_only)}",
     ]
 
 
-def _uploads(status: Mapping[str, Any], least: int, ascii_only: bool) -> list[str]:
-    steps, uploads = part(status, "steps"), part(status, "uploads")
-    repo, decision = part(uploads, "repo"), part(uploads, "decision")
-    inner = steps.get("inner_step")
+def _uploads(status: StatusDocument, least: int, ascii_only: bool) -> list[str]:
+    steps, uploads = status.steps, status.uploads
+    repo, decision = uploads.repo, uploads.decision
+    inner = steps.inner_step
     # Prefer the running guard's value: this terminal's settings may differ.
-    least = part(uploads, "forecast").get("min_inner_step") or least
+    least = (uploads.forecast and uploads.forecast.min_inner_step) or least
     bar = progress_bar(inner or 0, least, 20, ascii_only=ascii_only)
     valid = (
-        ("valid now" if decision.get("allowed") is not False else "far enough, but blocked")
+        (
+            "valid now"
+            if decision is None or decision.allowed is not False
+            else "far enough, but blocked"
+        )
         if isinstance(inner, int) and inner >= least
-        else f"valid in {duration(steps.get('eta_upload_s'))}"
+        else f"valid in {duration(steps.eta_upload_s)}"
     )
-    age, limit = repo.get("age_s"), repo.get("limit_s")
-    state = "STALE" if repo.get("stale") else "due" if repo.get("due") else "fresh"
+    age, limit = repo.age_s, repo.limit_s
+    state = "STALE" if repo.stale else "due" if repo.due else "fresh"
     known = (
         f"{number(age, ',.0f', 's')} of {number(limit, ',.0f', 's')} ({state}) "
-        f"{repo.get('revision') or ''}"
+        f"{repo.revision or ''}"
     )
     unseen = (
-        "empty: nothing is published"
-        if repo.get("empty")
-        else f"unknown: {repo.get('reason') or 'not read yet'}"
+        "empty: nothing is published" if repo.empty else f"unknown: {repo.reason or 'not read yet'}"
     )
     rows = [
         (
             f"upload {bar} {number(inner)}/{least} {valid}; outer step in "
-            f"{duration(steps.get('eta_outer_s'))}"
+            f"{duration(steps.eta_outer_s)}"
         ),
         f"repo   {known if age is not None else unseen}",
     ]
-    if decision:
-        word = "allowed" if decision.get("allowed") else "BLOCKED"
-        rows.append(
-            f"gate   {word}{_ago(status, decision.get('decided_at'))}: {decision.get('reason')}"
-        )
-        if decision.get("note"):
-            rows.append(f"       {decision['note']}")
+    if decision is not None:
+        word = "allowed" if decision.allowed else "BLOCKED"
+        rows.append(f"gate   {word}{_ago(status, decision.decided_at)}: {decision.reason}")
+        if decision.note:
+            rows.append(f"       {decision.note}")
     return rows
 
 
-def _ago(status: Mapping[str, Any], wall: Any) -> str:
+def _ago(status: StatusDocument, wall: float | None) -> str:
     """` 3m ago`, relative to the status; empty where a time is unknown."""
-    updated = status.get("updated")
-    if not isinstance(wall, (int, float)) or not isinstance(updated, str):
+    updated = status.updated
+    if wall is None or updated is None:
         return ""
     return f" {duration(parse_iso_utc(updated) - wall)} ago"
 
 
-def _ranks(steps: Mapping[str, Any]) -> list[str]:
+def _ranks(steps: StepsStatus) -> list[str]:
     rows = []
-    for rank, row in part(steps, "per_rank").items():
-        memory = row.get("gpu_mem_gb")
+    for rank, row in steps.per_rank.items():
+        memory = row.gpu_mem_gb
         told = "mem ?" if memory is None else number(memory, ".1f", "GB")
-        rows.append(f"rank {rank}: {number(row.get('step_time_s'), '.3g', 's')} {told}")
+        rows.append(f"rank {rank}: {number(row.step_time_s, '.3g', 's')} {told}")
     return _in_threes(rows)
 
 
@@ -227,10 +221,9 @@ def _in_threes(cells: list[str]) -> list[str]:
     return [" | ".join(cells[place : place + 3]) for place in range(0, len(cells), 3)]
 
 
-def _gpus(health: Mapping[str, Any]) -> list[str]:
-    gpus = part(health, "gpus")
+def _gpus(health: HealthStatus) -> list[str]:
     rows = []
-    for row in gpus.get("gpus") or ():
+    for row in health.gpus.gpus:
         used, total, busy = (
             row.get("memory_used_bytes"),
             row.get("memory_total_bytes"),
@@ -248,17 +241,17 @@ def _gpus(health: Mapping[str, Any]) -> list[str]:
             f"gpu{row.get('index')} {number(busy and 100 * busy, '.0f', '%')} {memory} {heat}{bad}"
         )
     if not rows:
-        reason = part(health, "unknown").get("gpus") or gpus.get("reason") or "not read yet"
+        reason = health.unknown.get("gpus") or health.gpus.reason or "not read yet"
         return [f"gpus   {reason}"]
     return _in_threes(rows)
 
 
-def _host(status: Mapping[str, Any]) -> str:
-    host = part(part(status, "health"), "host")
+def _host(status: StatusDocument) -> str:
+    host = status.health.host
     used, limit, disk = (
         host.get(key) for key in ("memory_used_bytes", "memory_limit_bytes", "disk_free_bytes")
     )
-    guard = part(part(status, "health"), "guard")
+    guard = status.health.guard
     own = (
         f"guard {number(guard.get('cpu_pct'), '.1f', '%')} "
         f"{number(_mib(guard.get('memory_bytes')), '.0f', 'MB')}"

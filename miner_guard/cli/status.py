@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +18,8 @@ from miner_guard.cli.top import curves_of
 from miner_guard.config import HangSettings
 from miner_guard.eventlog import query
 from miner_guard.eventlog.query import Query
+from miner_guard.eventlog.status_document import StatusDocument, UploadsStatus
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
-from miner_guard.health.snapshot import part
 from miner_guard.system.clock import iso_utc
 
 _WIDTH = 120
@@ -53,25 +53,23 @@ def command(
         raise Refused(
             f"the guard in {place.state.root} does not answer: {error!r}", FAILED
         ) from error
+    status = StatusDocument.from_json({"updated": iso_utc(time.time()), **document})
     if check:
-        _check(document, place.settings.config.hang)
+        _check(status, place.settings.config.hang)
         return
     if as_json:
         echo(json.dumps(document, ensure_ascii=False, indent=1))
         return
     hits = query.last(place.state.log, Query(least_level="warning"), _EVENTS)
     told = [screen.cut(f"{hit.ts[:19]}Z {hit.level:<8} {hit.headline}", _WIDTH) for hit in hits]
-    document = {"updated": iso_utc(time.time()), **document}
     echo(
         "\n".join(
-            _lines(
-                document, curves_of(place.state), told, place.settings.config.gate.min_inner_step
-            )
+            _lines(status, curves_of(place.state), told, place.settings.config.gate.min_inner_step)
         )
     )
 
 
-def _check(status: Mapping[str, Any], hang: HangSettings) -> None:
+def _check(status: StatusDocument, hang: HangSettings) -> None:
     """The answer of `/healthz`, for a container or Kubernetes probe that runs a command. Raises
     Refused (1)."""
     from miner_guard.reporting import progress
@@ -92,37 +90,44 @@ def _last_end(log: Path) -> str:
 
 
 def _lines(
-    document: Mapping[str, Any], curves: CurveHistory, events: list[str], min_inner_step: int
+    status: StatusDocument, curves: CurveHistory, events: list[str], min_inner_step: int
 ) -> list[str]:
     """One screen: the run, then what `top` shows, then the last warnings."""
-    paused = "  restarts paused" if document.get("paused") else ""
-    since = f" since {str(document.get('started'))[:19]}Z" if document.get("started") else ""
-    ranks = ", ".join(sorted(document.get("rank_processes") or {}, key=int)) or "none yet"
+    paused = "  restarts paused" if status.paused else ""
+    since = f" since {status.started[:19]}Z" if status.started else ""
+    ranks = ", ".join(sorted(status.rank_processes, key=int)) or "none yet"
     return [
-        *screen.verdict_lines(document),
-        screen.head(document, 0.0) + paused,
-        f"run    {document.get('run_id')}, attempt {document.get('attempt')}{since}, guard pid "
-        f"{document.get('pid')},"
-        f" miner pid {document.get('miner_pid')}, ranks {ranks}",
+        *screen.verdict_lines(status),
+        screen.head(status, 0.0) + paused,
+        f"run    {status.run_id}, attempt {status.attempt}{since}, guard pid "
+        f"{status.pid},"
+        f" miner pid {status.miner_pid}, ranks {ranks}",
         *(
             line.rstrip()
-            for line in screen.overview(document, curves, _WIDTH, min_inner_step=min_inner_step)
+            for line in screen.overview(status, curves, _WIDTH, min_inner_step=min_inner_step)
         ),
-        *(screen.cut(line, _WIDTH) for line in _last(part(document, "uploads"))),
+        *(screen.cut(line, _WIDTH) for line in _last(status.uploads)),
         *(["", "last warnings", *events] if events else ["", "no warnings"]),
     ]
 
 
-def _last(uploads: Mapping[str, Any]) -> Iterator[str]:
+def _last(uploads: UploadsStatus) -> Iterator[str]:
     """The ledger's latest upload and the audit's verdict; the gate's decision is shown above."""
-    told = {
-        "upload": ("tag", "outcome", "error"),
-        "audit": ("outcome", "detail"),
-        "incident": ("label",),
-        "restart": ("cause",),
-    }
-    for name, fields in told.items():
-        if known := part(uploads, name):
-            words = ": ".join(str(known[field]) for field in fields if known.get(field) is not None)
-            when = known.get("wall")
-            yield f"last {name}{'' if when is None else f' at {iso_utc(when)[:19]}Z'}: {words}"
+    upload, audit, incident, restart = (
+        uploads.upload,
+        uploads.audit,
+        uploads.incident,
+        uploads.restart,
+    )
+    rows: list[tuple[str, float | None, Sequence[str | None]]] = []
+    if upload is not None:
+        rows.append(("upload", upload.wall, (upload.tag, upload.outcome, upload.error)))
+    if audit is not None:
+        rows.append(("audit", audit.wall, (audit.outcome, audit.detail)))
+    if incident is not None:
+        rows.append(("incident", incident.wall, (incident.label,)))
+    if restart is not None:
+        rows.append(("restart", restart.wall, (restart.cause,)))
+    for name, wall, words in rows:
+        when = "" if wall is None else f" at {iso_utc(wall)[:19]}Z"
+        yield f"last {name}{when}: {': '.join(word for word in words if word is not None)}"

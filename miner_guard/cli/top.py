@@ -11,7 +11,7 @@ import time
 import tty
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,8 +23,8 @@ from miner_guard.cli.options import AnyName, Config, State, a_number, start_or_n
 from miner_guard.eventlog import query
 from miner_guard.eventlog.catalog import CATALOGUE
 from miner_guard.eventlog.query import Follower, Hit, Query
+from miner_guard.eventlog.status_document import StepsStatus, read_status
 from miner_guard.exits import NOT_RUNNING, Refused
-from miner_guard.health.snapshot import part
 
 _LAST_EVENTS = 40
 _SHOWN = frozenset(CATALOGUE) - {"inner_step", "health_snapshot"}
@@ -50,7 +50,7 @@ def command(
     """What the running guard knows, live: the way to the next upload, ranks, GPUs, curves, events.
     q ends it."""
     place = open_guard(config, name, state_dir)
-    if not isinstance(statedir.read_json(place.state.status), dict):
+    if read_status(place.state) is None:
         raise Refused(
             f"no guard has run in {place.state.root}; {start_or_name(place.state)}", NOT_RUNNING
         )
@@ -83,10 +83,9 @@ class View:
     def lines(self, width: int, height: int) -> list[str]:
         """The current screen."""
         self._take(self._follower.poll())
-        status: Any = statedir.read_json(self._state.status)
-        document = status if isinstance(status, dict) else None
+        document = read_status(self._state)
         if document is not None:
-            self._curves.take(part(document, "steps"))
+            self._curves.take(document.steps)
         return screen.lines(
             document,
             self._curves,
@@ -103,7 +102,7 @@ def curves_of(state: statedir.StateDir) -> screen.CurveHistory:
     """The latest logged steps."""
     curves = screen.CurveHistory()
     for hit in query.last(state.log, Query(events=frozenset({"inner_step"})), _STEPS_READ):
-        curves.take(hit.record())
+        curves.take(StepsStatus.from_json(hit.record()))
     return curves
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, message
+from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
 
 _LASTING = frozenset({"loss_nan", "audit_failed", "repo_stale", "cpu_fallback"})
 _ENDED_BY = {
@@ -65,9 +66,9 @@ class RunVerdict:
     key: str
     """Stable name of the condition; the numbers in the sentence change, the key does not."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, as in status.json."""
-        return asdict(self)
+    def status(self, since: str | None = None) -> VerdictStatus:
+        """As in status.json; `since` is UTC, ISO 8601."""
+        return VerdictStatus(**asdict(self), since=since)
 
 
 @dataclass
@@ -134,7 +135,7 @@ class Condition:
 
     key: str
     state: str
-    cause: Callable[[Mapping[str, Any], Memory], str | None]
+    cause: Callable[[StatusDocument, Memory], str | None]
     """Returns the cause where the condition holds, else None."""
 
     next_step: str
@@ -142,7 +143,7 @@ class Condition:
     confidence: str = "measured"
 
 
-def judge(status: Mapping[str, Any], memory: Memory) -> RunVerdict:
+def judge(status: StatusDocument, memory: Memory) -> RunVerdict:
     """The verdict on this status document; unknown where nothing shows whether the miner earns."""
     for condition in CONDITIONS:
         cause = condition.cause(status, memory) or memory.reported.get(condition.event or "")
@@ -158,33 +159,25 @@ def judge(status: Mapping[str, Any], memory: Memory) -> RunVerdict:
     return _healthy(status)
 
 
-def _healthy(status: Mapping[str, Any]) -> RunVerdict:
+def _healthy(status: StatusDocument) -> RunVerdict:
     """No condition holds: earning after an accepted audit, or likely after a verified upload."""
-    audit, upload = _part(status, "uploads", "audit"), _part(status, "uploads", "upload")
-    repo = _part(status, "uploads", "repo")
-    if audit.get("outcome") == "accepted":
+    audit, upload, repo = status.uploads.audit, status.uploads.upload, status.uploads.repo
+    if audit is not None and audit.outcome == "accepted":
         return RunVerdict(EARNING, _progress(status), "", None, "measured", "audited")
-    if upload.get("outcome") == "verified" and repo.get("stale") is False:
+    if upload is not None and upload.outcome == "verified" and repo.stale is False:
         cause = f"{_progress(status)}; the last upload was verified, no audit has judged it"
         return RunVerdict(EARNING, cause, "", None, "likely", "uploaded")
-    why = repo.get("reason") or "nothing has been uploaded yet"
+    why = repo.reason or "nothing has been uploaded yet"
     cause = f"{_progress(status)}; whether validators accept it is unknown: {why}"
-    step = "set [repo] and run `miner-guard audit`" if repo.get("revision") is None else ""
+    step = "set [repo] and run `miner-guard audit`" if repo.revision is None else ""
     return RunVerdict(UNKNOWN, cause, step, None, "unknown", "not_audited")
 
 
-def _part(status: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    value: Any = status
-    for name in names:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value if isinstance(value, Mapping) else {}
-
-
-def _progress(status: Mapping[str, Any]) -> str:
-    steps = _part(status, "steps")
-    loss = steps.get("loss")
-    words = f"training at outer step {_or(steps.get('outer_step'))}, inner step "
-    words += _or(steps.get("inner_step"))
+def _progress(status: StatusDocument) -> str:
+    steps = status.steps
+    loss = steps.loss
+    words = f"training at outer step {_or(steps.outer_step)}, inner step "
+    words += _or(steps.inner_step)
     return words + (f", loss {loss:.2f}" if isinstance(loss, (int, float)) else "")
 
 
@@ -192,127 +185,124 @@ def _or(value: Any) -> str:
     return "unknown" if value is None else str(value)
 
 
-def _paused(status: Mapping[str, Any], memory: Memory) -> str | None:
-    return "an operator paused the miner" if status.get("state") == "paused" else None
+def _paused(status: StatusDocument, memory: Memory) -> str | None:
+    return "an operator paused the miner" if status.state == "paused" else None
 
 
-def _gave_up(status: Mapping[str, Any], memory: Memory) -> str | None:
+def _gave_up(status: StatusDocument, memory: Memory) -> str | None:
     return memory.crash_loop and f"crash loop: {memory.crash_loop}"
 
 
-def _finished(status: Mapping[str, Any], memory: Memory) -> str | None:
-    if status.get("state") != "done" or not _part(status, "last_exit").get("finished"):
+def _finished(status: StatusDocument, memory: Memory) -> str | None:
+    last = status.last_exit
+    if status.state != "done" or last is None or not last.finished:
         return None
     return "the miner finished its work"
 
 
-def _done(status: Mapping[str, Any], memory: Memory) -> str | None:
-    return "the guard stopped the miner" if status.get("state") == "done" else None
+def _done(status: StatusDocument, memory: Memory) -> str | None:
+    return "the guard stopped the miner" if status.state == "done" else None
 
 
-def _restarting(status: Mapping[str, Any], memory: Memory) -> str | None:
-    if status.get("state") in ("running", None) and memory.restart is None:
+def _restarting(status: StatusDocument, memory: Memory) -> str | None:
+    if status.state in ("running", None) and memory.restart is None:
         return None
     if memory.restart is not None:
         attempt = f"attempt {memory.restart.get('attempt')} of {memory.restart.get('max_restarts')}"
         why = memory.hang or str(memory.restart.get("cause"))
         return f"{why}; restarting, {attempt}"
-    if status.get("state") == "starting":
+    if status.state == "starting":
         return None
-    return f"the miner is {status.get('state')}"
+    return f"the miner is {status.state}"
 
 
-def _hanging(status: Mapping[str, Any], memory: Memory) -> str | None:
-    return _part(status, "hang").get("hang") or memory.hang
+def _hanging(status: StatusDocument, memory: Memory) -> str | None:
+    return status.hang.hang or memory.hang
 
 
-def _loss_not_finite(status: Mapping[str, Any], memory: Memory) -> str | None:
-    steps = _part(status, "steps")
-    loss = steps.get("loss")
+def _loss_not_finite(status: StatusDocument, memory: Memory) -> str | None:
+    steps = status.steps
+    loss = steps.loss
     if loss not in ("NaN", "Infinity", "-Infinity"):
         return None
-    return f"loss is {loss} at step {_or(steps.get('inner_step'))}"
+    return f"loss is {loss} at step {_or(steps.inner_step)}"
 
 
-def _on_cpu(status: Mapping[str, Any], memory: Memory) -> str | None:
-    ranks = _part(status, "ranks", "cpu_fallback")
-    on_cpu = [
-        rank for rank, seen in ranks.items() if _part(ranks, rank).get("verdict") == "certain"
-    ]
+def _on_cpu(status: StatusDocument, memory: Memory) -> str | None:
+    on_cpu = [r for r, seen in status.ranks.cpu_fallback.items() if seen.verdict == "certain"]
     return f"the model runs on the CPU on rank {', '.join(on_cpu)}" if on_cpu else None
 
 
-def _unregistered(status: Mapping[str, Any], memory: Memory) -> str | None:
-    chain = _part(status, "chain")
-    return "the hotkey is not registered" if chain.get("registered") is False else None
+def _unregistered(status: StatusDocument, memory: Memory) -> str | None:
+    return "the hotkey is not registered" if status.chain.registered is False else None
 
 
-def _rejected(status: Mapping[str, Any], memory: Memory) -> str | None:
-    audit = _part(status, "uploads", "audit")
-    if audit.get("outcome") != "rejected":
+def _rejected(status: StatusDocument, memory: Memory) -> str | None:
+    audit = status.uploads.audit
+    if audit is None or audit.outcome != "rejected":
         return None
-    return f"validators would reject what is published: {audit.get('detail')}"
+    return f"validators would reject what is published: {audit.detail}"
 
 
-def _stale(status: Mapping[str, Any], memory: Memory) -> str | None:
-    repo = _part(status, "uploads", "repo")
-    if not repo.get("stale"):
+def _stale(status: StatusDocument, memory: Memory) -> str | None:
+    repo = status.uploads.repo
+    if not repo.stale:
         return None
-    age, limit = _or(repo.get("age_s")), _or(repo.get("limit_s"))
+    age, limit = _or(repo.age_s), _or(repo.limit_s)
     return f"the published gradients are {age} s old (limit {limit} s)"
 
 
-def _no_step(status: Mapping[str, Any], memory: Memory) -> str | None:
-    if _part(status, "steps").get("total_steps") is not None:
+def _no_step(status: StatusDocument, memory: Memory) -> str | None:
+    if status.steps.total_steps is not None:
         return None
-    return "the miner starts" if status.get("state") == "starting" else "no step seen yet"
+    return "the miner starts" if status.state == "starting" else "no step seen yet"
 
 
-def _overdue(status: Mapping[str, Any], memory: Memory) -> str | None:
+def _overdue(status: StatusDocument, memory: Memory) -> str | None:
     """A step takes far longer than any before it, and the guard has not called it a hang yet."""
-    steps, hang = _part(status, "steps"), _part(status, "hang")
-    age, longest = steps.get("last_step_age_s"), steps.get("max_s")
-    if age is None or longest is None or steps.get("phase") not in _STEPPING:
+    steps, hang = status.steps, status.hang
+    age, longest = steps.last_step_age_s, steps.max_s
+    if age is None or longest is None or steps.phase not in _STEPPING:
         return None
-    if status.get("state") != "running" or age < max(_QUIET_S, _QUIET_FACTOR * longest):
+    if status.state != "running" or age < max(_QUIET_S, _QUIET_FACTOR * longest):
         return None
-    limit = hang.get("limit_s")
+    limit = hang.limit_s
     until = f"; counted as a hang from {limit:.0f} s on" if limit is not None else ""
     return f"no step for {age:.0f} s (the longest took {longest:.1f} s){until}"
 
 
-def _gpu_fault(status: Mapping[str, Any], memory: Memory) -> str | None:
+def _gpu_fault(status: StatusDocument, memory: Memory) -> str | None:
     faults = [f"{gpu} {what}" for gpu, what in sorted(memory.gpu_faults.items())]
     return "; ".join(faults) or None
 
 
-def _disk(status: Mapping[str, Any], memory: Memory) -> str | None:
+def _disk(status: StatusDocument, memory: Memory) -> str | None:
     rows = [f"{what} cannot be written ({reason})" for what, reason in sorted(memory.disks.items())]
     return "; ".join(rows) or None
 
 
-def _straggling(status: Mapping[str, Any], memory: Memory) -> str | None:
+def _straggling(status: StatusDocument, memory: Memory) -> str | None:
     return memory.straggler
 
 
-def _slow(status: Mapping[str, Any], memory: Memory) -> str | None:
-    steps = _part(status, "steps")
-    p50 = steps.get("p50_s")
-    return f"steps take {p50:.1f} s" if steps.get("grade") == "bad" and p50 is not None else None
+def _slow(status: StatusDocument, memory: Memory) -> str | None:
+    steps = status.steps
+    p50 = steps.p50_s
+    return f"steps take {p50:.1f} s" if steps.grade == "bad" and p50 is not None else None
 
 
-def _due_but_blocked(status: Mapping[str, Any], memory: Memory) -> str | None:
-    decision, repo = _part(status, "uploads", "decision"), _part(status, "uploads", "repo")
-    if decision.get("allowed") is not False or not repo.get("due"):
+def _due_but_blocked(status: StatusDocument, memory: Memory) -> str | None:
+    decision, repo = status.uploads.decision, status.uploads.repo
+    if decision is None or decision.allowed is not False or not repo.due:
         return None
-    return f"the gate blocks an upload that is due: {decision.get('reason')}"
+    return f"the gate blocks an upload that is due: {decision.reason}"
 
 
-def _over_budget(status: Mapping[str, Any], memory: Memory) -> str | None:
-    costs = _part(status, "costs")
-    if costs.get("budget_status") != "critical":
+def _over_budget(status: StatusDocument, memory: Memory) -> str | None:
+    costs = status.costs
+    if costs.budget_status != "critical":
         return None
-    return f"monitoring takes {costs.get('share_pct', 0.0):.1f}% of training time"
+    return f"monitoring takes {costs.share_pct or 0.0:.1f}% of training time"
 
 
 CONDITIONS: tuple[Condition, ...] = (
@@ -404,51 +394,51 @@ CONDITIONS: tuple[Condition, ...] = (
 """The order of judgement: conditions that stop earning before those that only slow it."""
 
 
-def shown(status: Mapping[str, Any] | None, age_s: float) -> Mapping[str, Any]:
+def shown(status: StatusDocument | None, age_s: float) -> VerdictStatus:
     """The verdict to show for a status document that the guard wrote `age_s` seconds ago: what a
     guard that has fallen silent last knew is no verdict."""
-    if status is None:
-        return {
-            "state": UNKNOWN,
-            "cause": "no guard has run here yet",
-            "next_step": "start it: miner-guard run -- CMD",
-            "event": "guard_started",
-            "confidence": "unknown",
-        }
-    if age_s > SILENT_S and status.get("state") != "done":
-        last = _part(status, "verdict").get("state") or "unknown"
-        return {
-            "state": UNKNOWN,
-            "since": status.get("updated"),
-            "cause": f"the guard has written nothing for {_age(age_s)}; it last said {last}",
-            "next_step": "look for its process on that machine: pm2 status, or systemctl status",
-            "event": "guard_stopped",
-            "confidence": "measured",
-        }
-    return _part(status, "verdict") or {"state": UNKNOWN, "cause": "the guard has not judged yet"}
+    if status is None or status == StatusDocument():
+        return VerdictStatus(
+            state=UNKNOWN,
+            cause="no guard has run here yet",
+            next_step="start it: miner-guard run -- CMD",
+            event="guard_started",
+            confidence="unknown",
+        )
+    if age_s > SILENT_S and status.state != "done":
+        last = (status.verdict and status.verdict.state) or "unknown"
+        return VerdictStatus(
+            state=UNKNOWN,
+            since=status.updated,
+            cause=f"the guard has written nothing for {_age(age_s)}; it last said {last}",
+            next_step="look for its process on that machine: pm2 status, or systemctl status",
+            event="guard_stopped",
+            confidence="measured",
+        )
+    return status.verdict or VerdictStatus(state=UNKNOWN, cause="the guard has not judged yet")
 
 
 def _age(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def headline(verdict: Mapping[str, Any] | None, now: str = "") -> str:
+def headline(verdict: VerdictStatus | None, now: str = "") -> str:
     """`NOT EARNING since 12:03 UTC: rank 1 hangs in allreduce; restarting, attempt 2 of 5`.
 
     `verdict` is the status document's; None where the guard wrote none. `now`: see `state_since`.
     """
     if not verdict:
         return "UNKNOWN: the guard has not judged yet"
-    return f"{state_since(verdict, now)}: {verdict.get('cause')}"
+    return f"{state_since(verdict, now)}: {verdict.cause}"
 
 
-def state_since(verdict: Mapping[str, Any], now: str = "") -> str:
+def state_since(verdict: VerdictStatus, now: str = "") -> str:
     """`NOT EARNING since 12:03 UTC`, without the cause. `now`: the ISO time of reading; where it is
     of another day, the date is named too."""
-    since = str(verdict.get("since") or "")
+    since = str(verdict.since or "")
     day = f"{since[:10]} " if now and now[:10] != since[:10] else ""
     when = f" since {day}{since[11:16]} UTC" if len(since) >= 16 else ""
-    return f"{str(verdict.get('state')).upper()}{when}"
+    return f"{str(verdict.state).upper()}{when}"
 
 
 def worst(verdicts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miner_guard.eventlog.catalog import counted
+from miner_guard.eventlog.status_document import StatusDocument, StepsStatus, UploadsStatus
 
 WIDTH = 200
 PREFIX = len("2026-01-02T03:04:05.678Z | INFO | guard | HEALTH ")
@@ -19,7 +20,7 @@ Part = Mapping[str, Any]
 
 
 def assemble(
-    status: Mapping[str, Any],
+    document: Mapping[str, Any],
     *,
     host: Part | None,
     gpus: Part | None,
@@ -27,64 +28,44 @@ def assemble(
     unknown: Mapping[str, str],
 ) -> dict[str, Any]:
     """The document. Unknown values are null, with their reason under `unknown` by name."""
-    steps, uploads = part(status, "steps"), part(status, "uploads")
+    status = StatusDocument.from_json(document)
+    steps, costs = status.steps, status.costs
     return {
         "miner": {
-            "state": status.get("state"),
-            "verdict": part(status, "verdict").get("state"),
-            "pid": status.get("miner_pid"),
-            "attempt": status.get("attempt"),
-            "restarts": status.get("restarts"),
-            "ranks": len(status.get("rank_processes") or ()),
-            "outer_step": steps.get("outer_step"),
-            "inner_step": steps.get("inner_step"),
-            "total_steps": steps.get("total_steps"),
-            "loss": steps.get("loss"),
-            "step_p50_s": steps.get("p50_s"),
-            "step_p95_s": steps.get("p95_s"),
-            "last_step_age_s": steps.get("last_step_age_s"),
+            "state": status.state,
+            "verdict": status.verdict and status.verdict.state,
+            "pid": status.miner_pid,
+            "attempt": status.attempt,
+            "restarts": status.restarts,
+            "ranks": len(status.rank_processes),
+            "outer_step": steps.outer_step,
+            "inner_step": steps.inner_step,
+            "total_steps": steps.total_steps,
+            "loss": steps.loss,
+            "step_p50_s": steps.p50_s,
+            "step_p95_s": steps.p95_s,
+            "last_step_age_s": steps.last_step_age_s,
             "goodput": goodput(steps),
         },
         "ranks": {
-            rank: {"work_s": own_work_s(row), "gpu_mem_gb": row.get("gpu_mem_gb")}
-            for rank, row in part(steps, "per_rank").items()
+            rank: {"work_s": row.work_s, "gpu_mem_gb": row.gpu_mem_gb}
+            for rank, row in steps.per_rank.items()
         },
         "gpus": gpus,
         "host": host,
-        "uploads": dict(uploads) or None,
-        "chain": dict(part(status, "chain")) or None,
+        "uploads": document.get("uploads") or None,
+        "chain": document.get("chain") or None,
         "costs": {
-            key: part(status, "costs").get(key)
-            for key in ("share_pct", "budget_pct", "guard_blocking_pct")
+            key: getattr(costs, key) for key in ("share_pct", "budget_pct", "guard_blocking_pct")
         },
-        "guard": {**guard, "jobs": dict(part(status, "jobs")) or None},
+        "guard": {**guard, "jobs": document.get("jobs") or None},
         "unknown": dict(unknown),
     }
 
 
-def part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One section of a status or of a section, empty where it is missing."""
-    value = document.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
-def own_work_s(row: Part) -> float | None:
-    """Seconds of a rank's last step in which it worked itself, without its wait for the others:
-    collectives give all ranks the same step time. `row`: of `steps.per_rank` in the status."""
-    seconds, phases = row.get("step_time_s"), part(row, "phases_s")
-    if seconds is None:
-        return None
-    waited = sum(phases.get(name) or 0.0 for name in ("collective", "allreduce"))
-    return float(max(0.0, seconds - waited))
-
-
-def goodput(steps: Mapping[str, Any]) -> float | None:
+def goodput(steps: StepsStatus) -> float | None:
     """Share of the run's time spent training, 0-1; None before the first step."""
-    shares = steps.get("goodput")
-    if not isinstance(shares, Mapping) or not steps.get("steps"):
-        return None
-    value = shares.get("training")
-    return float(value) if isinstance(value, (int, float)) else None
+    return steps.goodput.get("training") if steps.steps else None
 
 
 def summary(snapshot: Mapping[str, Any]) -> str:
@@ -159,8 +140,8 @@ def _host(host: Part | None) -> str:
 def _uploads(uploads: Part | None) -> str:
     if uploads is None:
         return ""
-    repo = part(uploads, "repo")
-    return "repo empty" if repo.get("empty") else f"repo {number(repo.get('age_s'), '.0f', 's')}"
+    repo = UploadsStatus.from_json(uploads).repo
+    return "repo empty" if repo.empty else f"repo {number(repo.age_s, '.0f', 's')}"
 
 
 def _chain(chain: Part | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from miner_guard.config import AlertSettings, optional_deps
 from miner_guard.detectors.verdict import Memory, headline, judge
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.flight_recorder.records import StepRecord
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.reporting import alert_queue, progress
@@ -64,16 +65,16 @@ class AlertsMonitor(Monitor):
     def _verdict(self) -> str:
         """The verdict of this moment: the monitor `verdict` waits until a condition has settled, an
         alert does not."""
-        now = judge(self.context.status(), self._memory)
+        now = judge(StatusDocument.from_json(self.context.status()), self._memory)
         advice = f"\nNext: {now.next_step}" if now.next_step else ""
-        return f"{headline(now.as_dict())}{advice}"
+        return f"{headline(now.status())}{advice}"
 
     def _say(self, finding: Finding) -> None:
         """Called from the outbox's threads."""
         self.context.emit(replace(finding, fields=self.context.redactor.value(finding.fields)))
 
     def _heartbeat(self) -> None:
-        status = self.context.status()
+        status = StatusDocument.from_json(self.context.status())
         if (
             progress.trouble(status, 0.0, self.context.clock.wall(), self.context.config.hang)
             is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 from miner_guard.costs import Budget, MonitoringCostTracker, set_global_tracker
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.eventlog.status_document import CostsStatus
 from miner_guard.flight_recorder.journal import CostEntry, JournalEntry
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
@@ -111,14 +112,14 @@ class CostsMonitor(Monitor):
         dearest = sorted(
             operations.items(), key=lambda row: (-row[1]["total_time"], -row[1]["background_time"])
         )
-        return {
-            "share_pct": report["total_percentage"],
-            "budget_pct": report["budget_percentage"],
-            "budget_status": report["budget_status"],
-            "training_s": report["training_time"],
-            "total_s": report["total_time"],
-            "guard_blocking_s": sum(row["total_time"] for row in own),
-            "guard_blocking_pct": sum(row["percentage"] for row in own),
-            "guard_cpu_s": sum(row["background_time"] for row in own),
-            "operations": dict(dearest[:_SHOWN]),
-        }
+        return CostsStatus(
+            share_pct=report["total_percentage"],
+            budget_pct=report["budget_percentage"],
+            budget_status=report["budget_status"],
+            training_s=report["training_time"],
+            total_s=report["total_time"],
+            guard_blocking_s=sum(row["total_time"] for row in own),
+            guard_blocking_pct=sum(row["percentage"] for row in own),
+            guard_cpu_s=sum(row["background_time"] for row in own),
+            operations=dict(dearest[:_SHOWN]),
+        ).to_json()

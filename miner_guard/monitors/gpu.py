@@ -12,6 +12,7 @@ from miner_guard.detectors.model_sizes import size_of
 from miner_guard.diagnosis.faults import Faults
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.line_templates import template
+from miner_guard.eventlog.status_document import GpusStatus, HealthStatus
 from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Launch, Monitor
@@ -42,7 +43,7 @@ class GpuMonitor(Monitor):
         self._settings = context.config.gpu
         self._policy = BatchPolicy(self._settings.max_relaunches)
         self._faults = Faults()
-        self._nvml: Mapping[str, Any] | None = None
+        self._nvml = GpusStatus()
         self._params: int | None = None
         self._model = self._settings.model_name
         self._last: Finding | None = None
@@ -128,20 +129,17 @@ class GpuMonitor(Monitor):
         if self._settings.expect == 0:
             # The user chose the CPU: ignore the GPUs.
             return
-        health = self.context.status().get("health") or {}
-        sample = health.get("gpus")
-        if sample is not None and (self._nvml is None or sample["taken"] != self._nvml["taken"]):
-            self._nvml = sample
-            yield from self._faults.observe(list(sample["gpus"]), now)
-        yield from self._faults.driver(
-            (health.get("unknown") or {}).get("gpus"), bool(self._rows()), now
-        )
+        health = HealthStatus.from_json(self.context.status().get("health"))
+        if health.gpus.taken not in (None, self._nvml.taken):
+            self._nvml = health.gpus
+            yield from self._faults.observe([dict(row) for row in health.gpus.gpus], now)
+        yield from self._faults.driver(health.unknown.get("gpus"), bool(self._rows()), now)
 
     def _wanted(self) -> bool:
         """Whether the run should use a GPU: by setting, or because the host has one."""
         if self._settings.expect != "auto":
             return self._settings.expect > 0
-        return bool(self._nvml and self._nvml["gpus"])
+        return bool(self._nvml.gpus)
 
     def _readings(self, ranks: Mapping[int, Now]) -> list[MemoryReading]:
         """Readings from the best available source: the hook, the miner's lines, then NVML."""
@@ -175,7 +173,7 @@ class GpuMonitor(Monitor):
         ]
 
     def _rows(self) -> Sequence[Mapping[str, Any]]:
-        return self._nvml["gpus"] if self._nvml else ()
+        return self._nvml.gpus
 
     def _batch(self) -> int | None:
         argument = self._settings.batch_argument

@@ -9,6 +9,7 @@ from typing import Any
 
 from miner_guard.detectors.hang import Hang, HangDetector, Processes
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.status_document import HangStatus
 from miner_guard.eventlog.write_errors import not_stored
 from miner_guard.exits import CRASH_LOOP
 from miner_guard.flight_recorder.layout import ENDED_STATES
@@ -212,12 +213,12 @@ class HangMonitor(Monitor):
     def snapshot(self) -> Mapping[str, Any]:
         now = self.context.clock.monotonic()
         watching = bool(self._ranks)
-        return {
-            "watching": watching,
-            "reason": None
+        return HangStatus(
+            watching=watching,
+            reason=None
             if watching
             else "no rank has reported: the miner does not use the hook, or not yet",
-            "idle_s": round(self._detector.idle_s(now), 1) if watching else None,
-            "limit_s": round(self._detector.limit_s, 1) if watching else None,
-            "hang": self._hang.detail if self._hang is not None else None,
-        }
+            idle_s=round(self._detector.idle_s(now), 1) if watching else None,
+            limit_s=round(self._detector.limit_s, 1) if watching else None,
+            hang=self._hang.detail if self._hang is not None else None,
+        ).to_json()

@@ -10,6 +10,7 @@ from typing import Any
 
 from miner_guard.config import optional_deps
 from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding
+from miner_guard.eventlog.status_document import MetricsStatus
 from miner_guard.flight_recorder.records import Now
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.monitors.helper_process import HelperProcess, HelperSpec
@@ -106,4 +107,4 @@ class MetricsMonitor(Monitor):
     def snapshot(self) -> Mapping[str, Any]:
         reason = self._problem if self._server is None else self._server.reason
         url = self._url if self._server is not None and self._server.running else None
-        return {"events": dict(self._events), "since": self._since, "url": url, "reason": reason}
+        return MetricsStatus(dict(self._events), self._since, url, reason).to_json()

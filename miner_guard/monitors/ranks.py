@@ -14,6 +14,7 @@ from miner_guard.detectors.slow_cause import explain
 from miner_guard.detectors.straggler import Straggler, StragglerWatch
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.formatters import gb
+from miner_guard.eventlog.status_document import FallbackStatus, RanksStatus
 from miner_guard.flight_recorder.journal import DiagnosisEntry, JournalEntry, TrainingEntry
 from miner_guard.flight_recorder.layout import FLAG_FIRST, FLAG_LOSS_ON_CPU
 from miner_guard.flight_recorder.records import Now, StepRecord
@@ -213,17 +214,14 @@ class RanksMonitor(Monitor):
 
     def snapshot(self) -> Mapping[str, Any]:
         seen = self._last_straggler
-        return {
-            "cpu_fallback": {
-                str(rank): {
-                    "verdict": watch.verdict.verdict,
-                    "evidence": list(watch.verdict.evidence),
-                }
+        return RanksStatus(
+            cpu_fallback={
+                str(rank): FallbackStatus(watch.verdict.verdict, list(watch.verdict.evidence))
                 for rank, watch in sorted(self._watches.items())
                 if watch.verdict is not None
             },
-            "straggler": None
+            straggler=None
             if seen is None
             else {"rank": seen.rank, "score": seen.score, "detail": seen.detail()},
-            "slow_because": self._explained,
-        }
+            slow_because=self._explained,
+        ).to_json()

@@ -12,6 +12,7 @@ from miner_guard.detectors.goodput import Goodput
 from miner_guard.detectors.pauses import PauseWatch
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.formatters import gb
+from miner_guard.eventlog.status_document import RankSteps, StepsStatus
 from miner_guard.flight_recorder.journal import JournalEntry, TrainingEntry
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
@@ -275,36 +276,34 @@ class StepsMonitor(Monitor):
         median = window.median if window is not None else None
         since = max(0.0, now - lead.end) if lead is not None else 0.0
         inner = lead.inner_step if lead is not None else None
-        return {
-            "outer_step": lead.outer_step if lead else None,
-            "inner_step": inner,
-            "total_steps": lead.total_steps if lead else None,
-            "steps": self._steps[min(self._last)] if lead else 0,
-            "loss": json_number(lead.loss) if lead else None,
-            "loss_first": json_number(self._loss_first),
-            "loss_last": json_number(lead.loss) if lead else None,
-            "lr": lead.lr if lead else None,
-            "grad_norm": json_number(lead.grad_norm) if lead else None,
-            "gpu_mem_gb": gb(lead.allocated_bytes) if lead else None,
-            "step_time_s": lead.seconds if lead else None,
-            "last_step_age_s": since if lead else None,
-            "phase": self._phase,
-            "p50_s": median,
-            "p95_s": window.quantile(0.95) if window is not None else None,
-            "max_s": self._max[0] if self._max else None,
-            "max_at_inner_step": self._max[1] if self._max else None,
-            "grade": step_time.grade(median, self.context.config.steps)
+        return StepsStatus(
+            outer_step=lead.outer_step if lead else None,
+            inner_step=inner,
+            total_steps=lead.total_steps if lead else None,
+            steps=self._steps[min(self._last)] if lead else 0,
+            loss=json_number(lead.loss) if lead else None,
+            loss_first=json_number(self._loss_first),
+            loss_last=json_number(lead.loss) if lead else None,
+            lr=lead.lr if lead else None,
+            grad_norm=json_number(lead.grad_norm) if lead else None,
+            gpu_mem_gb=gb(lead.allocated_bytes) if lead else None,
+            step_time_s=lead.seconds if lead else None,
+            last_step_age_s=since if lead else None,
+            phase=self._phase,
+            p50_s=median,
+            p95_s=window.quantile(0.95) if window is not None else None,
+            max_s=self._max[0] if self._max else None,
+            max_at_inner_step=self._max[1] if self._max else None,
+            grade=step_time.grade(median, self.context.config.steps)
             if median is not None
             else None,
-            "tokens_per_s": self._facts.tokens_per_s(lead.tokens if lead else None, median),
-            "samples_per_s": self._facts.samples_per_s(median),
-            "eta_upload_s": self._facts.eta_upload_s(inner, median, since),
-            "eta_outer_s": self._facts.eta_outer_s(inner, median, since),
-            "goodput": self._goodput.shares(now, self._phase),
-            "per_rank": {
-                str(rank): _rank_row(step, now) for rank, step in sorted(self._last.items())
-            },
-        }
+            tokens_per_s=self._facts.tokens_per_s(lead.tokens if lead else None, median),
+            samples_per_s=self._facts.samples_per_s(median),
+            eta_upload_s=self._facts.eta_upload_s(inner, median, since),
+            eta_outer_s=self._facts.eta_outer_s(inner, median, since),
+            goodput=self._goodput.shares(now, self._phase),
+            per_rank={str(rank): _rank_row(step, now) for rank, step in sorted(self._last.items())},
+        ).to_json()
 
 
 def _about_the_loss(step: StepRecord) -> dict[str, Any]:
@@ -316,16 +315,16 @@ def _about_the_loss(step: StepRecord) -> dict[str, Any]:
     return {**about, "loss_step": number - step.loss_lag} if step.loss_lag else about
 
 
-def _rank_row(step: StepRecord, now: float) -> dict[str, Any]:
-    return {
-        "outer_step": step.outer_step,
-        "inner_step": step.inner_step,
-        "loss": json_number(step.loss),
-        "step_time_s": step.seconds,
-        "gpu_mem_gb": gb(step.allocated_bytes),
-        "phases_s": dict(step.phases),
-        "last_step_age_s": max(0.0, now - step.end),
-    }
+def _rank_row(step: StepRecord, now: float) -> RankSteps:
+    return RankSteps(
+        outer_step=step.outer_step,
+        inner_step=step.inner_step,
+        loss=json_number(step.loss),
+        step_time_s=step.seconds,
+        gpu_mem_gb=gb(step.allocated_bytes),
+        phases_s=dict(step.phases),
+        last_step_age_s=max(0.0, now - step.end),
+    )
 
 
 class LineLimiter:

@@ -10,6 +10,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.status_document import (
+    ForecastStatus,
+    LastAudit,
+    LastDecision,
+    LastIncident,
+    LastRestart,
+    LastUpload,
+    RepoStatus,
+    Section,
+    UploadsStatus,
+)
 from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.flight_recorder.journal import DecisionEntry, JournalEntry, UploadEntry
 from miner_guard.flight_recorder.layout import FLAG_FIRST
@@ -32,13 +43,13 @@ from validators.profiles import limits_of
 _WRITE_EVERY_S = 60.0
 _AUDITS = {"audit_passed": "accepted", "audit_failed": "rejected", "audit_unknown": "unknown"}
 _INPUTS_KEPT = 50
-_SHOWN: Mapping[str, tuple[str, Sequence[str]]] = {
-    "decision": ("decisions", ("decision_id", "allowed", "reason", "decided_at")),
-    "upload": ("uploads", ("outcome", "tag", "bytes", "seconds", "error", "wall")),
-    "incident": ("incidents", ("label", "rank", "wall")),
-    "restart": ("restarts", ("cause", "attempt", "wall")),
+_SHOWN: Mapping[str, tuple[str, type[Section]]] = {
+    "decision": ("decisions", LastDecision),
+    "upload": ("uploads", LastUpload),
+    "incident": ("incidents", LastIncident),
+    "restart": ("restarts", LastRestart),
 }
-"""Latest items shown in the status: table in the ledger, and fields."""
+"""Latest items shown in the status, and their tables in the ledger."""
 
 _VERIFY_AFTER_S = (0.0, 3.0, 10.0)
 """Waits before the checks after a push: a rejection must be seen twice, an unreadable repo three
@@ -113,14 +124,12 @@ class UploadsMonitor(Monitor):
     def _recall(self) -> None:
         """Load the latest item of each kind that an earlier guard stored, unless this one has a
         newer one."""
-        for name, (table, fields) in _SHOWN.items():
+        for name, (table, section) in _SHOWN.items():
             row = self._ledger.last(table)
             if row is not None and self._last[name] is None:
                 known = row | json.loads(row.get("document") or "{}")
-                self._last[name] = {field: known.get(field) for field in fields}
-                if name == "decision":
-                    verdicts = json.loads(row.get("verdicts") or "[]")
-                    self._last[name]["note"] = note_of(verdicts)
+                verdicts = json.loads(row.get("verdicts") or "[]")
+                self._last[name] = section.from_json({**known, "note": note_of(verdicts)})
 
     # the repo, in job threads
 
@@ -211,8 +220,8 @@ class UploadsMonitor(Monitor):
         with self._mutex:
             known = self._written.get(digest)
         self._ledger.decision(document, known)
-        self._last["decision"] = {name: document.get(name) for name in _SHOWN["decision"][1]}
-        self._last["decision"]["note"] = note_of(document.get("verdicts") or ())
+        note = note_of(document.get("verdicts") or ())
+        self._last["decision"] = LastDecision.from_json({**document, "note": note})
         finding = self._voice.say(document, self.context.clock.monotonic())
         if finding is not None:
             yield finding
@@ -270,22 +279,18 @@ class UploadsMonitor(Monitor):
             label, cause, fix, excerpt = (
                 str(fields.get(name)) for name in ("label", "cause", "fix", "excerpt")
             )
-            self._last["incident"] = {"label": label, "rank": finding.rank, "wall": wall}
+            self._last["incident"] = LastIncident(label, finding.rank, wall)
             self._ledger.incident(
                 wall, label, cause=cause, fix=fix, excerpt=excerpt, rank=finding.rank
             )
         elif finding.event == "miner_restarting":
-            self._last["restart"] = {
-                "cause": fields.get("cause"),
-                "attempt": fields.get("attempt"),
-                "wall": wall,
-            }
+            self._last["restart"] = LastRestart(fields.get("cause"), fields.get("attempt"), wall)
             self._ledger.restart(
                 wall, str(fields.get("cause")), fields.get("attempt"), fields.get("wait_s")
             )
         elif finding.event in _AUDITS:
             outcome = _AUDITS[finding.event]
-            self._last["audit"] = {"outcome": outcome, "detail": fields.get("detail"), "wall": wall}
+            self._last["audit"] = LastAudit(outcome, fields.get("detail"), wall)
         elif finding.event in ("chain_status", "chain_unknown") and isinstance(
             fields.get("network"), Mapping
         ):
@@ -386,7 +391,7 @@ class UploadsMonitor(Monitor):
         )
         wall = self.context.clock.wall()
         known = {**row, "outcome": outcome, "wall": wall}
-        self._last["upload"] = {name: known.get(name) for name in _SHOWN["upload"][1]}
+        self._last["upload"] = LastUpload.from_json(known)
         self._ledger.upload(wall, outcome, **row)
 
     def on_stop(self) -> Iterable[Finding]:
@@ -400,23 +405,25 @@ class UploadsMonitor(Monitor):
         now = self.context.clock.monotonic()
         with self._mutex:
             age, latest, ahead = self._watch.age(now), self._watch.latest, self._ahead.latest
-            return {
-                "repo_age_s": None if age is None else round(age),
-                "repo": {
-                    "age_s": None if age is None else round(age),
-                    "reason": latest.reason,
-                    "empty": latest.empty,
-                    "revision": latest.revision,
-                    "outer_step": latest.outer_step,
-                    "inner_step": latest.inner_step,
-                    "due": age is not None and age > self.context.config.gate.repo_age_target_s,
-                    "stale": self._watch.is_stale(now),
-                    "limit_s": self.context.config.gate.repo_age_limit_s,
-                },
-                "forecast": None if ahead is None else {**asdict(ahead), "late": ahead.late},
-                "pending": len(self._pushes),
+            return UploadsStatus(
+                repo_age_s=None if age is None else round(age),
+                repo=RepoStatus(
+                    age_s=None if age is None else round(age),
+                    reason=latest.reason,
+                    empty=latest.empty,
+                    revision=latest.revision,
+                    outer_step=latest.outer_step,
+                    inner_step=latest.inner_step,
+                    due=age is not None and age > self.context.config.gate.repo_age_target_s,
+                    stale=self._watch.is_stale(now),
+                    limit_s=self.context.config.gate.repo_age_limit_s,
+                ),
+                forecast=None
+                if ahead is None
+                else ForecastStatus(**asdict(ahead), late=ahead.late),
+                pending=len(self._pushes),
                 **self._last,
-            }
+            ).to_json()
 
 
 def _steps(entry: UploadEntry) -> tuple[int | None, int | None]:

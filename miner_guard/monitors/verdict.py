@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from miner_guard.detectors.verdict import Memory, RunVerdict, headline, judge
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Monitor
 from miner_guard.system.clock import iso_utc
@@ -43,7 +45,7 @@ class VerdictMonitor(Monitor):
         status = self.context.status()
         if not status:
             return ()
-        verdict = judge(status, self._memory)
+        verdict = judge(StatusDocument.from_json(status), self._memory)
         if self._current is not None and verdict.key == self._current.key:
             # Update the numbers in the sentence; only a different condition counts as a change.
             self._current, self._candidate = verdict, None
@@ -57,7 +59,9 @@ class VerdictMonitor(Monitor):
 
     def on_stop(self) -> Iterable[Finding]:
         """The final verdict: nothing trains here any more."""
-        verdict = judge({**self.context.status(), "state": "done"}, self._memory)
+        verdict = judge(
+            replace(StatusDocument.from_json(self.context.status()), state="done"), self._memory
+        )
         return [self._change(verdict)]
 
     def _change(self, verdict: RunVerdict, held_s: float = 0.0) -> Finding:
@@ -67,15 +71,18 @@ class VerdictMonitor(Monitor):
         self._current, self._candidate = verdict, None
         if previous is None or previous.state != verdict.state:
             self._since = self.context.clock.wall() - held_s - self._memory.silent_s
-        document = self.snapshot()
+        shown = self._status()
         return make_finding(
             "verdict_changed",
-            headline=headline(document),
+            headline=headline(shown),
             previous=None if previous is None else previous.state,
-            **{name: document[name] for name in _REPORTED},
+            **{name: getattr(shown, name) for name in _REPORTED},
         )
 
-    def snapshot(self) -> Mapping[str, Any]:
+    def _status(self) -> VerdictStatus:
         if self._current is None:
-            return {"state": "unknown", "since": None, "cause": "the guard has just started"}
-        return {**self._current.as_dict(), "since": iso_utc(self._since)}
+            return VerdictStatus(state="unknown", cause="the guard has just started")
+        return self._current.status(iso_utc(self._since))
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return self._status().to_json()

@@ -36,6 +36,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from miner_guard import __version__, state_dir
 from miner_guard.config import GateSettings, HangSettings
+from miner_guard.eventlog.status_document import read_status
 from miner_guard.reporting import metrics, progress
 from miner_guard.reporting.report import body, page, template, title_of
 from miner_guard.reporting.report_curves import curves
@@ -155,26 +156,24 @@ class Site:
     def _refusal(self, request: Request) -> Response:
         return PlainTextResponse("a bearer token is needed\n", 401, {"WWW-Authenticate": "Bearer"})
 
-    def _read(self) -> tuple[dict[str, Any] | None, float]:
-        document = state_dir.read_json(self._state.status)
+    def _age_s(self) -> float:
         try:
-            age = max(0.0, time.time() - self._state.status.stat().st_mtime)
+            return max(0.0, time.time() - self._state.status.stat().st_mtime)
         except OSError:
-            age = float("inf")
-        return (document if isinstance(document, dict) else None), age
+            return math.inf
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
-        status, age = self._read()
+        status = read_status(self._state)
         if status is None:
             return PlainTextResponse("no status yet\n", 503)
-        body = metrics.text(status, version=__version__, age_s=age)
+        body = metrics.text(status, version=__version__, age_s=self._age_s())
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def healthz(self, request: Request) -> Response:
         """200 while the miner progresses, 503 with the reason otherwise. The verdict comes first;
         its cause only for a client that may read the status."""
-        status, age = self._read()
+        status, age = read_status(self._state), self._age_s()
         trouble = progress.trouble(status, age, time.time(), self._hang)
         first = progress.verdict_line(status, age, in_full=self._admitted(request))
         code = 200 if trouble is None else 503
@@ -182,10 +181,10 @@ class Site:
 
     async def status(self, request: Request) -> Response:
         """status.json."""
-        status, _ = self._read()
+        document = state_dir.read_json(self._state.status)
         return (
-            JSONResponse(status)
-            if status is not None
+            JSONResponse(document)
+            if isinstance(document, dict)
             else JSONResponse({"error": "no status yet"}, 503)
         )
 

@@ -13,7 +13,16 @@ from prometheus_client.exposition import generate_latest
 
 from miner_guard.detectors.verdict import STATES
 from miner_guard.eventlog.catalog import CATALOGUE
-from miner_guard.health.snapshot import part
+from miner_guard.eventlog.status_document import (
+    ChainStatus,
+    CostsStatus,
+    HealthStatus,
+    JobStatus,
+    StatusDocument,
+    StepsStatus,
+    UploadsStatus,
+    VerdictStatus,
+)
 from miner_guard.system.clock import parse_iso_utc
 
 PREFIX = "minerguard_"
@@ -51,7 +60,7 @@ _STEPS = {
 }
 
 
-def text(status: Mapping[str, Any], *, version: str, age_s: float) -> bytes:
+def text(status: StatusDocument, *, version: str, age_s: float) -> bytes:
     """The exposition. `age_s` is the age of status.json: a scrape must show that the guard stopped
     writing."""
     registry = CollectorRegistry(auto_describe=False)
@@ -59,36 +68,35 @@ def text(status: Mapping[str, Any], *, version: str, age_s: float) -> bytes:
     return generate_latest(registry)
 
 
-def families(status: Mapping[str, Any], *, version: str, age_s: float) -> Iterator[Metric]:
+def families(status: StatusDocument, *, version: str, age_s: float) -> Iterator[Metric]:
     """The metrics of `text`, before they are rendered."""
     return _Collector(status, version, age_s).collect()
 
 
 class _Collector:
-    def __init__(self, status: Mapping[str, Any], version: str, age_s: float) -> None:
+    def __init__(self, status: StatusDocument, version: str, age_s: float) -> None:
         self._status, self._version, self._age_s = status, version, age_s
 
     def collect(self) -> Iterator[Metric]:
         status = self._status
         info = InfoMetricFamily(f"{PREFIX}build", "Version and run.")
-        info.add_metric([], {"version": self._version, "run_id": str(status.get("run_id"))})
+        info.add_metric([], {"version": self._version, "run_id": str(status.run_id)})
         yield info
         yield from _gauge(
             "status_age_seconds", "Age of the guard's last status.", [((), self._age_s)]
         )
-        yield from _verdict(part(status, "verdict"))
+        yield from _verdict(status.verdict or VerdictStatus())
         yield from _run(status)
-        yield from _steps(part(status, "steps"))
+        yield from _steps(status.steps)
         yield from _without_progress(status)
-        yield from _uploads(part(status, "uploads"))
-        health = part(status, "health")
-        yield from _gpus(part(health, "gpus").get("gpus") or ())
-        yield from _host(part(health, "host"))
-        yield from _guard(health)
-        yield from _jobs(part(status, "jobs"))
-        yield from _costs(part(status, "costs"))
-        yield from _events(part(status, "metrics").get("events") or {})
-        yield from _chain(part(status, "chain"))
+        yield from _uploads(status.uploads)
+        yield from _gpus(status.health.gpus.gpus)
+        yield from _host(status.health.host)
+        yield from _guard(status.health)
+        yield from _jobs(status.jobs)
+        yield from _costs(status.costs)
+        yield from _events(status.metrics.events)
+        yield from _chain(status.chain)
 
 
 def _family(
@@ -111,26 +119,26 @@ _gauge = functools.partial(_family, GaugeMetricFamily)
 _counter = functools.partial(_family, CounterMetricFamily)
 
 
-def _verdict(verdict: Mapping[str, Any]) -> Iterator[Metric]:
-    state = verdict.get("state")
+def _verdict(verdict: VerdictStatus) -> Iterator[Metric]:
+    state = verdict.state
     level = VERDICT_LEVELS.get(str(state))
     words = "0 earning, 1 unknown, 2 degraded, 3 not earning, 4 stopped."
     yield from _gauge("verdict_level", words, [((), level)])
-    since = _seconds(verdict.get("since"))
+    since = _seconds(verdict.since)
     yield from _gauge("verdict_since_timestamp_seconds", "Start of this state.", [((), since)])
-    cause = [((str(verdict["key"]),), 1)] if verdict.get("key") else []
+    cause = [((verdict.key,), 1)] if verdict.key else []
     yield from _gauge("verdict_cause", "1 for the condition that decides.", cause, labels=["key"])
 
 
-def _without_progress(status: Mapping[str, Any]) -> Iterator[Metric]:
+def _without_progress(status: StatusDocument) -> Iterator[Metric]:
     """Ages that exist before the first step and the first push too: an alert on an age that does
     not exist yet could never fire."""
-    updated = _seconds(status.get("updated"))
-    began = _seconds(part(status, "metrics").get("since"))
+    updated = _seconds(status.updated)
+    began = _seconds(status.metrics.since)
     run_s = None if updated is None or began is None else updated - began
-    step_age = part(status, "steps").get("last_step_age_s")
-    repo = part(part(status, "uploads"), "repo")
-    published = run_s if repo.get("empty") else repo.get("age_s")
+    step_age = status.steps.last_step_age_s
+    repo = status.uploads.repo
+    published = run_s if repo.empty else repo.age_s
     yield from _gauge(
         "no_step_seconds",
         "Age of the last step; without one, of this guard.",
@@ -143,80 +151,74 @@ def _without_progress(status: Mapping[str, Any]) -> Iterator[Metric]:
     )
 
 
-def _chain(chain: Mapping[str, Any]) -> Iterator[Metric]:
-    registered = chain.get("registered")
-    yield from _gauge("chain_block", "Newest block seen.", [((), chain.get("block"))])
+def _chain(chain: ChainStatus) -> Iterator[Metric]:
+    registered = chain.registered
+    yield from _gauge("chain_block", "Newest block seen.", [((), chain.block)])
     yield from _gauge(
         "chain_registered",
         "1 for a hotkey on the subnet.",
         [((), None if registered is None else int(registered))],
     )
-    yield from _gauge("chain_incentive", "As validators set it.", [((), chain.get("incentive"))])
-    yield from _gauge("chain_rank", "The chain's rank.", [((), chain.get("chain_rank"))])
+    yield from _gauge("chain_incentive", "As validators set it.", [((), chain.incentive)])
+    yield from _gauge("chain_rank", "The chain's rank.", [((), chain.chain_rank)])
 
 
-def _run(status: Mapping[str, Any]) -> Iterator[Metric]:
-    state = status.get("state")
+def _run(status: StatusDocument) -> Iterator[Metric]:
+    state = status.state
     yield from _gauge("miner_running", "1 while the miner runs.", [((), int(state == "running"))])
     yield from _gauge(
         "miner_state", "1 for the state in force.", [((str(state),), 1)], labels=["state"]
     )
-    on_cpu = part(part(status, "ranks"), "cpu_fallback").values()
-    certain = sum(1 for row in on_cpu if (row or {}).get("verdict") == "certain")
+    on_cpu = status.ranks.cpu_fallback.values()
+    certain = sum(1 for seen in on_cpu if seen.verdict == "certain")
     yield from _gauge("cpu_fallback_ranks", "Ranks that compute on the CPU.", [((), certain)])
-    yield from _gauge(
-        "ranks", "Ranks that report.", [((), len(status.get("rank_processes") or ()))]
-    )
+    yield from _gauge("ranks", "Ranks that report.", [((), len(status.rank_processes))])
     yield from _counter(
-        "miner_launches",
-        "Launches of the miner in this run.",
-        [((), (status.get("attempt") or 0) + 1)],
+        "miner_launches", "Launches of the miner in this run.", [((), (status.attempt or 0) + 1)]
     )
     yield from _gauge(
-        "miner_failures",
-        "Restarts since the miner was last healthy.",
-        [((), status.get("restarts"))],
+        "miner_failures", "Restarts since the miner was last healthy.", [((), status.restarts)]
     )
 
 
-def _steps(steps: Mapping[str, Any]) -> Iterator[Metric]:
+def _steps(steps: StepsStatus) -> Iterator[Metric]:
     for key, name in _STEPS.items():
         yield from _gauge(
-            name, f"{name.replace('_', ' ')} of the lead rank.", [((), _measured(steps.get(key)))]
+            name,
+            f"{name.replace('_', ' ')} of the lead rank.",
+            [((), _measured(getattr(steps, key)))],
         )
-    yield from _counter("steps", "Inner steps seen by this guard.", [((), steps.get("steps"))])
-    yield from _gauge("step_p50_seconds", "Median of the recent steps.", [((), steps.get("p50_s"))])
+    yield from _counter("steps", "Inner steps seen by this guard.", [((), steps.steps)])
+    yield from _gauge("step_p50_seconds", "Median of the recent steps.", [((), steps.p50_s)])
     yield from _gauge(
-        "step_p95_seconds", "95th percentile of the recent steps.", [((), steps.get("p95_s"))]
+        "step_p95_seconds", "95th percentile of the recent steps.", [((), steps.p95_s)]
     )
-    shares = [((name,), share) for name, share in part(steps, "goodput").items()]
+    shares = [((name,), share) for name, share in steps.goodput.items()]
     yield from _gauge(
         "time_ratio",
         "Share of wall time by category; training is goodput.",
         shares,
         labels=["category"],
     )
-    ranks = part(steps, "per_rank").items()
+    ranks = steps.per_rank.items()
     for key, name in (
         ("step_time_s", "rank_step_seconds"),
         ("last_step_age_s", "rank_last_step_age_seconds"),
     ):
         yield from _gauge(
-            name, "By rank.", [((rank,), row.get(key)) for rank, row in ranks], labels=["rank"]
+            name, "By rank.", [((rank,), getattr(row, key)) for rank, row in ranks], labels=["rank"]
         )
 
 
-def _uploads(uploads: Mapping[str, Any]) -> Iterator[Metric]:
-    repo = part(uploads, "repo")
-    yield from _gauge("repo_age_seconds", "Age of what is published.", [((), repo.get("age_s"))])
-    yield from _gauge(
-        "repo_age_limit_seconds", "From here on it is stale.", [((), repo.get("limit_s"))]
-    )
-    stale = repo.get("stale")
+def _uploads(uploads: UploadsStatus) -> Iterator[Metric]:
+    repo = uploads.repo
+    yield from _gauge("repo_age_seconds", "Age of what is published.", [((), repo.age_s)])
+    yield from _gauge("repo_age_limit_seconds", "From here on it is stale.", [((), repo.limit_s)])
+    stale = repo.stale
     yield from _gauge(
         "repo_stale", "1 past the limit.", [((), None if stale is None else int(stale))]
     )
-    audit = part(uploads, "audit").get("outcome")
+    audit = uploads.audit and uploads.audit.outcome
     rejected = None if audit not in ("accepted", "rejected") else int(audit == "rejected")
     yield from _gauge("audit_rejected", "1 if validators would reject it.", [((), rejected)])
 
@@ -246,8 +248,8 @@ def _host(host: Mapping[str, Any]) -> Iterator[Metric]:
     yield from _counter("host_network_bytes", "All cards but lo.", both, labels=["direction"])
 
 
-def _guard(health: Mapping[str, Any]) -> Iterator[Metric]:
-    own = part(health, "guard")
+def _guard(health: HealthStatus) -> Iterator[Metric]:
+    own = health.guard
     yield from _counter(
         "guard_cpu_seconds", "CPU time of the supervisor.", [((), own.get("cpu_s"))]
     )
@@ -255,30 +257,30 @@ def _guard(health: Mapping[str, Any]) -> Iterator[Metric]:
         "guard_memory_bytes", "Resident memory of the supervisor.", [((), own.get("memory_bytes"))]
     )
     yield from _counter(
-        "guard_events_dropped", "Datagrams the ranks dropped.", [((), health.get("events_dropped"))]
+        "guard_events_dropped", "Datagrams the ranks dropped.", [((), health.events_dropped)]
     )
-    failing = [((name,), 1) for name in part(health, "unknown")]
+    failing = [((name,), 1) for name in health.unknown]
     yield from _gauge(
         "sampler_failing", "1 for a sampler without an answer.", failing, labels=["sampler"]
     )
 
 
-def _jobs(jobs: Mapping[str, Any]) -> Iterator[Metric]:
+def _jobs(jobs: Mapping[str, JobStatus]) -> Iterator[Metric]:
     rows = jobs.items()
-    last, missed = ([((name,), row.get(key)) for name, row in rows] for key in ("last_s", "missed"))
+    last, missed = (
+        [((name,), getattr(row, key)) for name, row in rows] for key in ("last_s", "missed")
+    )
     yield from _gauge("job_seconds", "How long the job's last run took.", last, labels=["job"])
     yield from _counter("job_missed", "Skipped runs of the job.", missed, labels=["job"])
 
 
-def _costs(costs: Mapping[str, Any]) -> Iterator[Metric]:
+def _costs(costs: CostsStatus) -> Iterator[Metric]:
     yield from _gauge(
-        "monitoring_ratio",
-        "Monitoring / training time.",
-        [((), _scaled(costs.get("share_pct"), 0.01))],
+        "monitoring_ratio", "Monitoring / training time.", [((), _scaled(costs.share_pct, 0.01))]
     )
-    budget = _scaled(costs.get("budget_pct"), 0.01)
+    budget = _scaled(costs.budget_pct, 0.01)
     yield from _gauge("monitoring_budget_ratio", "What it may be.", [((), budget)])
-    operations = part(costs, "operations").items()
+    operations = costs.operations.items()
     blocking = [((name,), row.get("total_time")) for name, row in operations]
     background = [((name,), row.get("background_time")) for name, row in operations]
     label = ["operation"]

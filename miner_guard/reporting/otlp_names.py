@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.reporting import metrics
 
 NAMESPACE = "miner_guard."
@@ -75,7 +76,7 @@ class MetricPoint:
     attributes: Mapping[str, str]
 
 
-def points(status: Mapping[str, Any], *, version: str, age_s: float) -> Iterator[MetricPoint]:
+def points(status: StatusDocument, *, version: str, age_s: float) -> Iterator[MetricPoint]:
     """Every metric of /metrics under its name in OpenTelemetry; unknown values are absent."""
     for family in metrics.families(status, version=version, age_s=age_s):
         if family.type not in ("gauge", "counter"):

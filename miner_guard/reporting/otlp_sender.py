@@ -40,6 +40,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from miner_guard import __version__, state_dir
 from miner_guard.eventlog.query import Follower, Hit, Position, Query
+from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.reporting import otlp_names
 from miner_guard.reporting.otlp_names import MetricPoint
 from miner_guard.system.backoff import Backoff
@@ -254,8 +255,8 @@ class MetricExporter:
         """Export the metrics if they are due, or for the last time."""
         if not (last or (now >= self._due and self.channel.ready(now))):
             return
-        status = state_dir.read_json(self._state.status)
-        if not isinstance(status, Mapping):
+        status = read_status(self._state)
+        if status is None:
             return
         self._due = now + self._every_s
         self._observe(status)
@@ -269,7 +270,7 @@ class MetricExporter:
             self.channel.failed(time.monotonic(), words.text)
             self._due = now
 
-    def _observe(self, status: Mapping[str, Any]) -> None:
+    def _observe(self, status: StatusDocument) -> None:
         try:
             age_s = max(0.0, time.time() - self._state.status.stat().st_mtime)
         except OSError:

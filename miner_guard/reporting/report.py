@@ -13,7 +13,6 @@ from miner_guard.detectors.verdict import shown, state_since
 from miner_guard.detectors.verdict_history import NO_DATA
 from miner_guard.eventlog.catalog import counted
 from miner_guard.eventlog.rendering import visible
-from miner_guard.health.snapshot import part
 from miner_guard.reporting import report_tables as tables
 from miner_guard.reporting.report_curves import curves
 from miner_guard.reporting.report_data import Data, gather
@@ -109,20 +108,20 @@ def body(
 
 def _verdict(data: Data) -> str:
     """The four answers: does it earn, since when, what is wrong, what to do."""
-    verdict = shown(data.status or None, data.status_age_s)
-    state = str(verdict.get("state") or "unknown")
-    step = str(verdict.get("next_step") or "nothing")
-    event, confidence = verdict.get("event"), verdict.get("confidence")
+    verdict = shown(data.status, data.status_age_s)
+    state = str(verdict.state or "unknown")
+    step = str(verdict.next_step or "nothing")
+    event, confidence = verdict.event, verdict.confidence
     row = (
         f" <small>(ops/runbook.md, row <code>{escape(str(event))}</code>)</small>" if event else ""
     )
     sure = f" <small>({escape(str(confidence))})</small>" if confidence else ""
     name = "What it does" if state == "earning" else "What is wrong"
-    now = str(data.status.get("updated") or "")
+    now = str(data.status.updated or "")
     return (
         f'<section class="verdict {_VERDICTS.get(state, "")}" aria-label="Verdict">'
         f"<h1>{escape(state_since(verdict, now))}</h1><dl>"
-        f"<dt>{name}</dt><dd>{escape(str(verdict.get('cause')))}{sure}</dd>"
+        f"<dt>{name}</dt><dd>{escape(str(verdict.cause))}{sure}</dd>"
         f"<dt>What to do</dt><dd>{escape(step)}{row}</dd></dl></section>"
     )
 
@@ -147,27 +146,26 @@ def _strip(data: Data) -> str:
 
 
 def _about(data: Data, title: str) -> str:
-    state = data.status.get("state")
+    state = data.status.state
     span = "no events" if data.first is None else f"{when(data.first)} to {when(data.last)} UTC"
-    run = f"run {data.status.get('run_id') or 'unknown'}, miner {state or 'unknown'}"
+    run = f"run {data.status.run_id or 'unknown'}, miner {state or 'unknown'}"
     return f"<p class='about'>{escape(title)}: {escape(run)}; {span}</p>"
 
 
 def _tiles(data: Data) -> str:
-    steps = part(data.status, "steps")
-    repo = part(part(data.status, "uploads"), "repo")
-    goodput = part(steps, "goodput").get("training")
+    steps, repo = data.status.steps, data.status.uploads.repo
+    goodput = steps.goodput.get("training")
     # A non-finite loss appears as a word in the status, and not in the curve.
-    word = steps["loss"] if isinstance(steps.get("loss"), str) else None
+    word = steps.loss if isinstance(steps.loss, str) else None
     slow, restarts = data.counts["slow_step"], data.counts["miner_restarting"]
     share, failed = (data.costs or {}).get("total_percentage"), data.counts["upload_failed"]
     tiles = [
-        ("steps", number(steps.get("steps"), ",.0f"), ""),
+        ("steps", number(steps.steps, ",.0f"), ""),
         ("loss", _loss(data, word), "bad" if word else ""),
-        ("step p50 / p95", _pair(steps.get("p50_s"), steps.get("p95_s")), ""),
+        ("step p50 / p95", _pair(steps.p50_s, steps.p95_s), ""),
         ("slow steps", str(slow), "warn" if slow else ""),
         ("goodput", number(goodput, ".0%"), ""),
-        ("repo age", number(repo.get("age_s"), ",.0f", " s"), "bad" if repo.get("stale") else ""),
+        ("repo age", number(repo.age_s, ",.0f", " s"), "bad" if repo.stale else ""),
         ("uploads verified", str(data.counts["upload_succeeded"]), ""),
         ("uploads failed", str(failed), "bad" if failed else ""),
         ("uploads blocked", str(data.counts["upload_blocked"]), ""),
@@ -196,7 +194,7 @@ def _loss(data: Data, word: str | None) -> str | None:
 
 def _score(data: Data) -> str | None:
     """The validators' score, as far as the chain shows it."""
-    return number(part(data.status, "chain").get("incentive"), ".4f", " incentive")
+    return number(data.status.chain.incentive, ".4f", " incentive")
 
 
 def _over(data: Data) -> bool:
@@ -209,9 +207,7 @@ def _pair(one: Any, other: Any) -> str | None:
 
 
 def _goodput(data: Data) -> str:
-    shares = {
-        k: float(v) for k, v in part(part(data.status, "steps"), "goodput").items() if v and v > 0
-    }
+    shares = {k: float(v) for k, v in data.status.steps.goodput.items() if v > 0}
     if not shares:
         return "<h2>Where the time went</h2><p class='none'>unknown: no steps yet</p>"
     ordered = sorted(shares.items(), key=lambda item: -item[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miner_guard.config import GateSettings
-from miner_guard.health.snapshot import part
 from miner_guard.reporting.report_data import Data
 from miner_guard.reporting.report_svg import Bands, Dots, EventLines, Line, Plot, draw
 from miner_guard.reporting.time_series import TimeSeries
@@ -79,8 +78,8 @@ def _repo_age(data: Data, gate: GateSettings) -> Plot:
 
 
 def _gpus(data: Data) -> list[Plot]:
-    health = part(data.status, "health")
-    why = part(health, "unknown").get("gpus") or part(health, "gpus").get("reason")
+    health = data.status.health
+    why = health.unknown.get("gpus") or health.gpus.reason
     nothing = f"no data: {why}" if why else "no data"
     memory = data.gpu_memory if data.gpu_memory else data.step_memory
     return [

@@ -16,6 +16,7 @@ from typing import Any
 from miner_guard import state_dir
 from miner_guard.detectors.verdict_history import Strip, stretches_of, strip
 from miner_guard.eventlog.query import Follower, Hit, Query, Seen
+from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.reporting.time_series import TimeSeries
 from miner_guard.system.clock import parse_iso_utc
 
@@ -83,7 +84,7 @@ class Mark:
 class Data:
     """All data that the report draws."""
 
-    status: Mapping[str, Any] = field(default_factory=dict)
+    status: StatusDocument = field(default_factory=StatusDocument)
     status_age_s: float = math.inf
     """Age of status.json; infinite without one."""
 
@@ -171,8 +172,8 @@ class LogReader:
         for hit in hits:
             _take(self._data, hit)
         self._data.unreadable += seen.unreadable
-        status, costs = (state_dir.read_json(p) for p in (self._state.status, self._state.costs))
-        self._data.status = status if isinstance(status, dict) else {}
+        costs = state_dir.read_json(self._state.costs)
+        self._data.status = read_status(self._state) or StatusDocument()
         self._data.status_age_s = _age(self._state.status)
         self._data.costs = costs if isinstance(costs, dict) and "operations" in costs else None
         return self._data

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from miner_guard.config import GateSettings
-from miner_guard.health.snapshot import own_work_s, part
+from miner_guard.eventlog.status_document import RankSteps, StatusDocument
 from miner_guard.reporting.report_data import Data, Mark
 from miner_guard.reporting.report_milestones import milestones
 
@@ -128,19 +128,19 @@ def pushes(rows: Sequence[Mapping[str, Any]]) -> str:
     return _table("Upload history", head, cells, "costs")
 
 
-def ranks(status: Mapping[str, Any]) -> str:
+def ranks(status: StatusDocument) -> str:
     """The ranks, slowest first: of sixteen, the one that lags must be the first."""
-    rows = list(part(part(status, "steps"), "per_rank").items())
+    rows = list(status.steps.per_rank.items())
     if not rows:
         return ""
-    rows.sort(key=lambda item: (-_known(item[1].get("last_step_age_s")), -_own_s(item[1])))
+    rows.sort(key=lambda item: (-_known(item[1].last_step_age_s), -_own_s(item[1])))
     usual = sorted(_own_s(row) for _, row in rows)[len(rows) // 2]
     cells = [
         f'<tr><td>{escape(rank)}</td><td class="n {_lag(_own_s(row), usual)}">'
         f"{number(_own_s(row), '.2f', ' s') or 'unknown'}</td>"
-        f'<td class="n">{number(row.get("step_time_s"), ".2f", " s") or "unknown"}</td>'
-        f'<td class="n">{number(row.get("last_step_age_s"), ",.0f", " s") or "unknown"}</td>'
-        f'<td class="n">{number(row.get("gpu_mem_gb"), ".1f", " GB") or "unknown"}</td></tr>'
+        f'<td class="n">{number(row.step_time_s, ".2f", " s") or "unknown"}</td>'
+        f'<td class="n">{number(row.last_step_age_s, ",.0f", " s") or "unknown"}</td>'
+        f'<td class="n">{number(row.gpu_mem_gb, ".1f", " GB") or "unknown"}</td></tr>'
         for rank, row in rows
     ]
     head = _head("rank", "own work#", "last step took#", "last step ago#", "GPU memory#")
@@ -151,17 +151,17 @@ def _known(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _own_s(row: Mapping[str, Any]) -> float:
-    return own_work_s(row) or 0.0
+def _own_s(row: RankSteps) -> float:
+    return row.work_s or 0.0
 
 
 def _lag(own_s: float, usual_s: float) -> str:
     return "warn" if own_s > 1.2 * usual_s > 0 else ""
 
 
-def gpus(status: Mapping[str, Any]) -> str:
+def gpus(status: StatusDocument) -> str:
     """The GPUs: those with a fault first, then the least used."""
-    rows = [row for row in part(part(status, "health"), "gpus").get("gpus") or () if row]
+    rows = [row for row in status.health.gpus.gpus if row]
     if not rows:
         return ""
     rows.sort(key=lambda row: (row.get("state") == "ok", _known(row.get("utilization_ratio"))))

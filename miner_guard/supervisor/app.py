@@ -359,7 +359,7 @@ class GuardApp:
         # First what a person on call needs first.
         first = {"verdict": parts.get("verdict")}
         document: dict[str, Any] = self.redactor.value(
-            {**first, **run_status(self.supervisor), **parts}
+            {**first, **run_status(self.supervisor).to_json(), **parts}
         )
         return document
 

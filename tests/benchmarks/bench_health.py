@@ -16,6 +16,7 @@ from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.eventlog.rendering import json_line
+from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.health.host import HostSampler, figures
 from miner_guard.health.own import OwnSampler
 from miner_guard.health.samplers import Samplers
@@ -112,7 +113,10 @@ def run() -> list[Row]:
         rows += _both(f"a snapshot with {count} GPUs, to its line", made, 200)
     status = {**_STATUS, "health": {"gpus": _gpus(8), "host": host_sample}}
     scrape = per_call(
-        lambda: metrics.text(json.loads(json.dumps(status)), version="1", age_s=1.0), 50
+        lambda: metrics.text(
+            StatusDocument.from_json(json.loads(json.dumps(status))), version="1", age_s=1.0
+        ),
+        50,
     )
     rows.append(Row("a scrape of /metrics, 8 GPUs", 1000 * scrape, "ms"))
     with tempfile.TemporaryDirectory() as folder:

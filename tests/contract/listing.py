@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import typer.main
 
@@ -18,6 +19,7 @@ from miner_guard import exits
 from miner_guard.cli.main import COMMANDS, build
 from miner_guard.config.loading import describe, sections
 from miner_guard.eventlog.catalog import CATALOGUE, RESERVED, Spec
+from miner_guard.eventlog.status_document import Section, StatusDocument
 from miner_guard.state_dir import StateDir
 
 PUBLIC = Path(__file__).with_name("public.json")
@@ -34,7 +36,18 @@ def listing() -> dict[str, Any]:
             name: code for name, code in sorted(vars(exits).items()) if isinstance(code, int)
         },
         "state_files": _state_files(),
+        "status_json": sorted(_fields(StatusDocument)),
     }
+
+
+def _fields(section: type[Section], above: str = "") -> Iterator[str]:
+    """Dotted names of the document's fields; a table by rank or job reads `per_rank.*.loss`."""
+    for name, hint in get_type_hints(section).items():
+        yield f"{above}{name}"
+        for part in (hint, *get_args(hint)):
+            if isinstance(part, type) and issubclass(part, Section):
+                between = ".*." if get_origin(hint) is Mapping else "."
+                yield from _fields(part, f"{above}{name}{between}")
 
 
 def _event(spec: Spec) -> dict[str, Any]:

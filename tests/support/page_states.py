@@ -15,8 +15,8 @@ from miner_guard.eventlog.catalog import make_finding
 from miner_guard.eventlog.emitter import Emitter
 from miner_guard.eventlog.jsonl import JsonlSink
 from miner_guard.eventlog.redact import Redactor
+from miner_guard.eventlog.status_document import RankSteps
 from miner_guard.flight_recorder.records import StepRecord
-from miner_guard.health.snapshot import own_work_s
 from miner_guard.monitors.verdict import VerdictMonitor
 from miner_guard.state_dir import StateDir, write_json
 from miner_guard.system.clock import FakeClock, iso_utc
@@ -172,7 +172,8 @@ class Story:
             "uploads": self._uploads(),
             "miner": {"goodput": steps.get("goodput", {}).get("training")},
             "ranks": {
-                rank: {"work_s": own_work_s(row)} for rank, row in steps.get("per_rank", {}).items()
+                rank: {"work_s": RankSteps.from_json(row).work_s}
+                for rank, row in steps.get("per_rank", {}).items()
             },
             "gpus": self.status["health"]["gpus"],
         }

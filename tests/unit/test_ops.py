@@ -24,6 +24,7 @@ else:
 
 from miner_guard.eventlog import formatters
 from miner_guard.eventlog.catalog import CATALOGUE, RESERVED, Spec
+from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.reporting import metrics
 from miner_guard.state_dir import choose
 from tests.support import requires
@@ -32,6 +33,7 @@ OPS = requires.REPO / "ops"
 ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
 BLOCKS = {
     "inner_step": "Step Time",
+    "slow_step": "SLOW STEP",
     "gpu_diagnostics": "GPU DIAGNOSTICS",
     "timing_breakdown": "TIMING BREAKDOWN",
     "gpu_usage": "GPU Memory Used",
@@ -185,7 +187,7 @@ def _metric_names() -> set[str]:
             "operations": {"x": {"total_time": 1, "background_time": 1}},
         },
     }
-    text = metrics.text(status, version="1", age_s=1.0).decode()
+    text = metrics.text(StatusDocument.from_json(status), version="1", age_s=1.0).decode()
     return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
 
 
@@ -261,11 +263,13 @@ def test_counters_begin_at_zero_and_ages_before_the_first_step_and_push() -> Non
         "metrics": {"events": {}, "since": "2026-01-02T03:04:05.000000Z"},
         "uploads": {"repo": {"age_s": None, "empty": True}},
     }
-    lines = metrics.text(status, version="1", age_s=1.0).decode().splitlines()
+    lines = (
+        metrics.text(StatusDocument.from_json(status), version="1", age_s=1.0).decode().splitlines()
+    )
     assert {f'minerguard_events_total{{event="{name}"}} 0.0' for name in CATALOGUE} <= set(lines)
     assert {"minerguard_no_step_seconds 3600.0", "minerguard_no_upload_seconds 3600.0"} <= {*lines}
     unread = {**status, "uploads": {"repo": {"age_s": None, "empty": False}}}
-    text = metrics.text(unread, version="1", age_s=1.0).decode()
+    text = metrics.text(StatusDocument.from_json(unread), version="1", age_s=1.0).decode()
     assert "no_upload_seconds" not in text, "an age that could not be read is unknown"
 
 

@@ -21,6 +21,7 @@ from miner_guard.detectors.step_time import StepTimes, grade
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.eventlog.rendering import json_line
+from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.flight_recorder import layout
 from miner_guard.flight_recorder.journal import TrainingEntry
 from miner_guard.flight_recorder.reader import FlightReader
@@ -401,6 +402,7 @@ def test_a_loss_that_is_no_number_is_said_everywhere_in_the_same_word(tmp_path: 
     assert (record["loss"], record["grad_norm"], record["eval_loss"]) == ("NaN", "Infinity", None)
     steps = json.loads(json.dumps(finite(part.snapshot()), allow_nan=False))
     status = {"state": "running", "steps": steps}
+    document = StatusDocument.from_json(status)
     assert "loss NaN" in summary(
         assemble(
             status, host=None, gpus=None, guard={"cpu_pct": None, "memory_bytes": None}, unknown={}
@@ -408,10 +410,10 @@ def test_a_loss_that_is_no_number_is_said_everywhere_in_the_same_word(tmp_path: 
     )
     assert any(
         row.startswith("loss   NaN")
-        for row in overview(status, CurveHistory(), 80, min_inner_step=50)
+        for row in overview(document, CurveHistory(), 80, min_inner_step=50)
     )
     assert monitor_values(status)["Loss"] == "NaN"
-    exposition = metrics.text(status, version="1", age_s=0.0)
+    exposition = metrics.text(document, version="1", age_s=0.0)
     assert b"minerguard_loss NaN" in exposition
     assert b"minerguard_gradient_norm +Inf" in exposition
     write_json(StateDir(tmp_path).status, status)

@@ -17,6 +17,7 @@ import pytest
 
 from miner_guard.cli.main import run
 from miner_guard.cli.screen import CurveHistory, duration, lines, progress_bar, sparkline
+from miner_guard.eventlog.status_document import StatusDocument, StepsStatus
 from miner_guard.state_dir import write_json
 from tests.support import requires
 
@@ -54,9 +55,10 @@ STATUS: dict[str, Any] = {
 def test_the_screen_has_the_terminals_size(
     width: int, height: int, status: dict[str, Any] | None
 ) -> None:
+    document = None if status is None else StatusDocument.from_json(status)
     events = [f"12:00:00 warning  SLOW STEP {number} " + "x" * 300 for number in range(50)]
     shown = lines(
-        status, CurveHistory(), events, width=width, height=height, age_s=0, min_inner_step=50
+        document, CurveHistory(), events, width=width, height=height, age_s=0, min_inner_step=50
     )
     assert len(shown) == height
     assert max(map(len, shown)) <= width
@@ -65,10 +67,16 @@ def test_the_screen_has_the_terminals_size(
 def test_an_80_by_24_terminal_shows_what_matters() -> None:
     curves = CurveHistory()
     for step in range(100):
-        curves.take({"total_steps": step, "loss": 5 - step / 50, "step_time_s": 15 + step % 3})
+        curves.take(StepsStatus(total_steps=step, loss=5 - step / 50, step_time_s=15 + step % 3))
     shown = "\n".join(
         lines(
-            STATUS, curves, ["12:00:00 info  REPO"], width=80, height=24, age_s=9, min_inner_step=50
+            StatusDocument.from_json(STATUS),
+            curves,
+            ["12:00:00 info  REPO"],
+            width=80,
+            height=24,
+            age_s=9,
+            min_inner_step=50,
         )
     )
     for words in (
@@ -93,7 +101,15 @@ def test_a_ranks_unknown_memory_is_named() -> None:
         "steps": {**STATUS["steps"], "per_rank": {"0": {"step_time_s": 15.2, "gpu_mem_gb": None}}},
     }
     shown = "\n".join(
-        lines(status, CurveHistory(), [], width=80, height=24, age_s=0, min_inner_step=50)
+        lines(
+            StatusDocument.from_json(status),
+            CurveHistory(),
+            [],
+            width=80,
+            height=24,
+            age_s=0,
+            min_inner_step=50,
+        )
     )
     assert "rank 0: 15.2s mem ?" in shown
 
@@ -102,7 +118,7 @@ def test_ranks_that_do_not_fit_are_counted() -> None:
     ranks = {str(rank): {"step_time_s": 15.2, "gpu_mem_gb": 18.4} for rank in range(16)}
     shown = "\n".join(
         lines(
-            {"steps": {"per_rank": ranks}},
+            StatusDocument.from_json({"steps": {"per_rank": ranks}}),
             CurveHistory(),
             [],
             width=80,

@@ -14,6 +14,7 @@ from miner_guard.cli.screen import CurveHistory
 from miner_guard.cli.status import _lines
 from miner_guard.config import GateSettings
 from miner_guard.eventlog.catalog import make_finding, message
+from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.monitors import uploads as module
 from miner_guard.monitors.base import Exit
@@ -403,7 +404,7 @@ def test_after_a_restart_of_the_guard_the_status_shows_the_last_of_each(bench: B
             "audit": {"outcome": "rejected", "detail": "epoch 56: too old", "wall": 0.0},
         },
     }
-    shown = "\n".join(_lines(status, CurveHistory(), [], 50))
+    shown = "\n".join(_lines(StatusDocument.from_json(status), CurveHistory(), [], 50))
     assert "gate   BLOCKED 2m ago: inner_step (15)" in shown
     for words in ("upload", "incident", "restart"):
         assert f"last {words} at 2" in shown

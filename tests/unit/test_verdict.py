@@ -20,6 +20,7 @@ from miner_guard.detectors.verdict import (
     judge,
 )
 from miner_guard.eventlog.catalog import CATALOGUE, Finding, make_finding, message
+from miner_guard.eventlog.status_document import StatusDocument, VerdictStatus
 from miner_guard.monitors.verdict import VerdictMonitor
 from miner_guard.system.clock import FakeClock, parse_iso_utc
 from tests.support.contexts import context
@@ -66,6 +67,10 @@ def healthy(**changes: Any) -> dict[str, Any]:
     return status
 
 
+def typed(**changes: Any) -> StatusDocument:
+    return StatusDocument.from_json(healthy(**changes))
+
+
 @pytest.mark.parametrize(
     ("changes", "findings", "state", "words"),
     [
@@ -94,7 +99,7 @@ def test_the_worst_condition_is_the_verdict(
     memory = Memory()
     for finding in findings:
         memory.take(finding)
-    judged = judge(healthy(**changes), memory)
+    judged = judge(typed(**changes), memory)
     assert (judged.state, words in judged.cause) == (state, True), judged
 
 
@@ -103,25 +108,25 @@ def test_a_step_ends_what_kept_the_miner_from_stepping() -> None:
     memory.take(HANG)
     memory.take(RESTARTING)
     memory.stepped(3.4)
-    assert judge(healthy(), memory).state == EARNING
+    assert judge(typed(), memory).state == EARNING
 
 
 def test_a_fault_that_recovers_is_forgotten() -> None:
     memory = Memory()
     memory.take(GPU)
     memory.take(make_finding("gpu_recovered", gpu=3, what="is back"))
-    assert judge(healthy(), memory).state == EARNING
+    assert judge(typed(), memory).state == EARNING
 
 
 def test_a_finding_that_the_status_does_not_show_yet_counts_already() -> None:
     """Guards against an alert for a NaN that begins with EARNING."""
     memory = Memory()
     memory.take(make_finding("loss_nan", step=512, loss=None))
-    assert judge(healthy(), memory).cause == "Loss is NaN or Inf at step 512"
+    assert judge(typed(), memory).cause == "Loss is NaN or Inf at step 512"
     memory.stepped(float("nan"))
-    assert judge(healthy(), memory).state == NOT_EARNING
+    assert judge(typed(), memory).state == NOT_EARNING
     memory.stepped(3.4)
-    assert judge(healthy(), memory).state == EARNING
+    assert judge(typed(), memory).state == EARNING
 
 
 @pytest.mark.parametrize(
@@ -136,11 +141,11 @@ def test_a_finding_that_the_status_does_not_show_yet_counts_already() -> None:
 def test_a_step_that_is_overdue_is_no_silence_that_earns(steps: dict[str, Any], state: str) -> None:
     """Guards against EARNING throughout the minutes before a hang is called one."""
     changes = {f"steps__{name}": value for name, value in steps.items()}
-    assert judge(healthy(**changes, hang__limit_s=300.0), Memory()).state == state
+    assert judge(typed(**changes, hang__limit_s=300.0), Memory()).state == state
 
 
 def test_an_empty_status_is_unknown_and_never_healthy() -> None:
-    assert judge({}, Memory()).state == UNKNOWN
+    assert judge(StatusDocument(), Memory()).state == UNKNOWN
 
 
 def test_every_condition_names_an_event_of_the_catalogue() -> None:
@@ -200,7 +205,7 @@ def test_a_hang_counts_from_its_first_silent_second(tmp_path: Path) -> None:
 
 
 def test_a_date_is_named_where_since_is_of_another_day() -> None:
-    document = {"state": "earning", "since": "2026-01-02T12:03:04Z", "cause": "training"}
+    document = VerdictStatus(state="earning", since="2026-01-02T12:03:04Z", cause="training")
     assert headline(document, "2026-01-04T00:00:00Z") == (
         "EARNING since 2026-01-02 12:03 UTC: training"
     )
@@ -216,11 +221,8 @@ def test_a_guard_that_stops_does_not_stay_earning(tmp_path: Path) -> None:
 
 
 def test_the_first_line_of_the_screen_is_the_verdict() -> None:
-    document = {
-        **judge(healthy(steps__loss="NaN"), Memory()).as_dict(),
-        "since": "2026-01-02T12:03:04Z",
-    }
-    lines = screen.verdict_lines({"verdict": document})
+    judged = judge(typed(steps__loss="NaN"), Memory()).status("2026-01-02T12:03:04Z")
+    lines = screen.verdict_lines(StatusDocument(verdict=judged))
     assert lines == [
         "NOT EARNING since 12:03 UTC: loss is NaN at step 84",
         "next   restore the last good checkpoint (runbook: loss_nan)",
@@ -229,8 +231,8 @@ def test_the_first_line_of_the_screen_is_the_verdict() -> None:
 
 
 def test_a_guard_that_is_gone_is_unknown_and_not_what_it_last_knew() -> None:
-    document = {**judge(healthy(), Memory()).as_dict(), "since": "2026-01-02T12:03:04Z"}
-    status = {"verdict": document, "updated": "2026-01-02T12:09:00Z"}
+    judged = judge(typed(), Memory()).status("2026-01-02T12:03:04Z")
+    status = StatusDocument(verdict=judged, updated="2026-01-02T12:09:00Z")
     line, step = screen.verdict_lines(status, age_s=300.0)
     assert line.startswith("UNKNOWN since 12:09 UTC: the guard has written nothing for 5 min")
     assert step.startswith("next   look for its process")

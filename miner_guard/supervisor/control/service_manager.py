@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from miner_guard.eventlog.formatters import known
+from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.supervisor.loop import Loop
 from miner_guard.supervisor.process.environment import under_pm2
 
@@ -114,21 +115,19 @@ def _is_shutdown(line: bytes) -> bool:
         return False
 
 
-def monitor_values(status: Mapping[str, Any]) -> dict[str, Any]:
+def monitor_values(document: Mapping[str, Any]) -> dict[str, Any]:
     """Values by name, as pm2 shows them; unknown values are shown as such."""
-    steps = status.get("steps") or {}
-    outer, inner, loss, step_s = (
-        steps.get(k) for k in ("outer_step", "inner_step", "loss", "step_time_s")
-    )
-    hang = status.get("hang") or {}
+    status = StatusDocument.from_json(document)
+    steps = status.steps
+    outer, inner, step_s = steps.outer_step, steps.inner_step, steps.step_time_s
     return {
-        "State": str(status.get("state")),
+        "State": str(status.state),
         "Outer step": "unknown" if outer is None else outer,
         "Inner step": "unknown" if inner is None else inner,
-        "Loss": known(loss, ".3f"),
+        "Loss": known(steps.loss, ".3f"),
         "Step time": "unknown" if step_s is None else f"{step_s:.1f} s",
-        "Restarts": status.get("restarts", 0),
-        "Hang": hang.get("hang") or "none",
+        "Restarts": status.restarts or 0,
+        "Hang": status.hang.hang or "none",
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding
+from miner_guard.eventlog.status_document import LastExit, RankProcess, RunStatus
 from miner_guard.eventlog.write_errors import WriteOutage
 from miner_guard.state_dir import StateDir, finite, json_text, write_atomic
 from miner_guard.supervisor.states import State
@@ -20,38 +21,35 @@ all the time, and composing it costs more than all else that an idle guard does.
 _LIVE = (State.RUNNING, State.STOPPING, State.ENDING)
 
 
-def run_status(run: Supervisor) -> dict[str, Any]:
-    """The run's section of status.json."""
+def run_status(run: Supervisor) -> RunStatus:
+    """The supervisor's fields of status.json."""
     launch, last = run.launch, run.last_exit
     age = (
         run.clock.monotonic() - launch.started
         if launch is not None and run.state in _LIVE
         else None
     )
-    ended = last and {
-        "code": last.code,
-        "signal": last.signal,
-        "asked": last.asked,
-        "finished": last.finished,
-        "runtime_s": round(last.runtime_s, 3),
-    }
-    return {
-        "state": run.state.value,
-        "paused": run.paused,
-        "run_id": run.order.run_id,
-        "pid": os.getpid(),
-        "miner_pid": launch.child.pid if launch is not None else None,
-        "command": list(run.order.command),
-        "attempt": max(run.launches - 1, 0),
-        "restarts": run.policy.failures,
-        "started": None if age is None else iso_utc(run.clock.wall() - age),
-        "last_exit": ended,
-        "rank_processes": {
-            str(rank): {"pid": identity.pid, "local_rank": identity.local_rank}
+    ended = None
+    if last is not None:
+        runtime_s = round(last.runtime_s, 3)
+        ended = LastExit(last.code, last.signal, last.asked, last.finished, runtime_s)
+    return RunStatus(
+        state=run.state.value,
+        paused=run.paused,
+        run_id=run.order.run_id,
+        pid=os.getpid(),
+        miner_pid=launch.child.pid if launch is not None else None,
+        command=list(run.order.command),
+        attempt=max(run.launches - 1, 0),
+        restarts=run.policy.failures,
+        started=None if age is None else iso_utc(run.clock.wall() - age),
+        last_exit=ended,
+        rank_processes={
+            str(rank): RankProcess(identity.pid, identity.local_rank)
             for rank, identity in run.flights.identities().items()
         },
-        "output_dropped_bytes": run.relay.dropped_bytes,
-    }
+        output_dropped_bytes=run.relay.dropped_bytes,
+    )
 
 
 class Status:

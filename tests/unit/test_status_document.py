@@ -1,0 +1,76 @@
+"""status.json's model: readers survive any file, and writers use the model's names."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miner_guard.config import Config
+from miner_guard.eventlog.status_document import (
+    ChainStatus,
+    HealthStatus,
+    JobStatus,
+    Section,
+    StatusDocument,
+    read_status,
+)
+from miner_guard.health.chain import ChainLook
+from miner_guard.health.chain import as_fields as chain_fields
+from miner_guard.monitors.chain import ChainMonitor
+from miner_guard.monitors.health import HealthMonitor
+from miner_guard.state_dir import StateDir, write_json
+from tests.support.contexts import JobsNever, context
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from([f.name for f in fields(StatusDocument)]), JSON))
+def test_any_document_can_be_read(document: dict[str, Any]) -> None:
+    """Guards against a reader that ends with a traceback on the file of another version."""
+    status = StatusDocument.from_json(document)
+    assert StatusDocument.from_json(status.to_json()) == status
+
+
+def test_a_value_of_another_type_and_a_failed_section_are_unknown() -> None:
+    status = StatusDocument.from_json(
+        {"restarts": "two", "steps": None, "uploads": {"repo": [], "decision": {"allowed": False}}}
+    )
+    assert status.restarts is None
+    assert status.steps.p50_s is None
+    assert status.uploads.repo.age_s is None
+    assert status.uploads.decision is not None
+    assert status.uploads.decision.allowed is False
+
+
+def test_a_missing_or_torn_file_is_no_document(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    assert read_status(state) is None
+    state.status.write_text('{"state": "run', encoding="utf-8")
+    assert read_status(state) is None
+    write_json(state.status, {"state": "running"})
+    assert read_status(state) == StatusDocument(state="running")
+
+
+def _names(section: type[Section]) -> set[str]:
+    return {field.name for field in fields(section)}
+
+
+def test_monitors_write_the_fields_that_readers_read(tmp_path: Path) -> None:
+    """Guards against a field that is renamed on one side. The other sections are written through
+    the model."""
+    config = Config()
+    health = HealthMonitor(context(tmp_path, config=config, jobs=JobsNever()))
+    chain = ChainMonitor(context(tmp_path, config=config, jobs=JobsNever()))
+    assert _names(HealthStatus) == set(health.snapshot())
+    assert {"block", "reason"} <= set(chain.snapshot()) & _names(ChainStatus)
+    looked = chain_fields(ChainLook(reason=None))
+    assert _names(ChainStatus) - {"reason", "outer_step"} <= set(looked)
+    assert _names(JobStatus) == {"runs", "last_s", "max_s", "missed"}
