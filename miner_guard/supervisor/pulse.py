@@ -4,25 +4,53 @@ processes."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from miner_guard.eventlog.catalog import make_finding
 from miner_guard.flight_recorder.records import Now
+from miner_guard.monitors.runner import MonitorRunner
+from miner_guard.supervisor.flights import Flights
+from miner_guard.supervisor.launch import ActiveLaunch
+from miner_guard.supervisor.launch_spec import LaunchSpec
+from miner_guard.supervisor.loop import Loop
+from miner_guard.supervisor.output.relay import Relay
+from miner_guard.supervisor.process.child import Child
+from miner_guard.supervisor.process.process_tree import ProcessTree
+from miner_guard.supervisor.restart import RestartPolicy
 from miner_guard.supervisor.states import State
+from miner_guard.system.clock import Clock
 from miner_guard.system.once import Once
-
-if TYPE_CHECKING:
-    from miner_guard.supervisor.supervisor import Supervisor
 
 DROPS_EVERY_S = 60.0
 _QUIET_S = 0.99
 """Time between two ticks that nothing happened before: no rank runs, nothing was printed."""
 
 
+class PulsedRun(Protocol):
+    """What the tick needs of the supervisor."""
+
+    order: LaunchSpec
+    clock: Clock
+    loop: Loop
+    host: MonitorRunner
+    relay: Relay
+    flights: Flights
+    family: ProcessTree
+    policy: RestartPolicy
+    state: State
+    launch: ActiveLaunch | None
+    exit_code: int | None
+
+    @property
+    def child(self) -> Child | None:
+        """The launcher of the current launch."""
+        ...
+
+
 class Pulse:
     """Work done twice a second. A failing step does not affect the others."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: PulsedRun) -> None:
         self._run = supervisor
         self._blind = Once()
         self._reported_bytes = 0
