@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -163,13 +164,16 @@ def pids() -> Iterator[int]:
             yield int(name)
 
 
+_MARKED = re.compile(rb"(?:^|\0)%b=([^\0]*)" % MARKER.encode())
+_PLACED = re.compile(rb"(?:^|\0)%b=([^\0]*)" % STATE_DIR.encode())
+
+
 def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
     """Living processes that a guard of this state directory started, with the run's id of each.
 
     Reads the environment of every process of this user, 0.3 ms each: only for the start and end
     of a search.
     """
-    needle = f"{MARKER}=".encode()
     found: dict[Process, str] = {}
     for pid, seen in (table() if among is None else among).items():
         # The kernel may hold the lock on a blocked process's environment, and its reader would
@@ -177,16 +181,19 @@ def marked(state_dir: str, among: Table | None = None) -> dict[Process, str]:
         if seen.state in "ZXD":
             continue
         try:
-            raw = Path(f"/proc/{pid}/environ").read_bytes()
+            with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
+                raw = file.readall()
         except _GONE:
             continue
-        if needle not in raw or HELPER.encode() in raw:
+        # Parse no more than this: a search may meet thousands of marked processes.
+        marker = _MARKED.search(raw)
+        if marker is None or HELPER.encode() in raw:
             continue
-        env = _parsed(raw)
+        place = _PLACED.search(raw)
+        given = None if place is None else os.fsdecode(place[1])
         # By its real path: an earlier guard may have got a symlink to the same directory.
-        given = env.get(STATE_DIR)
         if given is not None and (given == state_dir or os.path.realpath(given) == state_dir):
-            found[seen.process] = env.get(MARKER, "")
+            found[seen.process] = os.fsdecode(marker[1])
     return found
 
 
@@ -208,20 +215,21 @@ def is_helper(pid: int, guards_command: str) -> bool | None:
     return None if command(pid) == guards_command else False
 
 
-def send(process: Process, number: int) -> bool:
-    """Signal exactly this process. False if it is gone already or not ours. Raises OSError if that
-    cannot be determined."""
+def send(process: Process, *numbers: int) -> bool:
+    """Send exactly this process these signals. False if it is gone already or not ours. Raises
+    OSError if that cannot be determined."""
     handle = _handle(process.pid)
     try:
         seen = stat(process.pid)
         if seen is None or seen.process != process:
             return False
-        if handle is None:
-            # Between the check and the signal, the pid can be reused only after the pid counter
-            # wraps around.
-            os.kill(process.pid, number)
-        else:
-            signal.pidfd_send_signal(handle, number)
+        for number in numbers:
+            if handle is None:
+                # Between the check and the signal, the pid can be reused only after the pid
+                # counter wraps around.
+                os.kill(process.pid, number)
+            else:
+                signal.pidfd_send_signal(handle, number)
         return True
     except _GONE:
         return False

@@ -15,6 +15,7 @@ import pytest
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.process.pid_registry import PidRegistry, left_behind
 from miner_guard.supervisor.process.process_tree import ProcessTree
+from miner_guard.supervisor.process.teardown import Teardown
 from miner_guard.system import processes
 from miner_guard.system.clock import FakeClock
 from miner_guard.system.processes import Process, Stat, descendants
@@ -123,3 +124,37 @@ def test_the_latest_pid_changes_with_every_process() -> None:
     before = processes.latest_pid()
     subprocess.run(["true"], check=True)
     assert processes.latest_pid() != before
+
+
+def test_one_call_sends_several_signals(child: subprocess.Popen[bytes]) -> None:
+    """A stopped process acts on SIGTERM only when it continues."""
+    seen = processes.stat(child.pid)
+    assert seen is not None
+    assert processes.send(seen.process, signal.SIGSTOP)
+    assert processes.send(seen.process, signal.SIGTERM, signal.SIGCONT)
+    assert child.wait(10) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("count", [60, 3000])
+def test_the_pause_of_a_teardown_does_not_grow_with_the_machines_load(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a stop that waits four times as long as its search took: 46 s for 3,000
+    processes, 33 of them asleep."""
+    living = {Process(2**22 + n, 1) for n in range(count)}
+    commands: list[int] = []
+    monkeypatch.setattr(processes, "send", lambda *_arguments: True)
+    monkeypatch.setattr(processes, "alive", lambda _process: bool(living))
+    monkeypatch.setattr(processes, "command", lambda pid: commands.append(pid) or "")
+    clock = FakeClock()
+    teardown = Teardown(clock, lambda: set(living), Process(2**22 - 1, 1), grace_s=1.0)
+    teardown.ask()
+    began = clock.monotonic()
+    while (again := teardown.step()) is not None:
+        assert again <= 1.0
+        clock.advance(again)
+        if teardown._stage == "kill":
+            living.clear()
+    assert clock.monotonic() - began < 1.0 + 2.0 + 3 * 0.5
+    assert len(teardown.killed) == count
+    assert len(commands) <= 51, "the others are only counted"

@@ -27,6 +27,7 @@ NAME = b"last-resort"
 _TERM_TO_KILL_S = 2.0
 _GIVE_UP_AFTER_S = 20.0
 _LOOK_EVERY_S = 0.2
+_MAX_LOOK_EVERY_S = 0.5
 _COST_TO_PAUSE = 4.0
 
 
@@ -108,7 +109,9 @@ class Search:
             with contextlib.suppress(OSError):
                 roots |= self.cgroup.pids()
         found = processes.descendants(roots, table)
-        marked = processes.marked(self._run.state_dir, table)
+        known = {process.pid for process in found}
+        others = {pid: seen for pid, seen in table.items() if pid not in known}
+        marked = processes.marked(self._run.state_dir, others)
         found |= {process for process, run_id in marked.items() if run_id == self._run.run_id}
         self._known = {process for process in found if process.pid != os.getpid()}
         return self._known
@@ -117,12 +120,13 @@ class Search:
         """Wait until no process is left, `seconds` at most."""
         deadline = time.monotonic() + seconds
         while True:
-            began = time.monotonic()
+            began = time.process_time()
             left = self.living()
+            pause_s = max(_LOOK_EVERY_S, _COST_TO_PAUSE * (time.process_time() - began))
             now = time.monotonic()
             if not left or now >= deadline:
                 return
-            time.sleep(min(max(_LOOK_EVERY_S, _COST_TO_PAUSE * (now - began)), deadline - now))
+            time.sleep(min(pause_s, _MAX_LOOK_EVERY_S, deadline - now))
 
     def signal(self, number: int) -> None:
         for process in self._known:

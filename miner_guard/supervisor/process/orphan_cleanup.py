@@ -32,8 +32,7 @@ def end_orphans(state: StateDir, grace_s: float, report: Callable[[Finding], Non
     if left := search.living():
         commands = {process: processes.command(process.pid) for process in left}
         for process in left:
-            processes.send(process, signal.SIGTERM)
-            processes.send(process, signal.SIGCONT)
+            processes.send(process, signal.SIGTERM, signal.SIGCONT)
         remaining = search.wait(grace_s)
         deadline = time.monotonic() + _GIVE_UP_AFTER_S
         while remaining and time.monotonic() < deadline:

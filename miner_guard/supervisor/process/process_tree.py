@@ -123,10 +123,13 @@ class ProcessTree:
         found = {process for process in found if process.pid not in spared and process != launcher}
         now = self._clock.monotonic()
         if not found or now - self._marked_at >= _MARKED_EVERY_S:
-            # Parentage should find all processes. The marker search confirms it but costs more than
-            # the rest.
+            # Parentage should find all processes. The marker search confirms it, but costs more
+            # for each process than the rest.
             self._marked_at = now
-            marked = processes.marked(str(self._state.root))
+            known = {process.pid for process in found}
+            everyone = table if self._cgroup is None else processes.table()
+            others = {pid: seen for pid, seen in everyone.items() if pid not in known}
+            marked = processes.marked(str(self._state.root), others)
             found |= {
                 process for process in marked if process.pid not in spared and process != launcher
             }

@@ -25,9 +25,10 @@ UNKILLABLE_S = 5.0
 for."""
 
 _LOOK_EVERY_S = 0.02
+_MAX_LOOK_EVERY_S = 0.5
 _COST_TO_PAUSE = 4.0
-"""Pause between searches, as a multiple of the last search's duration: 3,000 processes must not
-cost a whole CPU."""
+"""Pause between searches, as a multiple of the CPU time of the last one, up to half a second: 3,000
+processes must not cost a whole CPU, nor a busy machine half a minute."""
 
 _REPORT_EVERY_S = 1.0
 _MAX_LINES = 50
@@ -97,16 +98,16 @@ class Teardown:
         waited = self.clock.monotonic() - self._since
         if self._stage == "launcher":
             if not self._asked:
-                processes.send(self.launcher, signal.SIGTERM)
                 # A stopped process (SIGSTOP, a debugger) acts on SIGTERM only when it continues.
-                processes.send(self.launcher, signal.SIGCONT)
+                processes.send(self.launcher, signal.SIGTERM, signal.SIGCONT)
                 self._asked = True
             if waited < self.grace_s:
                 return self.grace_s - waited
             self._enter("term", signal.SIGTERM, {self.launcher} | self.leftovers())
             return _LOOK_EVERY_S
-        began = time.monotonic()
+        began = time.thread_time()
         left = self.leftovers() | ({self.launcher} if processes.alive(self.launcher) else set())
+        pause_s = max(_LOOK_EVERY_S, _COST_TO_PAUSE * (time.thread_time() - began))
         if not left:
             return None
         if self._stage == "settle" and waited >= SETTLE_S:
@@ -119,7 +120,7 @@ class Teardown:
             if waited >= UNKILLABLE_S:
                 self.stuck = sorted(left, key=lambda p: p.pid)
                 return None
-        return max(_LOOK_EVERY_S, _COST_TO_PAUSE * (time.monotonic() - began))
+        return min(pause_s, _MAX_LOOK_EVERY_S)
 
     def report(self, run_id: str) -> Iterator[Finding]:
         """The findings to log after the teardown."""
@@ -137,15 +138,13 @@ class Teardown:
         for process in sorted(targets, key=lambda p: p.pid):
             if process.pid == os.getpid():
                 continue
-            words = processes.command(process.pid)
-            if (
-                processes.send(process, number)
-                and process not in known
-                and process != self.launcher
-            ):
+            new = process not in known and process != self.launcher
+            # Beyond the limit, the report only counts them.
+            named = new and len(self.killed) < _MAX_LINES
+            words = processes.command(process.pid) if named else ""
+            numbers = (number, signal.SIGCONT) if number == signal.SIGTERM else (number,)
+            if processes.send(process, *numbers) and new:
                 self.killed.append((process, words))
-            if number == signal.SIGTERM:
-                processes.send(process, signal.SIGCONT)
             self._signalled.add(process)
 
 
