@@ -210,7 +210,8 @@ def _ranks(steps: StepsStatus) -> list[str]:
     for rank, row in steps.per_rank.items():
         memory = row.gpu_mem_gb
         told = "mem ?" if memory is None else number(memory, ".1f", "GB")
-        rows.append(f"rank {rank}: {number(row.step_time_s, '.3g', 's')} {told}")
+        own = "" if row.work_s is None else f" own {number(row.work_s, '.3g', 's')}"
+        rows.append(f"rank {rank}: {number(row.step_time_s, '.3g', 's')}{own} {told}")
     return _in_threes(rows)
 
 

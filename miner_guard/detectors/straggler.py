@@ -70,6 +70,26 @@ class Straggler:
         return text
 
 
+_MAY_WAIT = ("collective", "allreduce", "forward", "backward")
+"""Phases that contain a rank's waiting for the others: DDP reduces in backward, FSDP gathers in
+both."""
+
+
+def work_seconds(steps: Mapping[int, tuple[float, Mapping[str, float]]]) -> dict[int, float]:
+    """By rank, the seconds of a step that it did not wait for the others; `steps`: duration and
+    phases of each rank's step.
+
+    The rank with the least time in the phases that may wait is the one that waits least; what
+    another has there beyond that is its wait.
+    """
+    waits = {
+        rank: sum(phases.get(name, 0.0) for name in _MAY_WAIT)
+        for rank, (_, phases) in steps.items()
+    }
+    least = min(waits.values(), default=0.0)
+    return {rank: max(0.0, seconds - (waits[rank] - least)) for rank, (seconds, _) in steps.items()}
+
+
 @dataclass
 class _Window:
     seconds: dict[int, list[float]] = field(default_factory=dict)

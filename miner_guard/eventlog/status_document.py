@@ -89,18 +89,13 @@ class RankSteps(Section):
     """A non-finite loss is the word `NaN`, `Infinity` or `-Infinity`."""
 
     step_time_s: float | None = None
+    work_s: float | None = None
+    """Seconds of the step without the rank's wait for the others: collectives give all ranks the
+    same step time."""
+
     gpu_mem_gb: float | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
     last_step_age_s: float | None = None
-
-    @property
-    def work_s(self) -> float | None:
-        """Seconds of the step in which the rank worked itself, without its wait for the others:
-        collectives give all ranks the same step time."""
-        if self.step_time_s is None:
-            return None
-        waited = sum(self.phases_s.get(name, 0.0) for name in ("collective", "allreduce"))
-        return max(0.0, self.step_time_s - waited)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from miner_guard.detectors import step_time, timing
 from miner_guard.detectors.eta import TrainingFacts
 from miner_guard.detectors.goodput import Goodput
 from miner_guard.detectors.pauses import PauseWatch
+from miner_guard.detectors.straggler import work_seconds
 from miner_guard.eventlog.catalog import Finding, make_finding
 from miner_guard.eventlog.formatters import gb
 from miner_guard.eventlog.status_document import RankSteps, StepsStatus
@@ -18,6 +19,7 @@ from miner_guard.flight_recorder.layout import FLAG_FIRST
 from miner_guard.flight_recorder.records import Now, StepRecord
 from miner_guard.monitors.base import Context, Exit, Launch, Monitor
 from miner_guard.state_dir import json_number
+from miner_guard.system.once import Once
 
 _LEFT_OUT_EVERY_S = 10.0
 _SLOW_REPEAT_S = 60.0
@@ -59,6 +61,7 @@ class StepsMonitor(Monitor):
         self._summary_stretch = 0
         self._on_cpu = False
         self._miner_prints_steps = False
+        self._low_memory_reports = Once()
 
     def on_launch(self, launch: Launch) -> Iterable[Finding]:
         self._reset()
@@ -172,6 +175,16 @@ class StepsMonitor(Monitor):
             no_gpu=self._no_gpu() or None,
             phases_s={name: round(seconds, 3) for name, seconds in phases},
         )
+        yield from self._low_memory(rank, step, slow)
+
+    def _low_memory(
+        self, rank: int, step: StepRecord, slow: step_time.SlowStep
+    ) -> Iterator[Finding]:
+        """Source 004's second line for a slow step; once a launch, `cpu_fallback` says the rest."""
+        memory, gpu = gb(step.allocated_bytes), self.context.config.gpu
+        low = memory is not None and memory < gpu.low_memory_gb and gpu.expect != 0
+        if slow.rule == "absolute" and low and self._low_memory_reports.first():
+            yield make_finding("low_gpu_memory", rank=rank, gpu_mem_gb=memory)
 
     def _no_gpu(self) -> bool:
         """Whether this is known to be a machine without a GPU."""
@@ -302,8 +315,14 @@ class StepsMonitor(Monitor):
             eta_upload_s=self._facts.eta_upload_s(inner, median, since),
             eta_outer_s=self._facts.eta_outer_s(inner, median, since),
             goodput=self._goodput.shares(now, self._phase),
-            per_rank={str(rank): _rank_row(step, now) for rank, step in sorted(self._last.items())},
+            per_rank=self._per_rank(now),
         ).to_json()
+
+    def _per_rank(self, now: float) -> dict[str, RankSteps]:
+        work = work_seconds({rank: (s.seconds, s.phases) for rank, s in self._last.items()})
+        return {
+            str(rank): _rank_row(step, work[rank], now) for rank, step in sorted(self._last.items())
+        }
 
 
 def _about_the_loss(step: StepRecord) -> dict[str, Any]:
@@ -315,12 +334,13 @@ def _about_the_loss(step: StepRecord) -> dict[str, Any]:
     return {**about, "loss_step": number - step.loss_lag} if step.loss_lag else about
 
 
-def _rank_row(step: StepRecord, now: float) -> RankSteps:
+def _rank_row(step: StepRecord, work_s: float, now: float) -> RankSteps:
     return RankSteps(
         outer_step=step.outer_step,
         inner_step=step.inner_step,
         loss=json_number(step.loss),
         step_time_s=step.seconds,
+        work_s=work_s,
         gpu_mem_gb=gb(step.allocated_bytes),
         phases_s=dict(step.phases),
         last_step_age_s=max(0.0, now - step.end),

@@ -11,7 +11,7 @@ import pytest
 from miner_guard.config import StepSettings
 from miner_guard.detectors.pauses import PauseWatch
 from miner_guard.detectors.step_time import RegressionWatch, StepTimes
-from miner_guard.detectors.straggler import OUTSIDE, Straggler, StragglerWatch
+from miner_guard.detectors.straggler import OUTSIDE, Straggler, StragglerWatch, work_seconds
 
 HOUR_S = 3600.0
 
@@ -112,3 +112,10 @@ def test_a_rank_that_is_slow_outside_every_phase_is_the_straggler() -> None:
     assert {straggler.rank for straggler in found} == {1}
     assert found[0].phase == OUTSIDE
     assert "slow in no named phase: 0.86s, others 0.31s" in found[0].detail()
+
+
+def test_each_ranks_own_time_is_without_its_wait() -> None:
+    """Guards against two ranks at 0.92 s in `status`, of which one only waits."""
+    steps = {0: (0.92, {"backward": 0.60}), 1: (0.92, {"backward": 0.05}), 2: (0.92, {})}
+    assert work_seconds(steps) == pytest.approx({0: 0.32, 1: 0.87, 2: 0.92})
+    assert work_seconds({}) == {}

@@ -378,7 +378,7 @@ def test_of_sixteen_ranks_the_slow_one_is_the_first_row(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.step(1)
     ranks = {
-        str(rank): {"step_time_s": 15.0, "phases_s": {"collective": 0.5 if rank == 12 else 9.0}}
+        str(rank): {"step_time_s": 15.0, "work_s": 14.5 if rank == 12 else 6.0}
         for rank in range(16)
     }
     write_json(log.state.status, {"steps": {"per_rank": ranks}})
