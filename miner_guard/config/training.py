@@ -179,6 +179,13 @@ class GpuSettings:
     near_limit_pct: Percent = 90.0
     """Memory share above this is near the limit (source 002)."""
 
+    good_memory_gb: Positive = 15.0
+    """From this much used memory on, a low share is no warning on a GPU that computes (source 004:
+    15-35 GB is good, whatever the GPU's size)."""
+
+    busy_pct: Percent = 80.0
+    """A GPU computes from this utilization on (source 002: 80-95 % is the target)."""
+
     drop_pct: Percent = 20.0
     """A memory share that falls by this many points between two checks is a sudden drop (source
     002: 76 % to 45 %)."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miner_guard.config import GpuSettings
 from miner_guard.detectors.model_sizes import LARGE, SMALL, UNKNOWN
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.system.once import OncePer
 
 MIDDLE_PCT = 60.0
 """Source 002's matrix splits the 50-70 % range here."""
@@ -40,6 +41,13 @@ class Row:
 
 
 _ANY = (SMALL, LARGE, UNKNOWN)
+
+_WARN_EVERY_S = 6 * 3600.0
+
+_GOOD_AMOUNT = Row(
+    0.0, 0.0, _ANY, 1.0, "of a large GPU: {good:.0f} GB at full utilization is good. Proceeding"
+)
+"""Not a row of source 002's matrix, which knows GPUs of up to 24 GB."""
 
 
 def matrix(settings: GpuSettings) -> tuple[Row, ...]:
@@ -130,6 +138,9 @@ class MemoryReading:
     """`hook` (torch's allocated bytes), `printed` (a line of the miner), `nvml` (bytes of all
     processes on that GPU)."""
 
+    busy_pct: float | None = None
+    """The GPU's utilization, where NVML tells."""
+
     @property
     def share_pct(self) -> float:
         return 100 * self.used_gb / self.total_gb
@@ -142,6 +153,7 @@ class GpuUse:
     def __init__(self, settings: GpuSettings) -> None:
         self._settings = settings
         self._history: dict[str, deque[float]] = {}
+        self._warned = OncePer(_WARN_EVERY_S)
 
     def check(
         self,
@@ -173,14 +185,20 @@ class GpuUse:
         # Judge the least used GPU: under FSDP all GPUs should be alike.
         least = min(readings, key=lambda r: r.share_pct)
         row = decide(least.share_pct, size, self._settings)
+        if row.factor > 1 and self._good_amount(least):
+            row = replace(_GOOD_AMOUNT, verdict=_GOOD_AMOUNT.verdict.format(good=least.used_gb))
         words = row.verdict.format(
             model=described(size, name), goal=f"{self._settings.optimal_pct:.0f}%+"
         )
+        if row.factor > 1 and size == SMALL:
+            words += ": 1.5x-2x; for a small model it may not help much"
         trend = self.trend(least.gpu)
         verdict = f"GPU at {least.share_pct:.0f}% {words}." + (f" {trend}." if trend else "")
+        # The same advice every 150 s would bury the rest; the share is still in each line.
+        warns = row.level != "info" and self._warned.ask(seconds, row.verdict)
         yield make_finding(
             "gpu_usage",
-            level=row.level if row.level != "info" else None,
+            level=row.level if warns else None,
             used_gb=least.used_gb,
             total_gb=least.total_gb,
             share_pct=least.share_pct,
@@ -191,6 +209,12 @@ class GpuUse:
             model_size=size,
             step=step,
         )
+
+    def _good_amount(self, reading: MemoryReading) -> bool:
+        """Whether the amount in use is good though its share is low: source 004's healthy machine
+        uses 28 of 80 GB at 95 % utilization."""
+        busy = reading.busy_pct is not None and reading.busy_pct >= self._settings.busy_pct
+        return busy and reading.used_gb >= self._settings.good_memory_gb
 
     def _dropped(self, reading: MemoryReading, step: int | None) -> Iterator[Finding]:
         history = self._history.setdefault(reading.gpu, deque(maxlen=HISTORY))

@@ -165,7 +165,7 @@ _SPECS = (
     Spec("gpu_fault", "critical", _BAD, "GPU FAULT: GPU {gpu} {what}; {next_step}", ("gpu", "what", "next_step")),
     Spec("gpu_recovered", "info", _OK, "GPU RECOVERED: GPU {gpu} {what}", ("gpu", "what")),
     Spec("gpu_relaunch", "warning", _WARN, "GPU RELAUNCH: {argument} {old} -> {new}: {why}", ("argument", "old", "new", "why")),
-    Spec("loss_nan", "critical", _BAD, "Loss is NaN or Inf at step {step}", ("step", "loss")),
+    Spec("loss_nan", "critical", _BAD, formatters.loss_nan, ("step", "loss")),
     Spec("eval_loss_nan", "warning", _WARN, "EVALUATION LOSS is {eval_loss} at step {step}", ("step", "eval_loss")),
     Spec("loss_spike", "warning", _WARN, "LOSS SPIKE: {loss:.4g} at step {step} (median {median:.4g}, limit {limit:.4g})", ("step", "loss", "median", "limit")),
     Spec("loss_divergence", "warning", _WARN, "LOSS DIVERGING: {detail}", ("step", "detail")),

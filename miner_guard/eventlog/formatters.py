@@ -54,6 +54,13 @@ def inner_step(fields: Mapping[str, Any]) -> str:
     )
 
 
+def loss_nan(fields: Mapping[str, Any]) -> str:
+    """Source 003's line, with the examples of the step where the batch size is known."""
+    examples = fields.get("examples")
+    which = f" (examples {examples[0]}-{examples[1]})" if examples else ""
+    return f"Loss is NaN or Inf at step {fields['step']}{which}"
+
+
 def slow_step(fields: Mapping[str, Any]) -> str:
     """Source 004's line; its advice only where there may be a GPU."""
     advice = "" if fields.get("no_gpu") else " - Check GPU usage!"

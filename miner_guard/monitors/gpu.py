@@ -149,8 +149,12 @@ class GpuMonitor(Monitor):
             (r["memory_total_bytes"] for r in self._rows() if r.get("memory_total_bytes")),
             default=None,
         )
+        busy = [r["utilization_ratio"] for r in self._rows() if "utilization_ratio" in r]
+        least_busy = None if not busy or None in busy else 100 * min(busy)
         hook = [
-            MemoryReading(f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook")
+            MemoryReading(
+                f"rank {rank}", header.allocated_bytes / _GIB, total / _GIB, "hook", least_busy
+            )
             for rank, header in sorted(ranks.items())
             if header.allocated_bytes and (total := self._totals.get(rank, smallest))
         ]
@@ -160,13 +164,14 @@ class GpuMonitor(Monitor):
         if printed is not None and printed.used_gb is not None:
             total = printed.total_gb or (smallest / _GIB if smallest else None)
             if total:
-                return [MemoryReading("miner", printed.used_gb, total, "printed")]
+                return [MemoryReading("miner", printed.used_gb, total, "printed", least_busy)]
         return [
             MemoryReading(
                 f"GPU {r['index']}",
                 r["memory_used_bytes"] / _GIB,
                 r["memory_total_bytes"] / _GIB,
                 "nvml",
+                least_busy,
             )
             for r in self._rows()
             if r.get("memory_total_bytes") and (r.get("memory_used_bytes") or 0) >= _IDLE_BYTES

@@ -16,6 +16,7 @@ QUERY = Query(events=frozenset({"inner_step", "health_snapshot"}))
 
 _STEP = {
     "loss": "train/loss",
+    "eval_loss": "eval/loss",
     "lr": "train/learning_rate",
     "grad_norm": "train/grad_norm",
     "step_time_s": "train/step_time_s",

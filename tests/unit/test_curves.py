@@ -30,7 +30,7 @@ def test_fault_nan_names_the_examples(tmp_path: Path) -> None:
         run.step(0.3, loss if number < 50 else math.nan, allocated_bytes=None)
     assert run.alarms() == ["loss_nan"]
     finding = run.of("loss_nan")[0]
-    assert catalog.message(finding) == "Loss is NaN or Inf at step 51"
+    assert catalog.message(finding) == "Loss is NaN or Inf at step 51 (examples 816-831)"
     assert finding.fields["examples"] == [51 * 16, 52 * 16 - 1]
     assert any("816 to 831" in fix for fix in finding.fields["fixes"])
 

@@ -3,6 +3,7 @@ relaunch's limits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +156,27 @@ def test_a_sudden_drop_is_told_from_a_gradual_decline_and_names_its_step() -> No
     drop = checked(use, 45.0, 510)
     assert catalog.message(drop[0]) == "GPU DROP: 76% -> 45% at step 510"
     assert [f.event for f in checked(use, 45.0, 520)] == ["gpu_usage"]
+
+
+def test_a_healthy_large_gpu_is_not_told_to_double_its_batch() -> None:
+    """Guards against 24 warnings an hour on source 004's healthy machine: 28123 of 81920 MiB in
+    use, at 95 %."""
+    reading = MemoryReading("rank 0", 28123 / 1024, 81920 / 1024, "nvml", busy_pct=95.0)
+    given: dict[str, Any] = {"size": "large", "name": None, "step": 1}
+    (finding,) = GpuUse(SETTINGS).check([reading], **given, seconds=60.0)
+    assert (finding.level, finding.fields["factor"]) == (None, 1.0)
+    assert "27 GB at full utilization is good" in catalog.message(finding)
+    idle = replace(reading, busy_pct=20.0)
+    assert next(GpuUse(SETTINGS).check([idle], **given, seconds=60.0)).level == "warning"
+
+
+def test_the_same_advice_is_a_warning_once() -> None:
+    use, levels = GpuUse(SETTINGS), []
+    for check in range(10):
+        readings = [MemoryReading("rank 0", 8.0, 24.0, "hook")]
+        found = use.check(readings, size="large", name=None, step=check, seconds=60.0 + 150 * check)
+        levels += [finding.level for finding in found]
+    assert levels == ["warning"] + [None] * 9
 
 
 def test_a_stable_history_is_called_stable() -> None:

@@ -88,6 +88,15 @@ def test_a_cpu_like_step_is_slow_in_the_documents_words(tmp_path: Path) -> None:
     assert lines(seen, "slow_step") == ["SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!"]
 
 
+def test_a_slow_step_with_little_gpu_memory_says_so_once(tmp_path: Path) -> None:
+    """Source 004's second line after a slow step."""
+    clock = FakeClock()
+    part = StepsMonitor(context(tmp_path, clock=clock))
+    seen = drive(part, clock, [15.2, 245.7, 245.7], allocated_bytes=0.05 * 1024**3)
+    assert lines(seen, "low_gpu_memory") == ["LOW GPU MEMORY: Model may be on CPU!"]
+    assert not lines(drive(part, clock, [245.7]), "low_gpu_memory")
+
+
 def test_a_miner_with_step_lines_of_its_own_shows_each_step_once(tmp_path: Path) -> None:
     """Guards against `grep "Outer Step:" | tail -50` that shows 25 steps, each twice."""
     clock = FakeClock()
