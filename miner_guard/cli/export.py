@@ -14,7 +14,7 @@ from miner_guard.cli.find import find_guard
 from miner_guard.cli.options import AnyName, Config, State, check_there
 from miner_guard.config import optional_deps
 from miner_guard.eventlog import query
-from miner_guard.eventlog.query import Follower
+from miner_guard.eventlog.follow import Follower
 from miner_guard.exits import FAILED, UNAVAILABLE, USAGE, Refused
 
 _KINDS = ("tensorboard", "wandb")

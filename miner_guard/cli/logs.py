@@ -17,7 +17,8 @@ from miner_guard.cli.echo import echo
 from miner_guard.cli.find import find_guard
 from miner_guard.eventlog import query as logquery
 from miner_guard.eventlog.catalog import CATALOGUE, LEVELS, counted
-from miner_guard.eventlog.query import Follower, Hit, Query, Seen
+from miner_guard.eventlog.follow import Follower
+from miner_guard.eventlog.query import Hit, Query, Seen
 from miner_guard.eventlog.rendering import visible
 from miner_guard.exits import FAILED, USAGE, Refused
 from miner_guard.state_dir import StateDir

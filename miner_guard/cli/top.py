@@ -22,7 +22,8 @@ from miner_guard.cli.find import open_guard
 from miner_guard.cli.options import AnyName, Config, State, a_number, start_or_name
 from miner_guard.eventlog import query
 from miner_guard.eventlog.catalog import CATALOGUE
-from miner_guard.eventlog.query import Follower, Hit, Query
+from miner_guard.eventlog.follow import Follower
+from miner_guard.eventlog.query import Hit, Query
 from miner_guard.eventlog.status_document import StepsStatus, read_status
 from miner_guard.exits import NOT_RUNNING, Refused
 

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from miner_guard.eventlog.rendering import console_line, rotated, visible
 from miner_guard.system.clock import iso_utc, parse_iso_utc
 
 _CHUNK = 256 * 1024
-_LOOK_EVERY_S = 0.2
 _HEAD = re.compile(
     rb'\{"ts": "([0-9T:.Z-]+)", "level": "([a-z]+)", "event": "([a-z_]+)", "msg": '
     rb'"([^"\\]*(?:\\.[^"\\]*)*)", '
@@ -149,7 +147,7 @@ def search(log: Path, query: Query, seen: Seen | None = None) -> Iterator[Hit]:
                 # A file's mtime is the time of its newest line.
                 if query.since and iso_utc(os.fstat(file.fileno()).st_mtime) < query.since:
                     continue
-                yield from _matching(_blocks(file), query, seen)
+                yield from matching(blocks(file), query, seen)
         except FileNotFoundError:
             continue
 
@@ -174,7 +172,7 @@ def last(log: Path, query: Query, count: int, seen: Seen | None = None) -> list[
                 for block in _blocks_backwards(file, status.st_size):
                     if left <= 0:
                         break
-                    hits = list(_matching([block], query, seen))
+                    hits = list(matching([block], query, seen))
                     pieces.append(hits[max(0, len(hits) - left) :])
                     left -= len(pieces[-1])
         except FileNotFoundError:
@@ -200,11 +198,13 @@ def _blocks_backwards(file: BinaryIO, end: int) -> Iterator[_Block]:
         end, size = start + first, _CHUNK
 
 
-class _Readable(Protocol):
+class Readable(Protocol):
+    """A file, or a part of one."""
+
     def read(self, size: int, /) -> bytes | None: ...
 
 
-def _blocks(file: _Readable) -> Iterator[_Block]:
+def blocks(file: Readable) -> Iterator[_Block]:
     """The rest of a file as whole lines, in blocks as read, without copying; a last line without
     newline as it is."""
     rest = b""
@@ -223,7 +223,7 @@ def _blocks(file: _Readable) -> Iterator[_Block]:
         yield rest, 0, len(rest)
 
 
-def _matching(blocks: Iterable[_Block], query: Query, seen: Seen) -> Iterator[Hit]:
+def matching(blocks: Iterable[_Block], query: Query, seen: Seen) -> Iterator[Hit]:
     needles = query.needles()
     accept = _filter(query)
     for block in blocks:
@@ -304,138 +304,4 @@ def _parsed_whole(raw: bytes) -> Hit | None:
             rank if isinstance(rank, int) else None,
         )
     except (ValueError, KeyError, AttributeError):
-        return None
-
-
-class _Bounded:
-    """A view of a file as of when it had `size` bytes."""
-
-    def __init__(self, file: _Readable, size: int) -> None:
-        self._file, self._left = file, size
-
-    def read(self, size: int, /) -> bytes | None:
-        data = self._file.read(min(size, self._left))
-        self._left -= len(data or b"")
-        return data
-
-
-class Position(NamedTuple):
-    """A place in a log, whatever the rotation calls its file."""
-
-    inode: int
-    offset: int
-
-
-class Follower:
-    """New lines of a log as they are written, across rotations, each exactly once."""
-
-    def __init__(self, log: Path, query: Query, start: Position | None = None) -> None:
-        """Starts at `start`, or at the current end of the log if `start` is None or its file is
-        gone."""
-        self._log = log
-        self._query = query
-        self._file: BinaryIO | None = None
-        self._rest = b""
-        if not (start and self._begin_at(start)) and log.is_file():
-            self._file = open(log, "rb", buffering=0)  # noqa: SIM115
-            self._file.seek(0, os.SEEK_END)
-
-    def _begin_at(self, start: Position) -> bool:
-        """Open the file that `start` is in; False if it is gone."""
-        path = next((path for path in files_of(self._log) if _inode(path) == start.inode), None)
-        if path is None or not self._open(path, start.inode) or self._file is None:
-            return False
-        # A shorter file is a new one with the inode of a deleted one.
-        size = os.fstat(self._file.fileno()).st_size
-        self._file.seek(start.offset if start.offset <= size else 0)
-        return True
-
-    @property
-    def position(self) -> Position | None:
-        """Where the first line begins that `poll` has not returned; None before the log exists."""
-        if self._file is None:
-            return None
-        here = os.fstat(self._file.fileno()).st_ino
-        return Position(here, self._file.tell() - len(self._rest))
-
-    def past(self, seen: Seen) -> Iterator[Hit]:
-        """Hits from before this follower started, oldest first. Call it before `poll`."""
-        if self._file is None:
-            return
-        mine, end = os.fstat(self._file.fileno()).st_ino, self._file.tell()
-        for path in files_of(self._log):
-            try:
-                with open(path, "rb", buffering=0) as file:
-                    here = os.fstat(file.fileno()).st_ino == mine
-                    part = _Bounded(file, end) if here else file
-                    yield from _matching(_blocks(part), self._query, seen)
-            except FileNotFoundError:
-                continue
-            if here:
-                return
-
-    def poll(self, limit: int = -1) -> list[Hit]:
-        """Hits since the last call: all of them, or those in the next `limit` bytes."""
-        hits: list[Hit] = []
-        while self._file is not None or self._open(self._log, _inode(self._log)):
-            assert self._file is not None
-            following = self._following()
-            # Read only after checking the names: lines written before the rotation are in the open
-            # file.
-            piece = self._file.read(limit)
-            data = self._rest + piece
-            end = data.rfind(b"\n") + 1
-            self._rest = data[end:]
-            hits += _matching([(data, 0, end)], self._query, Seen())
-            if following is None or (limit >= 0 and piece):
-                break
-            self._open(*following)
-        return hits
-
-    def _following(self) -> tuple[Path, int | None] | None:
-        """The file that follows the open one, with its inode; None if there is none yet."""
-        assert self._file is not None
-        mine = os.fstat(self._file.fileno()).st_ino
-        for _ in range(3):
-            files = [
-                (path, inode) for path in files_of(self._log) if (inode := _inode(path)) is not None
-            ]
-            place = next((number for number, (_, inode) in enumerate(files) if inode == mine), None)
-            if place is not None:
-                return files[place + 1] if place + 1 < len(files) else None
-            # A rotation may be in progress: a listed name was renamed before we could stat it.
-            time.sleep(0.01)
-        return files[0] if files else None
-
-    def _open(self, path: Path, inode: int | None) -> bool:
-        """Open `path` if it still is the intended file; otherwise keep the open one and retry
-        later."""
-        try:
-            file = open(path, "rb", buffering=0)  # noqa: SIM115
-        except FileNotFoundError:
-            return False
-        if os.fstat(file.fileno()).st_ino != inode:
-            file.close()
-            return False
-        self.close()
-        self._file, self._rest = file, b""
-        return True
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def hits(self) -> Iterator[Hit]:
-        """Yields hits forever, until interrupted."""
-        while True:
-            yield from self.poll()
-            time.sleep(_LOOK_EVERY_S)
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except OSError:
         return None

@@ -1,42 +1,17 @@
 """The model of status.json: the guard writes it, every reader of the file parses it here.
 
-A reader may meet a file of another version, a section that a monitor failed to write, or a value of
-an unexpected type. All of these read as None (or an empty section), so that no reader checks types
-itself. Field names are the JSON names; units are in the names.
+What a reader cannot use reads as None or an empty section (`eventlog/section.py`). Field names are
+the JSON names; units are in the names.
 """
 
 from __future__ import annotations
 
-import functools
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from miner_guard.eventlog.section import Section
 from miner_guard.state_dir import StateDir, read_json
-
-_Section = TypeVar("_Section", bound="Section")
-
-
-class Section:
-    """A part of the document. Subclasses are dataclasses whose fields all have defaults."""
-
-    @classmethod
-    def from_json(cls: type[_Section], document: Any) -> _Section:
-        """The section as read; every missing or unexpected value is the field's default."""
-        if not isinstance(document, Mapping):
-            return cls()
-        values = {}
-        for name, read in _readers(typing.cast(Any, cls)).items():
-            value = document.get(name)
-            if value is not None and (value := read(value)) is not None:
-                values[name] = value
-        return cls(**values)
-
-    def to_json(self) -> dict[str, Any]:
-        """The section as written."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(typing.cast(Any, self))}
 
 
 @dataclass(frozen=True)
@@ -408,51 +383,3 @@ def read_status(state: StateDir) -> StatusDocument | None:
     """The document of a state directory; None where no guard has written one, or a torn one."""
     document = read_json(state.status)
     return StatusDocument.from_json(document) if isinstance(document, dict) else None
-
-
-_Reader = Callable[[Any], Any]
-"""Returns a value as the model has it, None where it does not fit."""
-
-
-@functools.cache
-def _readers(section: Any) -> Mapping[str, _Reader]:
-    hints = typing.get_type_hints(section)
-    return {f.name: _reader(hints[f.name]) for f in fields(section)}
-
-
-def _reader(hint: Any) -> _Reader:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        readers = [_reader(part) for part in arguments if part is not type(None)]
-        if len(readers) == 1:
-            return readers[0]
-        return lambda value: next((v for read in readers if (v := read(value)) is not None), None)
-    if origin is Mapping:
-        return _table_reader(_reader(arguments[1]))
-    if origin is Sequence:
-        return lambda value: tuple(value) if isinstance(value, (list, tuple)) else None
-    if is_dataclass(hint):
-        section: type[Section] = typing.cast(Any, hint)
-        return lambda value: section.from_json(value) if isinstance(value, Mapping) else None
-    if hint is Any:
-        return lambda value: value
-    accepted = (int, float) if hint is float else hint
-    return lambda value: value if isinstance(value, accepted) else None
-
-
-def _table_reader(read: _Reader) -> _Reader:
-    def table(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return None
-        known = {str(key): read(item) for key, item in value.items()}
-        return {key: item for key, item in known.items() if item is not None}
-
-    return table
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Section):
-        return value.to_json()
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value

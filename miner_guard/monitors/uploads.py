@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from miner_guard.eventlog.catalog import Finding, make_finding
+from miner_guard.eventlog.section import Section
 from miner_guard.eventlog.status_document import (
     ForecastStatus,
     LastAudit,
@@ -18,7 +19,6 @@ from miner_guard.eventlog.status_document import (
     LastRestart,
     LastUpload,
     RepoStatus,
-    Section,
     UploadsStatus,
 )
 from miner_guard.eventlog.write_errors import WriteOutage

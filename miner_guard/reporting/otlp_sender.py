@@ -39,7 +39,8 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from miner_guard import __version__, state_dir
-from miner_guard.eventlog.query import Follower, Hit, Position, Query
+from miner_guard.eventlog.follow import Follower, Position
+from miner_guard.eventlog.query import Hit, Query
 from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.reporting import otlp_names
 from miner_guard.reporting.otlp_names import MetricPoint

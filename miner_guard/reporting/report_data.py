@@ -15,7 +15,8 @@ from typing import Any
 
 from miner_guard import state_dir
 from miner_guard.detectors.verdict_history import Strip, stretches_of, strip
-from miner_guard.eventlog.query import Follower, Hit, Query, Seen
+from miner_guard.eventlog.follow import Follower
+from miner_guard.eventlog.query import Hit, Query, Seen
 from miner_guard.eventlog.status_document import StatusDocument, read_status
 from miner_guard.reporting.time_series import TimeSeries
 from miner_guard.system.clock import parse_iso_utc

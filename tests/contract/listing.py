@@ -19,7 +19,8 @@ from miner_guard import exits
 from miner_guard.cli.main import COMMANDS, build
 from miner_guard.config.loading import describe, sections
 from miner_guard.eventlog.catalog import CATALOGUE, RESERVED, Spec
-from miner_guard.eventlog.status_document import Section, StatusDocument
+from miner_guard.eventlog.section import Section
+from miner_guard.eventlog.status_document import StatusDocument
 from miner_guard.state_dir import StateDir
 
 PUBLIC = Path(__file__).with_name("public.json")

@@ -13,8 +13,9 @@ from miner_guard.config import LogSettings
 from miner_guard.eventlog import catalog
 from miner_guard.eventlog import query as logquery
 from miner_guard.eventlog.emitter import Emitter
+from miner_guard.eventlog.follow import Follower, Position
 from miner_guard.eventlog.jsonl import JsonlSink
-from miner_guard.eventlog.query import Follower, Position, Query, Seen
+from miner_guard.eventlog.query import Query, Seen
 from miner_guard.eventlog.redact import Redactor
 from miner_guard.system.clock import FakeClock
 

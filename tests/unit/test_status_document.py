@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miner_guard.config import Config
+from miner_guard.eventlog.section import Section
 from miner_guard.eventlog.status_document import (
     ChainStatus,
     HealthStatus,
     JobStatus,
-    Section,
     StatusDocument,
     read_status,
 )
