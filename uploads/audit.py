@@ -30,7 +30,7 @@ from validators.facts import AllReduce, Axon, Candidate, Facts, Network, Publish
 from validators.inspection import inspect_file
 from validators.layout import Layout
 from validators.limits import Limits, in_force
-from validators.metadata import read_inner_step
+from validators.metadata import RootMetadata, read_inner_step
 from validators.shapes import Shapes
 from validators.verdict import Verdict
 
@@ -374,9 +374,9 @@ def _facts(
         metadata=metadata,
         config=fetched.get("config"),
     )
-    named = metadata.get("outer_step") if metadata else None
+    named = RootMetadata.of(metadata).outer_step
     # The root metadata names the newest step; the epoch that is scored may be the one before.
-    outer = named if isinstance(named, int) and not isinstance(named, bool) else outer_step
+    outer = outer_step if named is None else named
     # The root metadata's inner step does not apply to the epoch before.
     kind = "archive" if inner == 0 and outer == outer_step else "gradient"
     candidate = Candidate(

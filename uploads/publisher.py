@@ -48,7 +48,7 @@ from uploads.repos.base import (
     StagedObject,
     epoch_key,
 )
-from validators.metadata import FILES
+from validators.metadata import FILES, FileRecord
 
 T = TypeVar("T")
 
@@ -301,7 +301,7 @@ class Publisher:
         if not isinstance(document, dict):
             return own
         described = {
-            t.key.rpartition("/")[2]: {"size_bytes": t.size_bytes, "checksum": t.checksum}
+            t.key.rpartition("/")[2]: FileRecord(t.size_bytes, t.checksum).to_json()
             for t in tickets
         }
         path = self._journal.path.with_suffix(f".{METADATA}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from validators.facts import Facts
@@ -11,8 +12,53 @@ from validators.verdict import Verdict
 
 RULE = "metadata"
 FILES = "files"
-"""metadata.json's key for the files it describes: `{"gradients.pt": {"size_bytes", "checksum"},
-…}`. Only our publisher writes it (`uploads.publisher`); validators ignore it."""
+"""metadata.json's key for the files it describes, each a `FileRecord` by name. Only our publisher
+writes it (`uploads.publisher`); validators ignore it."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A published file, as the metadata beside it describes it."""
+
+    size_bytes: int | None = None
+    checksum: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As in metadata.json."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class RootMetadata:
+    """What our publisher, probes and audit read of metadata.json; None where it is unknown or of
+    another type. Rules parse the document as validators do instead (`read_inner_step`)."""
+
+    outer_step: int | None = None
+    inner_step: int | None = None
+    run: str | int | None = None
+    gradients: FileRecord = FileRecord()
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any] | None) -> RootMetadata:
+        """The document as read; never raises."""
+        known = document or {}
+        files = known.get(FILES)
+        named = files.get("gradients.pt") if isinstance(files, Mapping) else None
+        record = named if isinstance(named, Mapping) else {}
+        run = known.get("run")
+        return cls(
+            _whole(known.get("outer_step")),
+            _whole(known.get("inner_step")),
+            run if isinstance(run, (str, int)) else None,
+            FileRecord(
+                _whole(record.get("size_bytes")),
+                checksum if isinstance(checksum := record.get("checksum"), str) else None,
+            ),
+        )
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def reduced(metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -94,7 +140,7 @@ def judge_published(facts: Facts, limits: Limits) -> Verdict:
     if (
         verdict.outcome != "pass"
         or metadata is None
-        or metadata.get("outer_step") != published.outer_step
+        or RootMetadata.of(metadata).outer_step != published.outer_step
     ):
         return verdict
     why = mixed(metadata, published.size_bytes, published.checksum)
@@ -112,32 +158,20 @@ def mixed(
 
     Checksums of different forms (an md5, a digest of parts' digests, a sha256) are not comparable.
     """
-    named = _named(metadata)
-    if (
-        size_bytes is not None
-        and isinstance(size := named.get("size_bytes"), int)
-        and size != size_bytes
-    ):
-        return f"gradients.pt has {size_bytes} bytes, metadata.json describes one of {size}"
-    other = named.get("checksum")
-    if (
-        checksum is None
-        or not isinstance(other, str)
-        or _form(checksum) != _form(other)
-        or checksum == other
-    ):
+    named = RootMetadata.of(metadata).gradients
+    if None not in (size_bytes, named.size_bytes) and named.size_bytes != size_bytes:
+        return (
+            f"gradients.pt has {size_bytes} bytes, metadata.json describes one of "
+            f"{named.size_bytes}"
+        )
+    other = named.checksum
+    if checksum is None or other is None or _form(checksum) != _form(other) or checksum == other:
         return None
     return f"gradients.pt has checksum {checksum[:12]}, metadata.json describes {other[:12]}"
 
 
 def _short(value: Any) -> str:
     return repr(value)[:40]
-
-
-def _named(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    files = metadata.get(FILES) if metadata else None
-    named = files.get("gradients.pt") if isinstance(files, Mapping) else None
-    return named if isinstance(named, Mapping) else {}
 
 
 def _form(checksum: str) -> tuple[int, bool]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from validators.facts import Published
 from validators.layout import USUAL, Layout
-from validators.metadata import mixed
+from validators.metadata import RootMetadata, mixed
 
 GRADIENTS = "gradients.pt"
 CONFIG = "config.json"
@@ -210,7 +210,8 @@ def published_state(repo: Repo, now: float, layout: Layout = USUAL) -> Published
 
 def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
     metadata = None if layout.metadata is None else document(repo, layout.metadata)
-    named = _count(metadata, "outer_step")
+    root = RootMetadata.of(metadata)
+    named = root.outer_step
     entry = _gradients(repo, named, layout)
     if entry is None:
         reason = (
@@ -222,8 +223,7 @@ def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
             reason=reason, empty=metadata is None, seen_at=now, outer_step=named, metadata=metadata
         )
     outer = layout.outer_step_of(entry.key) if layout.metadata is None else named
-    inner = _count(metadata, "inner_step")
-    run = metadata.get("run") if metadata else None
+    inner, run = root.inner_step, root.run
     known = None not in (run, outer, inner)
     described = layout.outer_step_of(entry.key)
     config = None if described is None else layout.config_of(described)
@@ -239,11 +239,6 @@ def _seen_once(repo: Repo, now: float, layout: Layout) -> Published:
         metadata=metadata,
         config=None if config is None else document(repo, config),
     )
-
-
-def _count(metadata: Mapping[str, Any] | None, key: str) -> int | None:
-    value = metadata.get(key) if metadata else None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _gradients(repo: Repo, outer_step: int | None, layout: Layout) -> ObjectInfo | None:
