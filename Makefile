@@ -10,7 +10,7 @@ PARALLEL := -n 3 --dist loadfile
 # Real processes and signals on a loaded machine: a failure counts when it repeats, and the summary names what was run again.
 AGAIN := --reruns 1
 
-.PHONY: demo test check unit faults bench soak screens gpu gpu-pack dist clean
+.PHONY: demo test check unit faults bench soak screens gpu gpu-pack man dist clean
 
 demo: $(VENV)/.demo
 	MINER_GUARD_STATE_DIR="$${MINER_GUARD_STATE_DIR:-$(DEMO_STATE)}" $(BIN)/miner-guard demo $(DEMO_ARGS)
@@ -58,6 +58,10 @@ bench: $(VENV)/.dev
 
 screens: $(VENV)/.dev
 	$(BIN)/python -m tests.support.screens
+
+# The manual page, from the help of the commands.
+man: $(VENV)/.dev
+	COLUMNS=80 $(BIN)/python -m miner_guard.cli.manual > docs/miner-guard.1
 
 # The same bytes for the same commit and compiler, wherever and whenever it is built.
 dist: $(VENV)/.dev

@@ -9,7 +9,7 @@ import typer
 
 from miner_guard.cli import options
 from miner_guard.cli.echo import echo
-from miner_guard.cli.find import find_guard
+from miner_guard.cli.find import check_version, find_guard
 from miner_guard.exits import FAILED, NOT_RUNNING, Refused
 
 
@@ -41,6 +41,7 @@ def command(
         raise Refused(f"{problem}; {options.start_or_name(state)}", NOT_RUNNING) from problem
     except OSError as error:
         raise Refused(f"the guard in {state.root} does not answer: {error}", FAILED) from error
+    check_version(answer)
     if "error" in answer:
         raise Refused(str(answer["error"]), FAILED)
     echo(answer["done"])

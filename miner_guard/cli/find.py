@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from miner_guard import __version__
 from miner_guard.cli.echo import echo
 from miner_guard.cli.options import DEFAULT_NAME, CommandContext, choose_state, open_context
 from miner_guard.exits import USAGE, Refused
@@ -49,6 +51,19 @@ def find_guard(name: str | None, state_dir: str | None) -> StateDir:
 def open_guard(config: Path | None, name: str | None, state_dir: str | None) -> CommandContext:
     """`options.open_context` for the chosen guard."""
     return open_context(config, DEFAULT_NAME, str(find_guard(name, state_dir).root))
+
+
+def check_version(answer: Mapping[str, Any]) -> None:
+    """Report on stderr that the running guard, which gave this answer, has another version: an
+    update takes effect only when the guard restarts."""
+    theirs = answer.get("version")
+    if theirs != __version__:
+        version = "an older version" if theirs is None else f"version {theirs}"
+        echo(
+            f"the running guard has {version}, this command {__version__}; restart the guard to "
+            "update it",
+            err=True,
+        )
 
 
 def running_guards() -> list[StateDir]:

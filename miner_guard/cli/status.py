@@ -12,7 +12,7 @@ import typer
 
 from miner_guard.cli import options, screen
 from miner_guard.cli.echo import echo
-from miner_guard.cli.find import open_guard
+from miner_guard.cli.find import check_version, open_guard
 from miner_guard.cli.screen import CurveHistory
 from miner_guard.cli.top import curves_of
 from miner_guard.config import HangSettings
@@ -45,7 +45,8 @@ def command(
 
     place = open_guard(config, name, state_dir)
     try:
-        document: Mapping[str, Any] = ask(place.state, {"do": "status"})["status"]
+        answer = ask(place.state, {"do": "status"})
+        document: Mapping[str, Any] = answer["status"]
     except NotRunning as problem:
         advice = options.start_or_name(place.state)
         raise Refused(f"{problem}; {_last_end(place.state.log)}{advice}", NOT_RUNNING) from problem
@@ -54,6 +55,7 @@ def command(
             f"the guard in {place.state.root} does not answer: {error!r}", FAILED
         ) from error
     status = StatusDocument.from_json({"updated": iso_utc(time.time()), **document})
+    check_version(answer)
     if check:
         _check(status, place.settings.config.hang)
         return

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from miner_guard import __version__
 from miner_guard.cli import find
 from miner_guard.cli.main import run
 from miner_guard.state_dir import StateDir, write_json
@@ -96,3 +97,20 @@ def test_the_environment_is_taken_at_its_word(
     ended(home / "sn38", 5.0)
     monkeypatch.setenv("MINER_GUARD_STATE_DIR", str(tmp_path / "mine"))
     assert find.find_guard(None, None).root == tmp_path / "mine"
+
+
+def test_a_command_of_another_version_says_that_the_guard_still_runs_the_old_one(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against an update that somebody believes in and that no guard runs yet."""
+    guarded.start(["sleep", "600"], settings=FAST)
+    guarded.wait_for("miner_started")
+    here = ["--state-dir", str(guarded.state.root)]
+    assert run(["ctl", "pause", *here]) == 0
+    assert "version" not in capsys.readouterr().err
+    monkeypatch.setattr(find, "__version__", "99.0")
+    words = f"the running guard has version {__version__}, this command 99.0; restart the guard"
+    for command in (["ctl", "pause"], ["status"], ["status", "--json"]):
+        assert run([*command, *here]) == 0
+        assert words in capsys.readouterr().err
+    assert guarded.stop() == 0

@@ -69,6 +69,7 @@ def test_the_wheel_holds_the_packages_and_ops_and_nothing_else(built: Built) -> 
     data = f"miner_guard-{__version__}.data/data/share/miner-guard/"
     assert packages - names == set()
     assert {name for name in names if "/ops/" in name} == {data + name for name in tracked("ops")}
+    assert data.replace("miner-guard/", "man/man1/miner-guard.1") in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {
         "miner_guard",
         "uploads",

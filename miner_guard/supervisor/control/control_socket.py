@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from miner_guard import __version__
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.loop import Loop
 from miner_guard.system.sockets import address
@@ -81,7 +82,7 @@ class ControlSocket:
             )
         except ValueError:
             answer = {"error": "not JSON"}
-        return json.dumps(answer, default=str).encode() + b"\n"
+        return json.dumps({"version": __version__, **answer}, default=str).encode() + b"\n"
 
     def _send(self, fd: int, client: socket.socket, data: bytes) -> None:
         """Send what the socket accepts now and the rest later: a long command line makes a long

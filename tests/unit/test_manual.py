@@ -1,0 +1,34 @@
+"""The manual page says what the help says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+from miner_guard.cli import manual
+from miner_guard.cli.main import COMMANDS
+from tests.support import requires
+
+PAGE = requires.REPO / "docs" / "miner-guard.1"
+OPTION = re.compile(r"(?<![\w\\-])\\-\\-(?:[a-z]+(?:\\-)?)+")
+
+
+def sections(page: str) -> dict[str, set[str]]:
+    """The options of each command."""
+    parts = re.split(r"^\.SS miner\\-guard ", page.partition(".SH EXIT")[0], flags=re.MULTILINE)
+    return {part.split()[0].replace("\\-", "-"): set(OPTION.findall(part)) for part in parts[1:]}
+
+
+def test_the_committed_page_has_every_command_and_option_of_the_help() -> None:
+    """By name, for the columns depend on typer's version; `make man` writes it."""
+    built = sections(manual.page())
+    assert set(built) == set(COMMANDS)
+    assert all(built.values())
+    assert sections(PAGE.read_text(encoding="ascii")) == built
+
+
+def test_the_page_is_valid_roff() -> None:
+    command = [requires.tool("groff"), "-man", "-ww", "-Tutf8", str(PAGE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "EXIT STATUS" in re.sub(".\b", "", done.stdout)
