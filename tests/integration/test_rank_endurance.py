@@ -3,6 +3,7 @@ training."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -26,8 +27,11 @@ TRAINING = """
 import json, os, signal, sys
 import miner_guard
 
-def resident_bytes():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def own_bytes():
+    # Without the pages of the flight record, which is shared: the thread that copies it to the disk
+    # reads all of them a second after the start, whatever the step is then.
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 folder, reader, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 guard = miner_guard.init(folder)
@@ -43,8 +47,8 @@ for number in range(steps):
     guard.step(outer_step=1, inner_step=number, loss=2.0, lr=1e-4)
     if number == steps // 2:
         os.kill(reader, signal.SIGKILL)
-    if number in (steps * 6 // 10, steps - 1):
-        memory.append(resident_bytes())
+    if number in (steps * 6 // 10, steps * 8 // 10, steps - 1):
+        memory.append(own_bytes())
 guard.close(finished=True)
 print(json.dumps({"memory": memory, "troubles": guard.troubles}))
 """
@@ -66,8 +70,9 @@ def test_memory_stays_flat_and_the_supervisor_may_die_in_the_middle(tmp_path: Pa
         reader.kill()
     assert reader.wait() == -signal.SIGKILL
     answer = json.loads(training.stdout.splitlines()[-1])
-    early, late = answer["memory"]
-    assert late - early < 1_000_000, "the hook keeps something for every step"
+    # What it loads once falls into one of the two stretches; 25 bytes a step show in both.
+    growth = [late - early for early, late in itertools.pairwise(answer["memory"])]
+    assert min(growth) < 500_000, f"the hook keeps something for every step: {growth}"
     assert answer["troubles"] == 0
     now = FlightReader(state.flight_of(0)).now()
     assert now is not None
