@@ -210,8 +210,8 @@ class GuardApp:
         self.relay.finish(_LAST_WORDS_S)
         # Only now is it known what the reader of our output never took.
         self.supervisor.pulse.report_drops()
+        # Writes stay diverted: an exit handler must not wait for a dead disk either.
         self.disk.close(0.0 if unwritten else _LAST_WORDS_S)
-        state_dir.divert_writes(None)
         self.lock.release()
         self.watchdog.left()
         return code

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from miner_guard import state_dir
 from miner_guard.config import LogSettings
 from miner_guard.eventlog.catalog import Finding
 from miner_guard.state_dir import StateDir
 from miner_guard.supervisor.disk import writer as writer_module
-from miner_guard.supervisor.disk.writer import DiskWriter
+from miner_guard.supervisor.disk.writer import STUCK_S, DiskWriter
 from tests.support.waiting import until
 from uploads.ledger import ReadOnlyLedger, RemoteLedger
 
@@ -142,6 +143,32 @@ def test_an_end_does_not_wait_for_a_dead_disk(writer: DiskWriter, tmp_path: Path
     assert writer.close(0.3) == ["guard.jsonl"]
     assert time.monotonic() - begin < 5.0
     until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), 10, "the process's end")
+
+
+def test_a_write_of_an_exit_handler_reaches_no_disk(writer: DiskWriter, tmp_path: Path) -> None:
+    """Guards against a file of costs that the interpreter's end writes: on a frozen disk the guard
+    then never ended, not even by SIGKILL."""
+    writer.start()
+    writer.close(30.0)
+    late: list[Exception] = []
+    state_dir.divert_writes(writer.replace)
+    try:
+        thread = threading.Thread(target=_write, args=(tmp_path / "late", late))
+        thread.start()
+        thread.join(STUCK_S / 2)
+        assert not thread.is_alive()
+        _write(tmp_path / "late", late)
+    finally:
+        state_dir.divert_writes(None)
+    assert not late
+    assert not (tmp_path / "late").exists()
+
+
+def _write(path: Path, errors: list[Exception]) -> None:
+    try:
+        state_dir.write_json(path, {})
+    except OSError as error:
+        errors.append(error)
 
 
 def _is_zombie(pid: int) -> bool:

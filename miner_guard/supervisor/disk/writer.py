@@ -157,8 +157,11 @@ class DiskWriter:
         """Replace a file as a whole, or remove it if `data` is None: a `state_dir.FileWriter`.
 
         A job thread waits for the write, at most `STUCK_S`, then raises TimeoutError. The main
-        thread, which supervises, never waits.
+        thread, which supervises, never waits. After `close`, which is the end of the process, does
+        nothing.
         """
+        if self._closing:
+            return
         message = _Message(messages.file(path, data, mode), path.name, path)
         self._put(FILES, message)
         if threading.current_thread() is not threading.main_thread():
