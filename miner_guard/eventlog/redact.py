@@ -35,7 +35,7 @@ _SHAPES = tuple(
     re.compile(pattern)
     for pattern in (
         r"\bhf_[A-Za-z0-9]{20,}",
-        r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+        r"\b(?:A3T[A-Z0-9]|ABIA|ACCA|AKIA|ASIA)[A-Z0-9]{16}\b",
         # A subnet 38 commitment: account id 32 + read key id 32 + read secret 64.
         # With 0x it is the private key of a keyfile.
         r"\b(?:0x)?[0-9a-fA-F]{128}\b|(?<![A-Za-z0-9])[A-Za-z0-9]{128}(?![A-Za-z0-9])",
@@ -43,17 +43,26 @@ _SHAPES = tuple(
         r"(?<!sha256[:=-])(?<!/blobs/)\b[0-9a-f]{64}\b",
         r"\bgh[pousr]_[A-Za-z0-9]{30,}",
         r"\bgithub_pat_[A-Za-z0-9_]{20,}",
-        r"\bglpat-[A-Za-z0-9_-]{20,}",
+        r"\b(?:gl(?:pat|dt|ft|soat|rt|cbt)-|GR1348941)[A-Za-z0-9_-]{20,}",
         r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
         r"\bsk-[A-Za-z0-9_-]{20,}",
         r"\bwandb_v\d_[A-Za-z0-9_]{20,}",
         r"\bAIza[A-Za-z0-9_-]{35}",
         # A JSON web token.
-        r"(?<![\w-])eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*",
+        r"(?<![\w-])eyJ[A-Za-z0-9_-]{11,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*",
+        # PyPI, npm, SendGrid, Stripe, Square, Artifactory, Azure, Mailchimp, Twilio, a Discord bot.
+        r"\bpypi-Ag[A-Za-z0-9_-]{50,}|\bnpm_[A-Za-z0-9]{36}\b|\bSG\.[\w-]{22}\.[\w-]{43}"
+        r"|\b[rs]k_live_[0-9A-Za-z]{24}|\bsq0csp-[\w\\-]{43}|\bAKC[A-Za-z0-9]{20,}"
+        r"|\bAP[0-9A-F][A-Za-z0-9]{30,}",
+        r"(?<=AccountKey=)[A-Za-z0-9+/=]{88}|\b[0-9a-z]{32}-us\d{1,2}\b|\b(?:AC|SK)[a-z0-9]{32}\b"
+        r"|\b[MNO][A-Za-z\d_-]{23,25}\.[\w-]{6}\.[\w-]{27}",
         # The token of a Telegram bot.
         r"(?<![\w-])\d{8,12}:AA[A-Za-z0-9_-]{30,}",
     )
 )
+_LONG_RUN = re.compile(r"[\w-]{14}")
+"""Each of the shapes has one; the date and hour of a line's time have 13."""
+
 _WEBHOOK = re.compile(
     r"(?i)(\b(?:discord(?:app)?\.com/api/(?:v\d{1,2}/)?webhooks/|hooks\.slack\.com/(?:services|workflows|triggers)/"
     r"|api\.telegram\.org/(?:file/)?bot|\.webhook\.office\.com/webhookb2/"
@@ -79,7 +88,7 @@ _MAX_PEM = 20_000
 # No unbounded prefix in any pattern below: in a long word (hex, base64) each letter would start a
 # search of the rest, with the GIL held. 16 KB took a minute, during which the guard stood still.
 _NAMES = (
-    r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|passphrase|api[_-]?key"
+    r"(?:secret(?:[_-]?(?:key|seed|phrase))?|private[_-]?key|token|password|passwd|pwd|passphrase|api[_-]?key"
     r"|access[_-]?key(?:[_-]?id)?|webhook(?:[_-]?url)?|mnemonic)"
 )
 # Quotes may be escaped: the bundle redacts JSON that holds JSON. Never cut an escape in half, or
@@ -94,6 +103,9 @@ _SECRET_FLAG = re.compile(_FLAG_NAME, re.IGNORECASE)
 # Quoted as in a shell: the value includes what follows a space inside the quotes.
 _FLAG = re.compile(
     rf"(?i)({_FLAG_NAME}[ =])(?!\[redacted\])(?=.{{4}})((?:'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"])+|\S+)"
+)
+_AWS_NAMED = re.compile(
+    r"(?i)(\baws.{0,20}?(?:key|pwd|pw|password|pass|token).{0,20}?['\"])[0-9a-zA-Z/+]{40}(?=['\"])"
 )
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})")
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,31}://[^\s/:@]{0,256}:)([^\s/@]+)(@)", re.IGNORECASE)
@@ -115,8 +127,10 @@ _PHRASE = re.compile(
     rf"(?=(?:{_ANSI}|[^\w\x1b\n]){{0,16}}$)"
 )
 _WORTH_A_LOOK = re.compile(
-    r"(?i)secret|token|passw|passp|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|hf_|sk-|gh[pousr]_"
-    r"|github_|glpat|xox|wandb|webhook|bot\d|AIza|eyJ|AKIA|ASIA|://|x-amz|[?&]sig|u0026sig|:AA|[0-9A-Za-z]{64}"
+    r"(?i)secret|token|passw|passp|pwd|key|mnemonic|phrase|(?:seed|recovery|backup).words|bearer|basic|xox|wandb"
+    r"|webhook|bot\d|eyJ|://|x-amz|[?&]sig|u0026sig"
+    # All other shapes have a run as long as this.
+    r"|[\w-]{20}"
 )
 
 
@@ -189,10 +203,11 @@ class Redactor:
             text = _PEM_REST.sub(MASK, _without_private_keys(text))
         text = _WEBHOOK.sub(rf"\1{MASK}", text)
         text = _SIGNED_URL.sub(rf"\1{MASK}", text)
-        for shape in _SHAPES:
-            text = shape.sub(MASK, text)
-        for hexadecimal in (_WANDB, _NETRC):
-            text = hexadecimal.sub(rf"\1{MASK}", text)
+        if _LONG_RUN.search(text):
+            for shape in _SHAPES:
+                text = shape.sub(MASK, text)
+        for named in (_WANDB, _NETRC, _AWS_NAMED):
+            text = named.sub(rf"\1{MASK}", text)
         text = _MNEMONIC.sub(rf"\1{MASK}", text)
         text = _URL.sub(rf"\1{MASK}\3", text)
         text = _BEARER.sub(rf"\1{MASK}", text)
