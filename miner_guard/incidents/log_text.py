@@ -43,7 +43,11 @@ _PREFIX = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _FRAME = '  File "'
-_RANK_INSIDE = re.compile(r"\[rank\s?(\d{1,5})\]|\brank:?\s(\d{1,5})\s\|", re.IGNORECASE)
+_RANK_INSIDE = re.compile(
+    r"\[rank\s?(\d{1,5})\]|\brank:?\s(\d{1,5})\s\|"
+    r"|\(exitcode: -?\d{1,3}\) local_rank: (\d{1,5}) \(pid",  # torchrun of the first to fail
+    re.IGNORECASE,
+)
 _MAX_PREFIXES = 8
 _MAX_PREFIX = 400
 """Characters of a line within which a prefix ends."""
@@ -85,7 +89,7 @@ def clean(raw: bytes) -> tuple[int | None, str]:
         and ("ank" in text or "ANK" in text)
         and (inside := _RANK_INSIDE.search(text, 0, 400))
     ):
-        rank = int(inside.group(1) or inside.group(2))
+        rank = int(inside.group(1) or inside.group(2) or inside.group(3))
     return rank, text.rstrip()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -173,6 +174,10 @@ class IncidentsMonitor(Monitor):
     def on_exit(self, end: Exit) -> Iterable[Finding]:
         now = self.context.clock.monotonic()
         self._case.add([*self._scanner.finish(), *self._passed()])
+        if end.signal == signal.SIGKILL and not end.asked and self._seen_root() is None:
+            # Nothing printed tells of it: without a launcher there is nobody to.
+            said = "MINER EXITED: signal SIGKILL"
+            self._take([Sighting("host_oom_kill", "exit", self._scanner.line, said, None)], now)
         lasting = self._lasting()
         self._case.add(lasting)
         if lasting or now - self._last_s <= EPISODE_S:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from tests.faults.guarded import Guarded
 from tests.support import requires
@@ -52,4 +57,50 @@ def test_the_rank_that_left_is_named_and_not_the_network(guarded: Guarded) -> No
     assert [e["rank"] for e in gone] == [1], guarded.tail()
     assert "rank 1 ended with code 0 at step 15" in gone[0]["msg"]
     assert [e["label"] for e in guarded.named("incident")] == ["rank_lost"]
+    guarded.assert_nothing_left()
+
+
+SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
+FAULTS = {
+    "raises": ("incident", "code_bug", "code_bug"),
+    "killed": ("incident", "process_killed", "process_killed"),
+    "stopped": ("hang_detected", "its process is stopped (state T)", "hang"),
+    "hangs": ("hang_detected", "at inject.py:", "hang"),
+}
+"""By fault: the event that names it, words of its line, and the root cause of `explain`."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("trainer", "ranks", "module"),
+    [
+        ("plain", 2, "torch"),
+        ("with_accelerate", 0, "accelerate"),
+        ("with_transformers", 0, "transformers"),
+    ],
+)
+def test_a_fault_in_a_foreign_trainer_is_named_live_and_afterwards(
+    guarded: Guarded, tmp_path: Path, fault: str, trainer: str, ranks: int, module: str
+) -> None:
+    """Guards against `host_oom_kill` for a kill -9 and a hang without its place, in loops that we
+    did not write."""
+    requires.module(module)
+    event, words, label = FAULTS[fault]
+    script = [fault, str(SCRIPTS / f"{trainer}.py"), str(tmp_path / "out")]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    inject = str(Path(__file__).with_name("miners") / "inject.py")
+    command = [sys.executable, *(launcher if ranks else []), inject, *script]
+    settings = {"miner.stop_timeout_s": 3, "hang.min_s": 8, "hang.action": "stop"}
+    guarded.start(command, "--attach", "auto", "--no-restart", settings=settings)
+    assert guarded.processes[0].wait(150) != 0, guarded.tail()
+    named = guarded.named(event)
+    assert named, guarded.tail()
+    assert words in named[0]["msg"]
+    assert named[0]["rank"] == (1 if ranks else None if event == "incident" else 0)
+    explain = [sys.executable, "-m", "miner_guard", "explain", "--state-dir"]
+    told = subprocess.run(
+        [*explain, str(guarded.state.root)], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert told.stdout.startswith(f"ROOT CAUSE {label} "), told.stdout
     guarded.assert_nothing_left()

@@ -112,8 +112,10 @@ class Story:
 
     def _rank_row(self, rank: int, seconds: float) -> dict[str, Any]:
         waits = 0.4 if rank == self.slow_rank else 6.0 + self._random.random()
+        took = seconds + self._random.gauss(0, 0.05)
         return {
-            "step_time_s": seconds + self._random.gauss(0, 0.05),
+            "step_time_s": took,
+            "work_s": took - waits,
             "gpu_mem_gb": 18.4 if self._gpus else None,
             "last_step_age_s": 3.0,
             "phases_s": {"collective": waits},

@@ -101,8 +101,8 @@ class Live:
         )
         self.said += self.part.on_steps(rank, [step])
 
-    def ends(self, *, code: int = 1, asked: bool = False) -> None:
-        self.said += self.part.on_exit(Exit(code, None, asked, False, 10.0))
+    def ends(self, *, code: int = 1, signal: int | None = None, asked: bool = False) -> None:
+        self.said += self.part.on_exit(Exit(code, signal, asked, False, 10.0))
 
     @property
     def labels(self) -> list[str]:
@@ -384,3 +384,18 @@ def test_a_rank_that_left_is_the_cause_of_what_the_others_report_of_the_network(
     crashed.said += crashed.part.on_finding(gone)
     crashed.ends()
     assert crashed.labels == ["code_bug"], "its own exception says more than its end"
+
+
+def test_a_miner_killed_without_a_word_is_an_incident(tmp_path: Path) -> None:
+    """Guards against `explain` that blames the OOM killer, which counted nothing, for a kill -9."""
+    live = Live(tmp_path)
+    live.oom_kills = repeat(7)
+    live.launch()
+    live.ends(code=137, signal=9)
+    assert live.labels == ["process_killed"]
+
+
+def test_a_miner_that_the_guard_killed_is_none(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.ends(code=137, signal=9, asked=True)
+    assert live.labels == []
